@@ -52,18 +52,27 @@ ROOTSTOCK_HEALTH_PORT: {{ . | quote }}
     sources:
       - secret:
           name: {{ include "rootstock.tls.secret" . }}
+          {{- if .optional }}
+          optional: true
+          {{- end }}
           {{- with .root.Values.tls.caConfigMap }}
           items:
             - {key: tls.crt, path: tls.crt}
             - {key: tls.key, path: tls.key}
       - configMap:
           name: {{ . }}
+          {{- if $.optional }}
+          optional: true
+          {{- end }}
           items:
             - {key: ca.crt, path: ca.crt}
           {{- end }}
       {{- if and .root.Values.tls.tokenSecret (not (has .component (list "redis" "state"))) }}
       - secret:
           name: {{ .root.Values.tls.tokenSecret }}
+          {{- if .optional }}
+          optional: true
+          {{- end }}
           items:
             - {key: token, path: token}
       {{- end }}
@@ -101,6 +110,9 @@ ROOTSTOCK_HEALTH_PORT: {{ . | quote }}
 - name: {{ .name }}-tls
   secret:
     secretName: {{ .secret }}
+    {{- if $.optional }}
+    optional: true
+    {{- end }}
 {{- end }}
 {{- end }}
 

@@ -47,8 +47,12 @@ def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
     plain = socket.create_connection((parts.hostname, parts.port or 6379), TIMEOUT_S)
     if parts.scheme == "redis":
         return plain
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whether it is reached and takes writes is asked here
+    files = dict(urllib.parse.parse_qsl(parts.query))
+    context = ssl.create_default_context(cafile=files.get("ssl_ca_certs"))
+    if "ssl_certfile" in files:
+        context.load_cert_chain(files["ssl_certfile"], files.get("ssl_keyfile"))
+    if "ssl_ca_certs" not in files:  # whether it is reached and takes writes is asked here
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(plain, server_hostname=parts.hostname)
 
 

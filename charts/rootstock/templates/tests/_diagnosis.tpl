@@ -72,6 +72,11 @@
   (dict "name" .Values.auth.controlTokenSecret "keys" (list "token") "value" "auth.controlTokenSecret")
   (dict "name" (ternary "" .Values.redis.externalUrlSecret .Values.redis.embedded) "keys" (list "url") "value" "redis.externalUrlSecret")
   (dict "name" (ternary "" .Values.state.externalUrlSecret .Values.state.embedded) "keys" (list "url") "value" "state.externalUrlSecret")
+  (dict "name" (ternary .Values.redis.passwordSecret "" .Values.redis.embedded) "keys" (list "password") "value" "redis.passwordSecret")
+  (dict "name" (ternary (include "rootstock.tls.secret" (dict "root" . "component" "gateway")) "" (include "rootstock.tls" . | eq "true")) "keys" (ternary $pairs (append $pairs "ca.crt") (.Values.tls.caConfigMap | empty | not)) "value" "tls.secret")
+  (dict "name" .Values.tls.tokenSecret "keys" (list "token") "value" "tls.tokenSecret")
+  (dict "name" (ternary "" .Values.redis.externalTlsSecret .Values.redis.embedded) "keys" list "value" "redis.externalTlsSecret")
+  (dict "name" (ternary "" .Values.state.externalTlsSecret .Values.state.embedded) "keys" list "value" "state.externalTlsSecret")
   (dict "name" (ternary .Values.state.passwordSecret "" .Values.state.embedded) "keys" (list "password") "value" "state.passwordSecret")
   (dict "name" (ternary .Values.modelCache.prefetch.tokenSecret "" .Values.modelCache.prefetch.enabled) "keys" (list "token") "value" "modelCache.prefetch.tokenSecret")
   (dict "name" .Values.gateway.tlsSecret "keys" $pairs "value" "gateway.tlsSecret")
@@ -91,25 +96,31 @@
 
 {{/* Where Redis is, also where what it needs is missing: the pod starts all the same and says so. Takes the root. */}}
 {{- define "rootstock.diagnosis.redisEnv" -}}
-- name: ROOTSTOCK_REDIS_URL
 {{- if .Values.redis.embedded }}
-  value: redis://{{ include "rootstock.host" (dict "root" . "component" "redis") }}:6379/0
+- name: INDEX_PASSWORD
+  {{- include "rootstock.diagnosis.passwordFrom" (dict "root" . "component" "redis") | nindent 2 }}
+- name: ROOTSTOCK_REDIS_URL
+  value: {{ include "rootstock.tls.redisUrl" (dict "root" . "component" "redis" "password" "INDEX_PASSWORD") | quote }}
 {{- else }}
+- name: ROOTSTOCK_REDIS_URL
   valueFrom:
     secretKeyRef: {name: {{ .Values.redis.externalUrlSecret }}, key: url, optional: true}
 {{- end }}
 {{- if .Values.state.embedded }}
 - name: REDISCLI_AUTH
-  valueFrom:
-    secretKeyRef:
-      name: {{ default (include "rootstock.componentName" (dict "root" . "component" "state")) .Values.state.passwordSecret }}
-      key: password
-      optional: true
+  {{- include "rootstock.diagnosis.passwordFrom" (dict "root" . "component" "state") | nindent 2 }}
 - name: ROOTSTOCK_STATE_REDIS_URL
-  value: redis://:$(REDISCLI_AUTH)@{{ include "rootstock.host" (dict "root" . "component" "state") }}:6379/0
+  value: {{ include "rootstock.tls.redisUrl" (dict "root" . "component" "state" "password" "REDISCLI_AUTH") | quote }}
 {{- else if .Values.state.externalUrlSecret }}
 - name: ROOTSTOCK_STATE_REDIS_URL
   valueFrom:
     secretKeyRef: {name: {{ .Values.state.externalUrlSecret }}, key: url, optional: true}
 {{- end }}
+{{- end }}
+
+{{/* As rootstock.passwordFrom has it, also where it is missing. */}}
+{{- define "rootstock.diagnosis.passwordFrom" -}}
+{{- $from := include "rootstock.passwordFrom" . | fromYaml -}}
+{{- $_ := set $from.valueFrom.secretKeyRef "optional" true -}}
+{{- toYaml $from -}}
 {{- end }}
