@@ -77,7 +77,10 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         WHOLE | {("gateway", ANY, 443), ("gateway", ANY, 6443)},
     ),
     "deletion cost": ({"worker": {"deletionCost": True}}, WHOLE | DELETION_COST),
-    "encrypted": (VARIANTS["encrypted"], WHOLE | OF_PREFILL | names("prefill") | {("gateway", "state", 6379)}),
+    "encrypted": (
+        VARIANTS["encrypted"],
+        WHOLE | OF_PREFILL | names("prefill") | {(each, "state", 6379) for each in ("gateway", "test")},
+    ),
     "Redis elsewhere": (
         VARIANTS["redis-elsewhere"],
         WHOLE - {(each, "redis", 6379) for each in ("gateway", "worker", "test")}

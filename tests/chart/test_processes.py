@@ -133,7 +133,8 @@ def test_the_diagnosis_reads_what_these_services_say(machine: Machine, running: 
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     (told,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
     install = Install.of({**json.loads(told["data"]["install.json"]), "services": {}})
-    environ = {"ROOTSTOCK_REDIS_URL": f"redis://{HOST}:{machine.ports['redis', 6379]}/0"}
+    password = SECRETS["llm-rootstock-redis"]["password"]
+    environ = {"ROOTSTOCK_REDIS_URL": f"redis://:{password}@{HOST}:{machine.ports['redis', 6379]}/0"}
     facts = look(install, f"http://{HOST}:{machine.ports['gateway', 8000]}", environ)
     found = {each.check: each for each in diagnose(install, facts)}
     assert (found["models"].what, found["redis"].state) == ("1 of 1 models have workers", "ok"), found
