@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from services.worker.core.tiers.page_keys import SECRET_BYTES
 from services.worker.exec.contracts.options import OpenStore, TierOptions
 from services.worker.exec.contracts.page_store import PageStore
-from services.worker.exec.tiers.redis_page_store import RedisPageStore
+from services.worker.exec.tiers.redis_page_store import RedisPageStore, page_client
 from services.worker.exec.tiers.segment_store import SegmentStore
 from services.worker.exec.tiers.store_folder import StoreUnusable
 from services.worker.settings import WorkerSettings
@@ -59,6 +59,10 @@ def _shared(settings: WorkerSettings) -> TierOptions:
     if not (url and file):
         raise ValueError("--hicache-storage-backend redis needs --hicache-storage-url and --hicache-storage-secret-file")
     place = _place(url)
+    try:
+        page_client(url).close()
+    except ValueError as error:
+        raise ValueError(f"--hicache-storage-url: {error}") from None
     if settings.redis_url and place == _place(settings.redis_url):
         raise ValueError("--hicache-storage-url is the prefix index's Redis, which pages of KV would fill: take another one")
     try:

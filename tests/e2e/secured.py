@@ -33,7 +33,7 @@ class SecuredSystem(System):
             role: Mounted(folder / role, authority.signed(*self.names(role)), authority) for role in (*ROLES, "redis")
         }
         self.token = folder / "token"
-        self.token.write_text("of-all-services\n")
+        self.token.write_text("the-token-of-all-services\n")
         self.health_ports = {name: part.health for name, part in self.parts.items() if role_of(name) == "gateway"}
         for name, part in self.parts.items():
             role = role_of(name)

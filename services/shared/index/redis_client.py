@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Mapping
 from typing import Any, cast
@@ -13,8 +14,11 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.connection import SSLConnection as SyncSSLConnection
+from redis.exceptions import RedisError
 
 TLS_QUERY = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
+DECIDED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socket_connect_timeout", "retry_on_timeout"}
 
 
 class TimedRedis(Redis):
@@ -49,26 +53,48 @@ class FollowedConnection(SSLConnection):
     taken."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
-        asked = self.ssl_context
-        context = ssl.create_default_context(cafile=asked.ca_certs)
-        context.check_hostname = asked.check_hostname
-        context.verify_mode = asked.cert_reqs
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if asked.certfile:
-            context.load_cert_chain(asked.certfile, asked.keyfile)
-        asked.context = context
+        self.ssl_context.context = _context(self.ssl_context)
         arguments: Mapping[str, Any] = super()._connection_arguments()
         return arguments
 
 
-def redis_client(url: str, limit_s: float) -> TimedRedis:
-    """Connects with its first command. Raises ValueError if the URL is none, or asks something of TLS that is not followed."""
-    unknown = {name for name in parse_qs(urlsplit(url).query) if name.startswith("ssl_")} - TLS_QUERY
+class FollowedSyncConnection(SyncSSLConnection):
+    """The same for a client without asyncio."""
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        return _context(self).wrap_socket(sock, server_hostname=self.host)
+
+
+def _context(asked: Any) -> ssl.SSLContext:
+    """asked: has the URL's words of TLS."""
+    context = ssl.create_default_context(cafile=asked.ca_certs)
+    context.check_hostname = asked.check_hostname
+    context.verify_mode = asked.cert_reqs
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if asked.certfile:
+        context.load_cert_chain(asked.certfile, asked.keyfile)
+    return context
+
+
+def follow_files(pool: Any, url: str, followed: type[Any]) -> None:
+    """Has a pool's connections of TLS follow their files. followed: their class then. Raises ValueError for a URL whose query
+    asks for what is not followed, or is decided here, or for TLS without it."""
+    asked = set(parse_qs(urlsplit(url).query))
+    unknown = {name for name in asked if name.startswith("ssl_")} - TLS_QUERY | asked & DECIDED
     if unknown:
         raise ValueError(f"its query has {', '.join(sorted(unknown))}, and of TLS it may have {', '.join(sorted(TLS_QUERY))}")
+    try:
+        pool.connection_class(**pool.connection_kwargs)  # connects nowhere
+    except (TypeError, RedisError) as error:
+        raise ValueError(f"what its query asks for cannot be: {error}") from None
+    if issubclass(pool.connection_class, followed.__bases__):
+        pool.connection_class = followed
+
+
+def redis_client(url: str, limit_s: float) -> TimedRedis:
+    """Connects with its first command. Raises ValueError if the URL is none, or asks something of TLS that is not followed."""
     limits: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": limit_s}
     client = cast(TimedRedis, TimedRedis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
     client.limit_s = limit_s
-    if issubclass(client.connection_pool.connection_class, SSLConnection):
-        client.connection_pool.connection_class = FollowedConnection
+    follow_files(client.connection_pool, url, FollowedConnection)
     return client

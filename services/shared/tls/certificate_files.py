@@ -72,6 +72,7 @@ class CertificateFiles:
     def _look(self) -> None:
         try:
             if self._signature() == self._seen:
+                self.valid = True  # those in use are there again
                 return
             self._seen, self._held = self._read(self._held.number + 1)
         except (OSError, ssl.SSLError, ValueError) as error:
@@ -102,7 +103,7 @@ class CertificateFiles:
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, "")  # asks nobody for a password
             context.load_verify_locations(authorities)
         return server, client
 

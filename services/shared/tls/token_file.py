@@ -17,6 +17,7 @@ from services.shared.tls.certificate_files import LOOK_S, BadTls
 logger = logging.getLogger(__name__)
 
 MOST = 2  # tokens at a time
+LEAST_BYTES = 16
 
 
 class TokenFile:
@@ -62,9 +63,16 @@ class TokenFile:
             logger.info("the services' token is reloaded", extra=fields(file=str(self._path), accepted=len(tokens)))
 
     def _read(self) -> tuple[bytes, ...]:
+        """Of a file that was written in place a part is no token. Raises OSError, ValueError."""
+        before = self._path.stat()
         tokens = tuple(line.strip() for line in self._path.read_bytes().splitlines() if line.strip())
         if not 1 <= len(tokens) <= MOST:
             raise ValueError(f"holds {len(tokens)} tokens, one a line, and 1 or {MOST} are wanted")
         if not all(33 <= byte <= 126 for token in tokens for byte in token):
             raise ValueError("holds a token with other characters than visible ones of ASCII")
+        if any(len(token) < LEAST_BYTES for token in tokens):
+            raise ValueError(f"holds a token of less than {LEAST_BYTES} characters, which can be guessed")
+        after = self._path.stat()
+        if (before.st_ino, before.st_mtime_ns, before.st_size) != (after.st_ino, after.st_mtime_ns, after.st_size):
+            raise ValueError("is being written just now")
         return tokens

@@ -149,11 +149,11 @@ def test_one_that_is_away_is_left_in_peace_and_looked_at_anew(server: RedisServe
     other.news()
     assert write(RedisPageStore(server.url, PAGE, 60, IDENTITY), keys(5)).stored == tuple(keys(5))
     clock.pass_by()
-    assert it.news() == News(tuple(keys(5)), tuple(keys(1)))
+    assert it.news() == News(tuple(keys(5)), ())
     assert read(it, keys(5)) == 1
 
 
-def test_after_a_read_that_failed_all_is_told_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_read_that_failed_what_was_asked_is_told_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked has taken the page to be gone."""
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
     clock = Hours()
@@ -162,7 +162,51 @@ def test_after_a_read_that_failed_all_is_told_again(server: RedisServer, monkeyp
     with server.stopped():
         assert read(it, keys(1)) == 0
     clock.pass_by()
-    assert set(it.news().stored) == set(keys(1, 2)) and read(it, keys(1, 2)) == 2
+    assert it.news() == News(tuple(keys(1)), ()) and read(it, keys(1, 2)) == 2
+
+
+def test_who_comes_to_a_full_one_reads_it(server: RedisServer) -> None:
+    write(store(server), keys(1, 2))
+    server.client.config_set("maxmemory", 1)
+    later = RedisPageStore(server.url, PAGE, 60, IDENTITY)
+    assert set(later.news().stored) == set(keys(1, 2)) and read(later, keys(1, 2)) == 2
+
+
+def test_what_is_cleared_while_it_is_away_does_not_come_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
+    clock = Hours()
+    it, other = store(server, clock), store(server)
+    write(it, keys(1, 2))
+    other.news()
+    with server.stopped():
+        it.clear()
+    assert read(it, keys(1)) == 0 and write(it, keys(3)).stored == ()
+    clock.pass_by()
+    assert it.news() == NOTHING and not server.client.keys("pages:*:p:*")
+    assert other.news() == News((), tuple(keys(1, 2))) and write(it, keys(3)).stored == tuple(keys(3))
+
+
+def away(at_once: int) -> Iterator[list[bytes]]:
+    """A server that goes in the middle of a look."""
+    yield keys(0)[:at_once]
+    raise TimeoutError
+
+
+def test_much_is_told_in_parts_and_a_look_that_fails_forgets_nothing(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_page_store, "TOLD_AT_ONCE", 4)
+    clock = Hours()
+    first, it = store(server), RedisPageStore(server.url, PAGE, 60, IDENTITY, clock)
+    many = keys(*range(6))
+    write(first, many)
+    with monkeypatch.context() as broken:
+        broken.setattr(it, "_scanned", away)
+        assert it.news() == NOTHING
+    clock.pass_by()
+    one, two = it.news(), it.news()
+    assert (len(one.stored), one.more, len(two.stored), two.more) == (4, True, 2, False)
+    assert {*one.stored, *two.stored} == set(many)
 
 
 def test_no_more_keys_are_known_than_may_be(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +218,9 @@ def test_no_more_keys_are_known_than_may_be(server: RedisServer, monkeypatch: py
     assert len(news.stored) == 4 and set(news.stored) == set(second.keys())
 
 
-def test_a_url_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize(
+    "url", ["http://nobody", "redis://h?ssl_ca_certs=ca.crt", "rediss://h?ssl_foo=1", "redis://h?decode_responses=true"]
+)
+def test_a_url_that_asks_for_what_cannot_be_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
-        RedisPageStore("http://nobody", PAGE, 60, IDENTITY)
+        RedisPageStore(url, PAGE, 60, IDENTITY)

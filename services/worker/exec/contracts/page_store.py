@@ -21,10 +21,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What others have done to a store. stored: keys that it holds, as far as is known here; dropped: and that it does not."""
+    """What others have done to a store. stored: keys that it holds, as far as is known here; dropped: and that it does not.
+    more: there are further ones."""
 
     stored: tuple[bytes, ...]
     dropped: tuple[bytes, ...]
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

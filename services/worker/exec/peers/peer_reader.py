@@ -126,8 +126,9 @@ class TcpPeerReader:
             self._peers.clear()
             idle = [peer for peer in peers if not peer.is_busy]
         for peer in peers:
-            if peer.connection is not None:
-                peer.connection.shut_down()
+            connection = peer.connection  # whoever is busy with it may hang up meanwhile
+            if connection is not None:
+                connection.shut_down()
         for peer in idle:
             _hang_up(peer)
 

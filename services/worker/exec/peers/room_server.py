@@ -1,7 +1,8 @@
 """Lets other workers read what is in this one's rooms, over TCP, and on this machine through shared memory. A RoomServer.
 
 Threads: one for each way accepts connections, and each connection has one, which ends with it; what goes wrong there ends that
-connection alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the most.
+connection alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the
+most, and as much again in pinned memory where the pool is on a GPU.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class TcpRoomServer:
         self._closed = threading.Event()
         self._folder = folder
         self._listeners = [_listen(host, port)]
+        self._port = int(self._listeners[0].getsockname()[1])
         if folder is not None:
             try:
                 self._listeners.append(folder.listen(self.port, BACKLOG))
@@ -93,7 +95,7 @@ class TcpRoomServer:
 
     @property
     def port(self) -> int:
-        return int(self._listeners[0].getsockname()[1])
+        return self._port
 
     def open(self, room: OpenRoom) -> None:
         self._rooms.open(room)
@@ -116,14 +118,15 @@ class TcpRoomServer:
         with self._lock:
             self._closed.set()
             serving = dict(self._connections)
-        if self._folder is not None:
-            self._folder.remove(self.port)
         for listener in self._listeners:
             with suppress(OSError):  # it has been closed before
                 listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             listener.close()
         for connection in serving:
             connection.shut_down()
+        if self._folder is not None:
+            with suppress(OSError):  # it goes with the next one that listens there
+                self._folder.remove(self._port)
         until = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (*self._acceptors, *serving.values()):
             thread.join(max(0.0, until - time.monotonic()))

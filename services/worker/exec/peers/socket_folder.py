@@ -14,7 +14,9 @@ class SocketFolder:
     def __init__(self, folder: Path) -> None:
         """Makes it where it is not there. Raises ValueError for one in which others could put their own sockets, OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"{folder} is no folder")
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError(f"{folder} is another user's, or others may write in it")
         if len(os.fsencode(self._path(folder, 65535))) > MOST_PATH_BYTES:

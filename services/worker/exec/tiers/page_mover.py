@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
 PEER_IDLE_S = 60.0
 NEWS_S = 1.0  # between looks at what others have written to a shared storage
+MORE_NEWS_S = 0.02  # while there is more than is told at once
+FACT_KEYS = 8192
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -88,7 +90,7 @@ class PageMover:
         self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         queues = {"kv-host": self._of_host} | ({} if store is None else {"kv-storage": self._of_storage})
         self._threads: list[threading.Thread] = []
-        self._asked = -NEWS_S  # when a shared storage was last asked for news
+        self._ask_at = 0.0  # when a shared storage is to be asked for news
         for name, waiting in queues.items():
             self._start(name, waiting)
 
@@ -187,11 +189,11 @@ class PageMover:
 
     def _next_of_shared(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
         """News come in between, however much is to be done."""
-        left = self._asked + NEWS_S - time.monotonic()
+        left = self._ask_at - time.monotonic()
         with suppress(queue.Empty):  # then it is time
             if left > 0:
                 return jobs.get(timeout=left)
-        self._asked = time.monotonic()
+        self._ask_at = time.monotonic() + NEWS_S
         return _Ask()
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
@@ -206,7 +208,7 @@ class PageMover:
                     case _Leave(source) if self._peers is not None:
                         self._leave(self._peers, source)
                     case _Clear() if self._store is not None:
-                        self._store.clear()
+                        self._clear(self._store)
                     case _Ask() if self._store is not None:
                         self._tell_news(self._store)
 
@@ -216,9 +218,22 @@ class PageMover:
         except Exception:  # of any kind: what is not known is computed
             logger.exception("the storage has told nothing")
             return
+        if news.more:
+            self._ask_at = time.monotonic() + MORE_NEWS_S
         if news.stored or news.dropped:
             self._facts.put(Fact(UNASKED, stored=news.stored, dropped=news.dropped))
             self.on_fact()
+
+    def _clear(self, store: PageStore) -> None:
+        """What was told since it was asked for is not there either."""
+        gone = tuple(store.keys())
+        try:
+            store.clear()
+        except Exception:  # of any kind: what is there has a name that nobody knows any more, or is cleared later
+            logger.exception("the storage was not cleared")
+        for at in range(0, len(gone), FACT_KEYS):
+            self._facts.put(Fact(UNASKED, dropped=gone[at : at + FACT_KEYS]))
+        self.on_fact()
 
     @staticmethod
     def _leave(peers: PeerReader, source: Source) -> None:

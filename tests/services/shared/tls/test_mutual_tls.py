@@ -126,7 +126,7 @@ def test_a_gateway_is_served_and_nobody_else(made: Made, tmp_path: Path, caplog:
                 async with grpc.aio.secure_channel(target, refused, options=named) as channel:
                     assert (await ask(channel)).startswith("UNAVAILABLE")
             assert worker.refused == {"certificate": 0, "token": 0}
-            for token in ("", "letters-and-digit", "another"):
+            for token in ("", "letters-and-digit", "another-token-of-letters"):
                 assert (await asked(Dialer(made.tls(GATEWAY, token=token)), target)).startswith("UNAUTHENTICATED")
             for _ in range(3):
                 said = await asked(Dialer(made.tls(WORKER, token="letters-and-digits")), target)
@@ -261,12 +261,13 @@ def test_why_a_peer_is_not_connected_to(kind: str, made: Made, tmp_path: Path, c
 
 def test_tokens_change_without_a_call_that_is_refused(made: Made) -> None:
     """The new one second, everywhere; then first; then alone. Those that read late are taken on the way."""
-    worker, gateway = made.tls(WORKER, token="old"), made.tls(GATEWAY, token="old")
+    old, new = "the-token-of-before", "the-token-of-today"
+    worker, gateway = made.tls(WORKER, token=old), made.tls(GATEWAY, token=old)
     paths = [path for path in made.folder.iterdir() if path.name.startswith("token")]
 
     async def work() -> None:
         async with served(worker) as target:
-            for text in ("old\nnew\n", "new\nold\n", "new\n"):
+            for text in (f"{old}\n{new}\n", f"{new}\n{old}\n", f"{new}\n"):
                 for path in paths:
                     path.write_text(text)
                     assert await asked(Dialer(gateway), target) == "SERVING"
