@@ -50,8 +50,8 @@ class Occupant(Protocol):
     def aborted(self, handle: int) -> None:
         """By the gateway."""
 
-    def lost(self, handle: int) -> None:
-        """The worker is gone."""
+    def lost(self, handle: int, heard: bool) -> None:
+        """The worker is gone. heard: it had been told of it."""
 
 
 Open = TypeVar("Open", bound=Occupant)
@@ -200,7 +200,7 @@ class WorkerLink(Generic[Open]):
     def _reset(self) -> None:
         orphans = list(self.open.values())
         for handle, occupant in self.open.items():
-            occupant.lost(handle)
+            occupant.lost(handle, heard=handle not in self._submits)
         self.info = self.load = None
         self.open.clear()
         self.open_tokens, self.kept_until = 0, 0.0

@@ -43,5 +43,12 @@ def test_who_keeps_pages_for_one_that_never_heard_of_them_is_told(knows: bool, l
     placement.copy_to(copy, 13)  # type: ignore[arg-type]
     placement.cancel_hedge()
     assert copy.aborted == [13] and prefill.left == [], "a copy reads nothing"
+    again = Placement(unused, unused, unused)
+    again.choice = placement.choice
+    again.choice.trace = None
+    again.hand_over(Kept(prefill, 8, source, b"pages"))  # type: ignore[arg-type]
+    again.take_source(decode, 14)  # type: ignore[arg-type]
+    again.lost(14, heard=knows)
+    assert again.prefilled is not knows and again.source_layout == (b"" if knows else b"pages")
     placement.withdraw()
     assert decode.aborted == [12] and prefill.left == left
