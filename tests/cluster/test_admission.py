@@ -92,7 +92,8 @@ def test_the_api_server_admits_it(cluster: Cluster, name: str, proved: Callable[
         values = yaml.safe_load(CI[name].read_text())
         prepare(Release(cluster, "rootstock", space, (CI[name],)), values)
         if values.get("serviceAccount", {}).get("create", True):  # of helm test's pods, which a dry run does not make
-            cluster.kubectl("-n", space, "create", "serviceaccount", "rootstock")
+            for account in ("rootstock", "rootstock-diagnosis"):
+                cluster.kubectl("-n", space, "create", "serviceaccount", account)
         version = cluster.get("--raw", "/version")["gitVersion"]
         rendered = cluster.helm("template", "rootstock", str(CHART), "-n", space, "--kube-version", version, "-f", str(CI[name]))
         said = cluster.kubectl(
