@@ -801,6 +801,7 @@ BESIDES: dict[str, Case] = {
                 "spec volumeClaimTemplates 0 spec resources requests storage": "5Gi",
                 container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
                 container("redis", "volumeMounts data= mountPath"): "/data",
+                container("redis", "image"): "redis:7.4.2-alpine",  # whose files no other server reads
             },
             GATEWAY: {
                 container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
