@@ -70,10 +70,8 @@ there. part: nothing but these keys is for the tests' eyes. Takes the root. */}}
 {{- $keys := dict "bearer" (list "bearerToken") "basic" (list "username" "password") "tls" (list "cert" "key") "custom" (list "customAuthHeader" "customAuthValue") -}}
 {{- range .Values.autoscaling.prometheusAuth.modes -}}{{- $prometheus = concat $prometheus (index $keys .) -}}{{- end -}}
 {{- $fetches := .Values.modelCache.prefetch.enabled -}}
-{{- range $model := include "rootstock.models" . | fromJsonArray -}}
-  {{- range list "tokenizer" "worker" -}}
-    {{- if include "rootstock.fetches" (dict "root" $root "component" . "model" $model) -}}{{- $fetches = true -}}{{- end -}}
-  {{- end -}}
+{{- range list "tokenizer" "worker" -}}
+  {{- if include "rootstock.anyFetches" (dict "root" $root "component" .) -}}{{- $fetches = true -}}{{- end -}}
 {{- end -}}
 {{- $prefetch := ternary .Values.modelCache.prefetch (dict "s3" dict "gcs" dict) $fetches -}}
 {{- $all := list
