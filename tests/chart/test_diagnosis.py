@@ -105,6 +105,11 @@ def test_what_has_been_mended_is_no_fault_any_more() -> None:
     killed = container("worker", ready=True, lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
     old = with_pods(pod("worker", containerStatuses=[killed]), events=listed(refused, attached))
     assert bad(diagnose(install(), old)) == []
+    mounted = FAULTS["volume of a Secret that is not there"].facts
+    (failed,) = mounted.items("events")
+    pulling = {**failed, "type": "Normal", "reason": "Pulling", "lastTimestamp": "2026-01-01T00:00:05Z"}
+    later = replace(mounted, objects={**mounted.objects, "events": listed(failed, pulling)})
+    assert [each for each in bad(diagnose(install(), later)) if each.check == "pods"] == []
 
 
 def test_the_report_ends_with_what_is_broken() -> None:

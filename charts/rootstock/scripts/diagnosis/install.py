@@ -96,12 +96,14 @@ class Facts:
         answer = self.objects.get(plural, UNASKED)
         return list(answer.body.get("items", ())) if answer.good else []
 
-    def events(self, about: str, reason: str = "") -> Iterator[str]:
-        """Messages of warnings about objects whose names begin so, the newest first; of one reason alone, if it is given."""
+    def events(self, about: str) -> Iterator[str]:
+        """Messages of warnings about objects whose names begin so, the newest first."""
+        return (str(each.get("message", "")) for each in self.told(about) if each.get("type") != "Normal")
+
+    def told(self, about: str) -> list[Object]:
+        """Events about objects whose names begin so, the newest first."""
         found = [each for each in self.items("events") if str(each.get("involvedObject", {}).get("name", "")).startswith(about)]
-        found.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), reverse=True)
-        warnings = (each for each in found if each.get("type") != "Normal" and reason in ("", each.get("reason")))
-        return (str(each.get("message", "")) for each in warnings)
+        return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), reverse=True)
 
 
 def name_of(each: Object) -> str:

@@ -166,12 +166,19 @@ def _pod(pod: Object, facts: Facts) -> Iterator[Finding]:
         mend = "a node with that room, a toleration or nodeSelector that fits, or smaller resources.requests"
         yield broken("pods", f"pod {name} finds no node: {message}", mend)
     containers = list(containers_of(pod))
-    message = next(facts.events(name, "FailedMount"), "")
-    if message and all(each.get("state", {}).get("waiting", {}).get("reason") in NOT_BEGUN for _, each in containers):
+    begun = any(each.get("state", {}).get("waiting", {}).get("reason") not in NOT_BEGUN for _, each in containers)
+    if not begun and (message := _unmounted(pod, facts)):
         mend = "make the Secret, the ConfigMap or the claim that is named, or undo the value that names it"
         yield broken("pods", f"pod {name} gets no volume: {message}", mend)
     for is_init, each in containers:
         yield from _container(name, is_init, each, facts.logs.get(f"{name}/{each['name']}", ""))
+
+
+def _unmounted(pod: Object, facts: Facts) -> str:
+    """What its newest event says, if that is of a volume: who pulls images has them all, and who had its name before is another."""
+    uid = pod["metadata"].get("uid", "")
+    mine = [each for each in facts.told(name_of(pod)) if each["involvedObject"].get("uid", uid) == uid]
+    return str(mine[0].get("message", "")) if mine and mine[0].get("reason") == "FailedMount" else ""
 
 
 def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Finding]:
