@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+LEAF = ("-addext", "basicConstraints=critical,CA:FALSE", "-addext", "extendedKeyUsage=serverAuth,clientAuth")
 ROLES = ("gateway", "tokenizer", "detokenizer", "worker", "operator")
 
 
@@ -29,12 +30,12 @@ class Authority:
         self.pem = self._file.read_bytes()
 
     def signed(self, *names: str, expired: bool = False) -> Pems:
-        """Of these DNS names."""
+        """Of these DNS names, as docs/kubernetes/security.md has it: its key signs nobody."""
         with tempfile.TemporaryDirectory(dir=self._folder) as made:
             folder = Path(made)
             certificate, key = folder / "tls.crt", folder / "tls.key"
             alternative = ",".join(f"DNS:{name}" for name in names) or "DNS:nobody"
-            wanted = ("-subj", f"/CN={(names or ('nobody',))[0]}", "-addext", f"subjectAltName={alternative}")
+            wanted = ("-subj", f"/CN={(names or ('nobody',))[0]}", "-addext", f"subjectAltName={alternative}", *LEAF)
             if expired:
                 return self._expired(folder, wanted, key, certificate)
             signer = ("-CA", self._file, "-CAkey", self._key)

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.gateway.observe.metrics import LATENCY_BUCKETS_S
 from services.local.reference import SERVICES
+from services.shared.settings import ENV_PREFIX
 
 Schema = dict[str, Any]
 
@@ -46,6 +47,13 @@ def settings_schema(service: str) -> Schema:
     definitions = document.get("$defs", {})
     fields = {name: _field(field, definitions) for name, field in document["properties"].items() if name not in DECIDED[service]}
     return closed(fields)
+
+
+def _env(service: str) -> Schema:
+    """Of a component's `extraEnv`: variables of others, and settings that the chart leaves open (templates want a Secret for them)."""
+    names = [f"{ENV_PREFIX}{name.upper()}" for name in settings_schema(service)["properties"]]
+    ours = {"anyOf": [{"not": {"pattern": f"^{ENV_PREFIX}"}}, {"enum": names}]}
+    return {"allOf": [ref("env"), {"properties": {"name": ours}}]}
 
 
 def _field(field: Schema, definitions: dict[str, Schema]) -> Schema:
@@ -214,7 +222,7 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
             {"enabled": BOOLEAN, "maxUnavailable": {"anyOf": [integer(1), string(r"^([1-9][0-9]?|100)%$")]}},
         ),
         "settings": ref("workerSettings") if service == "worker" else settings_schema(service),
-        "extraEnv": array(ref("env")),
+        "extraEnv": array(ref("workerEnv") if service == "worker" else _env(service)),
         "podLabels": ref("labels"),
         "podAnnotations": STRINGS,
         "nodeSelector": STRINGS,
@@ -244,7 +252,7 @@ def _prefill() -> Schema:
             "resources": ref("resources"),
             "autoscaling": closed(autoscaling),
             "settings": ref("workerSettings"),
-            "extraEnv": array(ref("env")),
+            "extraEnv": array(ref("workerEnv")),
             "podLabels": ref("labels"),
             "podAnnotations": STRINGS,
             "nodeSelector": STRINGS,
@@ -404,7 +412,7 @@ def _edge() -> dict[str, Schema]:
         **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")},
         "monitoringNamespaces": ANY_OBJECT,
         "apiServerPorts": array(integer(1, 65535), least=1),
-        **{name: array(ANY_OBJECT) for name in ("extraIngress", "extraEgress")},
+        **{name: array(ANY_OBJECT) for name in ("workerEgress", "extraIngress", "extraEgress")},
     }
     return {
         "ingress": closed(
@@ -527,6 +535,7 @@ def render() -> str:
         "pullPolicy": choice("Always", "IfNotPresent", "Never"),
         "model": _model(),
         "workerSettings": settings_schema("worker"),
+        "workerEnv": _env("worker"),
         **_components(),
     }
     schema = {

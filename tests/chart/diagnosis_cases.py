@@ -178,6 +178,7 @@ def _redis(error: str, policy: str = "noeviction") -> Facts:
     return replace(WELL, redis={"index": RedisState("redis:6379", error, policy=policy)})
 
 
+CERTIFICATES = {f"llm-{each}-tls": frozenset({"tls.crt", "tls.key", "ca.crt"}) for each in (*COMPONENTS, "redis")}
 WORKER_POD = PODS["worker"]["metadata"]["name"]
 CRASHED = container(
     "worker",
@@ -255,6 +256,13 @@ FAULTS: dict[str, Fault] = {
         replace(WELL, secrets={**WELL.secrets, "control": frozenset()}),
         "no Secret control (or it is empty), which auth.controlTokenSecret names",
         "create secret generic control --from-file=token=FILE",
+    ),
+    "a service without its certificate": Fault(
+        "secrets",
+        replace(WELL, secrets={**WELL.secrets, **CERTIFICATES, "llm-worker-tls": frozenset()}),
+        "no Secret llm-worker-tls (or it is empty), which tls.secret names",
+        "--from-file=tls.crt=FILE --from-file=ca.crt=FILE",
+        {"tls": {"secret": "llm-%s-tls"}},
     ),
     "Secret without its key": Fault(
         "secrets", replace(WELL, secrets={**WELL.secrets, "redis": frozenset({"URL"})}), "has no key url; it has URL", "add it"
@@ -355,6 +363,29 @@ FAULTS: dict[str, Fault] = {
         ),
         "waiting for config.json and tokenizer.json in /models/demo",
         "models[].path",
+        alone=False,
+    ),
+    "model that does not come": Fault(
+        "pods",
+        logging(
+            without_workers(with_pods(unready("worker", init=(container("fetch-model"),)))),
+            f"{WORKER_POD}/fetch-model",
+            "3 %, 0.51 of 16.40 GB",
+        ),
+        "3 %, 0.51 of 16.40 GB",
+        "models[].source",
+        alone=False,
+    ),
+    "volume of a Secret that is not there": Fault(
+        "pods",
+        without_workers(
+            with_pods(
+                unready("worker", container("worker", {"waiting": {"reason": "ContainerCreating"}})),
+                events=listed(event(WORKER_POD, "FailedMount", 'MountVolume.SetUp failed: secret "kv" not found')),
+            )
+        ),
+        'gets no volume: MountVolume.SetUp failed: secret "kv" not found',
+        "make the Secret",
         alone=False,
     ),
     "image that is not there": Fault(

@@ -210,13 +210,15 @@ GATEWAYS: dict[str, Case] = {
         },
     ),
     "behind Google's": (
-        balanced("gce"),
+        merged(balanced("gce"), {"gateway": {"tlsSecret": "llm-tls"}}),
         {
             f"Service/{FULL}-gateway": {
-                "metadata annotations cloud.google.com/backend-config": f'{{"default":"{FULL}-gateway"}}'
+                "metadata annotations cloud.google.com/backend-config": f'{{"default":"{FULL}-gateway"}}',
+                "metadata annotations cloud.google.com/app-protocols": '{"http":"HTTPS"}',
             },
             f"BackendConfig/{FULL}-gateway": {
                 "spec timeoutSec": 1830,
+                "spec healthCheck type": "HTTPS",
                 "spec healthCheck requestPath": "/ready",
                 "spec healthCheck port": 8000,
             },
@@ -623,7 +625,9 @@ WORKERS: dict[str, Case] = {
                     "nodeSelector": {"pool": "all"},
                     "tolerations": [{"key": "a", "operator": "Exists"}],
                     "settings": {"max_running_requests": 8, "max_prefill_tokens": 4096},
+                    "pod": {"volumes": [{"name": "x", "emptyDir": {}}, {"name": "y", "emptyDir": {}}]},
                     "prefill": {
+                        "pod": {"volumes": [{"name": "y", "secret": {"secretName": "z"}}]},
                         "resources": {"limits": {"memory": "6Gi"}},
                         "settings": {"max_prefill_tokens": 8192},
                         "nodeSelector": {"class": "compute"},
@@ -638,6 +642,8 @@ WORKERS: dict[str, Case] = {
                 POD + "nodeSelector": {"pool": "all", "class": "compute"},
                 POD + "tolerations 0 key": "b",
                 POD + "affinity": {"podAffinity": {"of": "prefill"}},
+                POD + "volumes x= emptyDir": {},
+                POD + "volumes y=": {"name": "y", "secret": {"secretName": "z"}},
                 container("worker", "resources"): {
                     "limits": {"memory": "6Gi"},
                     "requests": {"cpu": "500m", "memory": "2Gi"},
@@ -801,6 +807,7 @@ BESIDES: dict[str, Case] = {
                 "spec volumeClaimTemplates 0 spec resources requests storage": "5Gi",
                 container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
                 container("redis", "volumeMounts data= mountPath"): "/data",
+                container("redis", "image"): "redis:7.4.2-alpine",  # whose files no other server reads
             },
             GATEWAY: {
                 container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
@@ -905,6 +912,21 @@ BESIDES: dict[str, Case] = {
                 POD + "initContainers copy-model= env": ABSENT,  # others may read what is there
                 container("worker", "volumeMounts cache= mountPath"): "/cache",
             }
+        },
+    ),
+    "a disk that is emptied for a new model, and one that others may read": (
+        merged(
+            VARIANTS["shared-cache"],
+            {
+                "models": [
+                    model("own", path="/models/a", worker={"cacheVolume": {"ephemeral": {"volumeClaimTemplate": {}}}}),
+                    model("named", path="/models/a", worker={"cacheVolume": {"persistentVolumeClaim": {"claimName": "disk"}}}),
+                ]
+            },
+        ),
+        {
+            f"Deployment/{FULL}-worker-own": {POD + "initContainers copy-model= env MAKE_ROOM= value": "true"},
+            f"Deployment/{FULL}-worker-named": {POD + "initContainers copy-model= env": ABSENT},
         },
     ),
     "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),

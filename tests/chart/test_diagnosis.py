@@ -54,6 +54,29 @@ def test_nothing_is_said_of_what_is_well() -> None:
     assert {each.check for each in findings} == {check.__name__ for check in CHECKS}
 
 
+def test_secrets_are_asked_for_once_with_the_keys_of_all_who_name_them() -> None:
+    """And no key that a URL or an autoscaler need not have; of other services' certificates without the private one."""
+    values = {
+        "auth": {"controlTokenSecret": "all"},
+        "redis": {"externalUrlSecret": "all", "externalTlsSecret": "authority"},
+        "autoscaling": {"prometheusAuth": {"secret": "prometheus"}},
+        "modelCache": {"fetchTokenizers": True, "prefetch": {"tokenSecret": "all", "s3": {"secret": "s3"}}},
+        "models": [{"name": "demo", "path": "/models/demo", "source": "org/demo"}],
+        "tls": {"secret": "llm-%s-tls"},
+    }
+    wanted = {each["name"]: each for each in install(values).secrets}
+    assert wanted["all"]["keys"] == ["token", "url"]
+    assert wanted["all"]["value"] == "auth.controlTokenSecret, modelCache.prefetch.tokenSecret, redis.externalUrlSecret"
+    assert wanted["s3"]["keys"] == ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
+    there = {name: frozenset(each["keys"]) for name, each in wanted.items()}
+    there |= {"keys": frozenset({"a.json"}), "authority": frozenset({"ca.crt"}), "prometheus": frozenset({"ca"})}
+    assert bad(diagnose(install(values), replace(WELL, secrets=there))) == []
+    volumes = render(merged(VALUES, values)).get("Pod", f"{FULL}-test-diagnosis")["spec"]["volumes"]
+    shown = {each["secret"]["secretName"]: each["secret"].get("items") for each in volumes if "secret" in each}
+    private = {name for name, items in shown.items() if name.startswith("llm-") and "tls.key" in str(items or "tls.key")}
+    assert private == {"llm-gateway-tls"} and len(shown) == len(wanted) == 9
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_remedy(name: str) -> None:
     fault = FAULTS[name]
@@ -82,6 +105,11 @@ def test_what_has_been_mended_is_no_fault_any_more() -> None:
     killed = container("worker", ready=True, lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
     old = with_pods(pod("worker", containerStatuses=[killed]), events=listed(refused, attached))
     assert bad(diagnose(install(), old)) == []
+    mounted = FAULTS["volume of a Secret that is not there"].facts
+    (failed,) = mounted.items("events")
+    pulling = {**failed, "type": "Normal", "reason": "Pulling", "lastTimestamp": "2026-01-01T00:00:05Z"}
+    later = replace(mounted, objects={**mounted.objects, "events": listed(failed, pulling)})
+    assert [each for each in bad(diagnose(install(), later)) if each.check == "pods"] == []
 
 
 def test_the_report_ends_with_what_is_broken() -> None:
@@ -171,6 +199,7 @@ def test_the_pod_finds_all_well_and_says_so(tmp_path: Path, redis: RedisServer) 
         **mounted(tmp_path, prom={"bearerToken": "letmein"}),
         "PROMETHEUS_SECRET": "prom",
         "ROOTSTOCK_REDIS_URL": redis.url,
+        "http_proxy": f"http://{HOST}:9",  # where nothing listens, of pod.env
     }
     with cluster(WELL) as (url, asked):
         done = run(tmp_path, url, {**environ, "API_KEY": "k"})
@@ -194,9 +223,11 @@ def test_the_pod_names_several_faults_at_once(tmp_path: Path, redis: RedisServer
 
 def test_a_pod_without_rights_says_so(tmp_path: Path, redis: RedisServer) -> None:
     refused = dict.fromkeys(OBJECTS, Answer(403, {"message": 'pods is forbidden: User "x" cannot list resource "pods"'}))
-    with cluster(replace(WELL, objects=refused)) as (url, _):
+    external = Answer(403, {"message": "rootstock_backlog is forbidden"})
+    with cluster(replace(WELL, objects=refused, external=external)) as (url, _):
         done = run(tmp_path, url, {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": redis.url})
     assert "unknown   api        pods may not be listed: 403 pods is forbidden" in done.stdout
+    assert "unknown   scaling    external metrics may not be asked for: 403 rootstock_backlog is forbidden" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -224,6 +255,12 @@ def test_it_may_read_and_nothing_else() -> None:
     (role,) = [each for each in release.kind("Role") if each["metadata"]["name"] == f"{FULL}-test-diagnosis"]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list"}
     assert "secrets" not in {each for rule in role["rules"] for each in rule["resources"]}
+    # Who installs must have each right; namespaces' admins have none on these groups, so they are named where they are asked.
+    keda = {"autoscaling": {"engine": "keda", "adapterRules": False}}
+    fixed = {"worker": {"autoscaling": {"enabled": False}}}
+    for values, asked in (({}, {"external.metrics.k8s.io"}), (keda, {"keda.sh"}), (fixed, set()), ({**keda, **fixed}, set())):
+        rules = render(merged(VALUES, values)).get("Role", f"{FULL}-test-diagnosis")["rules"]
+        assert {group for rule in rules for group in rule["apiGroups"]} & {"external.metrics.k8s.io", "keda.sh"} == asked
     account = release.get("Pod", f"{FULL}-test-diagnosis")["spec"]["serviceAccountName"]
     users = [each["metadata"]["name"] for each in release.kind("Pod", "Deployment") if account == _account(each)]
     assert users == [f"{FULL}-test-diagnosis"]

@@ -37,6 +37,9 @@ NOT_WHILE_WELL = {
     'rootstock_gateway_requests_total{code=~"5..",route!~"/health.*|/readiness|/ready|/metrics|other"}': "nothing has failed",
     'kube_pod_status_phase{phase="Pending"}': "there is no kube-state-metrics",
     "rootstock:max_replicas": "the chart records it of what it scales",
+    "rootstock_tls_files_valid": "these services speak in the clear",
+    "rootstock_tls_certificate_not_after_seconds": "these services speak in the clear",
+    "rootstock_gateway_tls_failures_total": "these services speak in the clear",
 }
 SGLANG_DASHBOARD = (
     "histogram_quantile(0.99, sum by (le) (rate(sglang:e2e_request_latency_seconds_bucket[1m])))",

@@ -122,7 +122,7 @@ def test_the_chart_installs_exactly_these_rules() -> None:
     assert usual["spec"] == {"groups": groups} and last["name"] == "rootstock.prefill"
 
 
-OBJECTIVES = {"availability": 0.999, "ttftSeconds": 5, "ttftShare": 0.9}
+OBJECTIVES = {"availability": 0.95, "ttftSeconds": 5, "ttftShare": 0.99}  # the first is the last one's default
 
 
 @pytest.mark.needs("promtool")
@@ -134,9 +134,9 @@ def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
     *groups, limits = found["spec"]["groups"]
     by_name = {rule.get("alert") or rule["record"]: rule for group in groups for rule in group["rules"]}
     fast, late = by_name["RootstockErrorBudgetBurnFast"], by_name["RootstockFirstTokenBudgetBurnSlow"]
-    assert fast["expr"].count("14.4 * 0.001") == 2 and "99.9 % are not" in fast["annotations"]["description"]
-    assert late["expr"].count("6 * 0.1 ") + late["expr"].count("6 * 0.1\n") == 2
-    assert "after 5 s; that 90 % come" in late["annotations"]["description"]
+    assert fast["expr"].count("14.4 * 0.05") == 2 and "95 % are not" in fast["annotations"]["description"]
+    assert late["expr"].count("6 * 0.01 ") + late["expr"].count("6 * 0.01\n") == 2
+    assert "after 5 s; that 99 % come" in late["annotations"]["description"]
     assert 'bucket{le="5.0"}' in by_name["rootstock:late_requests:ratio_rate6h"]["expr"]
     links = {rule["annotations"]["runbook_url"] for name, rule in by_name.items() if "alert" in rule}
     assert {link.partition("#")[0] for link in links} == {page} and len(links) == len(alerts())

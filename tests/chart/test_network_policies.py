@@ -122,7 +122,10 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         | {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")}
         | {("neighbour", target, 9999) for target in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")},
     ),
-    "prompts are computed apart": (VARIANTS["apart"], WHOLE | OF_PREFILL | names("prefill")),
+    "prompts are computed apart, and KV is kept elsewhere": (
+        merged(VARIANTS["apart"], {"networkPolicy": {"workerEgress": [{"ports": [{"port": 6380}]}]}}),
+        WHOLE | OF_PREFILL | names("prefill") | {(source, ANY, 6380) for source in ("worker", "prefill")},
+    ),
     "prompts are computed apart, with the control service": (
         merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": True}}),
         WHOLE

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.local.ports import HOST, free_ports
-from tests.certificates import Authority, Mounted
+from tests.certificates import Authority, Mounted, Pems
 from tests.chart.pods import pod
 from tests.chart.release import merged, render
 from tests.chart.variants import VARIANTS
@@ -31,7 +31,6 @@ class Server:
         (self.port,) = free_ports(1)
         self._env = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": "letters"}
         self._probe = [self._here(word) for word in container["readinessProbe"]["exec"]["command"]]
-        self._probe[-1] = self._probe[-1].replace("--tls ", f"--tls -p {self.port} ")
         command = [self._here(word) for word in [*container["command"], *container["args"]]]
         self._process = subprocess.Popen(command, env=self._env, stdout=subprocess.DEVNULL)
 
@@ -42,17 +41,18 @@ class Server:
     def is_ready(self) -> bool:
         return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=20).returncode == 0
 
-    def shown(self) -> bytes:
-        """Its certificate, as it is shown to who shows one."""
-        context = ssl.create_default_context(cafile=self._mounted.paths[2])
-        context.load_cert_chain(*self._mounted.paths[:2])
+    def shown(self, by: Mounted | None = None) -> bytes:
+        """Its certificate, as it is shown to who shows one: with its own files, or others."""
+        certificate, key, authority = (by or self._mounted).paths
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key)
         with (
             socket.create_connection((HOST, self.port), 5) as plain,
             context.wrap_socket(plain, server_hostname=NAMES[0]) as secured,
         ):
-            certificate = secured.getpeercert(True)
-        assert certificate
-        return certificate
+            shown = secured.getpeercert(True)
+        assert shown
+        return shown
 
     def stop(self) -> None:
         self._process.terminate()
@@ -71,14 +71,40 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
 
 
 def test_a_server_with_tls_takes_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
-    """Through a change of the authority, with nothing but its readiness probe."""
+    """Through changes of the authority, in three steps and in one, with nothing but its readiness probe."""
     running, mounted, authority = server
     wait_until(running.is_ready, 30, "the server")
     first = running.shown()
     assert running.is_ready() and running.shown() == first
-    following = Authority(tmp_path / "following")
-    for signer, trusted in ((authority, (authority, following)), (following, (authority, following)), (following, (following,))):
+    following, last = Authority(tmp_path / "following"), Authority(tmp_path / "last")
+    both = (authority, following)
+    for signer, trusted in ((authority, both), (following, both), (following, (following,)), (last, (last,))):
         before = running.shown()
         mounted.put(signer.signed(*NAMES), *trusted)
         assert running.is_ready()
         assert running.shown() != before
+
+
+def test_a_server_stays_ready_whatever_its_certificates(tmp_path: Path) -> None:
+    """One that has expired, a new one, and the key of another, with which it goes on as before until there is a better one."""
+    authority = Authority(tmp_path / "authority")
+    good = authority.signed(*NAMES)
+    caller = Mounted(tmp_path / "caller", good, authority)
+    mounted = Mounted(tmp_path / "mounted", authority.signed(*NAMES, expired=True), authority)
+    running = Server("redis", tmp_path, mounted)
+    try:
+        wait_until(running.is_ready, 30, "the server")
+        with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+            running.shown(caller)
+        mounted.put(good, authority)
+        assert running.is_ready()
+        first = running.shown(caller)
+        following = authority.signed(*NAMES)
+        mounted.put(Pems(following.certificate, good.key), authority)
+        assert running.is_ready() and running.is_ready()
+        assert running.shown(caller) == first
+        mounted.put(following, authority)
+        assert running.is_ready()
+        assert running.shown(caller) != first
+    finally:
+        running.stop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chart.release import merged, render
+from tests.chart.pods import pod, pods
+from tests.chart.release import merged, refusal, render
 from tests.chart.template_fields import (
     BESIDES,
     CASES,
@@ -118,9 +119,9 @@ def test_workers_apart_read_each_others_kv_by_the_secrets_certificate(pool: str)
     there = {"kvTlsSecret": "kv"}
     release = render(merged(VARIANTS["apart"], {"worker": there}))
     title = f"{FULL}-{pool}-demo"
-    pod = release.get("Deployment", title)["spec"]["template"]["spec"]
-    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "kv-tls"]
-    (volume,) = [each for each in pod["volumes"] if each["name"] == "kv-tls"]
+    spec = release.get("Deployment", title)["spec"]["template"]["spec"]
+    (mount,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "kv-tls"]
+    (volume,) = [each for each in spec["volumes"] if each["name"] == "kv-tls"]
     assert volume["secret"]["secretName"] == "kv" and mount["readOnly"]
     config = release.get("ConfigMap", title)["data"]
     files = {name: config[f"ROOTSTOCK_DISAGGREGATION_TLS_{name}_FILE"] for name in ("CERT", "KEY", "CA")}
@@ -128,3 +129,30 @@ def test_workers_apart_read_each_others_kv_by_the_secrets_certificate(pool: str)
     assert files == {name: f"{mount['mountPath']}/{end}" for name, end in ends.items()}
     whole = render({"worker": there})
     assert "kv-tls" not in str(whole.get("Deployment", f"{FULL}-worker-demo"))
+
+
+def test_pods_that_end_take_what_all_pods_get() -> None:
+    """Their sidecars end with them, and a proxy of all pods gives way to the downloads' own."""
+    sidecar = {"name": "mesh", "image": "mesh:1"}
+    variables = {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1", "LANG": "C"}
+    common = {"containers": [sidecar], "env": [{"name": name, "value": value} for name, value in variables.items()]}
+    fetching = VARIANTS["tokenizers-fetched"]
+    release = render(merged(fetching, {"pod": common}))
+    ending = [each for each in pods(release) if each.component in ("prefetch", "test")]
+    assert len(ending) == 4
+    for each in ending:
+        assert len(each.spec["containers"]) == 1
+        assert [(one["name"], one["restartPolicy"]) for one in each.spec["initContainers"]] == [("mesh", "Always")]
+    tokenizer = pod(release, "tokenizer")
+    assert [each["name"] for each in tokenizer.spec["containers"]] == ["tokenizer", "mesh"]
+    own = {"HTTPS_PROXY": "http://proxy.example.com:3128", "HTTP_PROXY": "http://proxy.example.com:3128"}
+    assert proxies(pod(release, "prefetch").container()) == proxies(tokenizer.spec["initContainers"][0]) == own
+    without = render(merged(fetching, {"pod": common, "modelCache": {"prefetch": {"proxy": ""}}}))
+    assert proxies(pod(without, "prefetch").container()) == proxies(pod(without, "tokenizer").spec["initContainers"][0])
+    assert proxies(pod(without, "prefetch").container()) == {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1"}
+    twice = {"modelCache": {"prefetch": {"pod": {"env": [{"name": "HTTPS_PROXY", "value": "http://other:1"}]}}}}
+    assert "prefetch: pod.env sets HTTPS_PROXY" in refusal(merged(fetching, twice))
+
+
+def proxies(container: Values) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container["env"] if each["name"].upper() in ("HTTPS_PROXY", "HTTP_PROXY")}

@@ -46,6 +46,10 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("/worker/settings/schedule_policy", "value must be one of 'fcfs'"),
     ),
     "setting that the chart decides": (gateway(settings={"host": "127.0.0.1"}), ("/gateway/settings", "'host' not allowed")),
+    "variable that the chart decides, from a Secret": (
+        worker(extraEnv=[{"name": "ROOTSTOCK_CONTROL_TOKEN_FILE", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]),
+        ("/worker/extraEnv/0/name",),
+    ),
     "role as a setting": (
         worker(settings={"disaggregation_mode": "prefill"}),
         ("/worker/settings", "additional properties 'disaggregation_mode' not allowed"),

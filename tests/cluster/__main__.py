@@ -66,7 +66,7 @@ def _local(command: str, folder: Path, archives: list[Path]) -> Cluster:
     soon = "--controllers-flag=--horizontal-pod-autoscaler-sync-period=5s"
     flags = ["--policies", soon, "--apiserver-flag=--feature-gates=ImageVolume=true"]
     cluster = start(command, NODES, flags)
-    run(command, "load", *map(str, archives), str(images.redis_archive(command, folder)))
+    run(command, "load", *map(str, archives), *map(str, images.redis_archives(command, folder)))
     return cluster
 
 

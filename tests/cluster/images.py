@@ -23,8 +23,10 @@ def release() -> str:
     return found[1]
 
 
-def redis_image() -> str:
-    found = re.search(r"^redis:.*?image: \{repository: (\S+), tag: (\S+)\}", (CHART / "values.yaml").read_text(), re.M | re.S)
+def redis_image(component: str = "redis") -> str:
+    """That of the index, or of the store of `state`."""
+    wanted = rf"^{component}:.*?image: \{{repository: (\S+), tag: (\S+)\}}"
+    found = re.search(wanted, (CHART / "values.yaml").read_text(), re.M | re.S)
     assert found
     return f"docker.io/{found[1] if '/' in found[1] else f'library/{found[1]}'}:{found[2]}"
 
@@ -62,10 +64,8 @@ def _wheel_folders() -> list[str]:
     return [word for folder in folders for word in ("--volume", f"{folder}:{folder}:ro")]
 
 
-def redis_archive(cluster: str, folder: Path) -> Path:
-    """This machine's own, with the libraries that it takes, by the local cluster's command."""
-    archive = folder / "redis.tar"
-    archive.unlink(missing_ok=True)
+def redis_archives(cluster: str, folder: Path) -> list[Path]:
+    """This machine's own by the names of the chart's, with the libraries that it takes, by the local cluster's command."""
     files: dict[str, str] = {}
     for program in REDIS_PROGRAMS:
         path = shutil.which(program)
@@ -75,5 +75,9 @@ def redis_archive(cluster: str, folder: Path) -> Path:
         for library in re.findall(r"(/\S+) \(0x", run("ldd", path)):
             files[os.path.realpath(library)] = library
     flags = [word for origin, target in files.items() for word in ("--file", f"{origin}={target}")]
-    run(cluster, "image", redis_image(), str(archive), *flags, "--entrypoint", "/usr/local/bin/redis-server")
-    return archive
+    archives = [folder / "redis.tar", folder / "state.tar"]
+    for archive in archives:
+        archive.unlink(missing_ok=True)
+        image = redis_image(archive.stem)
+        run(cluster, "image", image, str(archive), *flags, "--entrypoint", "/usr/local/bin/redis-server")
+    return archives

@@ -58,6 +58,11 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- $own := deepCopy $prefill -}}
 {{- range $key, $value := $prefill }}{{ if and (kindIs "slice" $value) (not $value) }}{{ $own = omit $own $key }}{{ end }}{{ end -}}
 {{- $own = mergeOverwrite (deepCopy $values) $own -}}
+{{- range $key, $value := $prefill.pod -}}
+{{- if kindIs "slice" $value -}}
+{{- $_ := set $own.pod $key (include "rootstock.pod.behind" (dict "key" $key "all" (index $values.pod $key) "own" $value) | fromJsonArray) -}}
+{{- end -}}
+{{- end -}}
 {{- $pools = append $pools (dict "component" "worker" "pool" "prefill" "mode" "prefill" "values" $own "model" $model) -}}
 {{- end -}}
 {{- end -}}

@@ -14,12 +14,7 @@ else the component's, if it says something. A context that is null is not there.
 {{- end -}}
 {{- $out := dict -}}
 {{- range $key := list "env" "envFrom" "volumes" "volumeMounts" "initContainers" "containers" "tolerations" "hostAliases" "topologySpreadConstraints" -}}
-{{- $mine := default list (index $own $key) -}}
-{{- $names := list -}}
-{{- if has $key (list "env" "volumes" "initContainers" "containers") }}{{ range $mine }}{{ $names = append $names .name }}{{ end }}{{ end -}}
-{{- $merged := list -}}
-{{- range default list (index $all $key) }}{{ if not (has .name $names) }}{{ $merged = append $merged . }}{{ end }}{{ end -}}
-{{- $_ := set $out $key (concat $merged $mine | default list) -}}
+{{- $_ := set $out $key (include "rootstock.pod.behind" (dict "key" $key "all" (index $all $key) "own" (index $own $key)) | fromJsonArray) -}}
 {{- end -}}
 {{- range $key := list "labels" "annotations" "nodeSelector" "securityContext" "containerSecurityContext" -}}
 {{- $merged := dict -}}
@@ -42,6 +37,42 @@ else the component's, if it says something. A context that is null is not there.
 {{- toJson $out -}}
 {{- end }}
 
+{{/* JSON list of {all, own}, lists of a key of pods: one behind the other, of the same name those of own. Takes these and {key}. */}}
+{{- define "rootstock.pod.behind" -}}
+{{- $names := list -}}
+{{- if has .key (list "env" "volumes" "initContainers" "containers") }}{{ range .own }}{{ $names = append $names .name }}{{ end }}{{ end -}}
+{{- $merged := list -}}
+{{- range .all }}{{ if not (has .name $names) }}{{ $merged = append $merged . }}{{ end }}{{ end -}}
+{{- concat $merged (default list .own) | default list | toJson -}}
+{{- end }}
+
+{{/* JSON list of those of {env} whose names, in capitals or not, {container} does not have. */}}
+{{- define "rootstock.pod.missing" -}}
+{{- $there := dict -}}
+{{- range .container.env }}{{ $_ := set $there (lower .name) true }}{{ end -}}
+{{- $missing := list -}}
+{{- range .env }}{{ if not (hasKey $there (lower .name)) }}{{ $missing = append $missing . }}{{ end }}{{ end -}}
+{{- toJson $missing -}}
+{{- end }}
+
+{{/* Two changes to what is to be put on top, for {scope, over, main}: of the prefetch Job the variables that all pods get give way
+to those of modelCache.prefetch; and in pods that end, sidecars are of the kind that ends with them. */}}
+{{- define "rootstock.pod.fitted" -}}
+{{- $over := .over -}}
+{{- if eq .scope.component "prefetch" -}}
+{{- $own := default list (default (dict) .scope.values.pod).env -}}
+{{- $common := list -}}
+{{- range $over.env }}{{ if not (has . $own) }}{{ $common = append $common . }}{{ end }}{{ end -}}
+{{- $_ := set $over "env" (concat (include "rootstock.pod.missing" (dict "container" .main "env" $common) | fromJsonArray) $own | default list) -}}
+{{- end -}}
+{{- if has .scope.component (list "prefetch" "test" "diagnosis") -}}
+{{- range $over.containers }}{{ $_ := set . "restartPolicy" "Always" }}{{ end -}}
+{{- $_ := set $over "initContainers" (concat $over.initContainers $over.containers | default list) -}}
+{{- $_ := set $over "containers" list -}}
+{{- end -}}
+{{- toJson $over -}}
+{{- end }}
+
 {{/* A pod template, or a whole pod: its metadata and its spec with everything of the values on top. Takes {scope, metadata, spec}:
 what the chart itself says of them, as YAML. The chart's own container is the first. */}}
 {{- define "rootstock.pod.template" -}}
@@ -49,6 +80,7 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- $metadata := fromYaml .metadata -}}
 {{- $spec := fromYaml .spec -}}
 {{- range list $metadata $spec }}{{ with .Error }}{{ fail . }}{{ end }}{{ end -}}
+{{- $over = include "rootstock.pod.fitted" (dict "scope" .scope "over" $over "main" (first $spec.containers)) | fromJson -}}
 {{- include "rootstock.validate.pod" (dict "scope" .scope "over" $over "spec" $spec) -}}
 {{- range $key := list "labels" "annotations" -}}
 {{- with mergeOverwrite (deepCopy (index $over $key)) (default (dict) (index $metadata $key)) }}{{ $_ := set $metadata $key . }}{{ end -}}
@@ -64,6 +96,13 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- end -}}
 {{- /* Of two sources that have a variable the last one's counts: the chart's. */ -}}
 {{- with concat $over.envFrom (default list $main.envFrom) }}{{ $_ := set $main "envFrom" . }}{{ end -}}
+{{- range $container := $spec.initContainers -}}
+{{- if eq .name "fetch-model" -}}
+{{- range include "rootstock.pod.missing" (dict "container" . "env" $over.env) | fromJsonArray -}}
+{{- if has (upper .name) (list "HTTPS_PROXY" "HTTP_PROXY" "NO_PROXY") }}{{ $_ := set $container "env" (append $container.env .) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with concat $over.initContainers (default list $spec.initContainers) }}{{ $_ := set $spec "initContainers" . }}{{ end -}}
 {{- $_ := set $spec "containers" (concat $spec.containers $over.containers) -}}
 {{- with $over.containerSecurityContext -}}

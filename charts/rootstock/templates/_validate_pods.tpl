@@ -15,8 +15,8 @@
 {{- range $values.extraEnv }}{{ $own = append $own .name }}{{ end -}}
 {{- range $over.env -}}
   {{- $from := ternary "extraEnv" "pod.env" (has .name $own) -}}
-  {{- if hasPrefix "ROOTSTOCK_" .name -}}
-    {{- fail (printf "%s: %s sets %s. Settings of the services belong under `settings` (%s), or have a value of their own in values.yaml (drainSeconds, auth, redis, …)." $at $from .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
+  {{- if and (hasPrefix "ROOTSTOCK_" .name) (or (eq $from "pod.env") (not (dig "valueFrom" "secretKeyRef" false .))) -}}
+    {{- fail (printf "%s: %s sets %s. Settings of the services belong under `settings` (%s), come from a Secret by extraEnv and valueFrom.secretKeyRef, or have a value of their own in values.yaml (drainSeconds, auth, redis, …)." $at $from .name (trimPrefix "ROOTSTOCK_" .name | lower)) -}}
   {{- end -}}
   {{- if hasKey $variables .name -}}
     {{- fail (printf "%s: %s sets %s, which the chart points at what its own container needs. Use another variable." $at $from .name) -}}

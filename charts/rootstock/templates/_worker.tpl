@@ -86,9 +86,10 @@
 {{- end -}}
 {{- end }}
 
-{{/* A disk of the pod's own has no other readers; a node's may have. */}}
+{{/* A disk of the pod's own has no other readers; a node's, or a claim that is named, may have. */}}
 {{- define "rootstock.worker.makeRoom" -}}
-{{- if not (hasKey .values.cacheVolume "hostPath") -}}
+{{- $volume := .values.cacheVolume -}}
+{{- if or (not $volume) (hasKey $volume "emptyDir") (hasKey $volume "ephemeral") -}}
 - name: MAKE_ROOM
   value: "true"
 {{- end }}

@@ -158,6 +158,10 @@ class Connection(HttpToolsProtocol):
 
     # Of requests
 
+    def close_after_answer(self) -> None:
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
     def on_response_complete(self) -> None:
         if self._refused:
             self.pipeline.clear()  # behind the last answer there is none

@@ -16,6 +16,9 @@ class Closable(Protocol):
     def close_idle(self) -> None:
         """Closes the connection, which has no request."""
 
+    def close_after_answer(self) -> None:
+        """Its newest request is its last one, if its answer has not begun: that says so."""
+
 
 def connections_allowed(descriptors: int) -> int:
     """How many connections a process may serve that may open so many files. At least one."""
@@ -43,6 +46,11 @@ class ConnectionTable:
     def full(self) -> bool:
         """Whether more connections are open than are served."""
         return len(self._open) > self._allowed
+
+    def close_after_answers(self) -> None:
+        self.last_answers = True
+        for connection in self._open:
+            connection.close_after_answer()
 
     def add(self, connection: Closable) -> bool:
         """It has begun, and is idle. False: there was no room for it, and none could be made."""

@@ -58,8 +58,8 @@ class HttpServer(uvicorn.Server):
         self._handshake_s = options.head_s
 
     def close_after_answers(self) -> None:
-        """From now on each answer says that its connection ends with it."""
-        self._table.last_answers = True
+        """Each answer that begins from now on says that its connection ends with it."""
+        self._table.close_after_answers()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

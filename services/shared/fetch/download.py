@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -104,8 +105,8 @@ def alone(folder: Path) -> Iterator[None]:
 def fetch(folder: Path, source: str, store: Store) -> None:
     """Raises OSError and Unfetchable. What is in the folder is replaced once the model is whole, in a folder beside it."""
     with alone(folder):
-        mark = folder / store.mark
-        if mark.is_file() and mark.read_text() == store.wanted:
+        mark, wanted = folder / store.mark, store.wanted
+        if mark.is_file() and mark.read_text() == wanted:
             print(f"{folder} has {source}", flush=True)
             return
         files = store.files()
@@ -114,12 +115,15 @@ def fetch(folder: Path, source: str, store: Store) -> None:
         versions = "\n".join((source, *sorted(f"{file.name} {file.version}" for file in files)))
         key = hashlib.sha256(versions.encode()).hexdigest()[:12]
         partial = folder.with_name(f".{folder.name}.{key}.partial")
-        for other in folder.parent.glob(f".{folder.name}.*.partial"):
-            if other != partial:
+        mine = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial")  # not of a folder whose name begins so
+        for other in list(folder.parent.iterdir()):
+            if mine.fullmatch(other.name) and other != partial:
                 shutil.rmtree(other)
         partial.mkdir(exist_ok=True)
         fill(partial, folder, source, files)
-        (partial / store.mark).write_text(store.wanted)
+        if store.wanted != wanted:
+            raise Unfetchable("it has changed meanwhile. It is fetched anew when this is started again.")
+        (partial / store.mark).write_text(wanted)
         publish(partial, folder)
 
 

@@ -36,10 +36,13 @@ class Unfetchable(Exception):
 
 
 class Store(Protocol):
-    """mark: name of a file in the model's folder that holds `wanted` once all is there."""
+    """mark: name of a file in the model's folder that holds `wanted` once all is there. wanted: what is to be there; of a source
+    that has changed since it is another."""
 
     mark: str
-    wanted: str
+
+    @property
+    def wanted(self) -> str: ...
 
     def files(self) -> list[File]: ...
 

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
+from email.message import Message
 from pathlib import Path
 
 from services.shared.fetch.files import File, digest, is_wanted
@@ -67,20 +68,24 @@ class S3:
     def _wrong(self, path: Path, url: str, tag: str) -> str:
         """An ETag is the MD5 of the bytes, or of its parts' MD5s, and their number; under a key of KMS it is neither."""
         sums, _, parts = tag.partition("-")
-        url += "?partNumber=1" if parts else ""
-        with patiently(lambda: ask(url, self._signed("HEAD", url), method="HEAD")) as answer:
-            part = int(answer.headers["Content-Length"])
-            encrypted = answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms")
-        if encrypted or not re.fullmatch("[0-9a-f]{32}", sums):
-            print(f"{path.name}: of its size; the store has no sum of its bytes to compare", flush=True)
-            return ""
-        with path.open("rb") as file:
-            if parts:
-                each = [digest(file, "md5", length=part) for _ in range(int(parts))]
-                found = hashlib.md5(b"".join(each), usedforsecurity=False).hexdigest()
-            else:
-                found = digest(file, "md5").hex()
+        first = self._about(f"{url}?partNumber=1" if parts else url)
+        counted = first.get("x-amz-mp-parts-count", "") == parts  # a store that knows no parts says what the whole object has
+        encrypted = first.get("x-amz-server-side-encryption", "").startswith("aws:kms")
+        if encrypted or not counted or not re.fullmatch("[0-9a-f]{32}(-[0-9]+)?", tag):
+            return _uncompared(path)
+        lengths = [int(first["Content-Length"])] * int(parts or 1)
+        found = _sum(path, lengths, bool(parts))
+        if found != sums and parts:  # of different lengths, perhaps
+            lengths = [int(self._about(f"{url}?partNumber={number + 1}")["Content-Length"]) for number in range(int(parts))]
+            if sum(lengths) != path.stat().st_size:
+                return _uncompared(path)
+            found = _sum(path, lengths, True)
         return "" if found == sums else f"its MD5 is {found}, not {sums}"
+
+    def _about(self, url: str) -> Message:
+        with patiently(lambda: ask(url, self._signed("HEAD", url), method="HEAD")) as answer:
+            headers: Message = answer.headers
+            return headers
 
     def _signed(self, method: str, url: str) -> Headers:
         access, secret, token = self._credentials()
@@ -114,6 +119,18 @@ class S3:
         found = {each.tag.rpartition("}")[2]: each.text or "" for each in ElementTree.fromstring(patiently(once)).iter()}
         until = datetime.datetime.fromisoformat(found["Expiration"].replace("Z", "+00:00")).timestamp()
         return until, (found["AccessKeyId"], found["SecretAccessKey"], found["SessionToken"])
+
+
+def _uncompared(path: Path) -> str:
+    print(f"{path.name}: of its size; the store has no sum of its bytes to compare", flush=True)
+    return ""
+
+
+def _sum(path: Path, lengths: list[int], put_in_parts: bool) -> str:
+    """MD5 in hex, of the bytes or of the MD5s of parts that are so long."""
+    with path.open("rb") as file:
+        each = [digest(file, "md5", length=length) for length in lengths]
+    return hashlib.md5(b"".join(each), usedforsecurity=False).hexdigest() if put_in_parts else each[0].hex()
 
 
 def signed(

@@ -39,7 +39,7 @@ CHART = (
         "chart",
         f"{TEMPLATES}/_overrides.tpl",
         ("concat $over.envFrom (default list $main.envFrom)", "concat (default list $main.envFrom) $over.envFrom"),
-        ("concat $merged $mine | default list", "default $merged $mine | default list"),
+        ("concat $merged (default list .own) | default list", "default $merged .own | default list"),
         only="test_overlay",
     ),
     *of(

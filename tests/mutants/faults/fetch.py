@@ -12,8 +12,9 @@ FETCH = (
         ('{"Range": f"bytes={held}-"} if held else {}', "{}"),
         ("if size != file.size else file.wrong(part)", 'if size != file.size else ""'),
         ("fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),
-        ("            if other != partial:", "            if other == folder:"),
-        ("        if mark.is_file() and mark.read_text() == store.wanted:", "        if mark.is_file():"),
+        ("fullmatch(other.name) and other != partial:", "fullmatch(other.name) and other == folder:"),
+        ("        if mark.is_file() and mark.read_text() == wanted:", "        if mark.is_file():"),
+        ("if store.wanted != wanted:", "if False:"),
         ("if not (partial / file.name).resolve().is_relative_to(partial.resolve()):", "if False:"),
     ),
     *of(

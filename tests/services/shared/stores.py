@@ -151,18 +151,25 @@ class Hub:
 
 @dataclass
 class Bucket:
-    """S3's: objects by key, listed two at a time; those of `parts` were put in parts. access: the key that may."""
+    """S3's: objects by key, listed two at a time; those of `parts` were put in parts, the first of which is `first` long. access:
+    the key that may. knows_parts: it can be asked for one of them."""
 
     objects: dict[str, bytes]
     parts: frozenset[str] = frozenset()
     access: str = ""
+    first: int = PART
+    knows_parts: bool = True
 
     def tag(self, key: str) -> str:
         data = self.objects[key]
         if key not in self.parts:
             return hashlib.md5(data).hexdigest()
-        each = [hashlib.md5(data[at : at + PART]).digest() for at in range(0, len(data), PART)]
+        each = [hashlib.md5(part).digest() for part in self._parts(key)]
         return f"{hashlib.md5(b''.join(each)).hexdigest()}-{len(each)}"
+
+    def _parts(self, key: str) -> list[bytes]:
+        data = self.objects[key]
+        return [data[: self.first], *(data[at : at + PART] for at in range(self.first, len(data), PART))]
 
     def __call__(self, asked: Asked) -> Answer:
         if f"Credential={self.access}/" not in asked.headers.get("authorization", f"Credential={self.access}/"):
@@ -172,8 +179,11 @@ class Bucket:
             return Answer(body=self._listed(asked.query))
         if asked.headers.get("if-match", f'"{self.tag(key)}"') != f'"{self.tag(key)}"':
             return Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        size = PART if asked.query.get("partNumber") == "1" and asked.method == "HEAD" else None
-        return Answer(body=self.objects[key], size=size, headers={"ETag": f'"{self.tag(key)}"'})
+        headers = {"ETag": f'"{self.tag(key)}"'}
+        if (number := asked.query.get("partNumber")) and self.knows_parts:
+            parts = self._parts(key)
+            return Answer(size=len(parts[int(number) - 1]), headers={**headers, "x-amz-mp-parts-count": str(len(parts))})
+        return Answer(body=self.objects[key], headers=headers)
 
     def _listed(self, query: dict[str, str]) -> bytes:
         keys = [key for key in sorted(self.objects) if key.startswith(query["prefix"])]

@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 
 from services.local.ports import free_ports
+from services.shared.fetch.download import fetch as download
+from services.shared.fetch.files import File, Unfetchable
+from services.shared.fetch.folder import Folder
 from services.shared.fetch.s3 import signed
 from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
 
@@ -94,11 +97,12 @@ class TestHub:
                 process.wait()
             server.held.clear()
             assert not folder.exists()
-            (tmp_path / ".a.of-an-older-wish.partial").mkdir()
+            (tmp_path / ".a.0123456789ab.partial").mkdir()  # of an older wish,
+            (tmp_path / ".a.5.0123456789ab.partial").mkdir()  # and one of the folder a.5
             done = fetch(folder, "org/a", HF_ENDPOINT=server.url)
             assert done.returncode == 0, done.stderr
         assert server.got(path)[-1].headers["range"] == f"bytes={half}-"
-        assert held(folder)["model.safetensors"] == LARGE and left_beside(folder) == set()
+        assert held(folder)["model.safetensors"] == LARGE and left_beside(folder) == {".a.5.0123456789ab.partial"}
 
     def test_an_older_revision_is_whole_until_the_new_one_is_and_counts_for_nothing(self, tmp_path: Path) -> None:
         folder = tmp_path / "a"
@@ -199,6 +203,17 @@ class TestS3:
             anybody = fetch(tmp_path / "c", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
             assert anybody.returncode == 0, "a bucket that anybody may read"
         assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"s3://store/models/a"}
+
+    @pytest.mark.parametrize(("first", "knows_parts", "compared"), [(1000, True, True), (1 << 16, False, False)])
+    def test_parts_of_different_lengths_and_a_store_that_knows_none(
+        self, tmp_path: Path, first: int, knows_parts: bool, compared: bool
+    ) -> None:
+        bucket = Bucket(OBJECTS, frozenset({"models/a/model.safetensors"}), first=first, knows_parts=knows_parts)
+        with serve(bucket) as server:
+            said = fetch(tmp_path / "a", "s3://store/models/a", AWS_ENDPOINT_URL=server.url)
+        assert said.returncode == 0, said.stderr
+        assert ("the store has no sum" in said.stdout) != compared
+        assert held(tmp_path / "a")["model.safetensors"] == LARGE
 
     @pytest.mark.parametrize("put_in_parts", [False, True])
     def test_an_object_that_is_not_what_its_tag_says(self, tmp_path: Path, put_in_parts: bool) -> None:
@@ -317,6 +332,23 @@ class TestFolder:
         (source / "other.json").unlink()
         assert "is whole" in fetch(target, source).stdout
         assert set(held(target)) == {"model.safetensors", ".copied"} and held(target)["model.safetensors"] == b"three"
+
+    def test_what_changes_amid_a_copy_is_copied_again(self, tmp_path: Path) -> None:
+        source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
+        source.mkdir(parents=True)
+        (source / "model.safetensors").write_text("one")
+
+        class Replaced(Folder):
+            def files(self) -> list[File]:
+                found = super().files()
+                (source / "config.json").write_text("{}")
+                return found
+
+        with pytest.raises(Unfetchable, match="changed meanwhile"):
+            download(target, str(source), Replaced(str(source)))
+        assert not target.exists()
+        download(target, str(source), Folder(str(source)))
+        assert set(held(target)) == {"model.safetensors", "config.json", ".copied"} and left_beside(target) == set()
 
     def test_pods_of_one_node_copy_it_once(self, tmp_path: Path) -> None:
         source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator
 
 from .figures import scaling, scrape
@@ -33,9 +34,9 @@ def secrets(install: Install, facts: Facts) -> Iterator[Finding]:
     for secret in install.secrets:
         name, keys, value = secret["name"], secret["keys"], secret["value"]
         there = facts.secrets.get(name, frozenset())
-        missing = [key for key in keys if key not in there]
+        missing = [key for key in keys if not fnmatch.filter(there, key)]
         make = f"kubectl -n {install.namespace} create secret generic {name} " + " ".join(
-            f"--from-file={key}=FILE" for key in keys or ["keys.json"]
+            f"--from-file={key.replace('*', 'keys')}=FILE" for key in keys or ["KEY"]
         )
         if not there:
             lacking += 1
@@ -44,9 +45,6 @@ def secrets(install: Install, facts: Facts) -> Iterator[Finding]:
             lacking += 1
             told = f"Secret {name} ({value}) has no key {', '.join(missing)}; it has {', '.join(sorted(there))}"
             yield broken("secrets", told, f"add it, or make the Secret anew: {make}")
-        elif not keys and not any(key.endswith(".json") for key in there):
-            lacking += 1
-            yield broken("secrets", f"no key of Secret {name} ({value}) ends with .json, so no API key is accepted", make)
     if not lacking:
         yield ok("secrets", f"{len(install.secrets)} Secrets are there with their keys")
 

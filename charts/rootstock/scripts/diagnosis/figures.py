@@ -66,7 +66,10 @@ def _adapter(install: Install, facts: Facts) -> Iterator[Finding]:
         if group not in groups:
             yield broken("scaling", f"nothing in the cluster answers for {group}: HPAs get no figures of the models", mend)
             return
-    if not facts.external.good:
+    if facts.external.status == 403:
+        told = f"external metrics may not be asked for: {facts.external.why}"
+        yield unknown("scaling", told, "the tests' Role lacks external.metrics.k8s.io: helm upgrade by who may grant it")
+    elif not facts.external.good:
         yield broken("scaling", f"external metrics do not come: {facts.external.why}", f"{mend}; is its pod up?")
     elif not facts.external.body.get("items"):
         told = "the adapter knows no rootstock_backlog of this namespace"

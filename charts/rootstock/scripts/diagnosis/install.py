@@ -48,7 +48,7 @@ class RedisState:
 @dataclass(frozen=True)
 class Install:
     """From the chart's template. release: what names of its objects begin with; instance: its own name. services: host → its
-    ports by name. secrets: {name, keys, value}; no key means any *.json. models: {name, slug, sleeps, gpus, runtimeClass}.
+    ports by name. secrets: {name, keys, value, part}; a key may be a pattern. models: {name, slug, sleeps, gpus, runtimeClass}.
     claims: {name, value}. redis: what each is for, index or state. scrapes: whether Prometheus is to have series; prometheus: its
     URL; sure: whether somebody has said that it is there. scaled: {engine, selector, names}; policies: whether the chart has
     NetworkPolicies. headers: that Prometheus wants beside those of a Secret."""
@@ -98,9 +98,12 @@ class Facts:
 
     def events(self, about: str) -> Iterator[str]:
         """Messages of warnings about objects whose names begin so, the newest first."""
+        return (str(each.get("message", "")) for each in self.told(about) if each.get("type") != "Normal")
+
+    def told(self, about: str) -> list[Object]:
+        """Events about objects whose names begin so, the newest first."""
         found = [each for each in self.items("events") if str(each.get("involvedObject", {}).get("name", "")).startswith(about)]
-        found.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), reverse=True)
-        return (str(each.get("message", "")) for each in found if each.get("type") != "Normal")
+        return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), reverse=True)
 
 
 def name_of(each: Object) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import ipaddress
 import json
 import socket
 import ssl
@@ -41,14 +42,25 @@ LISTS = {
 
 
 def get(url: str, headers: Mapping[str, str], context: ssl.SSLContext | None, body: object = None) -> Answer:
+    """Within the cluster by no proxy, whatever the environment says: urllib knows no networks in NO_PROXY."""
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), dict(headers))
+    proxies = urllib.request.ProxyHandler({} if _is_inside(_host(url)) else None)
+    opener = urllib.request.build_opener(proxies, urllib.request.HTTPSHandler(context=context))
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
             return Answer(answer.status, _read(answer.read()))
     except urllib.error.HTTPError as error:
         return Answer(error.code, _read(error.read()))
     except (OSError, ValueError, http.client.HTTPException) as error:
         return Answer(error=str(getattr(error, "reason", error)) or repr(error))
+
+
+def _is_inside(host: str) -> bool:
+    """A Service's name, or an address."""
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return "." not in host or "svc" in host.split(".")
 
 
 def _read(body: bytes) -> object:
@@ -83,7 +95,8 @@ def look(install: Install, gateway: str, environ: Mapping[str, str]) -> Facts:
     """gateway: its URL. environ: DIAGNOSIS_SECRETS, where Secrets are mounted by name; ROOTSTOCK_REDIS_URL and
     ROOTSTOCK_STATE_REDIS_URL; API_KEY."""
     api = ApiServer(environ)
-    objects = {plural: api.get(f"{group}/namespaces/{install.namespace}/{plural}") for plural, group in LISTS.items()}
+    lists = {plural: group for plural, group in LISTS.items() if plural != "scaledobjects" or _by_keda(install)}
+    objects = {plural: api.get(f"{group}/namespaces/{install.namespace}/{plural}") for plural, group in lists.items()}
     objects = {plural: _of_release(install, answer) for plural, answer in objects.items()}
     mounted = secrets_in(Path(environ.get("DIAGNOSIS_SECRETS", "/secrets")))
     names = resolved([*install.services, *_host_of(install.prometheus)])
@@ -114,9 +127,13 @@ def look(install: Install, gateway: str, environ: Mapping[str, str]) -> Facts:
     return Facts(**{**vars(facts), "logs": logs})
 
 
+def _by_keda(install: Install) -> bool:
+    return bool(install.scaled["engine"] == "keda" and install.scaled["names"])
+
+
 def _external(install: Install, api: ApiServer) -> Answer:
     """What an HPA asks for the first model that has one."""
-    if not install.scaled["selector"]:
+    if install.scaled["engine"] != "hpa" or not install.scaled["selector"]:
         return UNASKED
     query = urllib.parse.urlencode({"labelSelector": install.scaled["selector"]})
     return api.get(f"apis/external.metrics.k8s.io/v1beta1/namespaces/{install.namespace}/rootstock_backlog?{query}")

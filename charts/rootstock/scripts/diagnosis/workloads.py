@@ -9,6 +9,8 @@ from .findings import Finding, broken, ok, waiting
 from .install import COMPONENT, MODEL, Facts, Install, Object, containers_of, is_ready, labels_of, name_of, pods_of
 
 OWNERS = ("replicasets", "statefulsets")
+FETCHES = ("wait-for-model", "fetch-model", "copy-model")
+NOT_BEGUN = ("ContainerCreating", "PodInitializing")
 NO_GPU = re.compile(r"no GPU for|libcuda|CUDA driver|NVIDIA driver|no CUDA-capable device|nvidia-smi", re.I)
 
 
@@ -163,8 +165,20 @@ def _pod(pod: Object, facts: Facts) -> Iterator[Finding]:
     if (message := _unschedulable(pod)) and "gpu" not in message.lower():
         mend = "a node with that room, a toleration or nodeSelector that fits, or smaller resources.requests"
         yield broken("pods", f"pod {name} finds no node: {message}", mend)
-    for is_init, each in containers_of(pod):
+    containers = list(containers_of(pod))
+    begun = any(each.get("state", {}).get("waiting", {}).get("reason") not in NOT_BEGUN for _, each in containers)
+    if not begun and (message := _unmounted(pod, facts)):
+        mend = "make the Secret, the ConfigMap or the claim that is named, or undo the value that names it"
+        yield broken("pods", f"pod {name} gets no volume: {message}", mend)
+    for is_init, each in containers:
         yield from _container(name, is_init, each, facts.logs.get(f"{name}/{each['name']}", ""))
+
+
+def _unmounted(pod: Object, facts: Facts) -> str:
+    """What its newest event says, if that is of a volume: who pulls images has them all, and who had its name before is another."""
+    uid = pod["metadata"].get("uid", "")
+    mine = [each for each in facts.told(name_of(pod)) if each["involvedObject"].get("uid", uid) == uid]
+    return str(mine[0].get("message", "")) if mine and mine[0].get("reason") == "FailedMount" else ""
 
 
 def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Finding]:
@@ -190,9 +204,11 @@ def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Find
             f"pod {pod}: {name} ends with {ended['exitCode']}: {last or 'it said nothing'}",
             f"kubectl logs {pod} -c {name} --previous",
         )
-    elif is_init and "running" in state and name == "wait-for-model":
+    elif is_init and "running" in state and name in FETCHES:
         mend = (
-            "is the prefetch Job done (kubectl get jobs), does models[].path"
+            "where is it fetched from (models[].source, modelCache.prefetch: Secrets, proxy), and may the pod reach that?"
+            if name == "fetch-model"
+            else "is the prefetch Job done (kubectl get jobs), does models[].path"
             " name the model's folder, and does modelCache hold it?"
         )
         yield waiting("pods", f"pod {pod}: {last or 'waits for its model'}", mend)

@@ -44,6 +44,9 @@ alb.ingress.kubernetes.io/target-group-attributes: deregistration_delay.timeout_
 {{- define "rootstock.service.annotations" -}}
 {{- if and .Values.ingress.enabled (eq .Values.ingress.controller "gce") -}}
 cloud.google.com/neg: '{"ingress": true}'
+{{- if .Values.gateway.tlsSecret }}
+cloud.google.com/app-protocols: '{"http":"HTTPS"}'
+{{- end }}
 cloud.google.com/backend-config: {{ dict "default" (include "rootstock.componentName" (dict "root" . "component" "gateway")) | toJson | squote }}
 {{- end -}}
 {{- end }}

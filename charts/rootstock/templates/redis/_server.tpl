@@ -1,4 +1,4 @@
-{{/* What both of the chart's Redis servers have: Valkey, or a Redis of old values. All take a scope. */}}
+{{/* What both of the chart's Redis servers have: Valkey for the index, a Redis for what is kept. All take a scope. */}}
 
 {{/* The password is in no argument, which others can read, and the server is the container's first process. */}}
 {{- define "rootstock.redis.command" -}}
@@ -29,6 +29,10 @@ command:
 - /etc/rootstock/mtls/tls.key
 - --tls-ca-cert-file
 - /etc/rootstock/mtls/ca.crt
+- --unixsocket
+- /tmp/redis.sock
+- --unixsocketperm
+- "700"
 {{- else -}}
 - --port
 - "6379"
@@ -37,7 +41,8 @@ command:
 - 0.0.0.0
 {{- end }}
 
-{{/* An answer to PING. With TLS it has the server take certificates that are newer than those that it has, on the way. */}}
+{{/* An answer to PING. With TLS by a socket of the pod, which no certificate keeps out; on the way it has the server take
+certificates that are newer than those that it has. Where it refuses them it goes on with the old ones, and is asked again. */}}
 {{- define "rootstock.redis.ping" -}}
 - sh
 - -c
@@ -46,10 +51,12 @@ command:
   command -v $cli > /dev/null || cli=redis-cli
   {{- if include "rootstock.tls" .root }}
   at=/etc/rootstock/mtls
-  set -- $cli --tls --cacert $at/ca.crt --cert $at/tls.crt --key $at/tls.key
+  set -- $cli -s /tmp/redis.sock
   "$@" ping | grep -q PONG || exit 1
   [ $at/tls.crt -nt /tmp/tls-taken ] || [ $at/ca.crt -nt /tmp/tls-taken ] || exit 0
-  "$@" config set tls-cert-file $at/tls.crt tls-key-file $at/tls.key tls-ca-cert-file $at/ca.crt | grep -q OK && : > /tmp/tls-taken
+  : > /tmp/tls-taking
+  "$@" config set tls-cert-file $at/tls.crt tls-key-file $at/tls.key tls-ca-cert-file $at/ca.crt | grep -q OK || exit 0
+  mv /tmp/tls-taking /tmp/tls-taken
   {{- else }}
   $cli ping | grep -q PONG
   {{- end }}

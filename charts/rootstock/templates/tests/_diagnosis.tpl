@@ -61,35 +61,63 @@
   "policies" .Values.networkPolicy.enabled | toJson -}}
 {{- end }}
 
-{{/* JSON list of {name, keys, value}: every Secret that values name, once. Takes the root. */}}
+{{/* JSON list of {name, keys, value, part}: every Secret that values name, once, with the keys of all who name it. No keys: it is
+there. part: nothing but these keys is for the tests' eyes. Takes the root. */}}
 {{- define "rootstock.diagnosis.secrets" -}}
-{{- $pairs := list "tls.crt" "tls.key" -}}
+{{- $root := . -}}
+{{- $pair := list "tls.crt" "tls.key" -}}
 {{- $prometheus := list -}}
 {{- $keys := dict "bearer" (list "bearerToken") "basic" (list "username" "password") "tls" (list "cert" "key") "custom" (list "customAuthHeader" "customAuthValue") -}}
 {{- range .Values.autoscaling.prometheusAuth.modes -}}{{- $prometheus = concat $prometheus (index $keys .) -}}{{- end -}}
+{{- $fetches := .Values.modelCache.prefetch.enabled -}}
+{{- range list "tokenizer" "worker" -}}
+  {{- if include "rootstock.anyFetches" (dict "root" $root "component" .) -}}{{- $fetches = true -}}{{- end -}}
+{{- end -}}
+{{- $prefetch := ternary .Values.modelCache.prefetch (dict "s3" dict "gcs" dict) $fetches -}}
 {{- $all := list
-  (dict "name" .Values.auth.apiKeysSecret "keys" list "value" "auth.apiKeysSecret")
+  (dict "name" .Values.auth.apiKeysSecret "keys" (list "*.json") "value" "auth.apiKeysSecret")
   (dict "name" .Values.auth.controlTokenSecret "keys" (list "token") "value" "auth.controlTokenSecret")
   (dict "name" (ternary "" .Values.redis.externalUrlSecret .Values.redis.embedded) "keys" (list "url") "value" "redis.externalUrlSecret")
   (dict "name" (ternary "" .Values.state.externalUrlSecret .Values.state.embedded) "keys" (list "url") "value" "state.externalUrlSecret")
   (dict "name" (ternary .Values.redis.passwordSecret "" .Values.redis.embedded) "keys" (list "password") "value" "redis.passwordSecret")
-  (dict "name" (ternary (include "rootstock.tls.secret" (dict "root" . "component" "gateway")) "" (include "rootstock.tls" . | eq "true")) "keys" (ternary $pairs (append $pairs "ca.crt") (.Values.tls.caConfigMap | empty | not)) "value" "tls.secret")
   (dict "name" .Values.tls.tokenSecret "keys" (list "token") "value" "tls.tokenSecret")
   (dict "name" (ternary "" .Values.redis.externalTlsSecret .Values.redis.embedded) "keys" list "value" "redis.externalTlsSecret")
   (dict "name" (ternary "" .Values.state.externalTlsSecret .Values.state.embedded) "keys" list "value" "state.externalTlsSecret")
   (dict "name" (ternary .Values.state.passwordSecret "" .Values.state.embedded) "keys" (list "password") "value" "state.passwordSecret")
-  (dict "name" (ternary .Values.modelCache.prefetch.tokenSecret "" .Values.modelCache.prefetch.enabled) "keys" (list "token") "value" "modelCache.prefetch.tokenSecret")
-  (dict "name" .Values.gateway.tlsSecret "keys" $pairs "value" "gateway.tlsSecret")
+  (dict "name" $prefetch.tokenSecret "keys" (list "token") "value" "modelCache.prefetch.tokenSecret")
+  (dict "name" $prefetch.s3.secret "keys" (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY") "value" "modelCache.prefetch.s3.secret")
+  (dict "name" $prefetch.gcs.secret "keys" (list "key.json") "value" "modelCache.prefetch.gcs.secret")
+  (dict "name" .Values.gateway.tlsSecret "keys" $pair "value" "gateway.tlsSecret")
   (dict "name" .Values.tests.keySecret "keys" (list "key" "helm-test.json") "value" "tests.keySecret")
   (dict "name" .Values.autoscaling.prometheusAuth.secret "keys" $prometheus "value" "autoscaling.prometheusAuth.secret") -}}
 {{- range include "rootstock.models" . | fromJsonArray -}}
-  {{- $all = append $all (dict "name" .worker.kvTlsSecret "keys" (append $pairs "ca.crt") "value" "worker.kvTlsSecret") -}}
+  {{- $all = append $all (dict "name" .worker.kvTlsSecret "keys" (append $pair "ca.crt") "value" "worker.kvTlsSecret") -}}
+{{- end -}}
+{{- if include "rootstock.tls" . -}}
+  {{- $value := ternary "tls.certManager" "tls.secret" .Values.tls.certManager.enabled -}}
+  {{- $authority := ternary (list "ca.crt") list (.Values.tls.caConfigMap | empty) -}}
+  {{- $absent := dict "redis" (not .Values.redis.embedded) "state" (not .Values.state.embedded) -}}
+  {{- range $component := list "gateway" "tokenizer" "detokenizer" "worker" "redis" "state" -}}
+    {{- /* The tests pose as a gateway, and as nobody else: of the others they see no private key. */ -}}
+    {{- $seen := ternary $pair (list "tls.crt") (eq $component "gateway") -}}
+    {{- $of := dict "name" (include "rootstock.tls.secret" (dict "root" $root "component" $component)) "keys" (concat $seen $authority) "value" $value "part" (ne $component "gateway") -}}
+    {{- if not (dig $component false $absent) -}}{{- $all = append $all $of -}}{{- end -}}
+  {{- end -}}
 {{- end -}}
 {{- $named := list -}}
-{{- $seen := dict "" true -}}
-{{- range $all -}}
-  {{- if not (hasKey $seen .name) -}}{{- $named = append $named . -}}{{- end -}}
-  {{- $_ := set $seen .name true -}}
+{{- $seen := dict -}}
+{{- range $each := $all -}}
+  {{- if not .name -}}{{- continue -}}{{- end -}}
+  {{- $of := index $seen .name -}}
+  {{- if $of -}}
+    {{- $_ := set $of "keys" (concat $of.keys .keys | uniq) -}}
+    {{- $_ := set $of "value" (splitList ", " $of.value | concat (list .value) | uniq | sortAlpha | join ", ") -}}
+    {{- $_ := set $of "part" (and $of.part (default false .part)) -}}
+  {{- else -}}
+    {{- $of = merge (dict) . (dict "part" false) -}}
+    {{- $_ := set $seen .name $of -}}
+    {{- $named = append $named $of -}}
+  {{- end -}}
 {{- end -}}
 {{- toJson $named -}}
 {{- end }}

@@ -42,6 +42,17 @@ def state(health_port: int, service: str) -> int:
             return -1
 
 
+@contextmanager
+def a_request_that_waits(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection((HOST, port), 10) as client:
+        body = b'{"model":"sleeping","prompt":[1,2,3]}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        in_flight = "rootstock_gateway_requests_in_flight 1.0"
+        wait_until(lambda: in_flight in httpx.get(f"http://{HOST}:{port}/metrics").text, "the request")
+        yield client
+
+
 def test_ready_without_peers_and_not_while_it_stops() -> None:
     port, health_port = free_ports(2)
     with gateway_alone(port, health_port, *LISTED) as process:
@@ -50,12 +61,7 @@ def test_ready_without_peers_and_not_while_it_stops() -> None:
         answer = httpx.get(f"http://{HOST}:{port}/readiness")
         assert answer.status_code == 503
         assert sorted(answer.json()["missing"]) == ["detokenizer", "tokenizer", "worker"]
-        with socket.create_connection((HOST, port)) as client:  # a request that waits holds the drain open
-            body = b'{"model":"sleeping","prompt":[1,2,3]}'
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            in_flight = "rootstock_gateway_requests_in_flight 1.0"
-            wait_until(lambda: in_flight in httpx.get(f"http://{HOST}:{port}/metrics").text, "the request")
+        with a_request_that_waits(port):  # it holds the drain open
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: state(health_port, "gateway") == NOT_SERVING, "the end of readiness")
             assert state(health_port, "") == SERVING
@@ -69,14 +75,17 @@ def told(client: httpx.Client) -> tuple[int, list[str], str | None]:
 
 def test_a_balancer_is_told_before_the_port_closes() -> None:
     port, health_port = free_ports(2)
-    with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "2") as process:
+    with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "3", "--queue-timeout-s", "2") as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
         with httpx.Client(base_url=f"http://{HOST}:{port}") as client:
             assert told(client) == (200, [], None)
-            process.send_signal(signal.SIGTERM)
-            wait_until(lambda: told(client) == (503, ["stopping"], "close"), "the refusal")
-            assert state(health_port, "gateway") == NOT_SERVING
-            assert client.get("/v1/models").status_code == 200  # who has not noticed is served
+            with a_request_that_waits(port) as waiting:
+                process.send_signal(signal.SIGTERM)
+                wait_until(lambda: told(client) == (503, ["stopping"], "close"), "the refusal")
+                assert state(health_port, "gateway") == NOT_SERVING
+                assert client.get("/v1/models").status_code == 200  # who has not noticed is served
+                answer = waiting.recv(65536).lower()  # who had asked before is told as well
+            assert answer.startswith(b"http/1.1 503") and b"\r\nconnection: close\r\n" in answer
         assert process.wait(10) == 0
 
 

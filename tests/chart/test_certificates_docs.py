@@ -1,0 +1,39 @@
+"""The commands of docs/kubernetes/security.md that make certificates, as they stand there, with a kubectl that keeps files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.chart.release import REPO
+
+pytestmark = [pytest.mark.needs("openssl")]
+PAGE = REPO / "docs" / "kubernetes" / "security.md"
+KEEPS = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
+
+
+def test_no_service_can_sign_another(tmp_path: Path) -> None:
+    """A certificate of a service's own making, below its own, is taken by nobody; its own is, by servers and clients."""
+    (commands,) = re.findall(r"```bash\n(openssl .*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "kubectl").write_text(KEEPS)
+    (tmp_path / "kubectl").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        return "" if done.returncode == 0 else done.stdout + done.stderr
+
+    assert run("bash", "-ec", commands) == ""
+    for role in ("gateway", "redis"):
+        for purpose in ("sslserver", "sslclient"):
+            own = f"llm-{role}-tls/tls.crt"
+            assert run("openssl", "verify", "-CAfile", "ca.crt", "-purpose", purpose, own) == ""
+    worker = ("-CA", "llm-worker-tls/tls.crt", "-CAkey", "llm-worker-tls/tls.key")
+    forged = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=rootstock-gateway")
+    assert run("openssl", "req", "-x509", *forged, *worker, "-keyout", "forged.key", "-out", "forged.crt") == ""
+    chain = ("-CAfile", "ca.crt", "-untrusted", "llm-worker-tls/tls.crt", "forged.crt")
+    assert "invalid CA certificate" in run("openssl", "verify", *chain)
