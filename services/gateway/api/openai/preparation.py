@@ -66,7 +66,11 @@ class Preparer:
         _check_turn(generation, 1)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room = for_an_answer(model, generation.session is not None)
-        fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room) if prompt is None else prompt
+        if prompt is None:
+            fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        else:
+            await self._tokenizer.ready(model.source)  # which knows its formats
+            fitting = prompt
         known = self._tokenizer.formats(model.source)
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
         generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))
