@@ -76,8 +76,10 @@ class BackgroundWork:
 
     async def drain(self) -> None:
         """All work is left to others, and streams of it end."""
-        await self._runner.drain()
-        self._streams.close()
+        try:
+            await self._runner.drain()
+        finally:
+            self._streams.close()
 
     async def close(self) -> None:
         await self._redis.close()

@@ -47,7 +47,8 @@ class Said:
 
 
 class Journal:
-    """Of one response, for as long as its lease is held. wrote: called after each piece. Every method that writes raises
+    """Of one response, for as long as its lease is held. wrote: called after each piece. is_finishing: its end is being written,
+    or has been. Every method that writes raises
     LeaseLost, and ApiError where there is no room or no store."""
 
     def __init__(
@@ -61,6 +62,7 @@ class Journal:
         self._place = (stored.progress.decoded, stored.progress.chars, stored.progress.shown)
         self._wrote = wrote
         self._metrics = metrics
+        self.is_finishing = False
 
     def said(self, choice: Choice) -> Said:
         """Right after a take()."""
@@ -96,7 +98,12 @@ class Journal:
     async def finish(self, status: Status, record: Callable[[], Awaitable[bytes]], events: Sequence[bytes]) -> None:
         """It is over. record: what is kept of it; raises ApiError."""
         number, content = self._pieces + 1, await held(record)
-        await held(lambda: self._store.finish(self._lease, self._order, number, status, content, events))
+        self.is_finishing = True
+        try:
+            await held(lambda: self._store.finish(self._lease, self._order, number, status, content, events))
+        except BaseException:
+            self.is_finishing = False
+            raise
         self._metrics.background_responses.labels(status.value).inc()
         self._wrote()
 

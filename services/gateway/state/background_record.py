@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -53,7 +53,9 @@ class BackgroundOrder:
 
 
 def order_of(content: bytes) -> BackgroundOrder:
-    return BackgroundOrder(**orjson.loads(content))
+    """What another version has written beside it is left out. Raises ValueError or TypeError."""
+    found = orjson.loads(content)
+    return BackgroundOrder(**{each.name: found[each.name] for each in fields(BackgroundOrder) if each.name in found})
 
 
 @dataclass(frozen=True, slots=True)

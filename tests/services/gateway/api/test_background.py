@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from services.gateway.background import background_run, background_runner, background_work, journal
 from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
+from services.gateway.state.state_store import StoreAway
 from services.shared.limits import MAX_RECORD_BYTES
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
@@ -251,6 +252,25 @@ def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[
     assert {over(both[0], each).status for each in begun} == {"completed"}
     with System() as without:
         assert code_of(lambda: begin(without.openai())) == (400, "no_store")
+
+
+def test_what_its_client_was_refused_is_not_made(
+    system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has it, and the answer that said so was lost."""
+    background = system.gateway._background
+    assert background is not None
+    began, seen = background._store.begin, []
+
+    async def unheard(lease: Any, order: Any, *rest: Any) -> Any:
+        await began(lease, order, *rest)
+        seen.append(store.client.exists(f"state:of:{order.member}"))
+        raise StoreAway("its answer was lost")
+
+    monkeypatch.setattr(background._store, "begin", unheard)
+    assert code_of(lambda: begin(both[0])) == (503, "store_unavailable")
+    assert seen == [1]
+    wait_until(lambda: not store.client.zcard("state:background:open"), "it to be gone")
 
 
 def test_it_counts_among_what_its_key_has_at_once() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from services.gateway.state.background_record import BackgroundOrder, Piece, Status
-from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, Room, new_lease
+from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.owner import owner_of
 from services.gateway.state.redis_store import RedisStore
 from services.gateway.state.state_redis import StateRedis
+from services.gateway.state.state_store import StoreAway
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
 ALICE = owner_of("alice")
@@ -128,7 +129,7 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
             with pytest.raises(LeaseLost):
                 await call
         assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
-        await store.leave(lease, ORDER)
+        await store.leave(lease, ALICE, ORDER.id)
         assert await store.read(ALICE, ORDER.id) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
         await store.finish(other, ORDER, 2, Status.COMPLETED, b"whole", events(3, 1))
         for number in (1, 2, 3):
@@ -146,8 +147,11 @@ def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
         takes, lease = [], await begin(store)
         for leaves, ran_s in ((False, 0), (True, 0), (False, 0), (False, 100), (False, 0)):
             if leaves:
-                await store.leave(lease, ORDER)
+                for _ in range(2):
+                    await store.leave(lease, ALICE, ORDER.id)
+                assert await store.keep({lease: ORDER}) == [lease]
             run_out(server, lease)
+            assert bool(await store.free(9, left=True)) == leaves
             server.client.hincrby(f"state:background:{ALICE}:{ORDER.id}", "taken", -ran_s)
             again = await store.take(ALICE, ORDER.id)
             found = await store.read(ALICE, ORDER.id)
@@ -173,6 +177,48 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
         await store.finish(next_one, ORDER, 1, Status.CANCELLED, b"cancelled", [])
         assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is Status.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
+
+    with_stores(server, use)
+
+
+def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) -> None:
+    """What nobody can read, and what has lost its record, which lives as long as the rest although somebody reads it."""
+
+    async def use(store: BackgroundStore, records: RedisStore) -> None:
+        lease, other = await begin(store), await begin(store, order("resp_b"))
+        await records.get(ALICE, ["resp_b"])
+        assert all(server.client.ttl(f"state:{kind}:{ALICE}:resp_b") > 650 for kind in ("of", "background"))
+        server.client.delete(f"state:of:{ALICE}:resp_b")
+        run_out(server, other)
+        assert await store.take(ALICE, "resp_b") is None
+        server.client.hset(f"state:background:{ALICE}:{ORDER.id}", "order", "{")
+        for _ in range(GIVEN_UP - 1):
+            run_out(server, lease)
+            again = await store.take(ALICE, ORDER.id)
+            assert again is not None
+            lease = again
+            with pytest.raises(ValueError, match=r"unexpected|object"):
+                await store.order(lease, ALICE, ORDER.id)
+        run_out(server, lease)
+        last = await store.take(ALICE, ORDER.id)
+        assert last is not None and await store.order(last, ALICE, ORDER.id) is None
+        assert not list(server.client.scan_iter("state:background:*")) and await store.free(9) == []
+        assert (await records.get(ALICE, [ORDER.id]))[0] is not None
+
+    with_stores(server, use)
+
+
+def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None:
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        lease = await begin(store)
+        server.client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(StoreAway, match="OutOfMemory"):
+                await store.write(lease, ORDER, piece(1, range(1)))
+            await store.finish(lease, ORDER, 1, Status.FAILED, b"whole", events(2, 1))
+        finally:
+            server.client.config_set("maxmemory", 0)
+        assert await store.status(ALICE, ORDER.id) is Status.FAILED
 
     with_stores(server, use)
 
