@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -106,7 +107,7 @@ class BackgroundWork:
         prompt = plan.parts[0].prompt.ids
         stored = Stored(order, Status.QUEUED, array("I", prompt).tobytes(), False, 1, 0, events, (), Progress())
         lease = new_lease(order.owner, order.id)
-        first = First(stored, plan, caller, admission, partial(self._keep, lease, stored, record))
+        first = First(stored, _counted(plan), caller, admission, partial(self._keep, lease, stored, record))
         await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
 
     async def _keep(self, lease: Lease, stored: Stored, record: bytes) -> None:
@@ -188,3 +189,8 @@ class BackgroundWork:
 
     def _away(self) -> ApiError:
         return unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable")
+
+
+def _counted(plan: Plan) -> Plan:
+    """What was cut of its prompts has been told."""
+    return replace(plan, parts=[replace(part, prompt=replace(part.prompt, num_cut=0)) for part in plan.parts])

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.http.body import cut, watch
+from services.gateway.http.direct_routes import HEAD
 from services.gateway.request.errors import OPENAI, ApiError
 from services.gateway.state.background_record import Page
 from services.gateway.state.background_store import BackgroundStore
@@ -130,7 +131,8 @@ class _Stream(Response):
         stop = watch(scope, receive, leave)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._follow(scope, _impatient(send))
+            if HEAD not in scope.get("extensions", {}):
+                await self._follow(scope, _impatient(send))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             cut(scope)  # nobody reads it

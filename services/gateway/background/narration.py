@@ -44,6 +44,7 @@ class Narration(Narrator):
     async def narrate(self, request: ClientRequest) -> None:
         silence = Silence(LOOK_S, request.nudge)
         try:
+            await self._story.catch_up()
             await self._open()
             while not self.is_over:
                 await self._begin(request)

@@ -22,6 +22,7 @@ from services.shared import limits
 
 logger = logging.getLogger(__name__)
 
+NOT_FINISHED = "previous_response_not_finished"
 TURNS = 16  # of writers of one conversation, which may meet
 PAUSE_S = 0.01
 
@@ -49,7 +50,7 @@ class Records:
         last = await self._response(owner, response_id, "previous_response_id")
         if last["response"]["status"] in OPEN:
             message = "The response that this one follows is not over yet: wait until it is, or cancel it."
-            raise bad_request("previous_response_id", message, "previous_response_not_finished")
+            raise bad_request("previous_response_id", message, NOT_FINISHED)
         names = (*last["chain"], response_id)
         if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
             message = "The responses before this one are too many, or too long. Begin anew with what is to be kept of them."

@@ -260,17 +260,51 @@ def test_what_its_client_was_refused_is_not_made(
     """The store has it, and the answer that said so was lost."""
     background = system.gateway._background
     assert background is not None
-    began, seen = background._store.begin, []
+    began, seen = background._store.begin, list[str]()
 
     async def unheard(lease: Any, order: Any, *rest: Any) -> Any:
         await began(lease, order, *rest)
-        seen.append(store.client.exists(f"state:of:{order.member}"))
+        seen.append(f"state:of:{order.member}")
+        assert store.client.exists(*seen)
         raise StoreAway("its answer was lost")
 
     monkeypatch.setattr(background._store, "begin", unheard)
     assert code_of(lambda: begin(both[0])) == (503, "store_unavailable")
-    assert seen == [1]
-    wait_until(lambda: not store.client.zcard("state:background:open"), "it to be gone")
+    wait_until(lambda: not store.client.exists(*seen), "it to be gone")
+
+
+def test_what_it_holds_is_free_again_where_it_is_refused() -> None:
+    """Its key's place, and the gateway's one, which goes with it into the background."""
+    key = {"name": "a", "key": "a", "max_concurrent": 1}
+    deep: Any = {}
+    for _ in range(250):  # as deep as a chat may be
+        deep = {"a": deep}
+    with redis_server() as own, System(keys=[key], state_redis_url=own.url, max_concurrent_requests=1) as system:
+        client = system.openai(api_key="a")
+        for _ in range(2):
+            assert code_of(lambda: begin(client, tools=[{**WEATHER, "parameters": deep}])) == (400, "invalid_value")
+            assert code_of(lambda: begin(client, instructions="x" * (MAX_RECORD_BYTES - 1000))) == (413, "request_too_large")
+        asked = begin(client, extra_body={"routing_key": "\u00fc" * 200})
+        assert over(client, asked).status == "completed"
+        assert not system.metric("rootstock_gateway_requests_in_flight")
+        head = system.request("HEAD", f"/v1/responses/{asked.id}?stream=true", headers={"x-api-key": "a"}, timeout=5)
+        assert (head.status_code, head.content) == (200, b"")
+
+
+def test_one_that_cannot_be_read_or_is_gone_is_over_all_the_same(system: System, both: list[OpenAI], store: RedisServer) -> None:
+    system.allow(4)
+    response = begin(both[0])
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
+    store.client.lset(f"state:background:events:{owner_of('alice')}:{response.id}", 2, "{")
+    ended = both[1].responses.cancel(response.id)
+    assert (ended.status, ended.output) == ("cancelled", []) and ended == both[0].responses.retrieve(response.id)
+    expired = begin(both[0])
+    store.client.delete(f"state:background:{owner_of('alice')}:{expired.id}")
+    assert both[1].responses.retrieve(expired.id).status == "failed"
+    assert code_of(lambda: both[1].responses.create(model=MODEL, input="So?", previous_response_id=expired.id)) == (
+        400,
+        "previous_response_failed",
+    )
 
 
 def test_it_counts_among_what_its_key_has_at_once() -> None:
