@@ -26,9 +26,10 @@ from services.gateway.request.request import Choice
 from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
+from services.gateway.state.owner import owner_of
 from services.gateway.state.state_redis import StateRedis
 from services.gateway.state.state_store import StoreAway
-from services.shared.limits import MAX_BACKGROUND_STREAMS
+from services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
 CANCEL_S = 5.0  # that a cancelled response takes at most to be over, whoever brings it there
 LOOK_S = 0.05
@@ -61,7 +62,8 @@ class BackgroundWork:
         self._store = BackgroundStore(self._redis, settings.background_lease_s, limits)
         self._answers = answers
         self._streams = Streams(self._store, settings.sse_comment_s)
-        self._most_streams = MAX_BACKGROUND_STREAMS
+        self._most_streams, self._most_own_streams = MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
+        self._nobody = owner_of("")
         self._ports = RunPorts(self._store, answers, computer, callers, computed_by, self._streams.wrote, metrics)
         most = settings.background_responses
         self._metrics = metrics
@@ -129,7 +131,7 @@ class BackgroundWork:
             raise self._away() from None
 
     async def stream(self, owner: str, response_id: str, after: int) -> Response:
-        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
+        """Its events behind that sequence number, -1 for all; unless too many streams are open, here or of its key."""
         try:
             page = await self._store.follow(owner, response_id, after + 1)
         except StoreAway:
@@ -140,6 +142,9 @@ class BackgroundWork:
         if after >= page.total:
             message = f"'starting_after': the last event so far has the number {page.total - 1}."
             raise ApiError(400, message, param="starting_after", code="invalid_value")
+        if owner != self._nobody and self._streams.num_of(owner) >= self._most_own_streams:
+            message = "Too many responses of this API key are streamed again: wait for a stream to end."
+            raise ApiError(429, message, code="streams_full", retry_after_s=self._retry_after_s)
         if self._streams.num_open >= self._most_streams:
             raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
         return self._streams.stream(owner, response_id, after + 1)

@@ -210,9 +210,13 @@ return {
 }
 """
 FOLLOW = """
-return {
-  redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2])
-}
+local found, page, bytes = redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2]), {}, 0
+for at, event in ipairs(found) do
+  bytes = bytes + #event
+  if at > 1 and bytes > tonumber(ARGV[3]) then break end
+  page[at] = event
+end
+return {redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), page}
 """
 DELETE = (
     _ACCOUNTS

@@ -47,7 +47,7 @@ from services.shared.limits import MAX_BACKGROUND_BYTES
 GIVEN_UP = 8  # takes, behind which one that nobody could even end is not taken any more
 SURVIVED_S = 60  # with one gateway: the takes before that one are forgotten
 FINISHING_S = 600  # behind its end in time, that what is kept of one may still be there for
-PAGE_EVENTS = 128
+PAGE_EVENTS, PAGE_BYTES = 128, 256 << 10
 
 _OPEN = "state:background:open"
 
@@ -193,9 +193,10 @@ class BackgroundStore:
         return None if found is None else Status(found.decode())
 
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
-        """Its events from that sequence number on, PAGE_EVENTS at most. None: there are none, or not any more."""
-        keys = _keys(owner, response_id)[1:3]
-        status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, first + PAGE_EVENTS - 1)
+        """Its events from that sequence number on, PAGE_EVENTS of PAGE_BYTES at most, but for one that is larger. None: there
+        are none, or not any more."""
+        keys, last = _keys(owner, response_id)[1:3], first + PAGE_EVENTS - 1
+        status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, last, PAGE_BYTES)
         return Page(Status(status.decode()), total, events) if status and total else None
 
     async def delete(self, owner: str, response_id: str) -> bool:

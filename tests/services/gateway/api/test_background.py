@@ -248,6 +248,8 @@ def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[
     assert code_of(lambda: begin(both[0])) == (503, "queue_full")
     monkeypatch.setattr(system.gateway._background, "_most_streams", 0)
     assert background_work.MAX_BACKGROUND_STREAMS and code_of(lambda: streamed(both[0], begun[0])) == (503, "queue_full")
+    monkeypatch.setattr(system.gateway._background, "_most_own_streams", 0)
+    assert background_work.MAX_OWN_BACKGROUND_STREAMS and code_of(lambda: streamed(both[0], begun[0])) == (429, "streams_full")
     system.allow(None)
     assert {over(both[0], each).status for each in begun} == {"completed"}
     with System() as without:
@@ -412,6 +414,24 @@ def test_who_takes_over_waits_until_the_models_formats_are_known() -> None:
             second.call(second.tokenizers[0].start())
             last = over(second.openai(), response)
             assert [item.type for item in last.output] == ["reasoning", "message", "function_call"]
+
+
+def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:
+    """As where its workers have not connected yet."""
+
+    def other(workers: list[FakeWorker]) -> None:
+        workers[0].info.model = "other"
+
+    with redis_server() as own:
+        with System(state_redis_url=own.url) as first:
+            first.allow(4)
+            response = begin(first.openai())
+            wait_until(lambda: bool(first.worker.submits), "a worker to have it")
+        with System(state_redis_url=own.url, configure=other) as second:
+            client = second.openai()
+            wait_until(lambda: second.metric("rootstock_gateway_background_takeovers_total") == 1, "it to be taken")
+            time.sleep(0.5)
+            assert client.responses.retrieve(response.id).status in OPEN
 
 
 def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(

@@ -144,6 +144,27 @@ def test_a_store_that_was_away_for_longer_than_a_lease_moves_nothing(server: Red
     asyncio.run(run())
 
 
+def test_who_writes_its_end_is_not_ended(server: RedisServer) -> None:
+    """The store has it, and the answer is on its way."""
+
+    async def run() -> None:
+        server.client.flushall()
+        gateway = Gateway(server)
+        works = [await gateway.put("resp_a"), await gateway.put("resp_b")]
+        works[0].is_finishing = True
+        for work in works:
+            await gateway.runner.begin(work)
+            await gateway.store.finish(work.lease, work.order, 1, Status.COMPLETED, b"{}", [b"{}"])
+        running = asyncio.create_task(gateway.runner.run())
+        await until(lambda: works[1] not in gateway.runner._runs)
+        assert works[0] in gateway.runner._runs
+        running.cancel()
+        await asyncio.wait((running,))
+        await gateway.redis.close()
+
+    asyncio.run(run())
+
+
 class Place:
     """Of a request within its key's limits."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.state import background_store
 from services.gateway.state.background_record import BackgroundOrder, Piece, Status
 from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
@@ -81,7 +82,7 @@ def used(server: RedisServer) -> int:
     return int(server.client.hget(f"state:size:{ALICE}", "!") or 0)
 
 
-def test_what_is_written_is_read_in_order_and_once(server: RedisServer) -> None:
+def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call whose answer was lost comes again."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
@@ -101,6 +102,9 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer) -> None:
         assert list(progress.ids) == [0, 1, 2, 3, 4]
         assert (progress.decoded, progress.chars, progress.shown) == (5, 9, 4)
         assert (progress.weights, progress.numerics) == (weights, "n")
+        monkeypatch.setattr(background_store, "PAGE_BYTES", len(events(0, 3)[0]) * 2)
+        page = await store.follow(ALICE, ORDER.id, 0)
+        assert page is not None and (page.total, page.events) == (4, events(0, 2))
         page = await store.follow(ALICE, ORDER.id, 3)
         assert page is not None and (page.total, page.events, page.is_over) == (4, events(3, 1), False)
         for _ in range(2):
