@@ -79,6 +79,23 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation's record with what has been said since that version. name: of the record."""
+
+    name: str
+    version: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a response that is over. talk: its conversation, if that goes on with it."""
+
+    record: bytes
+    talk: Talk | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """All that goes on with a response. prompt: its ids, as those of a Piece. cancelled: its client wants no more of it. takes:
     gateways that have had it since it last ran for long. pieces: written so far. texts: of each piece that had one."""

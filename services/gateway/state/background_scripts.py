@@ -101,11 +101,21 @@ FINISH = (
     + """
 local number, status, id, member, content = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local ttl, replay = tonumber(ARGV[7]), tonumber(ARGV[8])
+local talk, said, most_bytes = ARGV[9], ARGV[11], tonumber(ARGV[12])
 local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'told')
 local pieces = tonumber(found[2])
 if found[1] == status and pieces == number then return 1 end
 if not is_open(found[1]) or pieces ~= number - 1 or redis.call('EXISTS', KEYS[9]) == 0 then return 'lost' end
-local told = tonumber(found[3]) + events_from(9)
+if #talk > 0 then
+  if redis.call('HGET', KEYS[12], 'v') ~= ARGV[10] then return 0 end
+  if size_of('!') - size_of(talk) + #said <= most_bytes then
+    redis.call('HSET', KEYS[12], 'c', said)
+    redis.call('HINCRBY', KEYS[12], 'v', 1)
+    redis.call('EXPIRE', KEYS[12], ttl)
+    count(talk, #said, ttl)
+  end
+end
+local told = tonumber(found[3]) + events_from(13)
 redis.call('HSET', KEYS[2], 'status', status, 'pieces', number)
 redis.call('HDEL', KEYS[2], 'order', 'prompt')
 redis.call('HSET', KEYS[9], 'c', content)

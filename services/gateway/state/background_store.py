@@ -16,9 +16,9 @@
     state:use:OWNER, state:size:OWNER         bytes of the response (ID) and of the rest (work:ID), as redis_store.py counts them
 
 begin() writes all at once, the lease too. What follows is written by who has the lease, in one script each: a piece (write()),
-and the end (finish()). Anybody may take a lease that has run out (take()); a client that cancels has it taken by force (seize()),
-which fences off whoever is at it; delete() removes all there is, so that nobody writes any more. Each write is numbered: one that
-comes again, since its answer was lost, is not written twice.
+and the end (finish()), what its conversation gets with it. Anybody may take a lease that has run out (take()); a client that
+cancels has it taken by force (seize()), which fences off whoever is at it; delete() removes all there is, so that nobody writes
+any more. Each write is numbered: one that comes again, since its answer was lost, is not written twice.
 
 What fails: a gateway dies: its leases run out, others go on from the last piece. A gateway is stopped and wakes up: its writes
 find another lease, or an end, and write nothing. The store dies: its append-only file has what was acknowledged; whoever has a
@@ -33,13 +33,14 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import orjson
 
 from rootstock.v1 import worker_pb2
 from services.gateway.request.choice_output import Progress
 from services.gateway.state import background_scripts as scripts
-from services.gateway.state.background_record import BackgroundOrder, Page, Piece, Status, Stored, order_of
+from services.gateway.state.background_record import BackgroundOrder, Kept, Page, Piece, Status, Stored, order_of
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
@@ -116,13 +117,18 @@ class BackgroundStore:
         return _ROOM[found]
 
     async def finish(
-        self, lease: Lease, order: BackgroundOrder, number: int, status: Status, content: bytes, events: Sequence[bytes]
-    ) -> None:
-        """It is over. number: as of a piece. content: of its record, which is kept whatever the quota says: it has been answered,
-        and what it is made of goes."""
-        limits = self._limits
-        about = (number, status.value, order.id, order.member, content, limits.ttl_s, limits.replay_s)
-        await self._leases.write(lease, scripts.FINISH, _keys(order.owner, order.id)[1:], *about, *events, frees=True)
+        self, lease: Lease, order: BackgroundOrder, number: int, status: Status, kept: Kept, events: Sequence[bytes]
+    ) -> bool:
+        """It is over. number: as of a piece. Its record is kept whatever the quota says: it has been answered, and what it is
+        made of goes; its conversation where there is room. False: that has changed, and nothing has been written."""
+        limits, talk, keys = self._limits, kept.talk, _keys(order.owner, order.id)[1:]
+        about = (number, status.value, order.id, order.member, kept.record, limits.ttl_s, limits.replay_s)
+        said: tuple[Any, ...] = ("", 0, b"")
+        if talk is not None:
+            said = (talk.name, talk.version, talk.content)
+            keys.append(f"state:of:{order.owner}:{talk.name}")
+        found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
+        return bool(found)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:
         """None: somebody else has it, or it is over."""

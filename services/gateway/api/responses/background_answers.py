@@ -24,7 +24,7 @@ from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest, Delta
-from services.gateway.state.background_record import BackgroundOrder, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.observe.log import fields
 
@@ -98,13 +98,13 @@ class BackgroundAnswers:
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
         return BackgroundStory(Draft(request, token_texts, response, output_items(order.id, asked)), stored)
 
-    async def record(self, order: BackgroundOrder, response: Json) -> bytes:
+    async def record(self, order: BackgroundOrder, response: Json) -> Kept:
         """What is kept of a response that is over; of one that is gone: 404. One without output is kept whatever it has: its
         request has been."""
-        record = await self._records.over(order.owner, response, order.context_bytes)
-        if response["output"] and len(record) > MAX_RECORD_BYTES:
+        kept = await self._records.over(order.owner, response, order.context_bytes)
+        if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
             raise ApiError(400, "The response is larger than what can be kept of one.", code="response_too_large")
-        return record
+        return kept
 
     async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
         """A response that ends with what is stored, and its last events. error: of one that failed. What is too large to keep
@@ -118,7 +118,8 @@ class BackgroundAnswers:
         response["status"] = status.value
         if error is not None:
             response |= failure(error)
-        if len(await self._records.over(order.owner, response, order.context_bytes)) > MAX_RECORD_BYTES:
+        kept = await self._records.over(order.owner, response, order.context_bytes)
+        if len(kept.record) > MAX_RECORD_BYTES:
             response["output"] = []
         events.append({"type": end_of(response), "response": response})
         return response, numbered(events, len(stored.events))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.gateway.state import background_store
-from services.gateway.state.background_record import BackgroundOrder, Piece, Status
+from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Talk
 from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.owner import owner_of
@@ -108,7 +108,7 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
         page = await store.follow(ALICE, ORDER.id, 3)
         assert page is not None and (page.total, page.events, page.is_over) == (4, events(3, 1), False)
         for _ in range(2):
-            await store.finish(lease, ORDER, 3, Status.COMPLETED, b"whole", events(4, 1))
+            await store.finish(lease, ORDER, 3, Status.COMPLETED, Kept(b"whole"), events(4, 1))
         page = await store.follow(ALICE, ORDER.id, 4)
         assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
         (record,) = await records.get(ALICE, [ORDER.id])
@@ -129,13 +129,13 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
         other = await store.take(ALICE, ORDER.id)
         assert other is not None and await store.take(ALICE, ORDER.id) is None
         before = await store.read(ALICE, ORDER.id)
-        for call in (store.write(lease, ORDER, piece(1, range(1))), store.finish(lease, ORDER, 1, Status.FAILED, b"", [])):
+        for call in (store.write(lease, ORDER, piece(1, range(1))), store.finish(lease, ORDER, 1, Status.FAILED, Kept(b""), [])):
             with pytest.raises(LeaseLost):
                 await call
         assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
         await store.leave(lease, ALICE, ORDER.id)
         assert await store.read(ALICE, ORDER.id) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
-        await store.finish(other, ORDER, 2, Status.COMPLETED, b"whole", events(3, 1))
+        await store.finish(other, ORDER, 2, Status.COMPLETED, Kept(b"whole"), events(3, 1))
         for number in (1, 2, 3):
             with pytest.raises(LeaseLost):
                 await store.write(other, ORDER, piece(number, range(1)))
@@ -178,7 +178,7 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
         next_one = await store.take(ALICE, ORDER.id)
         found = await store.read(ALICE, ORDER.id)
         assert next_one is not None and found is not None and found.cancelled, "whoever comes next ends it"
-        await store.finish(next_one, ORDER, 1, Status.CANCELLED, b"cancelled", [])
+        await store.finish(next_one, ORDER, 1, Status.CANCELLED, Kept(b"cancelled"), [])
         assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is Status.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
 
@@ -219,12 +219,41 @@ def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None
         try:
             with pytest.raises(StoreAway, match="OutOfMemory"):
                 await store.write(lease, ORDER, piece(1, range(1)))
-            await store.finish(lease, ORDER, 1, Status.FAILED, b"whole", events(2, 1))
+            await store.finish(lease, ORDER, 1, Status.FAILED, Kept(b"whole"), events(2, 1))
         finally:
             server.client.config_set("maxmemory", 0)
         assert await store.status(ALICE, ORDER.id) is Status.FAILED
 
     with_stores(server, use)
+
+
+def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) -> None:
+    """Not by who has lost the response, nor over what somebody else has said meanwhile, nor where there is no room."""
+
+    async def use(store: BackgroundStore, records: RedisStore) -> None:
+        async def kept() -> tuple[bytes, int] | None:
+            (found,) = await records.get(ALICE, ["conv_a"])
+            return None if found is None else (found.content, found.version)
+
+        async def finish(lease: Lease, version: int, content: bytes, asked: BackgroundOrder = ORDER) -> bool:
+            return await store.finish(lease, asked, 1, Status.COMPLETED, Kept(b"whole", Talk("conv_a", version, content)), [])
+
+        assert await records.put(ALICE, "conv_a", b"one", 0)
+        lost, other = await begin(store), await begin(store, order("resp_b"))
+        run_out(server, lost)
+        lease = await store.take(ALICE, ORDER.id)
+        assert lease is not None
+        with pytest.raises(LeaseLost):
+            await finish(lost, 1, b"one, lost")
+        assert not await finish(lease, 2, b"one, two") and await kept() == (b"one", 1)
+        for _ in range(2):
+            assert await finish(lease, 1, b"one, two")
+        assert await kept() == (b"one, two", 2) and await store.status(ALICE, ORDER.id) is Status.COMPLETED
+        assert await finish(other, 2, b"x" * 4000, order("resp_b")) and await kept() == (b"one, two", 2)
+        sizes = server.client.hgetall(f"state:size:{ALICE}")
+        assert int(sizes.pop(b"!")) == sum(map(int, sizes.values())) and sizes[b"conv_a"] == b"8"
+
+    with_stores(server, use, size=4000)
 
 
 def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
@@ -235,7 +264,7 @@ def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
         assert await store.write(lease, ORDER, piece(1, range(5))) is Room.YES
         assert used(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
         assert await store.write(lease, ORDER, Piece(2, Status.IN_PROGRESS, [b"x" * 4000])) is Room.STORE_FULL
-        await store.finish(lease, ORDER, 2, Status.COMPLETED, b"x" * 5000, [])
+        await store.finish(lease, ORDER, 2, Status.COMPLETED, Kept(b"x" * 5000), [])
         told = sum(map(len, events(0, 3)))
         assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % told]
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.STORE_FULL
