@@ -55,8 +55,7 @@ class Said:
 
 class Journal:
     """Of one response, for as long as its lease is held. wrote: called after each piece. is_finishing: its end is being written,
-    or has been. Every method that writes raises
-    LeaseLost, and ApiError where there is no room or no store."""
+    or has been. Every method that writes raises LeaseLost, and ApiError where there is no room or no store."""
 
     def __init__(
         self, store: BackgroundStore, lease: Lease, stored: Stored, wrote: Callable[[], None], metrics: GatewayMetrics

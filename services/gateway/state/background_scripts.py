@@ -101,7 +101,7 @@ FINISH = (
     + """
 local number, status, id, member, content = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local ttl, replay = tonumber(ARGV[7]), tonumber(ARGV[8])
-local talk, said, most_bytes = ARGV[9], ARGV[11], tonumber(ARGV[12])
+local talk, said, most_bytes, done = ARGV[9], ARGV[11], tonumber(ARGV[12]), 1
 local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'told')
 local pieces = tonumber(found[2])
 if found[1] == status and pieces == number then return 1 end
@@ -113,6 +113,8 @@ if #talk > 0 then
     redis.call('HINCRBY', KEYS[12], 'v', 1)
     redis.call('EXPIRE', KEYS[12], ttl)
     count(talk, #said, ttl)
+  else
+    done = 2
   end
 end
 local told = tonumber(found[3]) + events_from(13)
@@ -127,7 +129,7 @@ redis.call('ZREM', KEYS[7], member)
 redis.call('ZREM', KEYS[8], id)
 count(id, #content, ttl)
 count('work:' .. id, told, replay)
-return 1
+return done
 """
 )
 TAKE = (

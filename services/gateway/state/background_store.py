@@ -28,6 +28,7 @@ rest it is told as failed. Nobody can read or end it: behind GIVEN_UP takes noth
 
 from __future__ import annotations
 
+import logging
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,9 @@ from services.gateway.state.background_record import BackgroundOrder, Kept, Page
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
 
 GIVEN_UP = 8  # takes, behind which one that nobody could even end is not taken any more
 SURVIVED_S = 60  # with one gateway: the takes before that one are forgotten
@@ -51,6 +55,7 @@ FINISHING_S = 600  # behind its end in time, that what is kept of one may still 
 PAGE_EVENTS, PAGE_BYTES = 128, 256 << 10
 
 _OPEN = "state:background:open"
+_WITHOUT_TALK = 2  # of finish()
 
 
 class Begun(Enum):
@@ -128,6 +133,8 @@ class BackgroundStore:
             said = (talk.name, talk.version, talk.content)
             keys.append(f"state:of:{order.owner}:{talk.name}")
         found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
+        if found == _WITHOUT_TALK:
+            logger.warning("a conversation is not extended: its API key has no room", extra=fields(response=order.id))
         return bool(found)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:
