@@ -398,22 +398,26 @@ def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
 
 
 def test_who_takes_over_waits_until_the_models_formats_are_known() -> None:
+    """And what has been counted is not counted again."""
+    answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
+    seen, answer = len(answer), answer + "It rains.\n" + CALL
     with redis_server() as own:
         asked: Any = {"formats": ("hermes", "think"), "state_redis_url": own.url}
         with System(**asked) as first:
-            first.worker.answer = lambda submit: ALL
-            first.allow(40)
+            first.worker.answer = lambda submit: answer
+            first.allow(seen)
             response = begin(first.openai(), tools=[WEATHER])
             key = f"state:background:ids:{owner_of('')}:{response.id}"
-            wait_until(lambda: own.client.strlen(key) == 160, "its tokens to be stored")
+            wait_until(lambda: own.client.strlen(key) == 4 * seen, "its tokens to be stored")
         with System(**asked, down=("tokenizer",)) as second:
-            second.worker.answer = lambda submit: ALL
+            second.worker.answer = lambda submit: answer
             second.gateway._background._runner._is_ready = lambda: True  # as where another model's tokenizers are there
             wait_until(lambda: bool(own.client.exists(lease_of(response, ""))), "it to be taken")
             time.sleep(0.3)
             second.call(second.tokenizers[0].start())
             last = over(second.openai(), response)
             assert [item.type for item in last.output] == ["reasoning", "message", "function_call"]
+            assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
 
 
 def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:
