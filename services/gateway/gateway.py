@@ -49,7 +49,6 @@ from services.gateway.http.side_listener import served_beside
 from services.gateway.http.tls import TlsFiles
 from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
-from services.gateway.observe.counting_parser import counting
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.parsers.formats.families import output_parser
@@ -126,7 +125,7 @@ class Gateway:
         self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
         self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing)
         catalog = self.dispatcher.catalog
-        preparer = Preparer(catalog, self.tokenizer, self.detoks, counting(output_parser, metrics.calls_dropped.inc))
+        preparer = Preparer(catalog, self.tokenizer, self.detoks, output_parser, metrics.calls_dropped.inc)
         self.aborter = Aborter(self.generator, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
         sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher, metrics)

@@ -41,6 +41,7 @@ MAX_STORED_ID_CHARS = 128  # of a response, a conversation, an item
 MAX_RECORD_BYTES = 8 << 20  # of a response, or a conversation, that is kept
 MAX_BACKGROUND_BYTES = 32 << 20  # of what a response in the background is made of, while it is not over
 MAX_BACKGROUND_STREAMS = 1024  # of responses in the background, that a gateway has open
+MAX_OWN_BACKGROUND_STREAMS = 256  # of them, of one API key
 MAX_RESPONSE_CHAIN = 1024  # responses that one follows
 MAX_CHAIN_BYTES = 16 << 20  # that they have together
 MAX_CONVERSATION_ITEMS = 20  # that are added at once

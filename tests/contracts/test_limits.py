@@ -51,7 +51,8 @@ ELSEWHERE = {
         (GATEWAY + "api/test_responses.py", "MAX_CHAIN_BYTES"),
     ),
     **dict.fromkeys(
-        ("MAX_BACKGROUND_BYTES", "MAX_BACKGROUND_STREAMS"), (GATEWAY + "api/test_background.py", "MAX_BACKGROUND_STREAMS")
+        ("MAX_BACKGROUND_BYTES", "MAX_BACKGROUND_STREAMS", "MAX_OWN_BACKGROUND_STREAMS"),
+        (GATEWAY + "api/test_background.py", "MAX_OWN_BACKGROUND_STREAMS"),
     ),
     "MAX_RECORD_BYTES": (GATEWAY + "state/test_redis_store.py", "MAX_RECORD_BYTES + 1"),
     **dict.fromkeys(

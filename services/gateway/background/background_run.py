@@ -71,7 +71,7 @@ class RunPorts:
 
 
 class BackgroundRun:
-    """opened: once it is kept, or the error for which it is not."""
+    """opened, is_in_doubt: see background_runner.Run."""
 
     def __init__(self, ports: RunPorts, lease: Lease, order: BackgroundOrder, first: First | None = None) -> None:
         """first: for begin()."""
@@ -79,20 +79,36 @@ class BackgroundRun:
         self.order = order
         self._ports = ports
         self._first = first
+        self._begun = False
+        self._written: Journal | None = None  # the last try's
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_in_doubt = False
+        if first is None:
+            self.opened.set_result(None)
 
     @property
     def is_kept(self) -> bool:
         return self.opened.done() and not self.opened.cancelled() and self.opened.exception() is None
 
+    @property
+    def is_finishing(self) -> bool:
+        return self._written is not None and self._written.is_finishing
+
     async def begin(self) -> None:
         """Until it is over. Raises LeaseLost, StoreAway; cancelled, it goes on elsewhere."""
+        self._begun = True
         await self._in_time(self._begin())
 
     async def resume(self) -> None:
         """As begin(), of one that is stored."""
-        self.opened.set_result(None)
         await self._in_time(self._again(0, None))
+
+    def close(self) -> None:
+        """Behind either. Who waits for it to be kept is told; a place that it was given and never came to is free."""
+        if not self.opened.done():
+            self.opened.cancel()
+        if self._first is not None and self._first.admission is not None and not self._begun:
+            self._first.admission.end(0)
 
     async def _in_time(self, work: Awaitable[None]) -> None:
         limit = asyncio.timeout(max(0.0, self.order.ends_at - time.time()))
@@ -116,7 +132,13 @@ class BackgroundRun:
         async def opened() -> None:
             first, self._first = self._first, None  # its record may have 8 MiB
             assert first is not None
-            await first.open()
+            self.is_in_doubt = True
+            try:
+                await first.open()
+            except ApiError as error:
+                self.is_in_doubt = error.code == STORE_AWAY
+                raise
+            self.is_in_doubt = False
             self.opened.set_result(None)
 
         async def prepared(_body: Any, _origin: Any) -> Plan:
@@ -194,7 +216,8 @@ class BackgroundRun:
 
     def _journal(self, stored: Stored) -> Journal:
         ports = self._ports
-        return Journal(ports.store, self.lease, stored, partial(ports.wrote, self.order.id), ports.metrics)
+        self._written = Journal(ports.store, self.lease, stored, partial(ports.wrote, self.order.id), ports.metrics)
+        return self._written
 
     async def _passes(self, failure: ApiError, own_faults: int) -> bool:
         """Whether it is tried again; else it has failed."""
@@ -223,6 +246,8 @@ def _passes(failure: ApiError) -> bool:
     """A limit that does not say when is less than the request asks for."""
     if failure.code in _FINAL:
         return False
+    if failure.code == "model_not_found":  # this gateway has yet to hear of what another one knew
+        return True
     return failure.status in (500, 503, 504) or (failure.status == 429 and bool(failure.retry_after_s))
 
 

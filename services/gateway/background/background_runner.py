@@ -2,13 +2,16 @@
 
 At its drain a gateway leaves its responses at once: others go on with the tokens that are there, and workers have the prefix
 cached. To wait for the end of what may take an hour would gain nothing, and what is not done by then would be left anyway.
+
+While the store is away leases run out. Those who have them are well and keep them once it is back: so for as long as a lease
+lasts only what was left to others is taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -24,25 +27,36 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # at what there is to do, and at what is over or cancelled; leases are kept as often
 SEEN = 1000  # of those that nobody has
+MOST_TAKEN = 8  # at a look: other gateways may have room, too
+MOST_IN_DOUBT = 4096
+SLOW_S = 1.0  # a call that took longer has waited for the store
 LEAVE_S = 1.0  # for ending work and giving leases back
 
 
 class Run(Protocol):
-    """One response, at work. opened: once it is kept, or the error for which it is not; is_kept: it is. What it does raises
-    LeaseLost, StoreAway."""
+    """One response, at work. opened: once it is kept, or the error for which it is not; is_kept: it is; is_in_doubt: it is not,
+    as far as is known, and yet the store may have it. is_finishing: its end is being written. What it does raises LeaseLost,
+    StoreAway."""
 
     lease: Lease
     order: BackgroundOrder
     opened: asyncio.Future[None]
+    is_in_doubt: bool
 
     @property
     def is_kept(self) -> bool: ...
+
+    @property
+    def is_finishing(self) -> bool: ...
 
     async def begin(self) -> None:
         """A client's request, until it is over."""
 
     async def resume(self) -> None:
         """What is stored, until it is over."""
+
+    def close(self) -> None:
+        """Behind either, also where it was cancelled before its first step."""
 
 
 class BackgroundRunner:
@@ -65,19 +79,38 @@ class BackgroundRunner:
         self._retry_after_s = retry_after_s
         self._metrics = metrics
         self._runs: dict[Run, asyncio.Task[None]] = {}
-        self._left: dict[Lease, BackgroundOrder] = {}  # that the store is still to be told of
+        # What the store is still to be told of: owner and id of those that are left, and of those whose client was refused.
+        self._left: dict[Lease, tuple[str, str]] = {}
+        self._in_doubt: dict[tuple[str, str], None] = {}
         self._stopping = False
         self._is_away = False
+        self._quiet_until = 0.0
         metrics.watch_background(lambda: len(self._runs))
 
     async def run(self) -> None:
         """Until cancelled; what is unfinished then goes on elsewhere."""
         try:
-            while True:
-                await self._look()
-                await asyncio.sleep(LOOK_S)
+            async with asyncio.TaskGroup() as tasks:  # however long a look takes, leases are kept
+                tasks.create_task(self._repeat(self._keep))
+                tasks.create_task(self._repeat(self._look))
         finally:
             await self.drain()
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except StoreAway as away:
+                self._missed_it()
+                if not self._is_away:
+                    logger.warning("responses in the background wait for the store: %s", away)
+                self._is_away = True
+            else:
+                self._is_away = False
+            await asyncio.sleep(LOOK_S)
+
+    def _missed_it(self) -> None:
+        self._quiet_until = asyncio.get_running_loop().time() + self._store.lease_s + LOOK_S
 
     async def begin(self, run: Run) -> None:
         """Returns once it is kept. Raises ApiError."""
@@ -113,62 +146,88 @@ class BackgroundRunner:
             async with asyncio.timeout(LEAVE_S):
                 if runs:
                     await asyncio.wait(runs.values())
-                await self._leave()
+                await self._tell()
 
     async def _look(self) -> None:
-        try:
-            await self._keep()
-            await self._leave()
-            if not self._stopping and len(self._runs) < self._most and self._is_ready():
-                await self._find()
-        except StoreAway as away:
-            if not self._is_away:
-                logger.warning("responses in the background wait for the store: %s", away)
-            self._is_away = True
-        else:
-            self._is_away = False
+        await self._tell()
+        if not self._stopping and len(self._runs) < self._most and self._is_ready():
+            await self._find()
 
     async def _keep(self) -> None:
         kept = {run.lease: run for run in self._runs if run.is_kept}
         for lease in await self._store.keep({lease: run.order for lease, run in kept.items()}):
-            task = self._runs.get(kept[lease])
-            if task is not None:
-                logger.info("a response in the background is over, or another gateway's", extra=_about(kept[lease]))
+            run = kept[lease]
+            task = self._runs.get(run)
+            if task is not None and not run.is_finishing:  # it may have written its end, or it learns of its loss there
+                logger.info("a response in the background is over, or another gateway's", extra=_about(run))
                 task.cancel()
 
-    async def _leave(self) -> None:
-        for lease, order in list(self._left.items()):
-            await self._store.leave(lease, order)
-            del self._left[lease]
+    async def _tell(self) -> None:
+        """Two may do so at once."""
+        while self._left:
+            lease, of = self._left.popitem()
+            try:
+                await self._store.leave(lease, *of)
+            except BaseException:
+                self._left[lease] = of
+                raise
+        while self._in_doubt:
+            of, _ = self._in_doubt.popitem()
+            try:
+                await self._store.delete(*of)
+            except BaseException:
+                self._in_doubt[of] = None
+                raise
 
     async def _find(self) -> None:
+        loop = asyncio.get_running_loop()
         mine = {(run.order.owner, run.order.id) for run in self._runs}
-        for owner, response_id in await self._store.free(SEEN):
+        asked = loop.time()
+        found = await self._store.free(SEEN, left=asked < self._quiet_until)
+        if loop.time() - asked > SLOW_S:
+            self._missed_it()
+            return
+        for owner, response_id in [each for each in found if each not in mine][:MOST_TAKEN]:
             if self._stopping or len(self._runs) >= self._most:
                 return
-            if (owner, response_id) not in mine:
-                await self._take(owner, response_id)
+            await self._take(owner, response_id)
 
     async def _take(self, owner: str, response_id: str) -> None:
+        """One that cannot be read stays taken until its lease has run out: so the next try is not at once."""
         lease = await self._store.take(owner, response_id)
         if lease is None:
             return
-        stored = await self._store.read(owner, response_id)
-        if stored is None:
+        try:
+            order = await self._store.order(lease, owner, response_id)
+        except LeaseLost:
             return
-        run = self._taken(lease, stored.order)
-        logger.info("goes on with a response in the background", extra=_about(run))
-        self._metrics.background_takeovers.inc()
-        self._start(run, run.resume())
+        except (StoreAway, asyncio.CancelledError):
+            self._left[lease] = (owner, response_id)
+            raise
+        except Exception:
+            logger.exception("a response in the background cannot be read", extra=fields(response=response_id))
+            return
+        if order is None:
+            logger.error("a response in the background is given up", extra=fields(response=response_id))
+        elif self._stopping:
+            self._left[lease] = (owner, response_id)
+        else:
+            run = self._taken(lease, order)
+            logger.info("goes on with a response in the background", extra=_about(run))
+            self._metrics.background_takeovers.inc()
+            self._start(run, run.resume())
 
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
         """After a fault its lease is left to run out: so the next try, here or elsewhere, is not at once."""
         del self._runs[run]
-        is_kept = run.is_kept
+        run.close()
+        of, is_kept = (run.order.owner, run.order.id), run.is_kept
         error = None if task.cancelled() else task.exception()
+        if run.is_in_doubt and len(self._in_doubt) < MOST_IN_DOUBT:  # while it is away for long, none of them has got there
+            self._in_doubt[of] = None
         if task.cancelled() or isinstance(error, StoreAway):
             if is_kept:
-                self._left[run.lease] = run.order
+                self._left[run.lease] = of
         elif isinstance(error, LeaseLost):
             logger.info("a response in the background is over, or another gateway's", extra=_about(run))
         elif error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -25,9 +26,10 @@ from services.gateway.request.request import Choice
 from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
+from services.gateway.state.owner import owner_of
 from services.gateway.state.state_redis import StateRedis
 from services.gateway.state.state_store import StoreAway
-from services.shared.limits import MAX_BACKGROUND_STREAMS
+from services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
 CANCEL_S = 5.0  # that a cancelled response takes at most to be over, whoever brings it there
 LOOK_S = 0.05
@@ -60,7 +62,8 @@ class BackgroundWork:
         self._store = BackgroundStore(self._redis, settings.background_lease_s, limits)
         self._answers = answers
         self._streams = Streams(self._store, settings.sse_comment_s)
-        self._most_streams = MAX_BACKGROUND_STREAMS
+        self._most_streams, self._most_own_streams = MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
+        self._nobody = owner_of("")
         self._ports = RunPorts(self._store, answers, computer, callers, computed_by, self._streams.wrote, metrics)
         most = settings.background_responses
         self._metrics = metrics
@@ -76,8 +79,10 @@ class BackgroundWork:
 
     async def drain(self) -> None:
         """All work is left to others, and streams of it end."""
-        await self._runner.drain()
-        self._streams.close()
+        try:
+            await self._runner.drain()
+        finally:
+            self._streams.close()
 
     async def close(self) -> None:
         await self._redis.close()
@@ -104,7 +109,7 @@ class BackgroundWork:
         prompt = plan.parts[0].prompt.ids
         stored = Stored(order, Status.QUEUED, array("I", prompt).tobytes(), False, 1, 0, events, (), Progress())
         lease = new_lease(order.owner, order.id)
-        first = First(stored, plan, caller, admission, partial(self._keep, lease, stored, record))
+        first = First(stored, _counted(plan), caller, admission, partial(self._keep, lease, stored, record))
         await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
 
     async def _keep(self, lease: Lease, stored: Stored, record: bytes) -> None:
@@ -126,7 +131,7 @@ class BackgroundWork:
             raise self._away() from None
 
     async def stream(self, owner: str, response_id: str, after: int) -> Response:
-        """Its events behind that sequence number, -1 for all; unless too many streams are open."""
+        """Its events behind that sequence number, -1 for all; unless too many streams are open, here or of its key."""
         try:
             page = await self._store.follow(owner, response_id, after + 1)
         except StoreAway:
@@ -137,6 +142,9 @@ class BackgroundWork:
         if after >= page.total:
             message = f"'starting_after': the last event so far has the number {page.total - 1}."
             raise ApiError(400, message, param="starting_after", code="invalid_value")
+        if owner != self._nobody and self._streams.num_of(owner) >= self._most_own_streams:
+            message = "Too many responses of this API key are streamed again: wait for a stream to end."
+            raise ApiError(429, message, code="streams_full", retry_after_s=self._retry_after_s)
         if self._streams.num_open >= self._most_streams:
             raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
         return self._streams.stream(owner, response_id, after + 1)
@@ -186,3 +194,8 @@ class BackgroundWork:
 
     def _away(self) -> ApiError:
         return unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable")
+
+
+def _counted(plan: Plan) -> Plan:
+    """What was cut of its prompts has been told."""
+    return replace(plan, parts=[replace(part, prompt=replace(part.prompt, num_cut=0)) for part in plan.parts])

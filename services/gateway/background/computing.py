@@ -8,11 +8,14 @@ from typing import Any
 from starlette.types import Message, Receive
 
 from services.gateway.background.ports import MakeNarrator
-from services.gateway.http.exchange import ROUTING_KEY_HEADER, Exchange, Generator
+from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.renderer import Admitted, Narrator, Prepare
 from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import OPENAI, ApiError
+from services.gateway.request.generation import Plan
+from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest
 from services.gateway.state.background_record import BackgroundOrder
 
@@ -31,16 +34,29 @@ class Computing:
         def narrator(request: ClientRequest, _created: int, _model: str, texts: ModelTexts) -> Narrator:
             return make(request, texts)
 
-        exchange = Exchange(self._generator, prepare, narrator, admission, failures.append)
-        # A task of its own: an exchange that is interrupted cancels the one that it is in.
-        await asyncio.create_task(exchange(_scope(order, caller), _silent_client(), _unsent))
+        async def routed(body: ReceivedBody, origin: Origin) -> Plan:
+            """A body's key may be anything, a header's may not."""
+            return (await prepare(body, origin)).routed(order.routing_key)
+
+        exchange = Exchange(self._generator, routed, narrator, admission, failures.append)
+        begun = False
+
+        async def served() -> None:
+            nonlocal begun
+            begun = True
+            await exchange(_scope(order, caller), _silent_client(), _unsent)
+
+        try:
+            # A task of its own: an exchange that is interrupted cancels the one that it is in.
+            await asyncio.create_task(served())
+        finally:
+            if admission is not None and not begun:
+                admission.end(0)
         return failures[0] if failures else None
 
 
 def _scope(order: BackgroundOrder, caller: Caller) -> dict[str, Any]:
     headers = [(b"content-length", b"0")]
-    if order.routing_key:
-        headers.append((ROUTING_KEY_HEADER, order.routing_key.encode()))
     state = {"request_id": order.request_id, "form": OPENAI, "caller": caller, "key": caller.key}
     return {"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers, "state": state}
 

@@ -8,24 +8,31 @@ then the try ends, and what was not written is computed again.
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import Choice
-from services.gateway.state.background_record import BackgroundOrder, Piece, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Stored
 from services.gateway.state.background_store import BackgroundStore, Room
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PIECE_S = 0.1
 HOLD_S = 60.0
 PAUSE_S = 0.2
+TURNS, TURN_S = 16, 0.1  # of writers of its conversation, which may meet, and the longest pause of one that has met another
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {
@@ -47,8 +54,8 @@ class Said:
 
 
 class Journal:
-    """Of one response, for as long as its lease is held. wrote: called after each piece. Every method that writes raises
-    LeaseLost, and ApiError where there is no room or no store."""
+    """Of one response, for as long as its lease is held. wrote: called after each piece. is_finishing: its end is being written,
+    or has been. Every method that writes raises LeaseLost, and ApiError where there is no room or no store."""
 
     def __init__(
         self, store: BackgroundStore, lease: Lease, stored: Stored, wrote: Callable[[], None], metrics: GatewayMetrics
@@ -61,6 +68,7 @@ class Journal:
         self._place = (stored.progress.decoded, stored.progress.chars, stored.progress.shown)
         self._wrote = wrote
         self._metrics = metrics
+        self.is_finishing = False
 
     def said(self, choice: Choice) -> Said:
         """Right after a take()."""
@@ -93,12 +101,27 @@ class Journal:
         self._ids = said.offset + len(said.ids) // array("I").itemsize
         self._place = place
 
-    async def finish(self, status: Status, record: Callable[[], Awaitable[bytes]], events: Sequence[bytes]) -> None:
+    async def finish(self, status: Status, record: Callable[[], Awaitable[Kept]], events: Sequence[bytes]) -> None:
         """It is over. record: what is kept of it; raises ApiError."""
-        number, content = self._pieces + 1, await held(record)
-        await held(lambda: self._store.finish(self._lease, self._order, number, status, content, events))
+        kept = await held(record)
+        self.is_finishing = True
+        try:
+            for _ in range(TURNS):
+                if await held(partial(self._finished, status, kept, events)):
+                    break
+                await asyncio.sleep(random.uniform(0.0, TURN_S))
+                kept = await held(record)
+            else:
+                logger.warning("a conversation is not extended: others write to it", extra=fields(response=self._order.id))
+                await held(partial(self._finished, status, Kept(kept.record), events))
+        except BaseException:
+            self.is_finishing = False
+            raise
         self._metrics.background_responses.labels(status.value).inc()
         self._wrote()
+
+    async def _finished(self, status: Status, kept: Kept, events: Sequence[bytes]) -> bool:
+        return await self._store.finish(self._lease, self._order, self._pieces + 1, status, kept, events)
 
     async def _write(self, piece: Piece) -> None:
         room = await held(lambda: self._store.write(self._lease, self._order, piece))

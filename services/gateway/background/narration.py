@@ -13,7 +13,7 @@ from services.gateway.http.sse_comments import Silence
 from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import Choice, ClientRequest, Phase
-from services.gateway.state.background_record import Status, Stored
+from services.gateway.state.background_record import Kept, Status, Stored
 from services.gateway.state.lease import LeaseLost
 
 LOOK_S = 0.5  # at whether a worker has it
@@ -27,7 +27,7 @@ class Narration(Narrator):
         self,
         story: Story,
         journal: Journal,
-        record: Callable[[Json], Awaitable[bytes]],
+        record: Callable[[Json], Awaitable[Kept]],
         stored: Stored,
         computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
         open: Callable[[], Awaitable[None]],
@@ -44,6 +44,7 @@ class Narration(Narrator):
     async def narrate(self, request: ClientRequest) -> None:
         silence = Silence(LOOK_S, request.nudge)
         try:
+            await self._story.catch_up()
             await self._open()
             while not self.is_over:
                 await self._begin(request)

@@ -11,7 +11,7 @@ from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import ClientRequest
-from services.gateway.state.background_record import BackgroundOrder, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 
 MakeNarrator = Callable[[ClientRequest, ModelTexts], Narrator]
 
@@ -31,7 +31,7 @@ class Answers(Protocol):
     def story(self, stored: Stored, request: ClientRequest, token_texts: ModelTexts) -> Story:
         """Begins where the stored events end."""
 
-    async def record(self, order: BackgroundOrder, response: Json) -> bytes:
+    async def record(self, order: BackgroundOrder, response: Json) -> Kept:
         """What is kept of a response that is over. Raises ApiError, of one that is gone too: 404."""
 
     async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:

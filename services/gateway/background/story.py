@@ -12,6 +12,9 @@ Json = dict[str, Any]
 class Story(Protocol):
     """As the events of its stream. Of what is stored of it, what follows is told."""
 
+    async def catch_up(self) -> None:
+        """To where what is stored ends. Once, before all else."""
+
     def begins(self) -> list[bytes]:
         """A worker has it."""
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+HEAD = "rootstock.head"  # of a scope's extensions: what says GET was a HEAD, whose answer has no body
 Endpoint = Callable[[], Awaitable[Response]]
 
 
@@ -27,6 +28,6 @@ class DirectRoutes:
         if method == "POST" and (endpoint := self._endpoints.get(scope["path"])) is not None:
             await (await endpoint())(scope, receive, send)
         elif method == "HEAD":
-            await self._app({**scope, "method": "GET"}, receive, send)
+            await self._app({**scope, "method": "GET", "extensions": {**scope.get("extensions", {}), HEAD: {}}}, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -293,6 +293,7 @@ class Exchange(Response):
         renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
         if isinstance(renderer, Detached):
             admission, self._admission = self._admission, None
+            self._generator.forget(self)  # its place is for who computes it
             self._detached = await renderer.detach(plan, admission)
             return
         self._generator.dispatcher.start(request)

@@ -50,11 +50,13 @@ MakeParser = Callable[[OutputFormats, ParserSetup], OutputParser]
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the outputs of one request are read: a parser for each, all of the same make."""
+    """How the outputs of one request are read: a parser for each, all of the same make. dropped: called for each call of which
+    the client sees nothing."""
 
     formats: OutputFormats
     setup: ParserSetup
     make: MakeParser
+    dropped: Callable[[], None]
     reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing one; empty where they are not known
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int | None:

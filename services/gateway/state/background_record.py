@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -53,7 +53,9 @@ class BackgroundOrder:
 
 
 def order_of(content: bytes) -> BackgroundOrder:
-    return BackgroundOrder(**orjson.loads(content))
+    """What another version has written beside it is left out. Raises ValueError or TypeError."""
+    found = orjson.loads(content)
+    return BackgroundOrder(**{each.name: found[each.name] for each in fields(BackgroundOrder) if each.name in found})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,23 @@ class Piece:
     shown: int = 0
     weights: Sequence[str] | None = None
     numerics: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation's record with what has been said since that version. name: of the record."""
+
+    name: str
+    version: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a response that is over. talk: its conversation, if that goes on with it."""
+
+    record: bytes
+    talk: Talk | None = None
 
 
 @dataclass(frozen=True, slots=True)

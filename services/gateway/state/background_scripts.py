@@ -11,7 +11,8 @@ local now = redis.call('TIME')
 local seconds = tonumber(now[1])
 local function size_of(name) return tonumber(redis.call('HGET', KEYS[11], name) or '0') end
 local function count(name, bytes, lives)
-  redis.call('HINCRBY', KEYS[11], '!', bytes - size_of(name))
+  local change = bytes - size_of(name)
+  if change ~= 0 then redis.call('HINCRBY', KEYS[11], '!', change) end
   if bytes > 0 then
     redis.call('HSET', KEYS[11], name, bytes)
     redis.call('ZADD', KEYS[10], seconds + lives, name)
@@ -22,6 +23,12 @@ local function count(name, bytes, lives)
     redis.call('HDEL', KEYS[11], name)
     redis.call('ZREM', KEYS[10], name)
   end
+end
+local function forget_work(member, id)
+  count('work:' .. id, 0, 0)
+  redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6])
+  redis.call('ZREM', KEYS[7], member)
+  redis.call('ZREM', KEYS[8], id)
 end
 local function is_open(status) return status == 'queued' or status == 'in_progress' end
 local function events_from(first)
@@ -51,7 +58,7 @@ redis.call('HSET', KEYS[9], 'c', content, 'v', 1)
 redis.call('EXPIRE', KEYS[9], math.max(ttl, lives))
 local told = events_from(13)
 redis.call('HSET', KEYS[2], 'order', order, 'prompt', prompt, 'status', 'queued', 'takes', 1, 'taken', seconds, 'alive', seconds)
-redis.call('HSET', KEYS[2], 'pieces', 0, 'decoded', 0, 'chars', 0, 'shown', 0, 'bytes', work, 'told', told)
+redis.call('HSET', KEYS[2], 'pieces', 0, 'decoded', 0, 'chars', 0, 'shown', 0, 'bytes', work, 'told', told, 'holder', ARGV[1])
 for at = 2, 3 do redis.call('EXPIRE', KEYS[at], lives) end
 redis.call('ZADD', KEYS[7], seconds * 1000000 + now[2], member)
 redis.call('ZADD', KEYS[8], seconds, id)
@@ -94,11 +101,23 @@ FINISH = (
     + """
 local number, status, id, member, content = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local ttl, replay = tonumber(ARGV[7]), tonumber(ARGV[8])
+local talk, said, most_bytes, done = ARGV[9], ARGV[11], tonumber(ARGV[12]), 1
 local found = redis.call('HMGET', KEYS[2], 'status', 'pieces', 'told')
 local pieces = tonumber(found[2])
 if found[1] == status and pieces == number then return 1 end
 if not is_open(found[1]) or pieces ~= number - 1 or redis.call('EXISTS', KEYS[9]) == 0 then return 'lost' end
-local told = tonumber(found[3]) + events_from(9)
+if #talk > 0 then
+  if redis.call('HGET', KEYS[12], 'v') ~= ARGV[10] then return 0 end
+  if size_of('!') - size_of(talk) + #said <= most_bytes then
+    redis.call('HSET', KEYS[12], 'c', said)
+    redis.call('HINCRBY', KEYS[12], 'v', 1)
+    redis.call('EXPIRE', KEYS[12], ttl)
+    count(talk, #said, ttl)
+  else
+    done = 2
+  end
+end
+local told = tonumber(found[3]) + events_from(13)
 redis.call('HSET', KEYS[2], 'status', status, 'pieces', number)
 redis.call('HDEL', KEYS[2], 'order', 'prompt')
 redis.call('HSET', KEYS[9], 'c', content)
@@ -110,7 +129,7 @@ redis.call('ZREM', KEYS[7], member)
 redis.call('ZREM', KEYS[8], id)
 count(id, #content, ttl)
 count('work:' .. id, told, replay)
-return 1
+return done
 """
 )
 TAKE = (
@@ -126,18 +145,37 @@ end
 local held = redis.call('GET', KEYS[1])
 if held == ARGV[1] then return 1 end
 if held then return 0 end
+if redis.call('EXISTS', KEYS[9]) == 0 then
+  forget_work(ARGV[4], ARGV[5])
+  return 0
+end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 local takes = 1
 if tonumber(found[4]) - tonumber(found[3]) < tonumber(ARGV[3]) then takes = 1 + tonumber(found[2]) end
-redis.call('HSET', KEYS[2], 'takes', takes, 'taken', seconds, 'alive', seconds)
+redis.call('HSET', KEYS[2], 'takes', takes, 'taken', seconds, 'alive', seconds, 'holder', ARGV[1])
 return 1
+"""
+)
+ORDER = (
+    _ACCOUNTS
+    + """
+local found = redis.call('HMGET', KEYS[2], 'order', 'takes')
+if tonumber(found[2] or '0') > tonumber(ARGV[4]) then
+  forget_work(ARGV[2], ARGV[3])
+  redis.call('DEL', KEYS[1])
+  return false
+end
+return found[1]
 """
 )
 FREE = """
 local found = {}
 for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if #found == tonumber(ARGV[1]) then break end
-  if redis.call('EXISTS', 'state:lease:background:' .. member) == 0 then found[#found + 1] = member end
+  if redis.call('EXISTS', 'state:lease:background:' .. member) == 0
+    and (ARGV[2] == '0' or redis.call('HGET', 'state:background:' .. member, 'holder') == '') then
+    found[#found + 1] = member
+  end
 end
 return found
 """
@@ -147,8 +185,9 @@ local kept = {}
 for at = 1, #KEYS, 2 do
   local token = ARGV[1 + (at + 1) / 2]
   local held = redis.call('GET', KEYS[at])
-  local found = redis.call('HMGET', KEYS[at + 1], 'status', 'cancel')
-  if (found[1] == 'queued' or found[1] == 'in_progress') and not found[2] and (not held or held == token) then
+  local found = redis.call('HMGET', KEYS[at + 1], 'status', 'cancel', 'holder')
+  local is_open = found[1] == 'queued' or found[1] == 'in_progress'
+  if is_open and not found[2] and (held == token or (not held and found[3] == token)) then
     redis.call('SET', KEYS[at], token, 'PX', ARGV[1])
     redis.call('HSET', KEYS[at + 1], 'alive', now[1])
     kept[#kept + 1] = 1
@@ -169,8 +208,9 @@ return 1
 )
 LEAVE = """
 local held = redis.call('GET', KEYS[1])
-if (held and held ~= ARGV[1]) or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+if (held and held ~= ARGV[1]) or redis.call('HGET', KEYS[2], 'holder') ~= ARGV[1] then return 0 end
 redis.call('HINCRBY', KEYS[2], 'takes', -1)
+redis.call('HSET', KEYS[2], 'holder', '')
 redis.call('DEL', KEYS[1])
 return 1
 """
@@ -182,9 +222,13 @@ return {
 }
 """
 FOLLOW = """
-return {
-  redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2])
-}
+local found, page, bytes = redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2]), {}, 0
+for at, event in ipairs(found) do
+  bytes = bytes + #event
+  if at > 1 and bytes > tonumber(ARGV[3]) then break end
+  page[at] = event
+end
+return {redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), page}
 """
 DELETE = (
     _ACCOUNTS

@@ -2,9 +2,10 @@
 
     state:of:OWNER:ID                 hash    the response as it is shown, with its input, see redis_store.py: written when it is
                                               asked for, with status queued, and when it is over
-    state:background:OWNER:ID         hash    order, prompt: what is asked; status; cancel; takes, taken, alive: gateways that had
-                                              it, since when the last one has, and when that was last heard of; pieces, decoded,
-                                              chars, shown, weights, numerics: how far it has come; bytes; told: of events
+    state:background:OWNER:ID         hash    order, prompt: what is asked; status; cancel; takes, taken, alive, holder: gateways
+                                              that had it, since when the last one has, when that was last heard of, and its
+                                              lease's token, "" once it has left it to others; pieces, decoded, chars, shown,
+                                              weights, numerics: how far it has come; bytes; told: of events
     state:background:events:OWNER:ID  list    events by sequence number, as its streams have them
     state:background:ids:OWNER:ID     string  output ids, 4 bytes each
     state:background:texts:OWNER:ID   list    their text, a piece at a time, before anything is made of it
@@ -15,39 +16,46 @@
     state:use:OWNER, state:size:OWNER         bytes of the response (ID) and of the rest (work:ID), as redis_store.py counts them
 
 begin() writes all at once, the lease too. What follows is written by who has the lease, in one script each: a piece (write()),
-and the end (finish()). Anybody may take a lease that has run out (take()); a client that cancels has it taken by force (seize()),
-which fences off whoever is at it; delete() removes all there is, so that nobody writes any more. Each write is numbered: one that
-comes again, since its answer was lost, is not written twice.
+and the end (finish()), what its conversation gets with it. Anybody may take a lease that has run out (take()); a client that
+cancels has it taken by force (seize()), which fences off whoever is at it; delete() removes all there is, so that nobody writes
+any more. Each write is numbered: one that comes again, since its answer was lost, is not written twice.
 
 What fails: a gateway dies: its leases run out, others go on from the last piece. A gateway is stopped and wakes up: its writes
 find another lease, or an end, and write nothing. The store dies: its append-only file has what was acknowledged; whoever has a
 response holds back what is new, see journal.py. Nobody comes until all of it expires: the record says queued, and without the
-rest it is told as failed.
+rest it is told as failed. Nobody can read or end it: behind GIVEN_UP takes nothing is left of it but its record, too.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import orjson
 
 from rootstock.v1 import worker_pb2
 from services.gateway.request.choice_output import Progress
 from services.gateway.state import background_scripts as scripts
-from services.gateway.state.background_record import BackgroundOrder, Page, Piece, Status, Stored, order_of
+from services.gateway.state.background_record import BackgroundOrder, Kept, Page, Piece, Status, Stored, order_of
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
+from services.shared.observe.log import fields
 
+logger = logging.getLogger(__name__)
+
+GIVEN_UP = 8  # takes, behind which one that nobody could even end is not taken any more
 SURVIVED_S = 60  # with one gateway: the takes before that one are forgotten
 FINISHING_S = 600  # behind its end in time, that what is kept of one may still be there for
-PAGE_EVENTS = 128
+PAGE_EVENTS, PAGE_BYTES = 128, 256 << 10
 
 _OPEN = "state:background:open"
+_WITHOUT_TALK = 2  # of finish()
 
 
 class Begun(Enum):
@@ -86,6 +94,7 @@ class BackgroundStore:
     """lease_s: from the last keep() on. Every method raises StoreAway; write() and finish() LeaseLost."""
 
     def __init__(self, redis: StateRedis, lease_s: float, limits: BackgroundLimits) -> None:
+        self.lease_s = lease_s
         self._redis = redis
         self._leases = Leases(redis, lease_s)
         self._lease_ms = int(lease_s * 1000)
@@ -113,13 +122,20 @@ class BackgroundStore:
         return _ROOM[found]
 
     async def finish(
-        self, lease: Lease, order: BackgroundOrder, number: int, status: Status, content: bytes, events: Sequence[bytes]
-    ) -> None:
-        """It is over. number: as of a piece. content: of its record, which is kept whatever the quota says: it has been answered,
-        and what it is made of goes."""
-        limits = self._limits
-        about = (number, status.value, order.id, order.member, content, limits.ttl_s, limits.replay_s)
-        await self._leases.write(lease, scripts.FINISH, _keys(order.owner, order.id)[1:], *about, *events)
+        self, lease: Lease, order: BackgroundOrder, number: int, status: Status, kept: Kept, events: Sequence[bytes]
+    ) -> bool:
+        """It is over. number: as of a piece. Its record is kept whatever the quota says: it has been answered, and what it is
+        made of goes; its conversation where there is room. False: that has changed, and nothing has been written."""
+        limits, talk, keys = self._limits, kept.talk, _keys(order.owner, order.id)[1:]
+        about = (number, status.value, order.id, order.member, kept.record, limits.ttl_s, limits.replay_s)
+        said: tuple[Any, ...] = ("", 0, b"")
+        if talk is not None:
+            said = (talk.name, talk.version, talk.content)
+            keys.append(f"state:of:{order.owner}:{talk.name}")
+        found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
+        if found == _WITHOUT_TALK:
+            logger.warning("a conversation is not extended: its API key has no room", extra=fields(response=order.id))
+        return bool(found)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:
         """None: somebody else has it, or it is over."""
@@ -127,6 +143,13 @@ class BackgroundStore:
         about = (SURVIVED_S, f"{owner}:{response_id}", response_id)
         found = await self._redis.call(scripts.TAKE, _keys(owner, response_id), lease.token, self._lease_ms, *about)
         return lease if found else None
+
+    async def order(self, lease: Lease, owner: str, response_id: str) -> BackgroundOrder | None:
+        """Of what has been taken. None: nobody could read or end it, and nothing is left of it but its record, which says queued.
+        Raises LeaseLost, and ValueError, TypeError or the like where it cannot be read."""
+        about = (f"{owner}:{response_id}", response_id, GIVEN_UP)
+        found = await self._leases.write(lease, scripts.ORDER, _keys(owner, response_id)[1:], *about, frees=True)
+        return None if found is None else order_of(found)
 
     async def keep(self, held: Mapping[Lease, BackgroundOrder]) -> list[Lease]:
         """All for as long again. Returns those that are lost: somebody else has them, or their response is over, or gone."""
@@ -143,9 +166,10 @@ class BackgroundStore:
         found = await self._redis.call(READS + scripts.SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
         return lease if found else None
 
-    async def leave(self, lease: Lease, order: BackgroundOrder) -> None:
-        """For others to take at once. It is no take that counts: its gateway is well."""
-        await self._redis.call(READS + scripts.LEAVE, _keys(order.owner, order.id)[:2], lease.token)
+    async def leave(self, lease: Lease, owner: str, response_id: str) -> None:
+        """For others to take at once. It is no take that counts: its gateway is well. No effect where somebody has had it since,
+        and the second time."""
+        await self._redis.call(READS + scripts.LEAVE, _keys(owner, response_id)[:2], lease.token)
 
     async def read(self, owner: str, response_id: str) -> Stored | None:
         """Of one that is not over."""
@@ -182,9 +206,10 @@ class BackgroundStore:
         return None if found is None else Status(found.decode())
 
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
-        """Its events from that sequence number on, PAGE_EVENTS at most. None: there are none, or not any more."""
-        keys = _keys(owner, response_id)[1:3]
-        status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, first + PAGE_EVENTS - 1)
+        """Its events from that sequence number on, PAGE_EVENTS of PAGE_BYTES at most, but for one that is larger. None: there
+        are none, or not any more."""
+        keys, last = _keys(owner, response_id)[1:3], first + PAGE_EVENTS - 1
+        status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, last, PAGE_BYTES)
         return Page(Status(status.decode()), total, events) if status and total else None
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -194,9 +219,10 @@ class BackgroundStore:
         )
         return bool(found)
 
-    async def free(self, most: int) -> list[tuple[str, str]]:
-        """Owner and id of those that are not over and that nobody has, the oldest first."""
-        found = [str(each, "ascii").partition(":") for each in await self._redis.call(READS + scripts.FREE, [_OPEN], most)]
+    async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:
+        """Owner and id of those that are not over and that nobody has, the oldest first. left: only those that were left."""
+        members = await self._redis.call(READS + scripts.FREE, [_OPEN], most, int(left))
+        found = [str(each, "ascii").partition(":") for each in members]
         return [(owner, response_id) for owner, _, response_id in found]
 
     def _lives(self, order: BackgroundOrder) -> int:

@@ -66,10 +66,12 @@ class Leases:
         """Before it runs out. No effect on one that is lost."""
         await self._redis.call(READS + _GIVE_BACK, [lease.key], lease.token)
 
-    async def write(self, lease: Lease, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Runs the script if the lease is still held. In it KEYS[1] and ARGV[1] are the lease's; its own come behind. Raises
-        LeaseLost."""
-        found = await self._redis.call(WRITES + _FENCE + script, [lease.key, *keys], lease.token, *arguments)
+    async def write(self, lease: Lease, script: str, keys: Sequence[str], *arguments: Any, frees: bool = False) -> Any:
+        """Runs the script if the lease is still held. In it KEYS[1] and ARGV[1] are the lease's; its own come behind. frees: it
+        is run where there is no memory, too. Raises LeaseLost."""
+        found = await self._redis.call(
+            (READS if frees else WRITES) + _FENCE + script, [lease.key, *keys], lease.token, *arguments
+        )
         if found == LOST:
             raise LeaseLost(lease.name)
         return found

@@ -1,6 +1,7 @@
 """Records in a Redis of their own, with append-only file, which is never the index's: that one may lose everything at any time.
 
-    state:of:OWNER:NAME   hash   c: content, v: version; with a TTL that begins anew with every use
+    state:of:OWNER:NAME   hash   c: content, v: version; with a TTL that begins anew with every use,
+                                 but where it is longer
     state:use:OWNER       zset   names by the time at which they expire
     state:size:OWNER      hash   bytes by name; "!": of all of them
 
@@ -25,13 +26,16 @@ local function forget(name)
 end
 local now = tonumber(redis.call('TIME')[1])
 local ttl = tonumber(ARGV[1])
+local function live_on(key)
+  if redis.call('TTL', key) < ttl then redis.call('EXPIRE', key, ttl) end
+end
 local function refresh(key, name)
-  redis.call('EXPIRE', key, ttl)
-  redis.call('ZADD', KEYS[1], now + ttl, name)
+  live_on(key)
+  redis.call('ZADD', KEYS[1], 'GT', now + ttl, name)
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000)) do forget(name) end
-redis.call('EXPIRE', KEYS[1], ttl)
-redis.call('EXPIRE', KEYS[2], ttl)
+live_on(KEYS[1])
+live_on(KEYS[2])
 """
 _GET = (
     READS
@@ -62,8 +66,8 @@ redis.call('HSET', KEYS[3], 'c', content, 'v', version + 1)
 redis.call('HSET', KEYS[2], name, #content)
 redis.call('HINCRBY', KEYS[2], '!', #content - old)
 refresh(KEYS[3], name)
-redis.call('EXPIRE', KEYS[2], ttl)
-redis.call('EXPIRE', KEYS[1], ttl)
+live_on(KEYS[2])
+live_on(KEYS[1])
 return version + 1
 """
 )

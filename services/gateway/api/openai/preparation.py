@@ -6,7 +6,7 @@ Cancelling a preparation leaves nothing behind. Nothing is asked of a worker her
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,13 +40,21 @@ from services.shared.output_formats import NONE
 
 
 class Preparer:
-    """Every method raises ApiError."""
+    """dropped: called for each call of which a client sees nothing. Every method raises ApiError."""
 
-    def __init__(self, models: Models, tokenizer: TokenizerClient, detoks: DetokPool, make_parser: MakeParser) -> None:
+    def __init__(
+        self,
+        models: Models,
+        tokenizer: TokenizerClient,
+        detoks: DetokPool,
+        make_parser: MakeParser,
+        dropped: Callable[[], None],
+    ) -> None:
         self._models = models
         self._tokenizer = tokenizer
         self._detoks = detoks
         self._make_parser = make_parser
+        self._dropped = dropped
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
         return await self.of_chat(parse_json(body.take()), origin)
@@ -66,7 +74,11 @@ class Preparer:
         _check_turn(generation, 1)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
         room = for_an_answer(model, generation.session is not None)
-        fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room) if prompt is None else prompt
+        if prompt is None:
+            fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        else:
+            await self._tokenizer.ready(model.source)  # which knows its formats
+            fitting = prompt
         known = self._tokenizer.formats(model.source)
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
         generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))
@@ -125,7 +137,7 @@ class Preparer:
 
     def _parsing_of(self, model: ModelInfo) -> MakeParsing:
         marks = self._tokenizer.reasoning_marks(model.source)
-        return lambda formats, setup: Parsing(formats, setup, self._make_parser, marks)
+        return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
     async def _generating_model(self, name: str | None) -> ModelInfo:
         model = await self.model_of(name)

@@ -21,6 +21,8 @@ from services.shared.limits import MAX_RECORD_BYTES
 
 Json = dict[str, Any]
 
+_MOST_ASKED_BYTES = MAX_RECORD_BYTES - (64 << 10)  # its end, and what becomes of it, have room beside it
+
 
 class Background(Protocol):
     """takes_any: responses. timeout_s: seconds in which one is over. Every method raises ApiError."""
@@ -76,13 +78,13 @@ class DetachedCall(Detached):
 
     async def detach(self, plan: Plan, admission: Admitted | None) -> Response:
         response, owner = self._record["response"], owner_of(self._origin.caller.key)
-        events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
         try:
+            events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
             record, order = orjson.dumps(self._record), self._order(plan)
-            if len(record) > MAX_RECORD_BYTES or len(order.dumped()) > MAX_RECORD_BYTES:
-                message = f"A response in the background may be asked for with {MAX_RECORD_BYTES} bytes."
+            if max(len(record), len(order.dumped())) > _MOST_ASKED_BYTES:
+                message = f"A response in the background may be asked for with {_MOST_ASKED_BYTES} bytes."
                 raise ApiError(413, message, param="background", code="request_too_large")
-        except ApiError:
+        except BaseException:
             if admission is not None:
                 admission.end(0)
             raise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from array import array
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import orjson
 
@@ -21,10 +24,16 @@ from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest, Delta
-from services.gateway.state.background_record import BackgroundOrder, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 from services.shared.limits import MAX_RECORD_BYTES
+from services.shared.observe.log import fields
+
+logger = logging.getLogger(__name__)
+
+SLICE = 200  # events or texts that are read again before others have their turn
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 # In place of what the prompt was made of: that is stored as ids, whatever has become of the responses before it.
 _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "."}]}]
@@ -33,10 +42,20 @@ _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "
 class BackgroundStory:
     """Of one response, told from where it stands on."""
 
-    def __init__(self, draft: Draft, told: int) -> None:
-        """told: events so far."""
+    def __init__(self, draft: Draft, stored: Stored) -> None:
         self._draft = draft
-        self._told = told
+        self._stored: Stored | None = stored
+        self._told = len(stored.events)
+
+    async def catch_up(self) -> None:
+        assert self._stored is not None
+        stored, self._stored = self._stored, None
+        for events in _slices(stored.events):
+            self._draft.restore(map(orjson.loads, events), ())
+            await asyncio.sleep(0)
+        for texts in _slices(stored.texts):
+            self._draft.restore((), texts)
+            await asyncio.sleep(0)
 
     def begins(self) -> list[bytes]:
         self._draft.response["status"] = "in_progress"
@@ -77,32 +96,48 @@ class BackgroundAnswers:
         """Begins where the stored events end."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
-        draft = Draft(request, token_texts, response, output_items(order.id, asked))
-        draft.restore(map(orjson.loads, stored.events), stored.texts)
-        return BackgroundStory(draft, len(stored.events))
+        return BackgroundStory(Draft(request, token_texts, response, output_items(order.id, asked)), stored)
 
-    async def record(self, order: BackgroundOrder, response: Json) -> bytes:
-        """What is kept of a response that is over; of one that is gone: 404."""
-        record = await self._records.over(order.owner, response, order.context_bytes)
-        if len(record) > MAX_RECORD_BYTES:
+    async def record(self, order: BackgroundOrder, response: Json) -> Kept:
+        """What is kept of a response that is over; of one that is gone: 404. One without output is kept whatever it has: its
+        request has been."""
+        kept = await self._records.over(order.owner, response, order.context_bytes)
+        if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
             raise ApiError(400, "The response is larger than what can be kept of one.", code="response_too_large")
-        return record
+        return kept
 
     async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
         """A response that ends with what is stored, and its last events. error: of one that failed. What is too large to keep
         is left out."""
-        order, asked = stored.order, _asked(stored.order)
-        output = output_items(order.id, asked)
-        output.restore(map(orjson.loads, stored.events))
-        events = list(output.finish("incomplete"))
-        response = {**begun(order.id, order.created_at, order.model, asked), "status": status.value, "output": output.items}
+        order, events = stored.order, list[Json]()
+        try:
+            response, events = await self._ended(stored)
+        except (ValueError, TypeError, LookupError):
+            logger.exception("what is stored of a response cannot be told", extra=fields(response=order.id))
+            response = await self._records.response(order.owner, order.id)
+        response["status"] = status.value
         if error is not None:
             response |= failure(error)
-        if len(await self._records.over(order.owner, response, order.context_bytes)) > MAX_RECORD_BYTES:
+        kept = await self._records.over(order.owner, response, order.context_bytes)
+        if len(kept.record) > MAX_RECORD_BYTES:
             response["output"] = []
         events.append({"type": end_of(response), "response": response})
         return response, numbered(events, len(stored.events))
 
+    async def _ended(self, stored: Stored) -> tuple[Json, list[Json]]:
+        order, asked = stored.order, _asked(stored.order)
+        output = output_items(order.id, asked)
+        for events in _slices(stored.events):
+            output.restore(map(orjson.loads, events))
+            await asyncio.sleep(0)
+        last = list(output.finish("incomplete"))
+        return {**begun(order.id, order.created_at, order.model, asked), "output": output.items}, last
+
 
 def _asked(order: BackgroundOrder) -> ResponsesRequest:
     return ResponsesRequest.model_validate(order.asked)
+
+
+def _slices(stored: Sequence[T]) -> Iterator[Sequence[T]]:
+    for first in range(0, len(stored), SLICE):
+        yield stored[first : first + SLICE]

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.responses.background import Background, DetachedCall
 from services.gateway.api.responses.items import checked_items
-from services.gateway.api.responses.records import Context, Records, record_of
+from services.gateway.api.responses.records import NOT_FINISHED, Context, Records, record_of
 from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import chat_of, own_fields, parse, renamed
 from services.gateway.api.responses.types import ResponsesRequest
@@ -73,7 +75,10 @@ class ResponsesCall:
         if self._asked.background:
             assert self._background is not None
             response = begun(response_id, created, model, self._asked) | {"status": Status.QUEUED.value}
-            record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
+            try:
+                record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
+            except (orjson.JSONEncodeError, RecursionError):
+                raise bad_request("background", "What is asked for in the background is nested too deeply.") from None
             return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
         return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep)
 
@@ -107,8 +112,19 @@ class ResponsesCall:
     async def _context(self, asked: ResponsesRequest, hold: Hold) -> Context:
         conversation = self._conversation(asked)
         if asked.previous_response_id is not None:
-            return await self._records.after(self._owner, asked.previous_response_id, hold)
+            return await self._after(asked.previous_response_id, hold)
         return Context() if conversation is None else await self._records.of_conversation(self._owner, conversation, hold)
+
+    async def _after(self, response_id: str, hold: Hold) -> Context:
+        try:
+            return await self._records.after(self._owner, response_id, hold)
+        except ApiError as error:
+            if error.code != NOT_FINISHED or self._background is None:
+                raise
+            if await self._background.status(self._owner, response_id) is not None:
+                raise
+        message = "The response that this one follows has failed: it was not made in time."
+        raise bad_request("previous_response_id", message, "previous_response_failed")
 
     @staticmethod
     def _conversation(asked: ResponsesRequest) -> str | None:

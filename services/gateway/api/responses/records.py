@@ -16,12 +16,13 @@ import orjson
 from services.gateway.api.responses.items import REFERENCE, response_of
 from services.gateway.request.bodies import Hold
 from services.gateway.request.errors import ApiError, bad_request, unavailable
-from services.gateway.state.background_record import OPEN
+from services.gateway.state.background_record import OPEN, Kept, Talk
 from services.gateway.state.state_store import Changed, Record, StateStore, StoreAway
 from services.shared import limits
 
 logger = logging.getLogger(__name__)
 
+NOT_FINISHED = "previous_response_not_finished"
 TURNS = 16  # of writers of one conversation, which may meet
 PAUSE_S = 0.01
 
@@ -49,7 +50,7 @@ class Records:
         last = await self._response(owner, response_id, "previous_response_id")
         if last["response"]["status"] in OPEN:
             message = "The response that this one follows is not over yet: wait until it is, or cancel it."
-            raise bad_request("previous_response_id", message, "previous_response_not_finished")
+            raise bad_request("previous_response_id", message, NOT_FINISHED)
         names = (*last["chain"], response_id)
         if len(names) > limits.MAX_RESPONSE_CHAIN or last["bytes"] > limits.MAX_CHAIN_BYTES:
             message = "The responses before this one are too many, or too long. Begin anew with what is to be kept of them."
@@ -83,18 +84,29 @@ class Records:
         """Whether it is kept from here on. items: its input."""
         return await self._try_put(owner, response["id"], record_of(response, items, before.chain, before.num_bytes))
 
-    async def over(self, owner: str, response: Json, context_bytes: int) -> bytes:
+    async def over(self, owner: str, response: Json, context_bytes: int) -> Kept:
         """What is to be kept of a response that was kept while it was made. context_bytes: of those before it. Its conversation,
         if it has one, gets what has been said."""
         last = await self._response(owner, response["id"], "response_id")
+        talk = None
         if response["conversation"] is not None and response["status"] in ("completed", "incomplete"):
-            try:
-                await self.extend(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
-            except ApiError as error:
-                if error.status == 503:
-                    raise
-                logger.warning("a conversation is not extended: %s", error.message)
-        return orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes))
+            talk = await self._talk(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
+        return Kept(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
+
+    async def _talk(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Talk | None:
+        try:
+            conversation, version = await self._conversation(owner, conversation_id, "conversation")
+        except ApiError as error:
+            if error.status == 503:
+                raise
+            logger.warning("a conversation is not extended: %s", error.message)
+            return None
+        _extend(conversation, items)
+        content = orjson.dumps(conversation)
+        if len(content) > limits.MAX_RECORD_BYTES:
+            logger.warning("a conversation is not extended: it is as large as one may be")
+            return None
+        return Talk(conversation_id, version, content)
 
     async def response(self, owner: str, response_id: str) -> Json:
         found: Json = (await self._response(owner, response_id, "response_id"))["response"]
@@ -132,12 +144,7 @@ class Records:
 
     async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
         """What is there already stays where it is."""
-
-        def extended(conversation: Json) -> None:
-            known = {item["id"] for item in conversation["items"]}
-            conversation["items"] += [item for item in items if item["id"] not in known]
-
-        return await self._change(owner, conversation_id, extended)
+        return await self._change(owner, conversation_id, lambda conversation: _extend(conversation, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:
         def removed(conversation: Json) -> None:
@@ -210,6 +217,11 @@ class Records:
             yield self._store
         except StoreAway:
             raise unavailable("What is kept cannot be reached just now.", self._retry_after_s, "store_unavailable") from None
+
+
+def _extend(conversation: Json, items: Sequence[Json]) -> None:
+    known = {item["id"] for item in conversation["items"]}
+    conversation["items"] += [item for item in items if item["id"] not in known]
 
 
 def record_of(response: Json, items: Sequence[Json], chain: Sequence[str], context_bytes: int) -> Json:

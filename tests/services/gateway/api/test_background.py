@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from services.gateway.background import background_run, background_runner, background_work, journal
 from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
+from services.gateway.state.state_store import StoreAway
 from services.shared.limits import MAX_RECORD_BYTES
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
@@ -247,10 +248,65 @@ def test_what_cannot_be_in_the_background_is_refused(system: System, both: list[
     assert code_of(lambda: begin(both[0])) == (503, "queue_full")
     monkeypatch.setattr(system.gateway._background, "_most_streams", 0)
     assert background_work.MAX_BACKGROUND_STREAMS and code_of(lambda: streamed(both[0], begun[0])) == (503, "queue_full")
+    monkeypatch.setattr(system.gateway._background, "_most_own_streams", 0)
+    assert background_work.MAX_OWN_BACKGROUND_STREAMS and code_of(lambda: streamed(both[0], begun[0])) == (429, "streams_full")
     system.allow(None)
     assert {over(both[0], each).status for each in begun} == {"completed"}
     with System() as without:
         assert code_of(lambda: begin(without.openai())) == (400, "no_store")
+
+
+def test_what_its_client_was_refused_is_not_made(
+    system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has it, and the answer that said so was lost."""
+    background = system.gateway._background
+    assert background is not None
+    began, seen = background._store.begin, list[str]()
+
+    async def unheard(lease: Any, order: Any, *rest: Any) -> Any:
+        await began(lease, order, *rest)
+        seen.append(f"state:of:{order.member}")
+        assert store.client.exists(*seen)
+        raise StoreAway("its answer was lost")
+
+    monkeypatch.setattr(background._store, "begin", unheard)
+    assert code_of(lambda: begin(both[0])) == (503, "store_unavailable")
+    wait_until(lambda: not store.client.exists(*seen), "it to be gone")
+
+
+def test_what_it_holds_is_free_again_where_it_is_refused() -> None:
+    """Its key's place, and the gateway's one, which goes with it into the background."""
+    key = {"name": "a", "key": "a", "max_concurrent": 1}
+    deep: Any = {}
+    for _ in range(250):  # as deep as a chat may be
+        deep = {"a": deep}
+    with redis_server() as own, System(keys=[key], state_redis_url=own.url, max_concurrent_requests=1) as system:
+        client = system.openai(api_key="a")
+        for _ in range(2):
+            assert code_of(lambda: begin(client, tools=[{**WEATHER, "parameters": deep}])) == (400, "invalid_value")
+            assert code_of(lambda: begin(client, instructions="x" * (MAX_RECORD_BYTES - 1000))) == (413, "request_too_large")
+        asked = begin(client, extra_body={"routing_key": "\u00fc" * 200})
+        assert over(client, asked).status == "completed"
+        assert not system.metric("rootstock_gateway_requests_in_flight")
+        head = system.request("HEAD", f"/v1/responses/{asked.id}?stream=true", headers={"x-api-key": "a"}, timeout=5)
+        assert (head.status_code, head.content) == (200, b"")
+
+
+def test_one_that_cannot_be_read_or_is_gone_is_over_all_the_same(system: System, both: list[OpenAI], store: RedisServer) -> None:
+    system.allow(4)
+    response = begin(both[0])
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
+    store.client.lset(f"state:background:events:{owner_of('alice')}:{response.id}", 2, "{")
+    ended = both[1].responses.cancel(response.id)
+    assert (ended.status, ended.output) == ("cancelled", []) and ended == both[0].responses.retrieve(response.id)
+    expired = begin(both[0])
+    store.client.delete(f"state:background:{owner_of('alice')}:{expired.id}")
+    assert both[1].responses.retrieve(expired.id).status == "failed"
+    assert code_of(lambda: both[1].responses.create(model=MODEL, input="So?", previous_response_id=expired.id)) == (
+        400,
+        "previous_response_failed",
+    )
 
 
 def test_it_counts_among_what_its_key_has_at_once() -> None:
@@ -339,6 +395,47 @@ def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
                 len(submit.output_ids) == 25
                 and own.client.hget(f"state:background:{owner_of('')}:{response.id}", "takes") == b"1"
             )
+
+
+def test_who_takes_over_waits_until_the_models_formats_are_known() -> None:
+    """And what has been counted is not counted again."""
+    answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
+    seen, answer = len(answer), answer + "It rains.\n" + CALL
+    with redis_server() as own:
+        asked: Any = {"formats": ("hermes", "think"), "state_redis_url": own.url}
+        with System(**asked) as first:
+            first.worker.answer = lambda submit: answer
+            first.allow(seen)
+            response = begin(first.openai(), tools=[WEATHER])
+            key = f"state:background:ids:{owner_of('')}:{response.id}"
+            wait_until(lambda: own.client.strlen(key) == 4 * seen, "its tokens to be stored")
+        with System(**asked, down=("tokenizer",)) as second:
+            second.worker.answer = lambda submit: answer
+            second.gateway._background._runner._is_ready = lambda: True  # as where another model's tokenizers are there
+            wait_until(lambda: bool(own.client.exists(lease_of(response, ""))), "it to be taken")
+            time.sleep(0.3)
+            second.call(second.tokenizers[0].start())
+            last = over(second.openai(), response)
+            assert [item.type for item in last.output] == ["reasoning", "message", "function_call"]
+            assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
+
+
+def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:
+    """As where its workers have not connected yet."""
+
+    def other(workers: list[FakeWorker]) -> None:
+        workers[0].info.model = "other"
+
+    with redis_server() as own:
+        with System(state_redis_url=own.url) as first:
+            first.allow(4)
+            response = begin(first.openai())
+            wait_until(lambda: bool(first.worker.submits), "a worker to have it")
+        with System(state_redis_url=own.url, configure=other) as second:
+            client = second.openai()
+            wait_until(lambda: second.metric("rootstock_gateway_background_takeovers_total") == 1, "it to be taken")
+            time.sleep(0.5)
+            assert client.responses.retrieve(response.id).status in OPEN
 
 
 def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(

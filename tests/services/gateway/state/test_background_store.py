@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from services.gateway.state.background_record import BackgroundOrder, Piece, Status
-from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, Room, new_lease
+from services.gateway.state import background_store
+from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Talk
+from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.owner import owner_of
 from services.gateway.state.redis_store import RedisStore
 from services.gateway.state.state_redis import StateRedis
+from services.gateway.state.state_store import StoreAway
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
 ALICE = owner_of("alice")
@@ -80,7 +82,7 @@ def used(server: RedisServer) -> int:
     return int(server.client.hget(f"state:size:{ALICE}", "!") or 0)
 
 
-def test_what_is_written_is_read_in_order_and_once(server: RedisServer) -> None:
+def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call whose answer was lost comes again."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
@@ -100,10 +102,13 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer) -> None:
         assert list(progress.ids) == [0, 1, 2, 3, 4]
         assert (progress.decoded, progress.chars, progress.shown) == (5, 9, 4)
         assert (progress.weights, progress.numerics) == (weights, "n")
+        monkeypatch.setattr(background_store, "PAGE_BYTES", len(events(0, 3)[0]) * 2)
+        page = await store.follow(ALICE, ORDER.id, 0)
+        assert page is not None and (page.total, page.events) == (4, events(0, 2))
         page = await store.follow(ALICE, ORDER.id, 3)
         assert page is not None and (page.total, page.events, page.is_over) == (4, events(3, 1), False)
         for _ in range(2):
-            await store.finish(lease, ORDER, 3, Status.COMPLETED, b"whole", events(4, 1))
+            await store.finish(lease, ORDER, 3, Status.COMPLETED, Kept(b"whole"), events(4, 1))
         page = await store.follow(ALICE, ORDER.id, 4)
         assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
         (record,) = await records.get(ALICE, [ORDER.id])
@@ -124,13 +129,13 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
         other = await store.take(ALICE, ORDER.id)
         assert other is not None and await store.take(ALICE, ORDER.id) is None
         before = await store.read(ALICE, ORDER.id)
-        for call in (store.write(lease, ORDER, piece(1, range(1))), store.finish(lease, ORDER, 1, Status.FAILED, b"", [])):
+        for call in (store.write(lease, ORDER, piece(1, range(1))), store.finish(lease, ORDER, 1, Status.FAILED, Kept(b""), [])):
             with pytest.raises(LeaseLost):
                 await call
         assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
-        await store.leave(lease, ORDER)
+        await store.leave(lease, ALICE, ORDER.id)
         assert await store.read(ALICE, ORDER.id) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
-        await store.finish(other, ORDER, 2, Status.COMPLETED, b"whole", events(3, 1))
+        await store.finish(other, ORDER, 2, Status.COMPLETED, Kept(b"whole"), events(3, 1))
         for number in (1, 2, 3):
             with pytest.raises(LeaseLost):
                 await store.write(other, ORDER, piece(number, range(1)))
@@ -146,8 +151,11 @@ def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
         takes, lease = [], await begin(store)
         for leaves, ran_s in ((False, 0), (True, 0), (False, 0), (False, 100), (False, 0)):
             if leaves:
-                await store.leave(lease, ORDER)
+                for _ in range(2):
+                    await store.leave(lease, ALICE, ORDER.id)
+                assert await store.keep({lease: ORDER}) == [lease]
             run_out(server, lease)
+            assert bool(await store.free(9, left=True)) == leaves
             server.client.hincrby(f"state:background:{ALICE}:{ORDER.id}", "taken", -ran_s)
             again = await store.take(ALICE, ORDER.id)
             found = await store.read(ALICE, ORDER.id)
@@ -170,11 +178,82 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
         next_one = await store.take(ALICE, ORDER.id)
         found = await store.read(ALICE, ORDER.id)
         assert next_one is not None and found is not None and found.cancelled, "whoever comes next ends it"
-        await store.finish(next_one, ORDER, 1, Status.CANCELLED, b"cancelled", [])
+        await store.finish(next_one, ORDER, 1, Status.CANCELLED, Kept(b"cancelled"), [])
         assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is Status.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
 
     with_stores(server, use)
+
+
+def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) -> None:
+    """What nobody can read, and what has lost its record, which lives as long as the rest although somebody reads it."""
+
+    async def use(store: BackgroundStore, records: RedisStore) -> None:
+        lease, other = await begin(store), await begin(store, order("resp_b"))
+        await records.get(ALICE, ["resp_b"])
+        assert all(server.client.ttl(f"state:{kind}:{ALICE}:resp_b") > 650 for kind in ("of", "background"))
+        server.client.delete(f"state:of:{ALICE}:resp_b")
+        run_out(server, other)
+        assert await store.take(ALICE, "resp_b") is None
+        server.client.hset(f"state:background:{ALICE}:{ORDER.id}", "order", "{")
+        for _ in range(GIVEN_UP - 1):
+            run_out(server, lease)
+            again = await store.take(ALICE, ORDER.id)
+            assert again is not None
+            lease = again
+            with pytest.raises(ValueError, match=r"unexpected|object"):
+                await store.order(lease, ALICE, ORDER.id)
+        run_out(server, lease)
+        last = await store.take(ALICE, ORDER.id)
+        assert last is not None and await store.order(last, ALICE, ORDER.id) is None
+        assert not list(server.client.scan_iter("state:background:*")) and await store.free(9) == []
+        assert (await records.get(ALICE, [ORDER.id]))[0] is not None
+
+    with_stores(server, use)
+
+
+def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None:
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        lease = await begin(store)
+        server.client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(StoreAway, match="OutOfMemory"):
+                await store.write(lease, ORDER, piece(1, range(1)))
+            await store.finish(lease, ORDER, 1, Status.FAILED, Kept(b"whole"), events(2, 1))
+        finally:
+            server.client.config_set("maxmemory", 0)
+        assert await store.status(ALICE, ORDER.id) is Status.FAILED
+
+    with_stores(server, use)
+
+
+def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) -> None:
+    """Not by who has lost the response, nor over what somebody else has said meanwhile, nor where there is no room."""
+
+    async def use(store: BackgroundStore, records: RedisStore) -> None:
+        async def kept() -> tuple[bytes, int] | None:
+            (found,) = await records.get(ALICE, ["conv_a"])
+            return None if found is None else (found.content, found.version)
+
+        async def finish(lease: Lease, version: int, content: bytes, asked: BackgroundOrder = ORDER) -> bool:
+            return await store.finish(lease, asked, 1, Status.COMPLETED, Kept(b"whole", Talk("conv_a", version, content)), [])
+
+        assert await records.put(ALICE, "conv_a", b"one", 0)
+        lost, other = await begin(store), await begin(store, order("resp_b"))
+        run_out(server, lost)
+        lease = await store.take(ALICE, ORDER.id)
+        assert lease is not None
+        with pytest.raises(LeaseLost):
+            await finish(lost, 1, b"one, lost")
+        assert not await finish(lease, 2, b"one, two") and await kept() == (b"one", 1)
+        for _ in range(2):
+            assert await finish(lease, 1, b"one, two")
+        assert await kept() == (b"one, two", 2) and await store.status(ALICE, ORDER.id) is Status.COMPLETED
+        assert await finish(other, 2, b"x" * 4000, order("resp_b")) and await kept() == (b"one, two", 2)
+        sizes = server.client.hgetall(f"state:size:{ALICE}")
+        assert int(sizes.pop(b"!")) == sum(map(int, sizes.values())) and sizes[b"conv_a"] == b"8"
+
+    with_stores(server, use, size=4000)
 
 
 def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
@@ -185,7 +264,7 @@ def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
         assert await store.write(lease, ORDER, piece(1, range(5))) is Room.YES
         assert used(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
         assert await store.write(lease, ORDER, Piece(2, Status.IN_PROGRESS, [b"x" * 4000])) is Room.STORE_FULL
-        await store.finish(lease, ORDER, 2, Status.COMPLETED, b"x" * 5000, [])
+        await store.finish(lease, ORDER, 2, Status.COMPLETED, Kept(b"x" * 5000), [])
         told = sum(map(len, events(0, 3)))
         assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % told]
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.STORE_FULL

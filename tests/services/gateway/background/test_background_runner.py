@@ -1,0 +1,206 @@
+"""Who keeps leases and takes over, on a real store: what one response does to the others, and what an end leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.gateway.background import background_runner
+from services.gateway.background.background_run import BackgroundRun, First
+from services.gateway.background.background_runner import BackgroundRunner
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.caller import NOBODY
+from services.gateway.request.choice_output import Progress
+from services.gateway.request.errors import ApiError
+from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
+from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
+from services.gateway.state.lease import Lease
+from services.gateway.state.owner import owner_of
+from services.gateway.state.state_redis import StateRedis
+from tests.services.redis_server import RedisServer
+
+ALICE = owner_of("alice")
+LEASE_S = 0.6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    started = RedisServer(folder=tmp_path_factory.mktemp("state"))
+    started.start()
+    yield started
+    started.kill()
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_runner, "LOOK_S", 0.05)
+
+
+class Work:
+    """A run that lasts."""
+
+    is_kept, is_finishing, is_in_doubt = True, False, False
+
+    def __init__(self, lease: Lease, order: BackgroundOrder) -> None:
+        self.lease, self.order = lease, order
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def begin(self) -> None:
+        self.opened.set_result(None)
+        await asyncio.Event().wait()
+
+    async def resume(self) -> None:
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        pass
+
+
+class Gateway:
+    """A runner and what it has taken, in the order in which it has."""
+
+    def __init__(self, server: RedisServer, store: type[BackgroundStore] = BackgroundStore) -> None:
+        self.redis = StateRedis(server.url, 0.1)
+        self.store = store(self.redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
+        self.taken: list[str] = []
+        metrics = GatewayMetrics(CollectorRegistry())
+        self.runner = BackgroundRunner(self.store, self._take, 100, lambda: True, 1, metrics)
+
+    def _take(self, lease: Lease, order: BackgroundOrder) -> Work:
+        self.taken.append(order.id)
+        return Work(lease, order)
+
+    async def put(self, name: str) -> Work:
+        now = int(time.time())
+        order = BackgroundOrder(name, ALICE, "alice", "r", "", now, now + 60, "demo", {}, "", 0)
+        work = Work(new_lease(ALICE, name), order)
+        assert await self.store.begin(work.lease, order, b"{}", b"", [b"{}"]) is Begun.YES
+        return work
+
+
+class SlowTakes(BackgroundStore):
+    async def take(self, owner: str, response_id: str) -> Lease | None:
+        await asyncio.sleep(LEASE_S / 2)
+        return await super().take(owner, response_id)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_neither_one_that_cannot_be_read_nor_many_to_take_cost_the_others(server: RedisServer) -> None:
+    """The runner lives, and what it has keeps its lease however long it is taking."""
+
+    async def run() -> None:
+        server.client.flushall()
+        gateway = Gateway(server, SlowTakes)
+        own = await gateway.put("resp_own")
+        others = [await gateway.put(f"resp_{number}") for number in range(5)]
+        server.client.hset(f"state:background:{ALICE}:resp_0", "order", "{")
+        server.client.delete(*(each.lease.key for each in others))
+        running = asyncio.create_task(gateway.runner.run())
+        await gateway.runner.begin(own)
+        await until(lambda: len(gateway.taken) == 4)
+        assert gateway.taken == [f"resp_{number}" for number in range(1, 5)] and not running.done()
+        assert server.client.get(own.lease.key) == own.lease.token.encode()
+        running.cancel()
+        await asyncio.wait((running,))
+        await gateway.redis.close()
+
+    asyncio.run(run())
+
+
+def test_a_store_that_was_away_for_longer_than_a_lease_moves_nothing(server: RedisServer) -> None:
+    """Who has a response keeps it; one whose gateway has gone meanwhile is taken a lease later."""
+
+    async def run() -> None:
+        server.client.flushall()
+        one, other = Gateway(server), Gateway(server)
+        works = [await one.put("resp_a"), await one.put("resp_b")]
+        held = {work.lease: work.order for work in works}
+        running = asyncio.create_task(other.runner.run())
+        await until(lambda: other.runner._runs == {} and not running.done())
+        server.kill()
+        await asyncio.sleep(2 * LEASE_S)
+        await asyncio.to_thread(server.start)
+        await asyncio.sleep(LEASE_S / 2)
+        assert other.taken == [] and await one.store.keep(held) == []
+        await one.store.leave(works[0].lease, ALICE, "resp_a")
+        await until(lambda: other.taken == ["resp_a"])
+        await until(lambda: other.taken == ["resp_a", "resp_b"])
+        running.cancel()
+        await asyncio.wait((running,))
+        for gateway in (one, other):
+            await gateway.redis.close()
+
+    asyncio.run(run())
+
+
+def test_who_writes_its_end_is_not_ended(server: RedisServer) -> None:
+    """The store has it, and the answer is on its way."""
+
+    async def run() -> None:
+        server.client.flushall()
+        gateway = Gateway(server)
+        works = [await gateway.put("resp_a"), await gateway.put("resp_b")]
+        works[0].is_finishing = True
+        for work in works:
+            await gateway.runner.begin(work)
+            await gateway.store.finish(work.lease, work.order, 1, Status.COMPLETED, Kept(b"{}"), [b"{}"])
+        running = asyncio.create_task(gateway.runner.run())
+        await until(lambda: works[1] not in gateway.runner._runs)
+        assert works[0] in gateway.runner._runs
+        running.cancel()
+        await asyncio.wait((running,))
+        await gateway.redis.close()
+
+    asyncio.run(run())
+
+
+class Place:
+    """Of a request within its key's limits."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def reserve(self, tokens: int) -> None:
+        raise AssertionError("it has been")
+
+    def end(self, used_tokens: int) -> None:
+        self.ended += 1
+
+
+def test_a_drain_leaves_each_once_and_what_has_not_begun_is_refused(server: RedisServer) -> None:
+    """Also where two tell the store at once, and where a response was asked for just before."""
+
+    async def run() -> None:
+        server.client.flushall()
+        gateway, place = Gateway(server), Place()
+        works = [await gateway.put(f"resp_{number}") for number in range(4)]
+        for work in works:
+            await gateway.runner.begin(work)
+        order = works[0].order
+        stored = Stored(order, Status.QUEUED, array("I").tobytes(), False, 1, 0, [], (), Progress())
+        first = First(stored, cast(Any, None), NOBODY, place, cast(Any, None))
+        late = BackgroundRun(cast(Any, None), new_lease(ALICE, "resp_late"), order, first)
+        asking = asyncio.create_task(gateway.runner.begin(late))
+        await asyncio.sleep(0)  # its task is made, and has not had its first step
+        other = asyncio.create_task(gateway.runner.drain())
+        await gateway.runner.drain()
+        await other
+        with pytest.raises(ApiError, match="shutting down"):
+            await asking
+        assert place.ended == 1
+        assert [server.client.hget(f"state:background:{ALICE}:{work.order.id}", "takes") for work in works] == [b"0"] * 4
+        assert not server.client.exists(*(work.lease.key for work in works))
+        await gateway.redis.close()
+
+    asyncio.run(run())

@@ -1,0 +1,55 @@
+"""Streams of one response that are read again: what they ask of the store together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import Message
+
+from services.gateway.background import follow
+from services.gateway.background.follow import Streams
+from services.gateway.state.background_record import Page, Status
+
+
+class Store:
+    """Counts its calls; an answer takes a moment. It is no store's logic that is tried here."""
+
+    def __init__(self) -> None:
+        self.events = [b'{"type":"a"}']
+        self.status = Status.IN_PROGRESS
+        self.calls = 0
+
+    async def follow(self, _owner: str, _response_id: str, first: int) -> Page | None:
+        self.calls += 1
+        page = Page(self.status, len(self.events), self.events[first:])
+        await asyncio.sleep(0.01)
+        return page
+
+
+def test_many_streams_of_one_response_ask_as_one_and_seldom_in_silence(monkeypatch: Any) -> None:
+    monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.4)
+
+    async def run() -> None:
+        store = Store()
+        streams: Any = Streams(store, 0)  # type: ignore[arg-type]
+        told: list[list[bytes]] = [[] for _ in range(50)]
+
+        async def one(at: int) -> None:
+            async def send(message: Message) -> None:
+                told[at].append(message["body"])
+
+            await streams.follow("owner", "resp_a", 0, send)
+
+        following = [asyncio.create_task(one(at)) for at in range(50)]
+        await asyncio.sleep(1.5)
+        assert streams.num_open == streams.num_of("owner") == 50 and 3 <= store.calls <= 8
+        store.events.append(b'{"type":"b"}')
+        store.status = Status.COMPLETED
+        streams.wrote("resp_a")
+        async with asyncio.timeout(0.3):
+            await asyncio.gather(*following)
+        assert {b"".join(each) for each in told} == {b'event: a\ndata: {"type":"a"}\n\nevent: b\ndata: {"type":"b"}\n\n'}
+        assert streams.num_open == 0 and not streams._followed
+
+    asyncio.run(run())
