@@ -54,7 +54,7 @@ TIERS = (
         ("value[:CHECKSUM_BYTES] == _checksum(", "_checksum("),
         ("xxhash.xxh3_128_digest(key + xxhash.xxh3_128_digest(page))", "xxhash.xxh3_128_digest(page)"),
         ("pipeline.getex(self._page_prefix + key, px=self._ttl_ms)", "pipeline.get(self._page_prefix + key)"),
-        ("if not entries or _text(entries[0][0]) != last:", "if not entries:"),
+        ("if not entries or _text(entries[0][0]) != self._last_news:", "if not entries:"),
         ("                self._lost[key] = None\n", ""),
         ("        self._last_news = None\n        seconds", "        seconds"),
         ('f"pages:{identity[:_IDENTITY_BYTES].hex()}:"', '"pages:"'),
