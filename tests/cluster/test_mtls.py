@@ -21,9 +21,10 @@ STREAMS = 24
 MEASURED_S = 40.0
 MOUNT = "/etc/rootstock/mtls"
 TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer")}
+LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}  # all fit beside the add-ons
 VALUES: Object = {
     **TWO,
-    "worker": {"replicas": 2, "prefill": {"replicas": 1}},
+    "worker": {"replicas": 2, "prefill": {"replicas": 1}, "resources": LITTLE},
     "gateway": {"replicas": 2, "settings": {"disaggregation_min_tokens": 16}},
     "state": {"embedded": True, "volume": {"type": "emptyDir"}},
     "networkPolicy": {"enabled": False},  # certificates alone decide
