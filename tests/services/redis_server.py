@@ -54,6 +54,14 @@ class RedisServer:
             self._process = None
         self.client.connection_pool.disconnect()
 
+    def wait_until_written(self) -> None:
+        """Where the disk is slow in syncing what came a second ago, a server that syncs each second keeps what it has
+        acknowledged to itself for as long as two: a kill takes that along."""
+        deadline = time.monotonic() + 20
+        while int(self.client.info("persistence").get("aof_buffer_length", 0)):
+            assert time.monotonic() < deadline, "it is not written"
+            time.sleep(0.02)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Connections stay, and nothing answers."""

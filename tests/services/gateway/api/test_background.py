@@ -454,6 +454,7 @@ def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(
             response = begin(client)
             key = f"state:background:ids:{owner_of('')}:{response.id}"
             wait_until(lambda: own.client.strlen(key) == 40, "its tokens to be stored")  # noqa: B023
+            own.wait_until_written()
             own.kill()
             system.allow(5)
             if tries == 2:

@@ -323,6 +323,7 @@ def test_without_its_store_a_gateway_answers_and_says_what_it_did_not_keep(tmp_p
     with System(state_redis_url=server.url, state_patience_s=0.3) as system:
         client = system.openai()
         first = client.responses.create(model=MODEL, input="Hi")
+        server.wait_until_written()
         server.kill()
         assert client.responses.create(model=MODEL, input="Hi").store is False
         with pytest.raises(openai.APIStatusError) as refused:

@@ -284,6 +284,7 @@ def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
         lease = await begin(store)
         for number in range(1, 20):
             assert await store.write(lease, ORDER, piece(number, range(number - 1, number))) is Room.YES
+        await asyncio.to_thread(server.wait_until_written)
         server.kill()
         await asyncio.to_thread(server.start)
         found = await store.read(ALICE, ORDER.id)

@@ -151,6 +151,7 @@ def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
         assert await upload(stores, "file-in", b"one", b"two")
         lease = await begin(stores)
         await stores.batches.record(lease, ORDER, results_of("one", 1, 3))
+        await asyncio.to_thread(server.wait_until_written)
         server.kill()
         await asyncio.to_thread(server.start)
         assert await stores.leases.keep(lease) and await stores.batches.done(ORDER) == {1, 3}
