@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
 PAGE = 16  # tokens
 ROUNDS = 24 if NIGHTLY else 1  # of each kind of loss
+TRIES = 6
 AT_ONCE = 6
 
 
@@ -196,16 +196,25 @@ def _rests(system: System) -> bool:
 
 
 def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
-    """A decode worker that stands still while it should read: the prompt is computed elsewhere, and the pages are free again."""
-    before = fleet.metric("prefill-0", "rootstock_worker_rooms_expired_total")
-    for name in ("decode-0", "decode-1"):
-        fleet.children[name].signal(signal.SIGSTOP)
-    try:
-        begun = time.monotonic()
-        answers = asyncio.run(_answers(fleet, bodies(1, 9)))
-        assert answers[0].status_code == 200 and time.monotonic() - begun < 60
-    finally:
+    """A decode worker that stands still while it should read: the prompt is computed elsewhere, and the pages are free again. On
+    a slow machine it may be given up before the prompt is computed: then there is no room, and it is done once more."""
+
+    def rooms(what: str) -> float:
+        return fleet.metric("prefill-0", f"rootstock_worker_rooms_{what}_total")
+
+    for number in range(9, 9 + TRIES):
+        wait_until(lambda: workers(fleet) == 3, 60, "all workers")
+        opened, expired = rooms("opened"), rooms("expired")
         for name in ("decode-0", "decode-1"):
-            fleet.children[name].signal(signal.SIGCONT)
-    wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
-    assert fleet.metric("prefill-0", "rootstock_worker_rooms_expired_total") > before
+            fleet.children[name].signal(signal.SIGSTOP)
+        try:
+            answers = asyncio.run(_answers(fleet, bodies(1, number)))
+            assert answers[0].status_code == 200
+        finally:
+            for name in ("decode-0", "decode-1"):
+                fleet.children[name].signal(signal.SIGCONT)
+        wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+        if rooms("opened") > opened:
+            assert rooms("expired") > expired
+            return
+    raise AssertionError("no prompt was computed for a worker that stands still")
