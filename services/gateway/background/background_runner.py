@@ -83,7 +83,6 @@ class BackgroundRunner:
         self._left: dict[Lease, tuple[str, str]] = {}
         self._in_doubt: dict[tuple[str, str], None] = {}
         self._stopping = False
-        self._is_away = False
         self._quiet_until = 0.0
         metrics.watch_background(lambda: len(self._runs))
 
@@ -97,16 +96,17 @@ class BackgroundRunner:
             await self.drain()
 
     async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        is_away = False  # of this work: one that has nothing to ask does not find out
         while True:
             try:
                 await work()
             except StoreAway as away:
                 self._missed_it()
-                if not self._is_away:
+                if not is_away:
                     logger.warning("responses in the background wait for the store: %s", away)
-                self._is_away = True
+                is_away = True
             else:
-                self._is_away = False
+                is_away = False
             await asyncio.sleep(LOOK_S)
 
     def _missed_it(self) -> None:

@@ -23,6 +23,7 @@ from services.gateway.state.background_store import BackgroundLimits, Background
 from services.gateway.state.lease import Lease
 from services.gateway.state.owner import owner_of
 from services.gateway.state.state_redis import StateRedis
+from services.gateway.state.state_store import StoreAway
 from tests.services.redis_server import RedisServer
 
 ALICE = owner_of("alice")
@@ -204,3 +205,29 @@ def test_a_drain_leaves_each_once_and_what_has_not_begun_is_refused(server: Redi
         await gateway.redis.close()
 
     asyncio.run(run())
+
+
+def test_a_store_that_is_away_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also by a gateway that has no lease to keep, and so nothing to ask for that."""
+
+    class Away(BackgroundStore):
+        async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:
+            asked.append(most)
+            raise StoreAway("it does not answer")
+
+    asked: list[int] = []
+
+    async def use() -> None:
+        redis = StateRedis("redis://127.0.0.1:1", 0.1)
+        store = Away(redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
+        runner = BackgroundRunner(store, Work, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
+        running = asyncio.create_task(runner.run())
+        async with asyncio.timeout(10):
+            while len(asked) < 5:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await redis.close()
+
+    asyncio.run(use())
+    assert caplog.text.count("wait for the store") == 1
