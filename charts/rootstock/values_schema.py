@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from services.gateway.observe.metrics import LATENCY_BUCKETS_S
+from charts.rootstock import schema_around
+from charts.rootstock.schema_words import (
+    ANY_OBJECT,
+    BOOLEAN,
+    SECRET,
+    SHARE,
+    STRINGS,
+    Schema,
+    array,
+    choice,
+    closed,
+    integer,
+    number,
+    ref,
+    string,
+)
 from services.local.reference import SERVICES
 from services.shared.settings import ENV_PREFIX
-
-Schema = dict[str, Any]
 
 # What the chart itself decides, from other values: no key of a `settings` block.
 _EVERYWHERE = {"host", "port", "health_port", "grace_s", "otlp_endpoint"}
@@ -37,8 +49,6 @@ _DIGEST = "^[0-9A-Fa-f]{64}$"
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
 # What services have as keys of their own (podLabels, nodeSelector, ...), which their `pod` leaves out.
 _OF_SERVICES = ("labels", "annotations", "env", "nodeSelector", "tolerations", "affinity", "priorityClassName")
-_GATEWAY_DURATION = r"^(([0-9]{1,5}(h|m|s|ms)){1,4})?$"
-_SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
 
 
 def settings_schema(service: str) -> Schema:
@@ -50,7 +60,8 @@ def settings_schema(service: str) -> Schema:
 
 
 def _env(service: str) -> Schema:
-    """Of a component's `extraEnv`: variables of others, and settings that the chart leaves open (templates want a Secret for them)."""
+    """Of a component's `extraEnv`: variables of others, and settings that the chart leaves open, for which templates want a
+    Secret."""
     names = [f"{ENV_PREFIX}{name.upper()}" for name in settings_schema(service)["properties"]]
     ours = {"anyOf": [{"not": {"pattern": f"^{ENV_PREFIX}"}}, {"enum": names}]}
     return {"allOf": [ref("env"), {"properties": {"name": ours}}]}
@@ -66,46 +77,6 @@ def _field(field: Schema, definitions: dict[str, Schema]) -> Schema:
     return schema
 
 
-def closed(properties: dict[str, Schema], required: tuple[str, ...] = ()) -> Schema:
-    """An object without other keys."""
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-        **({"required": list(required)} if required else {}),
-    }
-
-
-def string(pattern: str = "") -> Schema:
-    return {"type": "string", **({"pattern": pattern} if pattern else {})}
-
-
-def choice(*values: str) -> Schema:
-    return {"enum": list(values)}
-
-
-def number(low: float, high: float | None = None) -> Schema:
-    return {"type": "number", "minimum": low, **({} if high is None else {"maximum": high})}
-
-
-def integer(low: int, high: int | None = None) -> Schema:
-    return {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})}
-
-
-def array(items: Schema, least: int = 0) -> Schema:
-    return {"type": "array", "items": items, **({"minItems": least} if least else {})}
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": f"#/$defs/{name}"}
-
-
-BOOLEAN: Schema = {"type": "boolean"}
-ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes: the API server checks it
-STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
-SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-SECRET = string(_SECRET_NAME)
-_URL = string(r"^(https?://[^\s/]+[^\s]*)?$")
 _COUNT: Schema = {"anyOf": [integer(0), string(r"^(100|[1-9]?[0-9])%$")]}  # of pods
 
 
@@ -322,166 +293,6 @@ def _model() -> Schema:
     return closed({"name": name, "path": string("^/."), "source": string(_SOURCE), **overrides}, ("name", "path"))
 
 
-def _model_cache() -> Schema:
-    pvc = {
-        "existingClaim": string(),
-        "storageClass": string(),
-        "accessMode": choice("ReadWriteMany", "ReadOnlyMany", "ReadWriteOnce"),
-        "size": ref("quantity"),
-    }
-    return closed(
-        {
-            "type": choice("none", "pvc", "hostPath", "image", "pod"),
-            "mountPath": string("^/.*[^/]$"),
-            "pvc": closed(pvc),
-            "hostPath": string("^(/.*)?$"),
-            "image": closed({"reference": string(), "pullPolicy": ref("pullPolicy")}),
-            "fetchTokenizers": BOOLEAN,
-            "prefetch": closed(
-                {
-                    "enabled": BOOLEAN,
-                    "image": ref("image"),
-                    "resources": ref("resources"),
-                    "tokenSecret": SECRET,
-                    "hubEndpoint": _URL,
-                    "s3": closed({"endpoint": _URL, "region": string("^[a-z0-9-]+$"), "secret": SECRET}),
-                    "gcs": closed({"endpoint": _URL, "secret": SECRET}),
-                    "proxy": _URL,
-                    "noProxy": string(),
-                    "ca": closed({"configMap": SECRET, "key": string("^[-._a-zA-Z0-9]+$")}),
-                    "pod": ref("pod"),
-                }
-            ),
-        }
-    )
-
-
-def _tls() -> Schema:
-    issuer = closed({"name": string(), "kind": string("^[A-Z]"), "group": string()})
-    span = string(r"^([0-9]+(h|m|s))+$")
-    cert_manager = {"enabled": BOOLEAN, "issuerRef": issuer, "duration": span, "renewBefore": span}
-    secret = string(_SECRET_NAME.replace("[-a-z0-9.]*", "([-a-z0-9.]|%s)*"))
-    return closed({"secret": secret, "certManager": closed(cert_manager), "caConfigMap": SECRET, "tokenSecret": SECRET})
-
-
-def _redis() -> Schema:
-    return closed(
-        {
-            "embedded": BOOLEAN,
-            "image": ref("image"),
-            "maxMemory": string("^[0-9]+(kb|mb|gb)$"),
-            "passwordSecret": SECRET,
-            "resources": ref("resources"),
-            "externalUrlSecret": SECRET,
-            "externalTlsSecret": SECRET,
-            "externalPort": integer(1, 65535),
-            "pod": ref("pod"),
-        }
-    )
-
-
-def _state() -> Schema:
-    volume = {
-        "type": choice("pvc", "emptyDir"),
-        "size": ref("quantity"),
-        "storageClass": string(),
-        "existingClaim": string(),
-    }
-    return closed(
-        {
-            "embedded": BOOLEAN,
-            "image": ref("image"),
-            "maxMemory": string("^[0-9]+(kb|mb|gb)$"),
-            "appendfsync": choice("everysec", "always"),
-            "volume": closed(volume),
-            "passwordSecret": SECRET,
-            "resources": ref("resources"),
-            "externalUrlSecret": SECRET,
-            "externalTlsSecret": SECRET,
-            "externalPort": integer(1, 65535),
-            "pod": ref("pod"),
-        }
-    )
-
-
-def _edge() -> dict[str, Schema]:
-    """How traffic comes in and who may go where."""
-    host = closed({"host": string(), "path": string("^/")}, ("host",))
-    policy = {
-        "enabled": BOOLEAN,
-        **{name: array(ref("peer")) for name in ("clients", "monitoring", "dns", "apiServer")},
-        "monitoringNamespaces": ANY_OBJECT,
-        "apiServerPorts": array(integer(1, 65535), least=1),
-        **{name: array(ANY_OBJECT) for name in ("workerEgress", "extraIngress", "extraEgress")},
-    }
-    return {
-        "ingress": closed(
-            {
-                "enabled": BOOLEAN,
-                "className": string(),
-                "controller": choice("", "nginx", "alb", "gce"),
-                "annotations": STRINGS,
-                "hosts": array(host),
-                "tls": array(ANY_OBJECT),
-            }
-        ),
-        "httpRoute": closed(
-            {
-                "enabled": BOOLEAN,
-                "annotations": STRINGS,
-                "parentRefs": array(ANY_OBJECT),
-                "hostnames": array(string()),
-                "timeouts": closed({"request": string(_GATEWAY_DURATION), "backendRequest": string(_GATEWAY_DURATION)}),
-            }
-        ),
-        "serviceAccount": closed({"create": BOOLEAN, "name": string(), "annotations": STRINGS}),
-        "networkPolicy": closed(policy),
-    }
-
-
-def _monitoring() -> Schema:
-    monitor = {"enabled": BOOLEAN, "labels": ref("labels"), "interval": string("^[0-9]+(ms|s|m)$")}
-    objective: Schema = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
-    objectives = {
-        "availability": objective,
-        "ttftSeconds": {"enum": [int(bound) if bound == int(bound) else bound for bound in LATENCY_BUCKETS_S]},
-        "ttftShare": objective,
-    }
-    rules = {
-        "enabled": BOOLEAN,
-        "labels": ref("labels"),
-        "runbookUrl": string("^(https?://.*)?$"),
-        "objectives": closed(objectives),
-    }
-    return closed(
-        {
-            "podMonitor": closed(monitor),
-            "serviceMonitor": {**closed(monitor), "deprecated": True},
-            "rules": closed(rules),
-            "dashboards": closed({"enabled": BOOLEAN, "dcgm": BOOLEAN, "labels": ref("labels"), "annotations": STRINGS}),
-        }
-    )
-
-
-def _autoscaling() -> Schema:
-    auth = {
-        "modes": array(choice("bearer", "basic", "tls", "custom")),
-        "secret": SECRET,
-        "podIdentity": choice("", "aws", "azure-workload", "gcp"),
-        "headers": STRINGS,
-        "unsafeSsl": BOOLEAN,
-        "metadata": STRINGS,
-    }
-    return closed(
-        {
-            "engine": choice("hpa", "keda"),
-            "prometheusUrl": string("^https?://"),
-            "prometheusAuth": closed(auth),
-            "adapterRules": BOOLEAN,
-        }
-    )
-
-
 def _top() -> dict[str, Schema]:
     image = {
         "registry": string(),
@@ -506,14 +317,14 @@ def _top() -> dict[str, Schema]:
                 "controlTokenSecret": SECRET,
             }
         ),
-        "tls": _tls(),
+        "tls": schema_around.tls(),
         **{component: ref(component) for component in _components()},
-        "autoscaling": _autoscaling(),
-        "redis": _redis(),
-        "state": _state(),
-        "modelCache": _model_cache(),
-        **_edge(),
-        "monitoring": _monitoring(),
+        "autoscaling": schema_around.autoscaling(),
+        "redis": schema_around.redis(),
+        "state": schema_around.state(),
+        "modelCache": schema_around.model_cache(),
+        **schema_around.edge(),
+        "monitoring": schema_around.monitoring(),
         "tests": closed(
             {
                 "enabled": BOOLEAN,
