@@ -15,11 +15,11 @@ from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
 from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
+from services.shared.rpc.port_guard import PortGuard
 from services.shared.settings import load
 from services.shared.tls.certificate_files import BadTls
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
-from services.shared.tls.port_guard import PortGuard
 from services.shared.tls.roles import Role
 
 SERVICE = "detokenizer"

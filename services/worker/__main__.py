@@ -20,11 +20,11 @@ from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
+from services.shared.rpc.port_guard import PortGuard
 from services.shared.served_name import served_name
 from services.shared.settings import load
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
-from services.shared.tls.port_guard import PortGuard
 from services.shared.tls.roles import Role
 from services.worker.control.server import ControlAddress, start_control
 from services.worker.core.contracts.messages import StepOutput

@@ -14,7 +14,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from services.shared.limits import MAX_MESSAGE_BYTES
 from services.shared.rpc.open_calls import OpenCalls
-from services.shared.tls.port_guard import PortGuard
+from services.shared.rpc.port_guard import PortGuard
 
 CLOSE_S = 1.0  # for connections to close, beside what is left of the grace period
 LIVENESS = ""  # health service name of the process itself; the service's own name means readiness

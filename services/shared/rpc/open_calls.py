@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
+from services.shared.rpc.checked_handler import checked
+
 GOING_AWAY = "the server is shutting down"
 HEALTH = "/grpc.health.v1.Health/"  # answers to the end; a watcher's call never ends by itself
-
-Behavior = Callable[[Any, Any], Any]
 
 
 class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -38,25 +36,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None or details.method.startswith(HEALTH):
             return handler
-        kinds = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
-        name = "_".join(kinds)
-        make = getattr(grpc, f"{name}_rpc_method_handler")
-        return make(self._counted(getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
-
-    def _counted(self, behavior: Behavior) -> Behavior:
-        """As the handler is, a coroutine function or an asynchronous generator function: gRPC looks which."""
-
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._begin(context)
-            return await behavior(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await self._begin(context)
-            async with contextlib.aclosing(behavior(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
-
-        return stream if inspect.isasyncgenfunction(behavior) else call
+        return checked(handler, self._begin)
 
     async def _begin(self, context: grpc.aio.ServicerContext) -> None:
         """Raises what ends a call that comes too late."""

@@ -33,14 +33,6 @@ LONG = "So it goes on. " * 12
 OPEN = ("queued", "in_progress")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def often() -> Iterator[None]:
     """Gateways look for what there is to do, and write what has come."""

@@ -33,14 +33,6 @@ BODIES: dict[str, dict[str, Any]] = {
 OVER = ("completed", "failed", "expired", "cancelled")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def often() -> Iterator[None]:
     """Gateways look for what there is to do."""

@@ -26,14 +26,6 @@ ALL = "<think>Hm.</think>It rains.\n" + CALL
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
 def system(store: RedisServer) -> Iterator[System]:
     with System(formats=("hermes", "think"), gateways=2, state_redis_url=store.url) as started:
         yield started

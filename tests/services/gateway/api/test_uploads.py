@@ -24,14 +24,6 @@ FORM = (
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(folder=tmp_path_factory.mktemp("state"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
 def system(store: RedisServer) -> Iterator[System]:
     with System(state_redis_url=store.url, max_file_bytes=MOST, file_bytes_per_key=3 << 20, state_patience_s=0.1) as started:
         yield started

@@ -15,13 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.gateway.peers.reconnect import keep_connected
-from services.shared.rpc import grpc_server
+from services.shared.rpc import grpc_server, port_guard
 from services.shared.rpc.dialer import Dialer, KeptChannel
+from services.shared.rpc.port_guard import PortGuard
 from services.shared.settings import of_values
-from services.shared.tls import certificate_files, port_guard, token_file
+from services.shared.tls import certificate_files, token_file
 from services.shared.tls.certificate_files import BadTls, CertificateFiles
 from services.shared.tls.mutual_tls import MutualTls, mutual_tls
-from services.shared.tls.port_guard import PortGuard
 from services.shared.tls.roles import Role
 from services.shared.tls.token_file import TokenFile
 from services.tokenizer.settings import TokenizerSettings

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
 
 from services.shared.observe.log import fields
+from services.shared.rpc.checked_handler import checked
 from services.shared.tls.mutual_tls import TOKEN_KEY, MutualTls
 from services.shared.tls.roles import Role
 
@@ -42,27 +41,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         if tokens is not None and not tokens.accepts(_given(details.invocation_metadata)):
             return self._no_token
         handler = await continuation(details)
-        if handler is None:
-            return handler
-        kinds = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
-        name = "_".join(kinds)
-        make = getattr(grpc, f"{name}_rpc_method_handler")
-        return make(self._checked(getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
-
-    def _checked(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """As the handler is, a coroutine function or an asynchronous generator function: gRPC looks which."""
-
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._check(context)
-            return await behavior(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await self._check(context)
-            async with contextlib.aclosing(behavior(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
-
-        return stream if inspect.isasyncgenfunction(behavior) else call
+        return handler if handler is None else checked(handler, self._check)
 
     async def _check(self, context: grpc.aio.ServicerContext) -> None:
         names = context.auth_context().get("peer_dns", ())
