@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.cluster.kubernetes import CHART, ROOT, run
 
 FRONT = ("gateway", "tokenizer", "detokenizer")
-REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep")
+REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep", "touch", "tail")  # what the chart and its values files call
 
 
 def release() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ import yaml
 from tests.chart.crd_schemas import HTTP_ROUTE, Schema
 from tests.cluster.images import redis_image
 from tests.cluster.kubernetes import CHART, Cluster, Object, Release, namespace
+from tests.cluster.side_by_side import asked_for, side_by_side
 
 CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
 DEMO = "/app/models/demo"
@@ -38,6 +41,7 @@ OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes
     },
 }
 KEY = "sk-of-the-cluster-tests"
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,20 +109,33 @@ def test_the_api_server_admits_it(cluster: Cluster, name: str, proved: Callable[
     proved(f"{name}: {len(said.splitlines())} objects admitted without a warning ({', '.join(kinds)})")
 
 
-@pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
-def test_it_starts_with_what_the_machine_has(cluster: Cluster, space: str, name: str, proved: Callable[[str], None]) -> None:
-    """Everything of the file but GPUs, its images' registry, its volumes and its models, which are the demo model."""
+@pytest.fixture(scope="module")
+def starts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[str]]]:
+    names = asked_for(request, test_it_starts_with_what_the_machine_has.__name__)
+    with side_by_side({name: partial(start, cluster, name) for name in names}) as running:
+        yield running
+
+
+def start(cluster: Cluster, name: str) -> str:
+    """Installs a file, asks each of its models, and says how long it took to be up."""
     values = yaml.safe_load(CI[name].read_text())
-    release = Release(cluster, "rootstock", space, (CI[name],))
-    prepare(release, values)
-    begun = time.monotonic()
-    release.install(overlay(name, values))
-    took = time.monotonic() - begun
-    models = [each["name"] for each in values["models"]]
-    for model in models:
-        answer = ask(release, model, bool(values.get("auth", {}).get("apiKeysSecret")))
-        assert answer == "17 + 25 = 42.", (model, answer)
-    proved(f"{name}: up after {took:.0f} s, {' and '.join(models)} answered")
+    with namespace(cluster, f"started-{name}") as space:
+        release = Release(cluster, "rootstock", space, (CI[name],))
+        prepare(release, values)
+        begun = time.monotonic()
+        release.install(overlay(name, values))
+        took = time.monotonic() - begun
+        models = [each["name"] for each in values["models"]]
+        for model in models:
+            answer = ask(release, model, bool(values.get("auth", {}).get("apiKeysSecret")))
+            assert answer == "17 + 25 = 42.", (model, answer)
+    return f"{name}: up after {took:.0f} s, {' and '.join(models)} answered"
+
+
+@pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
+def test_it_starts_with_what_the_machine_has(name: str, starts: Mapping[str, Future[str]], proved: Callable[[str], None]) -> None:
+    """Everything of the file but GPUs, its images' registry, its volumes and its models, which are the demo model."""
+    proved(starts[name].result())
 
 
 def overlay(name: str, values: Object) -> Object:

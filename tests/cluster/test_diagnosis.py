@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
+from tests.cluster.conftest import BASE
+from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release, namespace
+from tests.cluster.side_by_side import asked_for, side_by_side
 
-ONE: Object = {"worker": {"replicas": 1}, "tests": {"patienceSeconds": 90}}
+LITTLE: Object = {"resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}}
+ONE: Object = {"worker": {"replicas": 1, **LITTLE}, "tests": {"patienceSeconds": 90}}
 PATIENT_S = "240s"
 pytestmark = pytest.mark.timeout(900)
 
@@ -113,40 +117,48 @@ BROKEN: dict[str, Broken] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def operator(cluster: Cluster) -> None:
+WELL = "well"
+FAULTS = {WELL: Broken("", "", ""), **BROKEN}
+Diagnoses = Mapping[str, Future[tuple[bool, str]]]
+
+
+@pytest.fixture(scope="module")
+def diagnoses(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Diagnoses]:
     if cluster.local:
         cluster.addon("prometheus")
+    names = [WELL, *asked_for(request, test_a_broken_one_is_told_what_is_wrong.__name__)]
+    with side_by_side({name: partial(diagnosis, cluster, name) for name in names}) as running:
+        yield running
 
 
-def tested(release: Release) -> tuple[bool, str]:
-    """Whether `helm test` passes, and what the diagnosis says."""
-    name = f"{release.name}-test-diagnosis"
-    try:
-        release.cluster.helm("test", release.name, "-n", release.namespace, "--timeout", PATIENT_S, "--filter", f"name={name}")
-        passed = True
-    except CommandFailed:
-        passed = False
-    return passed, release.kubectl("logs", name)
+def diagnosis(cluster: Cluster, name: str) -> tuple[bool, str]:
+    """Whether `helm test` passes on an installation with this fault, and what it says."""
+    fault = FAULTS[name]
+    with namespace(cluster, f"install-{name.lower().replace(' ', '-')}") as space:
+        release = Release(cluster, "rootstock", space, BASE)
+        fault.before(release)
+        release.install(merged(ONE, fault.values), wait=name == WELL or fault.after is not Broken.after)
+        fault.after(release)
+        job = f"{release.name}-test-diagnosis"
+        try:
+            cluster.helm("test", release.name, "-n", space, "--timeout", PATIENT_S, "--filter", f"name={job}")
+            passed = True
+        except CommandFailed:
+            passed = False
+        return passed, release.kubectl("logs", job)
 
 
-def test_an_installation_that_is_well(install: Install, proved: Callable[[str], None]) -> None:
-    release = install(ONE)
-    passed, report = tested(release)
+def test_an_installation_that_is_well(diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
+    passed, report = diagnoses[WELL].result()
     assert passed, report
     assert "BROKEN" not in report and "unknown" not in report, report
     proved(f"helm test finds nothing: {report.strip().splitlines()[-1]}")
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_one_is_told_what_is_wrong(
-    name: str, cluster: Cluster, install: Install, space: str, proved: Callable[[str], None]
-) -> None:
+def test_a_broken_one_is_told_what_is_wrong(name: str, diagnoses: Diagnoses, proved: Callable[[str], None]) -> None:
     fault = BROKEN[name]
-    fault.before(Release(cluster, "rootstock", space, ()))
-    release = install(merged(ONE, fault.values), wait=fault.after is not Broken.after)
-    fault.after(release)
-    passed, report = tested(release)
+    passed, report = diagnoses[name].result()
     assert not passed, report
     lines = report.splitlines()
     found = [at for at, line in enumerate(lines) if line.split()[1:2] == [fault.check] and fault.said in line]
