@@ -47,6 +47,7 @@
 {{- end }}
 {{- with include "rootstock.controlEnv" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "rootstock.redisEnv" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "rootstock.tiers.env" . }}{{ . | nindent 0 }}{{ end }}
 {{- end }}
 
 {{- define "rootstock.worker.resources" -}}
@@ -160,6 +161,7 @@ containers:
         mountPath: /etc/rootstock/kv-tls
         readOnly: true
       {{- end }}
+      {{- include "rootstock.tiers.mounts" . | indent 6 }}
 volumes:
   {{- include "rootstock.tmpVolume" . | nindent 2 }}
   {{- include "rootstock.tls.volume" . | indent 2 }}
@@ -177,4 +179,5 @@ volumes:
     secret:
       secretName: {{ .values.kvTlsSecret }}
   {{- end }}
+  {{- include "rootstock.tiers.volumes" . | indent 2 }}
 {{- end }}
