@@ -15,6 +15,7 @@ from services.worker.core.contracts.messages import ErrorCode, Finish, FinishRea
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.transfers import Tier
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
@@ -72,7 +73,8 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
-        self.index: set[bytes] = set()
+        self.index: set[bytes] = set()  # blocks on the device, as told
+        self.below: dict[bytes, Tier] = {}  # and in tiers below it alone
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
@@ -280,10 +282,16 @@ class Engine:
     def _check_index(self, nodes: Sequence[TreeNode]) -> None:
         """Whoever follows the events knows which whole blocks are cached."""
         events = self.core.take_cache_events()
-        if events is not None:
-            before = set() if events.cleared else self.index
-            assert not before & set(events.stored) and not set(events.removed) - before
-            self.index = before - set(events.removed) | set(events.stored)
+        while events is not None:
+            if events.cleared:
+                self.index, self.below = set(), {}
+            told = {Tier.DEVICE: events.stored, Tier.HOST: events.host, Tier.STORAGE: events.storage, None: events.removed}
+            assert not self.index & set(events.stored) and not set(events.removed) - self.index - self.below.keys()
+            assert len({name for names in told.values() for name in names}) == sum(map(len, told.values()))
+            self.index = self.index - {*events.removed, *events.host, *events.storage} | set(events.stored)
+            self.below = {name: tier for name, tier in self.below.items() if name not in {*events.stored, *events.removed}}
+            self.below |= {name: tier for tier in (Tier.HOST, Tier.STORAGE) for name in told[tier]}
+            events = self.core.take_cache_events()
         assert self.index == {name for node in nodes for name in node.blocks}
 
     def _commit(self) -> None:
