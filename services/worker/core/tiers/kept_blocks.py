@@ -7,7 +7,7 @@ block is known while they have one of its pages. Single owner: Tiers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
@@ -24,7 +24,7 @@ class KeptBlocks:
     at once. revision: of the weights."""
 
     def __init__(
-        self, events: CacheEventLog, host: Collection[bytes], stored: Collection[bytes], page_size: int, revision: str
+        self, events: CacheEventLog, host: Container[bytes], stored: Container[bytes], page_size: int, revision: str
     ) -> None:
         self._events, self._host, self._stored, self._page_size = events, host, stored, page_size
         self._weights = _weights(revision)

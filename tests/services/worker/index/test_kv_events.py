@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -137,9 +138,9 @@ def moved(names: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> list[Bl
     return [BlockMove(name, None, tier) for name in names]
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def run(test: Callable[[], Awaitable[None]], limit_s: float = 30) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(limit_s):
             await test()
 
     asyncio.run(limited())
@@ -558,6 +559,60 @@ def test_a_worker_process_tells_of_the_prompts_it_has_cached(server: RedisServer
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: RedisServer, tmp_path: Path) -> None:
+    """Before anybody asks it for anything; what is read again is its device's."""
+    port, metrics_port = free_ports(2)
+    argv = [sys.executable, "-m", "services.worker", "--executor", "cpu", "--model", str(DEMO), "--port", str(port)]
+    argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--grammar-workers", "0", "--worker-id", "w"]
+    argv += ["--max-total-tokens", "1024", "--enable-hierarchical-cache", "--hicache-size", "1"]
+    argv += ["--hicache-storage-backend", "file", "--hicache-storage-dir", str(tmp_path / "kv")]
+    prompt = list(range(1, 202))
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def started() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+
+    def there(generation: int, tier: BlockTier) -> set[bytes]:
+        return set(server.client.smembers(own_key("w", generation, tier)))
+
+    def is_stored() -> bool:
+        return re.search(r"^sglang:backuped_tokens_total{.*} 192.0$", metrics(metrics_port), re.MULTILINE) is not None
+
+    async def life(asks: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
+        """From a start to a kill. What it is, and its prompt's blocks."""
+        processes.append(started())
+        often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=often) as channel:
+            call = worker_pb2_grpc.WorkerStub(channel).Generate(wait_for_ready=True)
+            info = (await call.read()).hello
+            names = set(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), prompt)))
+            if not asks:
+                await until(lambda: there(info.generation, BlockTier.STORAGE) == names, seconds=30)
+                assert not there(info.generation, BlockTier.DEVICE)
+            submit = worker_pb2.Submit(handle=1, request_id="1", prompt_ids=prompt)
+            submit.sampling.max_new_tokens = 2
+            await call.write(worker_pb2.GenerateRequest(submits=[submit]))
+            await until(lambda: there(info.generation, BlockTier.DEVICE) == names, seconds=30)
+            await until(lambda: not asks or is_stored(), seconds=30)
+            assert not there(info.generation, BlockTier.STORAGE)
+            call.cancel()
+        processes[-1].kill()
+        await asyncio.to_thread(processes[-1].wait)
+        return info, names
+
+    async def body() -> None:
+        first, names = await life(asks=True)
+        second, again = await life(asks=False)
+        assert names == again and len(names) == 3 and first.generation != second.generation
+
+    try:
+        run(body, limit_s=240)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_worker_process_names_its_blocks_by_the_weights_that_it_has(server: RedisServer, tmp_path: Path) -> None:
