@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from services.shared.index.block_tier import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.contracts.transfers import Tier
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
@@ -74,7 +74,7 @@ class Engine:
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
         self.index: set[bytes] = set()  # blocks on the device, as told
-        self.below: dict[bytes, Tier] = {}  # and in tiers below it alone
+        self.below: dict[bytes, BlockTier] = {}  # and in tiers below it alone
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
@@ -285,12 +285,17 @@ class Engine:
         while events is not None:
             if events.cleared:
                 self.index, self.below = set(), {}
-            told = {Tier.DEVICE: events.stored, Tier.HOST: events.host, Tier.STORAGE: events.storage, None: events.removed}
+            told = {
+                BlockTier.DEVICE: events.stored,
+                BlockTier.HOST: events.host,
+                BlockTier.STORAGE: events.storage,
+                None: events.removed,
+            }
             assert not self.index & set(events.stored) and not set(events.removed) - self.index - self.below.keys()
             assert len({name for names in told.values() for name in names}) == sum(map(len, told.values()))
             self.index = self.index - {*events.removed, *events.host, *events.storage} | set(events.stored)
             self.below = {name: tier for name, tier in self.below.items() if name not in {*events.stored, *events.removed}}
-            self.below |= {name: tier for tier in (Tier.HOST, Tier.STORAGE) for name in told[tier]}
+            self.below |= {name: tier for tier in (BlockTier.HOST, BlockTier.STORAGE) for name in told[tier]}
             events = self.core.take_cache_events()
         assert self.index == {name for node in nodes for name in node.blocks}
 

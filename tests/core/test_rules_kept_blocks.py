@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.shared.index.block_tier import BlockTier
 from services.worker.core.contracts.transfers import UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Tier, WritePolicy
 from services.worker.core.kv import cache_events
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
@@ -59,10 +60,10 @@ def test_a_block_goes_down_the_tiers_and_comes_back(page_size: int) -> None:
     assert engine.index == set(names) and not engine.below, "it is told of where it is fastest"
     engine.core.flush_cache()
     engine.check()
-    assert not engine.index and engine.below == dict.fromkeys(names, Tier.HOST)
+    assert not engine.index and engine.below == dict.fromkeys(names, BlockTier.HOST)
     engine.core.flush_tiers((Tier.HOST,))
     engine.check()
-    assert engine.below == dict.fromkeys(names, Tier.STORAGE)
+    assert engine.below == dict.fromkeys(names, BlockTier.STORAGE)
     assert ask(engine, 1, prompt(0))[Tier.STORAGE] > 0
     assert engine.index == set(names) and not engine.below
     engine.core.flush_cache()
@@ -77,7 +78,7 @@ def test_eviction_makes_a_block_the_hosts() -> None:
         ask(engine, number, prompt(number))
     assert engine.core.stats().lost_pages_total == 0
     gone = set(names_of(prompt(0)))
-    assert gone.isdisjoint(engine.index) and {engine.below[name] for name in gone} == {Tier.HOST}
+    assert gone.isdisjoint(engine.index) and {engine.below[name] for name in gone} == {BlockTier.HOST}
     assert ask(engine, 9, prompt(0))[Tier.HOST] == 256
     assert gone <= engine.index and gone.isdisjoint(engine.below)
 
@@ -93,7 +94,12 @@ def test_a_block_is_as_slow_as_its_slowest_page() -> None:
     assert tiers is not None
     in_host = [sum(key in tiers._host for key in block.keys) for operation in stored(engine)[:2] for block in operation.blocks]
     assert in_host[:4] == [4, 4, 2, 0]
-    assert [engine.below[name] for name in names_of(prompt(0))] == [Tier.HOST, Tier.HOST, Tier.STORAGE, Tier.STORAGE]
+    assert [engine.below[name] for name in names_of(prompt(0))] == [
+        BlockTier.HOST,
+        BlockTier.HOST,
+        BlockTier.STORAGE,
+        BlockTier.STORAGE,
+    ]
 
 
 def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
@@ -106,7 +112,7 @@ def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
     engine.core.ended(Fact(UNASKED, dropped=(keys[5],)), engine.now)
     engine.check()
     names = names_of(prompt(0))
-    assert engine.below == {name: Tier.STORAGE for at, name in enumerate(names) if at != 1}
+    assert engine.below == {name: BlockTier.STORAGE for at, name in enumerate(names) if at != 1}
 
 
 def test_other_weights_take_the_names_with_them() -> None:
@@ -139,7 +145,7 @@ class TestARestart:
         assert not second.below, "keys alone say nothing"
         second.core.ended(Fact(UNASKED, blocks=blocks), 0.0)
         second.check()
-        assert second.below == dict.fromkeys(names_of(prompt(0), "mine"), Tier.STORAGE)
+        assert second.below == dict.fromkeys(names_of(prompt(0), "mine"), BlockTier.STORAGE)
         assert ask(second, 0, prompt(0), salt="mine")[Tier.STORAGE] == 256
 
     def test_names_of_other_weights_or_of_pages_that_are_gone_are_nobodys(self) -> None:
@@ -151,16 +157,16 @@ class TestARestart:
         second.core.ended(Fact(UNASKED, stored=tuple(held)), 0.0)
         second.core.ended(Fact(UNASKED, blocks=(other, *blocks[1:])), 0.0)
         second.check()
-        assert second.below == {blocks[3].name: Tier.STORAGE}
+        assert second.below == {blocks[3].name: BlockTier.STORAGE}
         second.core.ended(Fact(UNASKED, stored=(blocks[2].keys[0],)), 0.0)
         second.check()
-        assert second.below == {blocks[2].name: Tier.STORAGE, blocks[3].name: Tier.STORAGE}, "a part was there"
+        assert second.below == {blocks[2].name: BlockTier.STORAGE, blocks[3].name: BlockTier.STORAGE}, "a part was there"
 
     def test_it_is_told_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_events, "MOST_TOLD", 3)
         log = CacheEventLog(16, chained, str.encode)
         for number in range(8):
-            log.below(bytes([number]), Tier.STORAGE)
+            log.below(bytes([number]), BlockTier.STORAGE)
         pieces = []
         while log.has_more:
             pieces.append(log.take())
@@ -203,7 +209,7 @@ def test_what_is_told_is_where_it_is(happens: list[Any], page_size: int, policy:
         assert {name for name in expected if name not in engine.index} == engine.below.keys(), "what can be read is told"
 
 
-def slowest(tiers: Any, keys: list[bytes], page_size: int) -> Tier | None:
+def slowest(tiers: Any, keys: list[bytes], page_size: int) -> BlockTier | None:
     if not keys or not all(key in tiers._host or key in tiers._stored for key in keys):
         return None
-    return Tier.HOST if all(key in tiers._host for key in keys) else Tier.STORAGE
+    return BlockTier.HOST if all(key in tiers._host for key in keys) else BlockTier.STORAGE

@@ -36,6 +36,11 @@ def reads(link: AnyLink, layout: bytes) -> bool:
     return link.info is not None and link.info.role == DECODE and link.info.kv_layout == layout
 
 
+def _share(value: float) -> float:
+    """Within 0 and 1, whatever a worker says: 0 for what is no number."""
+    return min(1.0, max(0.0, value))
+
+
 class PromptBlocks:
     """Names of a prompt's full blocks in the prefix index, made when routing first asks for them."""
 
@@ -203,8 +208,8 @@ class ModelPool(Generic[C]):
         load = link.load
         if load is not None:
             columns.loras[row] = frozenset(load.loras)
-            columns.host_saves[row] = load.host_saves if load.HasField("host_saves") else HOST_SAVES
-            columns.storage_saves[row] = load.storage_saves if load.HasField("storage_saves") else STORAGE_SAVES
+            columns.host_saves[row] = _share(load.host_saves) if load.HasField("host_saves") else HOST_SAVES
+            columns.storage_saves[row] = _share(load.storage_saves) if load.HasField("storage_saves") else STORAGE_SAVES
         columns.owner[row] = self._owner_of(link)
         if link.crowded_until <= now:
             link.crowded_until = 0.0

@@ -1,4 +1,4 @@
-"""Where a worker has a block of the prefix index: in which tier its slowest page lies."""
+"""Where a worker has a block of the prefix index: in which tier its slowest page lies. Pure: the scheduler core uses it too."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from services.worker.core.contracts.transfers import Tier
+from services.shared.index.block_tier import BlockTier
 from services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
@@ -50,8 +50,8 @@ class CacheEventLog:
         self._root_hash = root_hash
         self._cleared = False
         self._held: Counter[bytes] = Counter()  # edges that hold a block: more than one where pages are larger than blocks
-        self._below: dict[bytes, Tier] = {}  # blocks that are whole in the tiers below, and in which
-        self._changed: dict[bytes, Tier | None] = {}  # what was told last of blocks that have changed since, None: nothing
+        self._below: dict[bytes, BlockTier] = {}  # blocks that are whole in the tiers below, and in which
+        self._changed: dict[bytes, BlockTier | None] = {}  # what was told last of blocks that have changed since, None: nothing
 
     @property
     def has_more(self) -> bool:
@@ -85,7 +85,7 @@ class CacheEventLog:
             self._changes(name)
             del self._held[name]
 
-    def below(self, name: bytes, tier: Tier | None) -> None:
+    def below(self, name: bytes, tier: BlockTier | None) -> None:
         """The slowest tier below the device that a page of the block lies in; None: they do not have all of it."""
         if self._below.get(name) is tier:
             return
@@ -95,7 +95,7 @@ class CacheEventLog:
         else:
             self._below[name] = tier
 
-    def tier_below(self, name: bytes) -> Tier | None:
+    def tier_below(self, name: bytes) -> BlockTier | None:
         """As below() was last told."""
         return self._below.get(name)
 
@@ -120,7 +120,7 @@ class CacheEventLog:
 
     def take(self) -> CacheEvents | None:
         """What has happened since the last call: of very much the first part. None: nothing."""
-        told: dict[Tier | None, list[bytes]] = {Tier.DEVICE: [], Tier.HOST: [], Tier.STORAGE: [], None: []}
+        told: dict[BlockTier | None, list[bytes]] = {BlockTier.DEVICE: [], BlockTier.HOST: [], BlockTier.STORAGE: [], None: []}
         count = 0
         for name in list(islice(self._changed, MOST_TOLD)):
             tier = self._tier(name)
@@ -130,11 +130,13 @@ class CacheEventLog:
         if not (self._cleared or count):
             return None
         cleared, self._cleared = self._cleared, False
-        stored, removed, host, storage = (tuple(told[tier]) for tier in (Tier.DEVICE, None, Tier.HOST, Tier.STORAGE))
+        stored, removed, host, storage = (
+            tuple(told[tier]) for tier in (BlockTier.DEVICE, None, BlockTier.HOST, BlockTier.STORAGE)
+        )
         return CacheEvents(cleared, stored, removed, host, storage)
 
-    def _tier(self, name: bytes) -> Tier | None:
-        return Tier.DEVICE if name in self._held else self._below.get(name)
+    def _tier(self, name: bytes) -> BlockTier | None:
+        return BlockTier.DEVICE if name in self._held else self._below.get(name)
 
     def _changes(self, name: bytes) -> None:
         """Called before it does."""

@@ -11,7 +11,8 @@ from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
-from services.worker.core.contracts.transfers import KeptBlock, Tier
+from services.shared.index.block_tier import BlockTier
+from services.worker.core.contracts.transfers import KeptBlock
 from services.worker.core.kv.cache_events import BLOCK_TOKENS, CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
 
@@ -95,13 +96,13 @@ class KeptBlocks:
         if tier is None and not self._is_anywhere(keys):
             self._forget(name)
 
-    def _tier(self, keys: tuple[bytes, ...]) -> Tier | None:
-        tier = Tier.HOST
+    def _tier(self, keys: tuple[bytes, ...]) -> BlockTier | None:
+        tier = BlockTier.HOST
         for key in keys:
             if key not in self._host:
                 if key not in self._stored:
                     return None
-                tier = Tier.STORAGE
+                tier = BlockTier.STORAGE
         return tier
 
     def _is_anywhere(self, keys: tuple[bytes, ...]) -> bool:
