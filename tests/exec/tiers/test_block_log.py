@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.core.contracts.transfers import KeptBlock
+from services.worker.core.tiers.page_keys import KEY_BYTES
 from services.worker.exec.tiers import block_log
 from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.disk import Disk
@@ -17,8 +18,8 @@ IDENTITY = bytes(range(32))
 
 
 def block(number: int, pages: int = 4) -> KeptBlock:
-    keys = tuple(number.to_bytes(4, "big") + page.to_bytes(28, "big") for page in range(pages))
-    return KeptBlock(number.to_bytes(8, "big"), b"revision", keys)
+    keys = tuple(number.to_bytes(4, "big") + page.to_bytes(KEY_BYTES - 4, "big") for page in range(pages))
+    return KeptBlock(b"name%04d" % number, b"revision", keys)
 
 
 BLOCKS = [block(1), block(2, 1), block(3, 64), block(4)]
@@ -84,11 +85,16 @@ def test_pages_that_are_gone_and_other_identities_have_no_names(tmp_path: Path) 
     assert found(tmp_path, BLOCKS) == [], "the file is that one's"
 
 
-def test_clearing_leaves_nothing(tmp_path: Path) -> None:
-    log = log_of(tmp_path, BLOCKS)
+def test_names_of_deleted_pages_are_not_in_the_file(tmp_path: Path) -> None:
+    held = list(BLOCKS)
+    log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
     log.append(BLOCKS)
-    log.clear()
-    log.append([BLOCKS[1]])
+    del held[1:3]
+    log.sweep()
+    assert BLOCKS[1].name not in (tmp_path / "blocks").read_bytes()
+    held[:] = BLOCKS[1:2]
+    log.append(held)
+    log.sweep()
     log.close()
     assert found(tmp_path, BLOCKS) == [BLOCKS[1]]
 
@@ -121,7 +127,7 @@ def test_a_full_disk_costs_names_and_nothing_else(tmp_path: Path, monkeypatch: p
     log.append(BLOCKS[:1])
     disk.full = True
     log.append(BLOCKS[1:2])
-    log.clear()
+    log.sweep()
     disk.full = False
     log.append(BLOCKS[2:3])
     log.close()

@@ -66,10 +66,10 @@ class BlockLog:
         except OSError as error:
             self._failed(error)
 
-    def clear(self) -> None:
-        """The store is empty."""
+    def sweep(self) -> None:
+        """Pages were deleted: what only they had the tokens of has no name here any more."""
         try:
-            self._rewrite([])
+            self._rewrite(self._counting(self._found()))
         except OSError as error:
             self._failed(error)
 

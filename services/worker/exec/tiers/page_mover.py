@@ -242,7 +242,7 @@ class PageMover:
         except Exception:  # of any kind: what is there has a name that nobody knows any more, or is cleared later
             logger.exception("the storage was not cleared")
         if self._log is not None:
-            self._log.clear()
+            self._log.sweep()
         for at in range(0, len(gone), FACT_KEYS):
             self._facts.put(Fact(UNASKED, dropped=gone[at : at + FACT_KEYS]))
         self.on_fact()
