@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from services.worker.core.contracts.transfers import UNASKED, Fact, KeptBlock, O
 from services.worker.core.kv import cache_events
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from tests.core import harness
 from tests.core.harness import Engine, chained, slow, small
 
 PAGE_SIZES = pytest.mark.parametrize("page_size", [4, 16, 64, 128, 48])
@@ -113,6 +115,18 @@ def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
     engine.check()
     names = names_of(prompt(0))
     assert engine.below == {name: BlockTier.STORAGE for at, name in enumerate(names) if at != 1}
+
+
+def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, tells_storage=False))
+    engine = tiered(has_storage=True)
+    ask(engine, 0, prompt(0))
+    engine.core.flush_cache()
+    engine.check()
+    assert len(engine.below) == 4 and set(engine.below.values()) == {BlockTier.HOST}
+    engine.core.flush_tiers((Tier.HOST,))
+    engine.check()
+    assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "it is there"
 
 
 def test_other_weights_take_the_names_with_them() -> None:

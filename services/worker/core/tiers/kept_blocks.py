@@ -57,10 +57,11 @@ class KeptBlocks:
     def named(self, blocks: Iterable[KeptBlock]) -> None:
         """Some of their pages are in a tier. Those of other weights are nobody's."""
         for block in blocks:
-            if block.weights == self._weights:
-                if block.name not in self._keys:
-                    self._add(block.name, block.keys)
-                self._tell(block.name)
+            if block.weights != self._weights or not self._is_anywhere(block.keys):
+                continue
+            if block.name not in self._keys:
+                self._add(block.name, block.keys)
+            self._tell(block.name)
 
     def changed(self, keys: Iterable[bytes]) -> None:
         """A tier has got or lost these pages."""
