@@ -117,6 +117,15 @@ def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
     assert engine.below == {name: BlockTier.STORAGE for at, name in enumerate(names) if at != 1}
 
 
+def test_a_block_whose_last_page_the_host_does_not_take_is_not_there() -> None:
+    """One prompt may have fifteen of its pages, and the fourth block ends with the sixteenth."""
+    engine = tiered(host_pages=30)
+    ask(engine, 0, prompt(0))
+    engine.core.flush_cache()
+    engine.check()
+    assert engine.below == dict.fromkeys(names_of(prompt(0))[:3], BlockTier.HOST)
+
+
 def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, tells_storage=False))
     engine = tiered(has_storage=True)

@@ -79,7 +79,7 @@ CORE = (
     *of(
         "core",
         "services/worker/core/kv/cache_events.py",
-        ("if self._changed.pop(name) is not tier:", "if self._changed.pop(name) is not None or tier is not None:"),
+        ("if self._changed.pop(name) is not tier:", "if self._changed.pop(name) is not tier or tier is None:"),
         ("self._cleared = True\n        self._changed", "self._changed"),
         only="test_rules_cache",
     ),
