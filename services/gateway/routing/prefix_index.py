@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from services.shared.index.block_tier import BlockTier
 
+_DEVICE = int(BlockTier.DEVICE)  # members of an enum are slow to compare, millions of times
 _Shards = list[dict[bytes, int]]  # masks, by a hash's first byte
 _SHARDS = 256  # one dict of millions would stop the event loop for tens of ms whenever it is resized
 
@@ -54,7 +55,7 @@ class PrefixIndex:
     def __init__(self, max_speculative: int = 1_000_000) -> None:
         """max_speculative: blocks (times owners) remembered for what was just routed; the oldest go first."""
         self._tiers: list[_Shards] = [[{} for _ in range(_SHARDS)] for _ in BlockTier]
-        self._shards = self._tiers[BlockTier.DEVICE]
+        self._shards = self._tiers[_DEVICE]
         self._num_below = 0  # blocks times owners that are confirmed below the device
         self._live = 0
         self._owners: list[_Owner] = []  # by number; a retired one stays until its number is given out again
@@ -107,7 +108,7 @@ class PrefixIndex:
 
     def stored(self, owner: int, hashes: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> None:
         """They are there, and in no other tier of the owner's. Raises KeyError for an owner that is not live."""
-        record, level, below = self._of(owner), int(tier), tier is not BlockTier.DEVICE
+        record, level, added = self._of(owner), int(tier), 0
         shards, bit, held, until = self._tiers[level], record.bit, record.held, record.until
         for block in hashes:
             before = held.get(block)
@@ -116,18 +117,20 @@ class PrefixIndex:
                 masks = shards[block[0]]
                 mask = masks.get(block)
                 masks[block] = bit if mask is None else mask | bit
-                self._num_below += below
+                added += 1
                 if before is not None:
                     self._leave(record, block, before)
-            if not below:
+            if level == _DEVICE:
                 until.pop(block, None)  # known by now: its removal must count at once
+        self._num_below += added if level != _DEVICE else 0
 
     def removed(self, owner: int, hashes: Iterable[bytes]) -> None:
         """Speculation about the same blocks stays: who was just routed there will compute them anew. Raises KeyError."""
         record = self._of(owner)
+        held = record.held
         for block in hashes:
-            if (tier := record.held.pop(block, None)) is not None:
-                self._leave(record, block, tier)
+            if (level := held.pop(block, None)) is not None:
+                self._leave(record, block, level)
 
     def held(self, owner: int) -> int:
         """Number of confirmed blocks, in any tier; 0 for one that is not live."""
@@ -155,7 +158,7 @@ class PrefixIndex:
             while (until or held) and done < budget:
                 if until:
                     block = until.popitem()[0]
-                    if held.get(block) != BlockTier.DEVICE:
+                    if held.get(block) != _DEVICE:
                         self._clear(block, record.bit)
                 else:
                     self._leave(record, *held.popitem())
@@ -200,22 +203,27 @@ class PrefixIndex:
     def reach(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """int64[tiers, num_owners]: leading blocks that each live owner has in a BlockTier or a faster one: no row has less than
         the one before it. One row, of the device, where nobody has any below."""
-        device = self.match(hashes)
         if not self._num_below:
-            return device[np.newaxis]
-        to_host = (self._mask(block, BlockTier.HOST) for block in hashes)
-        to_storage = (self._mask(block, BlockTier.STORAGE) for block in hashes)
-        return np.stack([device, self._leading(to_host, len(hashes)), self._leading(to_storage, len(hashes))])
-
-    def _mask(self, block: bytes, slowest: BlockTier) -> int:
-        """Of owners that have it in that tier or a faster one."""
-        mask = 0
-        for shards in self._tiers[: slowest + 1]:
-            mask |= shards[block[0]].get(block, 0)
-        return mask
+            return self.match(hashes)[np.newaxis]
+        device, host, storage = self._tiers
+        found: tuple[list[int], list[int], list[int]] = [], [], []
+        left = self._live
+        for block in hashes:
+            at = block[0]
+            mask = device[at].get(block, 0)
+            found[0].append(mask)
+            mask |= host[at].get(block, 0)
+            found[1].append(mask)
+            mask |= storage[at].get(block, 0)
+            found[2].append(mask)
+            left &= mask
+            if not left:
+                break
+        return np.stack([self._leading(masks, len(hashes)) for masks in found])
 
     def _leading(self, found: Iterable[int], count: int) -> NDArray[np.int64]:
-        """int64[num_owners]: of how many of the first blocks each live owner is in the mask. found: the masks, so many."""
+        """int64[num_owners]: of how many of the first blocks each live owner is in the mask. found: the masks of `count` blocks,
+        or of as many as leave somebody."""
         masks: list[int] = []  # owners that got no further than
         reached: list[int] = []  # so many blocks
         before = self._live
@@ -240,14 +248,16 @@ class PrefixIndex:
     def _is_live(self, owner: int) -> bool:
         return 0 <= owner < len(self._owners) and self._owners[owner].live
 
-    def _leave(self, owner: _Owner, block: bytes, tier: int) -> None:
+    def _leave(self, owner: _Owner, block: bytes, level: int) -> None:
         """It is no longer confirmed there."""
-        self._num_below -= tier != BlockTier.DEVICE
-        if tier != BlockTier.DEVICE or block not in owner.until:
-            self._clear(block, owner.bit, tier)
+        if level != _DEVICE:
+            self._num_below -= 1
+        elif block in owner.until:
+            return
+        self._clear(block, owner.bit, level)
 
-    def _clear(self, block: bytes, bit: int, tier: int = BlockTier.DEVICE) -> None:
-        masks = self._tiers[tier][block[0]]
+    def _clear(self, block: bytes, bit: int, level: int = _DEVICE) -> None:
+        masks = self._tiers[level][block[0]]
         mask = masks[block]
         if mask == bit:
             del masks[block]
@@ -270,7 +280,7 @@ class PrefixIndex:
         extended = []
         for block in route.hashes:
             end = ends.pop(block, None)
-            if end is None or (end <= now and held.get(block) == BlockTier.DEVICE):
+            if end is None or (end <= now and held.get(block) == _DEVICE):
                 continue
             if end > now:
                 ends[block] = end
