@@ -734,6 +734,7 @@ WORKERS: dict[str, Case] = {
             },
             WORKER: {
                 POD + "volumes kv= emptyDir sizeLimit": "8467108864",
+                container("worker", "resources requests ephemeral-storage"): "8467108864",
                 container("worker", "volumeMounts kv= mountPath"): "/var/lib/rootstock/kv",
                 container("worker", "env ROOTSTOCK_HICACHE_STORAGE_URL="): ABSENT,
             },
@@ -744,6 +745,7 @@ WORKERS: dict[str, Case] = {
         {
             f"StatefulSet/{FULL}-worker-demo": {
                 POD + "volumes kv=": ABSENT,
+                container("worker", "resources requests ephemeral-storage"): ABSENT,
                 container("worker", "volumeMounts kv= mountPath"): "/var/lib/rootstock/kv",
                 "spec volumeClaimTemplates 0 metadata name": "kv",
                 "spec volumeClaimTemplates 0 spec storageClassName": "nvme",

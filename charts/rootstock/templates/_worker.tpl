@@ -56,6 +56,11 @@
 {{- if $gpus -}}
 {{- $_ := set $resources "limits" (set (default (dict) $resources.limits) .values.gpuResource $gpus) -}}
 {{- end -}}
+{{- $named := or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources) -}}
+{{- if and (eq (include "rootstock.tiers.files" .) "emptyDir") (not $named) -}}
+{{- $size := include "rootstock.tiers.fileBytes" . -}}
+{{- $_ := set $resources "requests" (set (default (dict) $resources.requests) "ephemeral-storage" $size) -}}
+{{- end -}}
 {{- $claims := list -}}
 {{- range .values.resourceClaims }}{{ $claims = append $claims (dict "name" .name) }}{{ end -}}
 {{- with $claims }}{{ $_ := set $resources "claims" . }}{{ end -}}
