@@ -235,6 +235,12 @@ def _prefill() -> Schema:
     )
 
 
+def _tiers() -> Schema:
+    files = {"sizeGB": integer(0), "claimSize": ref("quantity"), "storageClass": string(), "volume": ANY_OBJECT}
+    shared = {"secret": SECRET, "port": integer(1, 65535), "peers": array(ref("peer"))}
+    return closed({"hostGB": integer(0), "files": closed(files), "shared": closed(shared)})
+
+
 def _components() -> dict[str, Schema]:
     cpu = {"targetCPUPercent": integer(1, 100)}
     gateway = {
@@ -276,6 +282,7 @@ def _components() -> dict[str, Schema]:
         "cacheSize": ref("quantity"),
         "cacheStorageClass": string(),
         "cacheVolume": ANY_OBJECT,
+        "kvTiers": _tiers(),
         "kvTlsSecret": string(),
         "prefill": _prefill(),
     }

@@ -110,7 +110,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
-    events = CacheEventLog(info.page_size, block_hash, weights.tree_root) if publishes else None
+    own = settings.hicache_storage_backend != "redis"  # what others may read as well is no reason to come here
+    events = CacheEventLog(info.page_size, block_hash, weights.tree_root, tells_storage=own) if publishes else None
     keys = None
     if info.host_pages or info.reads_peers:
         secret = secrets.token_bytes(SECRET_BYTES) if moves.tiers is None else moves.tiers.secret

@@ -22,6 +22,7 @@ from services.worker.worker_id import worker_id
 logger = logging.getLogger(__name__)
 
 REDIS_PORT = 6379
+NAMES_FILE = "blocks"  # beside the pages whose blocks it names
 SECRET_FILE = "secret"  # beside the pages whose keys it makes
 GB = 10**9
 
@@ -46,11 +47,15 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
     folder = Path(settings.hicache_storage_dir, name)
     secret = _secret_of(folder) if storage else None
     open_storage = partial(_open, folder / "pages", settings.hicache_storage_size * GB) if secret else None
-    return _options(settings, open_storage, secret or secrets.token_bytes(SECRET_BYTES))
+    secret = secret or secrets.token_bytes(SECRET_BYTES)
+    return _options(settings, open_storage, secret, folder / NAMES_FILE if open_storage else None)
 
 
-def _options(settings: WorkerSettings, open_storage: OpenStore | None, secret: bytes) -> TierOptions:
-    return TierOptions(settings.hicache_ratio, settings.hicache_size * GB, open_storage, secret)
+def _options(
+    settings: WorkerSettings, open_storage: OpenStore | None, secret: bytes, names_file: Path | None = None
+) -> TierOptions:
+    names_file = names_file if settings.redis_url and settings.enable_prefix_index else None
+    return TierOptions(settings.hicache_ratio, settings.hicache_size * GB, open_storage, secret, names_file)
 
 
 def _shared(settings: WorkerSettings) -> TierOptions:

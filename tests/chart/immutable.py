@@ -33,6 +33,7 @@ NAMES = (
     "defaults",
     "two-models",
     "local-disks",
+    "tiers-in-claims",
     "leader-worker-set",
     "prefetch",
     "hpa",

@@ -722,6 +722,67 @@ WORKERS: dict[str, Case] = {
             WORKERS_KEDA: {"spec triggers 0 name": "backlog", "spec triggers 2 name": "token-usage"},
         },
     ),
+    "KV in memory, and in files that go with their pod": (
+        VARIANTS["tiers-in-files"],
+        {
+            f"ConfigMap/{FULL}-worker-demo": {
+                "data ROOTSTOCK_ENABLE_HIERARCHICAL_CACHE": "true",
+                "data ROOTSTOCK_HICACHE_SIZE": "2",
+                "data ROOTSTOCK_HICACHE_STORAGE_BACKEND": "file",
+                "data ROOTSTOCK_HICACHE_STORAGE_DIR": "/var/lib/rootstock/kv",
+                "data ROOTSTOCK_HICACHE_STORAGE_SIZE": "8",
+            },
+            WORKER: {
+                POD + "volumes kv= emptyDir sizeLimit": "8467108864",
+                container("worker", "resources requests ephemeral-storage"): "8467108864",
+                container("worker", "volumeMounts kv= mountPath"): "/var/lib/rootstock/kv",
+                container("worker", "env ROOTSTOCK_HICACHE_STORAGE_URL="): ABSENT,
+            },
+        },
+    ),
+    "KV in files of each pod's own claim": (
+        VARIANTS["tiers-in-claims"],
+        {
+            f"StatefulSet/{FULL}-worker-demo": {
+                POD + "volumes kv=": ABSENT,
+                container("worker", "resources requests ephemeral-storage"): ABSENT,
+                container("worker", "volumeMounts kv= mountPath"): "/var/lib/rootstock/kv",
+                "spec volumeClaimTemplates 0 metadata name": "kv",
+                "spec volumeClaimTemplates 0 spec storageClassName": "nvme",
+                "spec volumeClaimTemplates 0 spec resources requests storage": "10Gi",
+                "spec volumeClaimTemplates 1": ABSENT,
+                "spec persistentVolumeClaimRetentionPolicy whenScaled": "Retain",
+            },
+        },
+    ),
+    "a model and KV on claims": (
+        merged(VARIANTS["local-disks"], VARIANTS["tiers-in-claims"]),
+        {
+            f"StatefulSet/{FULL}-worker-demo": {
+                "spec volumeClaimTemplates 0 metadata name": "cache",
+                "spec volumeClaimTemplates 1 metadata name": "kv",
+                container("worker", "volumeMounts cache= mountPath"): "/cache",
+            },
+        },
+    ),
+    "KV that all workers share": (
+        VARIANTS["tiers-shared"],
+        {
+            title: {
+                POD + "volumes kv-storage= secret secretName": "kv",
+                container("worker", "volumeMounts kv-storage= mountPath"): "/etc/rootstock/kv-storage",
+                container("worker", "env ROOTSTOCK_HICACHE_STORAGE_URL= valueFrom secretKeyRef"): {"name": "kv", "key": "url"},
+            }
+            for title in (WORKER, PREFILL)
+        }
+        | {
+            f"ConfigMap/{FULL}-prefill-demo": {
+                "data ROOTSTOCK_HICACHE_STORAGE_BACKEND": "redis",
+                "data ROOTSTOCK_HICACHE_STORAGE_SECRET_FILE": "/etc/rootstock/kv-storage/secret",
+                "data ROOTSTOCK_HICACHE_STORAGE_DIR": ABSENT,
+            }
+        },
+    ),
     "a model's own workers": (
         VARIANTS["two-models"],
         {

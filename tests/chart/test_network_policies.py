@@ -126,6 +126,10 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
         merged(VARIANTS["apart"], {"networkPolicy": {"workerEgress": [{"ports": [{"port": 6380}]}]}}),
         WHOLE | OF_PREFILL | names("prefill") | {(source, ANY, 6380) for source in ("worker", "prefill")},
     ),
+    "KV is kept in a store that workers share": (
+        VARIANTS["tiers-shared"],
+        WHOLE | OF_PREFILL | names("prefill") | {(source, ANY, 6380) for source in ("worker", "prefill")},
+    ),
     "prompts are computed apart, with the control service": (
         merged(VARIANTS["apart"], {"auth": {"controlTokenSecret": "t"}, "worker": {"deletionCost": True}}),
         WHOLE

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
-import yaml
 
 from services.detokenizer.settings import DetokenizerSettings
 from services.gateway.config.settings import GatewaySettings
@@ -16,10 +14,9 @@ from services.worker.settings import WorkerSettings
 from tests.chart.kubelet import environment
 from tests.chart.laws import offences
 from tests.chart.pods import PodTemplate, pod, pods
-from tests.chart.release import NAMESPACE, REPO, Release, merged, render
+from tests.chart.release import NAMESPACE, Release, merged, render
 from tests.chart.variants import VARIANTS, model
 
-PAGE = REPO / "docs" / "kubernetes" / "values.md"
 SERVICES: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
     "tokenizer": TokenizerSettings,
@@ -194,13 +191,13 @@ def test_workers_of_two_kinds_know_theirs_and_gateways_find_both(monkeypatch: py
     assert gateway.workers == tuple(f"dns:///llm-rootstock-{each}.{NAMESPACE}.svc:7003" for each in ("worker", "prefill"))
 
 
-def test_values_of_the_page_have_workers_share_a_storage_by_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = [each for each in re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S) if "HICACHE" in each]
-    release = render(merged(VARIANTS["apart"], yaml.safe_load(block)))
+def test_workers_share_a_storage_by_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = render(VARIANTS["tiers-shared"])
     for component in ("worker", "prefill"):
         each = pod(release, component)
         loaded = settings_of(release, each, monkeypatch)
         assert isinstance(loaded, WorkerSettings)
+        assert loaded.enable_hierarchical_cache and (loaded.hicache_size, loaded.hicache_storage_backend) == (2, "redis")
         assert loaded.hicache_storage_url == AnySecret()["any"]["url"]
         (mount,) = [
             at for at in each.container()["volumeMounts"] if loaded.hicache_storage_secret_file.startswith(at["mountPath"])

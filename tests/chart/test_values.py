@@ -8,13 +8,19 @@ import pytest
 import yaml
 
 from tests.chart.release import CHART, merged, refusal, render, title
-from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, model, values_of
+from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, TIERS_MEMORY, model, values_of
 
 Values = dict[str, Any]
 
 
 def worker(**over: Any) -> Values:
     return {"worker": over}
+
+
+def tiers(host_gb: int, **over: Any) -> Values:
+    """Of 2 GB there is room for, and no more."""
+    parts = {key: over.pop(key) for key in ("files", "shared") if key in over}
+    return worker(**{"resources": TIERS_MEMORY, "kvTiers": {"hostGB": host_gb, **parts}, **over})
 
 
 def gateway(**over: Any) -> Values:
@@ -126,6 +132,37 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "tokenizers of nobody knows where": (
         merged(SHARED_CACHE, {**cache(fetchTokenizers=True), "models": CACHED}),
         "modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false.",
+    ),
+    "files of KV without memory": (tiers(0, files={"sizeGB": 8}), "by way of which it goes there. Set hostGB to 1 or more."),
+    "KV in files and elsewhere": (
+        tiers(2, files={"sizeGB": 8}, shared={"secret": "kv"}),
+        "files.sizeGB and shared.secret both say what is below the memory.",
+    ),
+    "a volume of no files": (tiers(2, files={"volume": {"emptyDir": {}}}), "kvTiers.files has a volume, and sizeGB is 0"),
+    "two volumes of files": (
+        tiers(2, kind="StatefulSet", files={"sizeGB": 8, "claimSize": "20Gi", "volume": {"emptyDir": {}}}),
+        "kvTiers.files.claimSize and volume both say where the files are.",
+    ),
+    "files that outlive who knows them": (
+        tiers(2, files={"sizeGB": 8, "volume": {"hostPath": {"path": "/mnt/nvme/kv"}}}),
+        "with worker.kind Deployment no later pod has that name, and nobody deletes the files. Set kind to StatefulSet",
+    ),
+    "a claim without room": (
+        tiers(2, kind="StatefulSet", files={"sizeGB": 8, "claimSize": "7.5Gi"}),
+        "claimSize is 7.5Gi, and sizeGB is 8: files and what belongs to them take up to 8467108864 bytes.",
+    ),
+    "memory without room for KV": (
+        tiers(2, resources={"requests": {"memory": "4G"}, "limits": {"memory": 4000000000}}),
+        "hostGB is 2, and resources.limits.memory is 4000000000: with the worker itself, and in a limit with sharedMemory (1Gi),"
+        " it is 3956Mi at least.",
+    ),
+    "tiers in settings too": (
+        tiers(2, settings={"hicache_size": 4}),
+        "worker.kvTiers and worker.settings.hicache_size both say what tiers there are.",
+    ),
+    "tiers of nothing that is cached": (
+        tiers(2, settings={"enable_radix_cache": False}),
+        "worker.kvTiers keeps what is cached, and worker.settings.enable_radix_cache is false.",
     ),
     "prompts apart, of groups of hosts": (
         worker(kind="LeaderWorkerSet", prefill=PREFILL),

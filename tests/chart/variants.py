@@ -95,12 +95,19 @@ ROUTE: Values = {
     },
 }
 
+TIERS_MEMORY: Values = {"requests": {"memory": "4Gi"}, "limits": {"memory": "8Gi"}}
+IN_CLAIMS: Values = {"hostGB": 2, "files": {"sizeGB": 8, "claimSize": "10Gi", "storageClass": "nvme"}}
 VARIANTS: dict[str, Values] = {
     "two-models": TWO_MODELS,
     "stateful-set": {"worker": {"kind": "StatefulSet", "replicas": 2}},
     "local-disks": merged(
         SHARED_CACHE,
         {"worker": {"kind": "StatefulSet", "cacheSize": "20Gi", "replicas": 2}, "models": [model(path="/models/demo")]},
+    ),
+    "tiers-in-files": {"worker": {"kvTiers": {"hostGB": 2, "files": {"sizeGB": 8}}, "resources": TIERS_MEMORY}},
+    "tiers-in-claims": {"worker": {"kind": "StatefulSet", "kvTiers": IN_CLAIMS, "resources": TIERS_MEMORY}},
+    "tiers-shared": merged(
+        APART, {"worker": {"kvTiers": {"hostGB": 2, "shared": {"secret": "kv", "port": 6380}}, "resources": TIERS_MEMORY}}
     ),
     "leader-worker-set": {
         "worker": {"kind": "LeaderWorkerSet", "hosts": 1, "gpus": 1, "resources": GPU_RESOURCES, "runtimeClassName": "nvidia"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from services.shared.index.block_tier import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
 from services.worker.core.contracts.plan import BatchPlan
@@ -72,7 +73,8 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
-        self.index: set[bytes] = set()
+        self.index: set[bytes] = set()  # blocks on the device, as told
+        self.below: dict[bytes, BlockTier] = {}  # and in tiers below it alone
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
@@ -280,10 +282,21 @@ class Engine:
     def _check_index(self, nodes: Sequence[TreeNode]) -> None:
         """Whoever follows the events knows which whole blocks are cached."""
         events = self.core.take_cache_events()
-        if events is not None:
-            before = set() if events.cleared else self.index
-            assert not before & set(events.stored) and not set(events.removed) - before
-            self.index = before - set(events.removed) | set(events.stored)
+        while events is not None:
+            if events.cleared:
+                self.index, self.below = set(), {}
+            told = {
+                BlockTier.DEVICE: events.stored,
+                BlockTier.HOST: events.host,
+                BlockTier.STORAGE: events.storage,
+                None: events.removed,
+            }
+            assert not self.index & set(events.stored) and not set(events.removed) - self.index - self.below.keys()
+            assert len({name for names in told.values() for name in names}) == sum(map(len, told.values()))
+            self.index = self.index - {*events.removed, *events.host, *events.storage} | set(events.stored)
+            self.below = {name: tier for name, tier in self.below.items() if name not in {*events.stored, *events.removed}}
+            self.below |= {name: tier for tier in (BlockTier.HOST, BlockTier.STORAGE) for name in told[tier]}
+            events = self.core.take_cache_events()
         assert self.index == {name for node in nodes for name in node.blocks}
 
     def _commit(self) -> None:

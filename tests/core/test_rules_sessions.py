@@ -10,8 +10,9 @@ import pytest
 from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn, Submit
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.contracts.transfers import Tier
 from tests.all_pairs import each_value
-from tests.core.harness import Engine
+from tests.core.harness import Engine, slow
 from tests.core.test_scheduler_basic import make
 
 
@@ -279,6 +280,17 @@ class TestMemory:
             engine.drain()
         assert engine.core.stats().evicted_pages_total > 50
         assert engine.core.table.memory.tree.peek("", held)[1] == 5, "the turn's whole pages are there"
+
+    def test_what_it_holds_goes_with_all_else_where_another_tier_has_it(self) -> None:
+        engine = slow(opened(num_pages=32, host_pages=400, page_bytes=64))
+        say(engine, 0, [1] * 16)
+        held = np.array(engine.contexts["s", "r0"][:20], dtype=np.int32).tobytes()
+        for handle in range(1, 12):
+            engine.submit(handle, [handle + 50] * 40, max_new_tokens=4, ignore_eos=True)
+            engine.drain()
+        assert engine.core.table.memory.tree.peek("", held)[1] == 0 and engine.core.stats().lost_pages_total == 0
+        say(engine, 20, [5])
+        assert engine.finishes[20].cached_from[Tier.HOST] == 20, "it is had back"
 
     def test_a_session_costs_nobody_admission(self) -> None:
         engine = opened(num_pages=16)

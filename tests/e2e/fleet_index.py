@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.shared.index import prefix_index
+from services.shared.index.block_tier import BlockTier
 from tests.e2e.fleet import MODEL, Fleet
 
 
@@ -37,6 +38,8 @@ def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
         named = pipeline.execute()
     unnamed = len(blocks) - sum(named)
     faults = [f"{unnamed} of {len(blocks)} blocks of {worker} do not name it"] if unnamed else []
-    if (held := fleet.metric(worker, "rootstock_worker_index_held_blocks")) != len(blocks):
-        faults.append(f"{worker} holds {held:.0f} blocks, and the index has {len(blocks)}")
+    below = [tier for tier in BlockTier if tier is not BlockTier.DEVICE]
+    count = len(blocks) + sum(fleet.redis.scard(prefix_index.own_key(worker, generation, tier)) for tier in below)
+    if (held := fleet.metric(worker, "rootstock_worker_index_held_blocks")) != count:
+        faults.append(f"{worker} holds {held:.0f} blocks, and the index has {count}")
     return faults

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from services.worker.core.contracts.rooms import Room, Source
-from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation, Pull
+from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Pull
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.tiers import page_mover
+from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 from services.worker.exec.tiers.pool_reader import PoolReader
@@ -243,3 +244,31 @@ def test_at_the_start_it_says_what_the_files_hold(tmp_path: Path) -> None:
     second = Moving(tmp_path / "pages")
     assert second.mover.facts() == [Fact(UNASKED, stored=tuple(KEYS[:2]))]
     second.close()
+
+
+def test_at_the_start_it_says_which_blocks_the_files_are_of(tmp_path: Path) -> None:
+    """Those whose last page was stored, until the storage is cleared."""
+    blocks = (KeptBlock(b"firstone", bytes(8), tuple(KEYS[:2])), KeptBlock(b"the next", bytes(8), (KEYS[2], KEYS[7])))
+
+    def started() -> tuple[Moving, list[Fact]]:
+        made = Moving(tmp_path / "pages")
+        made.mover.close()
+        made.store = SegmentStore(tmp_path / "pages", made.copier.page_bytes, 1 << 24)
+        log = BlockLog(tmp_path / "blocks", b"", made.store.keys)
+        made.mover = PageMover(made.streams, lambda: made.copier, made.host, made.store, log=log)
+        made.mover.on_fact = made.woken.release
+        return made, made.mover.facts()
+
+    first, _ = started()
+    first.moved(OperationKind.BACK_UP, [0, 1, 2], [0, 1, 2])
+    host_pages = np.arange(3, dtype=np.int32)
+    first.mover.begin(PageOperation(7, OperationKind.STORE, tuple(KEYS[:3]), NO_PAGES, host_pages, blocks=blocks))
+    assert first.fact().stored == tuple(KEYS[:3])
+    first.close()
+    second, facts = started()
+    assert facts == [Fact(UNASKED, stored=tuple(KEYS[:3])), Fact(UNASKED, blocks=blocks[:1])]
+    second.mover.clear_storage()
+    second.close()
+    third, facts = started()
+    assert facts == [Fact(UNASKED)]
+    third.close()

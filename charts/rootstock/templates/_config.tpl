@@ -117,4 +117,5 @@ ROOTSTOCK_DISAGGREGATION_TLS_CA_FILE: /etc/rootstock/kv-tls/ca.crt
 ROOTSTOCK_DISAGGREGATION_HOST: "0.0.0.0"
 ROOTSTOCK_DISAGGREGATION_PORT: "7103"
 {{- end }}
+{{- include "rootstock.tiers.config" . }}
 {{- end }}

@@ -24,7 +24,7 @@
 {{- end -}}
 {{- $volumes := dict -}}
 {{- range $spec.volumes }}{{ $_ := set $volumes .name true }}{{ end -}}
-{{- range $name := list "cache" "data" }}{{ $_ := set $volumes $name true }}{{ end -}}
+{{- range $name := list "cache" "data" "kv" }}{{ $_ := set $volumes $name true }}{{ end -}}
 {{- range $over.volumes -}}
   {{- if and (hasKey $volumes .name) (ne .name "tmp") -}}
     {{- fail (printf "%s: pod.volumes has one that is called %s, as one of the chart's own is. Give it another name; only tmp can be replaced." $at .name) -}}

@@ -47,6 +47,7 @@
 {{- end }}
 {{- with include "rootstock.controlEnv" . }}{{ . | nindent 0 }}{{ end }}
 {{- with include "rootstock.redisEnv" . }}{{ . | nindent 0 }}{{ end }}
+{{- with include "rootstock.tiers.env" . }}{{ . | nindent 0 }}{{ end }}
 {{- end }}
 
 {{- define "rootstock.worker.resources" -}}
@@ -54,6 +55,11 @@
 {{- $resources := deepCopy .values.resources -}}
 {{- if $gpus -}}
 {{- $_ := set $resources "limits" (set (default (dict) $resources.limits) .values.gpuResource $gpus) -}}
+{{- end -}}
+{{- $named := or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources) -}}
+{{- if and (eq (include "rootstock.tiers.files" .) "emptyDir") (not $named) -}}
+{{- $size := include "rootstock.tiers.fileBytes" . -}}
+{{- $_ := set $resources "requests" (set (default (dict) $resources.requests) "ephemeral-storage" $size) -}}
 {{- end -}}
 {{- $claims := list -}}
 {{- range .values.resourceClaims }}{{ $claims = append $claims (dict "name" .name) }}{{ end -}}
@@ -160,6 +166,7 @@ containers:
         mountPath: /etc/rootstock/kv-tls
         readOnly: true
       {{- end }}
+      {{- include "rootstock.tiers.mounts" . | indent 6 }}
 volumes:
   {{- include "rootstock.tmpVolume" . | nindent 2 }}
   {{- include "rootstock.tls.volume" . | indent 2 }}
@@ -177,4 +184,5 @@ volumes:
     secret:
       secretName: {{ .values.kvTlsSecret }}
   {{- end }}
+  {{- include "rootstock.tiers.volumes" . | indent 2 }}
 {{- end }}

@@ -13,13 +13,14 @@ from rootstock.v1 import worker_pb2
 from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import Occupant, WorkerLink
 from services.gateway.request.generation import ModelInfo, Prompt
-from services.gateway.routing.columns import Ask, Pick, WorkerColumns
+from services.gateway.routing.columns import HOST_SAVES, STORAGE_SAVES, Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import Policy, has_room
 from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
-from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes
+from services.gateway.routing.tier_hits import hits_of
+from services.shared.index.block_hash import block_hashes
 from services.shared.index.prefix_index import split_hashes
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
@@ -33,6 +34,11 @@ OwnerOf = Callable[[AnyLink], int]
 def reads(link: AnyLink, layout: bytes) -> bool:
     """Whether its worker can read other workers' pages of that layout."""
     return link.info is not None and link.info.role == DECODE and link.info.kv_layout == layout
+
+
+def _share(value: float) -> float:
+    """Within 0 and 1, whatever a worker says: 0 for what is no number."""
+    return min(1.0, max(0.0, value))
 
 
 class PromptBlocks:
@@ -202,6 +208,8 @@ class ModelPool(Generic[C]):
         load = link.load
         if load is not None:
             columns.loras[row] = frozenset(load.loras)
+            columns.host_saves[row] = _share(load.host_saves) if load.HasField("host_saves") else HOST_SAVES
+            columns.storage_saves[row] = _share(load.storage_saves) if load.HasField("storage_saves") else STORAGE_SAVES
         columns.owner[row] = self._owner_of(link)
         if link.crowded_until <= now:
             link.crowded_until = 0.0
@@ -264,19 +272,18 @@ class ModelPool(Generic[C]):
 
     def _ask(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> Ask:
         """decides: it is the first look for this request."""
-        matched, first_block = None, b""
+        matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
             blocks = one.blocks.of(self.model)
-            depths = self._index.match(blocks) * BLOCK_TOKENS
+            reach = self._index.reach(blocks)
             if blocks and decides:
-                self._sharing.decided(bool(depths.any()))
+                self._sharing.decided(bool(reach.any()))
             if blocks:
                 first_block = blocks[0] if self._sharing.seen else b""
-            owners = self.columns.owner
-            known = (owners >= 0) & (owners < len(depths))
-            matched = np.where(known, depths[np.where(known, owners, 0)] if len(depths) else 0, 0)
-        return Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block)
+            hits = hits_of(reach, self.columns)
+            matched, saved = hits.matched, hits.saved
+        return Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, saved=saved)
 
     def picked(self, one: C, link: AnyLink, until: float) -> None:
         """It goes there; what it computes there will be cached, which others are told before the worker says so."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from services.shared.index.block_hash import HASH_BYTES
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import IndexEvent, event_from, events_key, lease_key, own_key, workers_key
 from services.shared.index.redis_client import redis_client
 from services.shared.observe.log import fields
@@ -57,14 +58,16 @@ class IndexReader:
         values = cast(list[bytes | None], await self._client.mget([lease_key(worker) for worker in workers]))
         return [int(value) if value and value.isdigit() and len(value) <= _MAX_DIGITS else None for value in values]
 
-    async def blocks(self, worker: str, generation: int) -> AsyncIterator[list[bytes]]:
-        """All that the generation holds throughout, some of them perhaps twice; one round trip each."""
-        cursor = 0
-        while True:
-            cursor, found = await self._client.sscan(own_key(worker, generation), cursor, count=BLOCKS_READ)
-            yield [block for block in cast(list[bytes], found) if len(block) == HASH_BYTES]
-            if not cursor:
-                return
+    async def blocks(self, worker: str, generation: int) -> AsyncIterator[tuple[BlockTier, list[bytes]]]:
+        """All that the generation holds in one tier throughout, some of them perhaps twice; one round trip each. What moves
+        meanwhile may be missing or come in two tiers: events tell of it afterwards."""
+        for tier in BlockTier:
+            cursor = 0
+            while True:
+                cursor, found = await self._client.sscan(own_key(worker, generation, tier), cursor, count=BLOCKS_READ)
+                yield tier, [block for block in cast(list[bytes], found) if len(block) == HASH_BYTES]
+                if not cursor:
+                    break
 
     async def newest(self, model: str) -> bytes:
         """The place in the model's stream after which new events come."""

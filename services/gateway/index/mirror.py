@@ -219,8 +219,8 @@ class IndexMirror:
         number = self._owners.adopt(worker, generation, None)
         self.counts.loads += 1
         self._changed()
-        async for blocks in self._reader.blocks(worker, generation):
-            self._index.stored(number, blocks)
+        async for tier, blocks in self._reader.blocks(worker, generation):
+            self._index.stored(number, blocks, tier)
             await asyncio.sleep(0)
         self._wanted.pop(worker, None)
 
@@ -256,7 +256,7 @@ class IndexMirror:
         written = 0
         for event in events:
             self._apply_one(event)
-            written += len(event.stored) + len(event.removed)
+            written += event.num_blocks
             if written >= BLOCKS_PER_TURN:
                 written = 0
                 await asyncio.sleep(0)

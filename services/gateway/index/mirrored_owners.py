@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import IndexEvent
 
 
@@ -67,4 +68,6 @@ class MirroredOwners:
         owner.seq = event.seq
         self._index.stored(owner.number, event.stored)
         self._index.removed(owner.number, event.removed)
+        self._index.stored(owner.number, event.host, BlockTier.HOST)
+        self._index.stored(owner.number, event.storage, BlockTier.STORAGE)
         return Applied.GAP if gap else Applied.NEW

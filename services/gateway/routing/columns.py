@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FIRST_ROWS = 8
+HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # until a worker says what it has measured
+_SAVES = ("host_saves", "storage_saves")
 
 
 class WorkerColumns:
@@ -15,8 +17,9 @@ class WorkerColumns:
 
     usable: it may get new requests. serves: whole ones, and not only prompts to compute for others. requests: open on it, over
     all gateways. tokens: prompt and output tokens of what is open on it. limit: requests that it may have open before more wait
-    at the gateway; running: of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. last_pick:
-    counts up over all picks. key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
+    at the gateway; running: of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. host_saves,
+    storage_saves: 0 to 1, the share of computing a prefix that reading it from there saves. last_pick: counts up over all picks.
+    key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
     """
 
     def __init__(self) -> None:
@@ -30,6 +33,8 @@ class WorkerColumns:
         self.limit = np.zeros(0, np.int64)
         self.running = np.zeros(0, np.int64)
         self.owner = np.full(0, -1, np.int64)
+        self.host_saves = np.zeros(0, np.float64)
+        self.storage_saves = np.zeros(0, np.float64)
         self.last_pick = np.zeros(0, np.int64)
         self.key = np.zeros(0, np.uint64)
 
@@ -54,6 +59,7 @@ class WorkerColumns:
         self.ids[row], self.loras[row] = worker_id, frozenset()
         self.used[row], self.owner[row], self.key[row] = True, -1, key
         self.serves[row] = True
+        self.host_saves[row], self.storage_saves[row] = HOST_SAVES, STORAGE_SAVES
         return row
 
     def drop(self, row: int) -> None:
@@ -64,7 +70,7 @@ class WorkerColumns:
         more = max(_FIRST_ROWS, self.capacity)
         self.ids += [""] * more
         self.loras += [frozenset()] * more
-        for name in ("used", "usable", "serves", "requests", "tokens", "limit", "running", "last_pick", "key"):
+        for name in ("used", "usable", "serves", "requests", "tokens", "limit", "running", "last_pick", "key", *_SAVES):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.owner = np.concatenate([self.owner, np.full(more, -1, np.int64)])
@@ -75,7 +81,7 @@ class Ask:
     """One request to be placed. matched: int64[capacity], prompt tokens that each row's worker is thought to have cached, or
     None if nothing is known. key: routing key, "" for none. lora: adapter, "" for none. allowed: bool[capacity] to choose
     from, or None for all. first_block: name of the prompt's first block, b"" where it has none or nobody knows it. prefill: its
-    prompt alone is to be computed, by one of those that are there for that."""
+    prompt alone is to be computed, by one of those that are there for that. saved: see Hits; None: all that is matched."""
 
     prompt_tokens: int
     matched: NDArray[np.int64] | None = None
@@ -84,6 +90,7 @@ class Ask:
     allowed: NDArray[np.bool_] | None = None
     first_block: bytes = b""
     prefill: bool = False
+    saved: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _by_key(c: Routable, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
 
 
 def _prefix_aware(c: Routable) -> tuple[int, str]:
-    """Score = matched / prompt tokens - load_weight x load in units of the mean; a match at a worker whose load would be above
+    """Score = saved / prompt tokens - load_weight x load in units of the mean; a match at a worker whose load would be above
     load_bound x the mean counts nothing.
 
     So a full match wins over none while its worker is at most 1 / load_weight of the mean busier, and no prefix takes a
@@ -133,7 +133,8 @@ def _prefix_aware(c: Routable) -> tuple[int, str]:
         return _without_match(c)
     load = load_over_mean(c.rows, c.ready, c.workers, c.config)
     matched[load > c.config.load_bound] = 0
-    score = matched / max(c.ask.prompt_tokens, 1) - c.config.load_weight * load
+    saved = matched if c.ask.saved is None else np.where(matched > 0, c.ask.saved[c.rows], 0.0)
+    score = saved / max(c.ask.prompt_tokens, 1) - c.config.load_weight * load
     best = least(c.rows, -score, c.workers)
     return best, "prefix" if matched[c.rows == best].any() else "prefix_overflow"
 

@@ -1,7 +1,8 @@
 """Which worker generation holds which block: the gateway's mirror of the index in Redis, as bit masks.
 
-An owner is one generation of one worker and has a small number; a block's mask has that bit for each of its owners. Owners
-hold blocks because their worker has said so, or, for a short while, because something was routed there that will leave them.
+An owner is one generation of one worker and has a small number; a block's mask has that bit for each of its owners, one mask for
+each tier that somebody has it in. Owners hold blocks because their worker has said so, or, for a short while, because something
+was routed there that will leave them on the device.
 One writer and no locks: everything here runs on the gateway's event loop.
 """
 
@@ -15,14 +16,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.shared.index.block_tier import BlockTier
+
+_DEVICE = int(BlockTier.DEVICE)  # members of an enum are slow to compare, millions of times
+_Shards = list[dict[bytes, int]]  # masks, by a hash's first byte
 _SHARDS = 256  # one dict of millions would stop the event loop for tens of ms whenever it is resized
 
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """held: its confirmed blocks. until: its speculative ones, and when each ends.
+    """held: its confirmed blocks, and the tier of each as a plain int. until: its speculative ones, and when each ends.
 
-    `held` is a dict without values: dicts of atoms are invisible to the garbage collector, which would walk sets of millions.
+    Dicts of atoms are invisible to the garbage collector, which would walk sets of millions, or dicts of enum members.
     """
 
     worker: str
@@ -30,7 +35,7 @@ class _Owner:
     number: int
     bit: int
     live: bool = True
-    held: dict[bytes, None] = field(default_factory=dict)
+    held: dict[bytes, int] = field(default_factory=dict)
     until: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -49,7 +54,9 @@ class PrefixIndex:
 
     def __init__(self, max_speculative: int = 1_000_000) -> None:
         """max_speculative: blocks (times owners) remembered for what was just routed; the oldest go first."""
-        self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]  # masks, by a hash's first byte
+        self._tiers: list[_Shards] = [[{} for _ in range(_SHARDS)] for _ in BlockTier]
+        self._shards = self._tiers[_DEVICE]
+        self._num_below = 0  # blocks times owners that are confirmed below the device
         self._live = 0
         self._owners: list[_Owner] = []  # by number; a retired one stays until its number is given out again
         self._numbers: dict[tuple[str, int], int] = {}
@@ -62,8 +69,9 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that somebody holds, is thought to hold, or held before a retirement that is not swept yet."""
-        return sum(map(len, self._shards))
+        """Blocks that somebody holds, is thought to hold, or held before a retirement that is not swept yet; once for each
+        tier."""
+        return sum(len(masks) for shards in self._tiers for masks in shards)
 
     @property
     def num_owners(self) -> int:
@@ -98,35 +106,40 @@ class PrefixIndex:
         """-1 for none: never seen, or retired."""
         return self._numbers.get((worker, generation), -1)
 
-    def stored(self, owner: int, hashes: Iterable[bytes]) -> None:
-        """Raises KeyError for an owner that is not live."""
-        record = self._of(owner)
-        shards, bit, held, until = self._shards, record.bit, record.held, record.until
+    def stored(self, owner: int, hashes: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> None:
+        """They are there, and in no other tier of the owner's. Raises KeyError for an owner that is not live."""
+        record, level, added = self._of(owner), int(tier), 0
+        shards, bit, held, until = self._tiers[level], record.bit, record.held, record.until
         for block in hashes:
-            if block not in held:
-                held[block] = None
+            before = held.get(block)
+            if before != level:
+                held[block] = level
                 masks = shards[block[0]]
                 mask = masks.get(block)
                 masks[block] = bit if mask is None else mask | bit
-            until.pop(block, None)  # known by now: its removal must count at once
+                added += 1
+                if before is not None:
+                    self._leave(record, block, before)
+            if level == _DEVICE:
+                until.pop(block, None)  # known by now: its removal must count at once
+        self._num_below += added if level != _DEVICE else 0
 
     def removed(self, owner: int, hashes: Iterable[bytes]) -> None:
         """Speculation about the same blocks stays: who was just routed there will compute them anew. Raises KeyError."""
         record = self._of(owner)
-        held, until = record.held, record.until
+        held = record.held
         for block in hashes:
-            if block in held:
-                del held[block]
-                if block not in until:
-                    self._clear(block, record.bit)
+            if (level := held.pop(block, None)) is not None:
+                self._leave(record, block, level)
 
     def held(self, owner: int) -> int:
-        """Number of confirmed blocks; 0 for one that is not live."""
+        """Number of confirmed blocks, in any tier; 0 for one that is not live."""
         return len(self._owners[owner].held) if self._is_live(owner) else 0
 
-    def blocks(self, owner: int) -> frozenset[bytes]:
-        """Confirmed blocks, copied."""
-        return frozenset(self._owners[owner].held) if self._is_live(owner) else frozenset()
+    def blocks(self, owner: int, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
+        """Confirmed blocks of that tier, copied."""
+        held = self._owners[owner].held if self._is_live(owner) else {}
+        return frozenset(block for block, where in held.items() if where == tier)
 
     def retire(self, owner: int) -> None:
         """All its blocks are void at once; `sweep` frees them, and then the number. Raises KeyError."""
@@ -143,9 +156,12 @@ class PrefixIndex:
             record = self._retired[0]
             held, until = record.held, record.until
             while (until or held) and done < budget:
-                block = (until or held).popitem()[0]
-                if block not in until and block not in held:
-                    self._clear(block, record.bit)
+                if until:
+                    block = until.popitem()[0]
+                    if held.get(block) != _DEVICE:
+                        self._clear(block, record.bit)
+                else:
+                    self._leave(record, *held.popitem())
                 done += 1
             if until or held:
                 break
@@ -180,12 +196,39 @@ class PrefixIndex:
             self._forget(now)
 
     def match(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
-        """int64[num_owners]: leading blocks that each live owner holds, confirmed or speculative."""
+        """int64[num_owners]: leading blocks that each live owner has on its device, confirmed or speculative."""
+        shards = self._shards
+        return self._leading((shards[block[0]].get(block, 0) for block in hashes), len(hashes))
+
+    def reach(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
+        """int64[tiers, num_owners]: leading blocks that each live owner has in a BlockTier or a faster one: no row has less than
+        the one before it. One row, of the device, where nobody has any below."""
+        if not self._num_below:
+            return self.match(hashes)[np.newaxis]
+        device, host, storage = self._tiers
+        found: tuple[list[int], list[int], list[int]] = [], [], []
+        left = self._live
+        for block in hashes:
+            at = block[0]
+            mask = device[at].get(block, 0)
+            found[0].append(mask)
+            mask |= host[at].get(block, 0)
+            found[1].append(mask)
+            mask |= storage[at].get(block, 0)
+            found[2].append(mask)
+            left &= mask
+            if not left:
+                break
+        return np.stack([self._leading(masks, len(hashes)) for masks in found])
+
+    def _leading(self, found: Iterable[int], count: int) -> NDArray[np.int64]:
+        """int64[num_owners]: of how many of the first blocks each live owner is in the mask. found: the masks of `count` blocks,
+        or of as many as leave somebody."""
         masks: list[int] = []  # owners that got no further than
         reached: list[int] = []  # so many blocks
-        shards, before = self._shards, self._live
-        for depth, block in enumerate(hashes):
-            mask = shards[block[0]].get(block, 0) & before
+        before = self._live
+        for depth, owners in enumerate(found):
+            mask = owners & before
             if mask != before:
                 masks.append(before ^ mask)
                 reached.append(depth)
@@ -194,7 +237,7 @@ class PrefixIndex:
                 before = mask
         else:
             masks.append(before)
-            reached.append(len(hashes))
+            reached.append(count)
         return _spread(masks, reached, len(self._owners))
 
     def _of(self, owner: int) -> _Owner:
@@ -205,8 +248,16 @@ class PrefixIndex:
     def _is_live(self, owner: int) -> bool:
         return 0 <= owner < len(self._owners) and self._owners[owner].live
 
-    def _clear(self, block: bytes, bit: int) -> None:
-        masks = self._shards[block[0]]
+    def _leave(self, owner: _Owner, block: bytes, level: int) -> None:
+        """It is no longer confirmed there."""
+        if level != _DEVICE:
+            self._num_below -= 1
+        elif block in owner.until:
+            return
+        self._clear(block, owner.bit, level)
+
+    def _clear(self, block: bytes, bit: int, level: int = _DEVICE) -> None:
+        masks = self._tiers[level][block[0]]
         mask = masks[block]
         if mask == bit:
             del masks[block]
@@ -229,7 +280,7 @@ class PrefixIndex:
         extended = []
         for block in route.hashes:
             end = ends.pop(block, None)
-            if end is None or (end <= now and block in held):
+            if end is None or (end <= now and held.get(block) == _DEVICE):
                 continue
             if end > now:
                 ends[block] = end

@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-import numpy as np
-from numpy.typing import NDArray
-
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue, Placed
 from services.gateway.routing.policies import make_policy
 from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
-from services.shared.index.block_hash import BLOCK_TOKENS, block_hashes
+from services.gateway.routing.tier_hits import hits_of
+from services.shared.index.block_hash import block_hashes
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.cache_namespace import cache_namespace
 from services.shared.index.prefix_index import split_hashes
 from services.sim.core.run.worker import submit_message
@@ -119,6 +118,8 @@ class FleetGateway:
         if owner >= 0:
             self.index.stored(owner, events.stored)
             self.index.removed(owner, events.removed)
+            self.index.stored(owner, events.host, BlockTier.HOST)
+            self.index.stored(owner, events.storage, BlockTier.STORAGE)
 
     def up(self, worker: FleetWorker) -> None:
         """A worker may be sent requests from now on."""
@@ -193,12 +194,12 @@ class FleetGateway:
         return True
 
     def _ask(self, request: OpenRequest) -> Ask:
-        matched = self._matched(request)
+        hits = hits_of(self.index.reach(request.hashes), self.columns)
         if request.hashes:
-            self._sharing.decided(bool(matched.any()))
+            self._sharing.decided(bool(hits.matched.any()))
         first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
         message = request.message
-        return Ask(request.tokens, matched, message.routing_key, message.lora, first_block=first_block)
+        return Ask(request.tokens, hits.matched, message.routing_key, message.lora, first_block=first_block, saved=hits.saved)
 
     def _submit(self, request: OpenRequest, pick: Pick, hands_over: bool) -> None:
         message = request.message
@@ -212,13 +213,6 @@ class FleetGateway:
         self._placed(message.handle, pick, request.sends > 0)
         request.sends += 1
         self._send(pick.row, self._resumed(request) if request.told else message, hands_over)
-
-    def _matched(self, request: OpenRequest) -> NDArray[np.int64]:
-        """int64[capacity]: prompt tokens that each worker is thought to have cached."""
-        blocks = self.index.match(request.hashes)
-        owners = self.columns.owner
-        matched: NDArray[np.int64] = np.where(owners >= 0, blocks[owners] * BLOCK_TOKENS, 0)
-        return matched
 
     def _resumed(self, request: OpenRequest) -> Submit:
         """A source is for one worker: what is read is read once."""

@@ -53,7 +53,7 @@ class Scheduler:
     ) -> None:
         others = config.host_pages > 0 or config.reads_peers
         assert keys is not None or not others, "pages of other tiers have keys"
-        self._tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys)
+        self._tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
         self.table = RequestTable(config, book, events, self._tiers)
         self._events = events
         most, adaptive = config.max_drafts, config.speculative_adaptive
@@ -257,6 +257,11 @@ class Scheduler:
         are told anything."""
         return self.table.rooms.take()
 
+    @property
+    def has_cache_events(self) -> bool:
+        """There are more than take_cache_events() gave."""
+        return self._events is not None and self._events.has_more
+
     def take_cache_events(self) -> CacheEvents | None:
         """What the prefix index is to be told since the last call."""
         return self._events.take() if self._events else None
@@ -301,7 +306,8 @@ class Scheduler:
         """Steps compute with these weights from here on: nothing that others have computed counts. As reset_memory()."""
         self.revision = revision
         self.reset_memory()
-        self.flush_tiers((Tier.HOST,))  # what a storage has of other weights grows old there
+        if self._tiers is not None:
+            self._tiers.replace_weights(revision)
 
     def tunables(self) -> dict[str, Tunable]:
         """What retune() takes, as it is."""

@@ -108,6 +108,8 @@ class StepStats:
         float, Told("rootstock_worker_pull_bytes_per_second", "At which prefill workers were read lately; before, a guess.")
     ] = 0.0
     pulls_lose: bool = False
+    host_saves: float | None = None
+    storage_saves: float | None = None
     recomputed_pages_total: Annotated[
         int,
         Told(

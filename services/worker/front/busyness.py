@@ -128,6 +128,10 @@ class LoadReport:
         if stats is not None:
             aged.running_tokens = stats.pages_used * self._page_size
             aged.prompt_tokens, aged.cached_prompt_tokens = stats.prompt_tokens_total, stats.cached_tokens_total
+            if stats.host_saves is not None:
+                aged.host_saves = stats.host_saves
+            if stats.storage_saves is not None:
+                aged.storage_saves = stats.storage_saves
             aged.generated_tokens, aged.retractions = stats.generated_tokens_total, stats.retractions_total
         stream.put_load(aged, load, now)
 

@@ -26,5 +26,9 @@ class CacheEventHandover:
 
     def _run(self) -> None:
         self._scheduled = False  # first: what is appended from here on is either drained below or schedules another run
-        while self._queue:
-            self._deliver(self._queue.popleft())
+        if not self._queue:
+            return
+        self._deliver(self._queue.popleft())
+        if self._queue and not self._scheduled:  # one at a time: what else the loop has to do goes on in between
+            self._scheduled = True
+            self._loop.call_soon(self._run)

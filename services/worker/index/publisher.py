@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S, IndexEvent
+from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import LEASE_TTL_S, RENEW_S
 from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.index.handover import CacheEventHandover
@@ -162,7 +163,7 @@ class IndexPublisher:
             return
         if found.run_id != self._run_id:
             self._lost("it was restarted")
-        elif found.num_blocks != self.blocks.num_published or not found.listed:
+        elif not found.listed or any(found.num_blocks[tier] != self.blocks.num_published(tier) for tier in BlockTier):
             self._lost("blocks are missing")
         else:
             self._succeeded()
@@ -189,18 +190,18 @@ class IndexPublisher:
 
     async def _publish(self) -> None:
         generation, seq = self.generation, self.seq + 1
-        stored, removed = self.blocks.take(BATCH_BLOCKS)
-        event = IndexEvent(self._worker, generation, seq, seq == 1, tuple(stored), tuple(removed))
+        moves = self.blocks.take(BATCH_BLOCKS)
         try:
-            await self._records.publish(event)
+            await self._records.publish(generation, seq, moves)
         except (RedisError, OSError):
             self._registered = False  # what Redis has is open
-            self.counts.dropped += len(stored) + len(removed)
+            self.counts.dropped += len(moves)
             raise
         self.seq = seq
         self._publish_at = self._clock() + self._publish_s
-        self.counts.stored += len(stored)
-        self.counts.removed += len(removed)
+        removed = sum(move.after is None for move in moves)
+        self.counts.stored += len(moves) - removed
+        self.counts.removed += removed
         self.counts.events += 1
         self._succeeded()
 

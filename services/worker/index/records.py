@@ -6,12 +6,15 @@ registered before they are written and forgotten after they are removed, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import (
+    BELOW_TTL_S,
     EVENTS_KEPT,
     LEASE_TTL_S,
     IndexEvent,
@@ -23,17 +26,20 @@ from services.shared.index.prefix_index import (
     owner_field,
     workers_key,
 )
+from services.worker.index.held_blocks import BlockMove
 
 PIPELINE_BLOCKS = 250
+BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What Redis has of this worker. lease: its value, None if it is gone. listed: the worker and its generation are where a
-    sweep looks for them. num_workers: of the model. run_id: the server's, another one after its restart."""
+    """What Redis has of this worker. lease: its value, None if it is gone. num_blocks: by BlockTier. listed: the worker and its
+    generation are where a sweep looks for them. num_workers: of the model. run_id: the server's, another one after its
+    restart."""
 
     lease: bytes | None
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     listed: bool
     num_workers: int
     run_id: str
@@ -58,38 +64,73 @@ class WorkerRecords:
         """Prolongs the lease, whosever it is: this also works where Redis is full and refuses writes."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.getex(lease_key(self._worker), ex=LEASE_TTL_S)
-            pipe.scard(own_key(self._worker, generation))
+            for tier in BELOW:
+                pipe.expire(own_key(self._worker, generation, tier), BELOW_TTL_S)
+            for tier in BlockTier:
+                pipe.scard(own_key(self._worker, generation, tier))
             pipe.sismember(generations_key(self._worker), str(generation))
             pipe.sismember(workers_key(self._model), self._worker)
             pipe.scard(workers_key(self._model))
             pipe.info("server")
-            lease, num_blocks, in_generations, in_workers, num_workers, info = await pipe.execute()
-        return Renewal(lease, num_blocks, bool(in_generations and in_workers), num_workers, info["run_id"])
+            lease, _, _, *num_blocks, in_generations, in_workers, num_workers, info = await pipe.execute()
+        return Renewal(lease, tuple(num_blocks), bool(in_generations and in_workers), num_workers, info["run_id"])
 
-    async def publish(self, event: IndexEvent) -> None:
-        """The blocks, a bounded number at a time, then the event that tells of them."""
-        own, owner = own_key(self._worker, event.generation), owner_field(self._worker, event.generation)
-        for at in range(0, len(event.stored), PIPELINE_BLOCKS):
-            await self._store(own, owner, event.stored[at : at + PIPELINE_BLOCKS])
-        for at in range(0, len(event.removed), PIPELINE_BLOCKS):
-            await self._remove(own, owner, event.removed[at : at + PIPELINE_BLOCKS])
+    async def publish(self, generation: int, seq: int, moves: Sequence[BlockMove]) -> None:
+        """Blocks where they are, then those that are not any more where they were, a bounded number at a time, then the event
+        that tells of them."""
+        for at in range(0, len(moves), PIPELINE_BLOCKS):
+            await self._store(generation, moves[at : at + PIPELINE_BLOCKS])
+        for at in range(0, len(moves), PIPELINE_BLOCKS):
+            await self._remove(generation, moves[at : at + PIPELINE_BLOCKS])
+        event = _event(self._worker, generation, seq, moves)
         await self._client.xadd(events_key(self._model), event.fields(), maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
 
-    async def _store(self, own: str, owner: str, blocks: Sequence[bytes]) -> None:
+    async def _store(self, generation: int, moves: Sequence[BlockMove]) -> None:
+        owner = owner_field(self._worker, generation)
         async with self._client.pipeline(transaction=False) as pipe:
-            pipe.sadd(own, *blocks)
-            for block in blocks:
-                pipe.execute_command("HSET", block_key(self._model, block), owner, b"")
-            await pipe.execute()
+            for tier, blocks in _by_tier((move.after, move.block) for move in moves):
+                own = own_key(self._worker, generation, tier)
+                pipe.sadd(own, *blocks)
+                if tier is not BlockTier.DEVICE:
+                    pipe.expire(own, BELOW_TTL_S)
+                    continue
+                for block in blocks:
+                    pipe.execute_command("HSET", block_key(self._model, block), owner, b"")
+            await _executed(pipe)
 
-    async def _remove(self, own: str, owner: str, blocks: Sequence[bytes]) -> None:
+    async def _remove(self, generation: int, moves: Sequence[BlockMove]) -> None:
+        owner = owner_field(self._worker, generation)
         async with self._client.pipeline(transaction=False) as pipe:
-            for block in blocks:
-                pipe.execute_command("HDEL", block_key(self._model, block), owner)
-            pipe.srem(own, *blocks)
-            await pipe.execute()
+            for tier, blocks in _by_tier((move.before, move.block) for move in moves):
+                for block in blocks if tier is BlockTier.DEVICE else ():
+                    pipe.execute_command("HDEL", block_key(self._model, block), owner)
+                pipe.srem(own_key(self._worker, generation, tier), *blocks)
+            await _executed(pipe)
 
     async def give_up(self, generation: int) -> None:
         """Ends the lease if it is still this generation's."""
         if await self._client.get(lease_key(self._worker)) == str(generation).encode():
             await self._client.delete(lease_key(self._worker))
+
+
+def _event(worker: str, generation: int, seq: int, moves: Sequence[BlockMove]) -> IndexEvent:
+    after: dict[BlockTier | None, list[bytes]] = {tier: [] for tier in (None, *BlockTier)}
+    for move in moves:
+        after[move.after].append(move.block)
+    left = [move.block for move in moves if move.before is BlockTier.DEVICE and move.after in BELOW]
+    stored, host, storage = (tuple(after[tier]) for tier in BlockTier)
+    return IndexEvent(worker, generation, seq, seq == 1, stored, (*after[None], *left), host, storage)
+
+
+def _by_tier(placed: Iterable[tuple[BlockTier | None, bytes]]) -> Iterator[tuple[BlockTier, list[bytes]]]:
+    blocks: dict[BlockTier, list[bytes]] = {}
+    for tier, block in placed:
+        if tier is not None:
+            blocks.setdefault(tier, []).append(block)
+    yield from blocks.items()
+
+
+async def _executed(pipe: Pipeline) -> None:
+    """An empty one costs no round trip."""
+    if pipe.command_stack:
+        await pipe.execute()

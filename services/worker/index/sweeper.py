@@ -15,6 +15,7 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import (
     LEASE_TTL_S,
     block_key,
@@ -33,6 +34,7 @@ LATE_S = 2.5 * LEASE_TTL_S  # how long a lease must have been seen gone
 OTHERS = 8
 BATCH_BLOCKS = 250
 BATCH_PAUSE_S = 0.02
+BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 class Sweeper:
@@ -94,6 +96,7 @@ class Sweeper:
             swept += len(blocks)
             self.num_swept += len(blocks)
             await asyncio.sleep(BATCH_PAUSE_S)
+        await self._client.unlink(*(own_key(worker, generation, tier) for tier in BELOW))
         await self._client.srem(generations_key(worker), generation)
         logger.info("swept a dead generation", extra=fields(worker=worker, blocks=swept))
 

@@ -219,7 +219,7 @@ class Loop:
 
     def _wait_s(self, idle: bool, stuck: bool) -> float:
         if idle:
-            return IDLE_CHECK_S
+            return 0.0 if self._core.has_cache_events else IDLE_CHECK_S
         slowed = max(self._slowed_s(), 0.0)
         if not stuck:
             return slowed

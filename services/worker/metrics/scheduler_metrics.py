@@ -78,7 +78,7 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(Gauge, "sglang:spec_accept_length", "Tokens of a row that verified guesses, lately.", lambda c: c.accept_length),
     Reading(Gauge, "sglang:spec_accept_rate", "Share of guessed tokens that were right, lately.", lambda c: c.accept_rate),
     Reading(Counter, BLOCKS + "stored", "Blocks that became cached here, where events are on.", lambda c: c.stored_blocks),
-    Reading(Counter, BLOCKS + "removed", "Blocks that were evicted, where events are on.", lambda c: c.removed_blocks),
+    Reading(Counter, BLOCKS + "removed", "Blocks that no tier has any more, where events are on.", lambda c: c.removed_blocks),
     Reading(
         Counter,
         "rootstock_worker_cache_cleared",

@@ -79,8 +79,8 @@ CORE = (
     *of(
         "core",
         "services/worker/core/kv/cache_events.py",
-        ("if name in self._stored:\n                del self._stored[name]\n            else:", "if name not in self._held:"),
-        ("self._cleared = True\n        self._held.clear()", "self._held.clear()"),
+        ("if self._changed.pop(name) is not tier:", "if self._changed.pop(name) is not tier or tier is None:"),
+        ("self._cleared = True\n        self._changed", "self._changed"),
         only="test_rules_cache",
     ),
     *of(

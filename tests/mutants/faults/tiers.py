@@ -39,6 +39,15 @@ TIERS = (
     ),
     *of(
         "tiers",
+        "services/worker/core/tiers/kept_blocks.py",
+        ("tier = BlockTier.STORAGE", "tier = BlockTier.HOST"),
+        ("if after > len(keys):", "if after > len(keys) + 1:"),
+        ("if block.weights != self._weights or", "if"),
+        ("self._events.below(name, None)\n        for", "for"),
+        only="test_rules_kept_blocks",
+    ),
+    *of(
+        "tiers",
         "services/worker/core/tiers/host_index.py",
         ("zip(reversed(keys), reversed(pages.tolist()), strict=True)", "zip(keys, pages.tolist(), strict=True)"),
         ("for key in reversed(keys):", "for key in keys:"),

@@ -158,6 +158,7 @@ rootstock.io/role: decode
     {{- end }}
   egress:
     {{- include "rootstock.egress.redis" .root | nindent 4 }}
+    {{- with include "rootstock.tiers.egress" .root }}{{ . | nindent 4 }}{{ end }}
     {{- with .root.Values.networkPolicy.workerEgress }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- include "rootstock.egress.dns" .root | nindent 4 }}
     {{- if $api }}

@@ -55,9 +55,20 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptBlock:
+    """A block of the prefix index that pages below the device have the tokens of. weights: bytes[8], that computed them; its name
+    is of these. keys: of its pages, in order."""
+
+    name: bytes
+    weights: bytes
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PageOperation:
     """keys: one for each page, consecutive in one prompt. pages: of the device, empty for STORE. host_pages: empty for FETCH and
-    PULL. group: the cache group whose pages these are. pull: with PULL alone, what is read."""
+    PULL. group: the cache group whose pages these are. pull: with PULL alone, what is read. blocks: with STORE alone, those that
+    end in these pages, to be told again after a restart."""
 
     op_id: int
     kind: OperationKind
@@ -66,6 +77,7 @@ class PageOperation:
     host_pages: I32
     group: int = 0
     pull: Pull | None = None
+    blocks: tuple[KeptBlock, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.pull is not None) == (self.kind is OperationKind.PULL), "a pull says where from"
@@ -77,10 +89,12 @@ class PageOperation:
 @dataclass(frozen=True, slots=True)
 class Fact:
     """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. seconds:
-    that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about."""
+    that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about. blocks: that the
+    storage's pages were said to be of, before the worker's start."""
 
     op_id: int
     count: int = 0
     seconds: float = 0.0
     stored: tuple[bytes, ...] = ()
     dropped: tuple[bytes, ...] = ()
+    blocks: tuple[KeptBlock, ...] = ()

@@ -57,6 +57,8 @@ class TierStats:
     fetch_bytes_s: float
     pull_bytes_s: float
     pulls_lose: bool
+    host_saves: float | None
+    storage_saves: float | None
     recomputed_pages_total: int
     given_up_operations_total: int
     failed_operations_total: int

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation
+from services.worker.core.contracts.transfers import NO_PAGES, Fact, KeptBlock, OperationKind, PageOperation
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.tiers.host_index import HostIndex
+from services.worker.core.tiers.kept_blocks import KeptBlocks
 from services.worker.core.tiers.page_keys import PageKeys
 
 LOOKS = 16  # at nodes, in one plan
@@ -27,25 +28,34 @@ MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for th
 @dataclass(slots=True)
 class _BackUp:
     """offered: the node of the queue whose path it is of. counts: whether what it copies is kept. forgotten: the pages that it
-    reads go with it."""
+    reads go with it. blocks: that its pages are of."""
 
     operation: PageOperation
     offered: TreeNode
     node: TreeNode
     memory: KVMemory
+    blocks: list[KeptBlock]
     counts: bool = True
     forgotten: bool = False
 
 
 class Backups:
-    """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage.
-    backed_up_pages_total: host pages written. stored_pages_total: of the storage. unstored_pages_total: that were not stored,
-    for too many waited or the storage failed. failed_total: operations."""
+    """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage. blocks: of the prefix
+    index, None where nobody asks for them. backed_up_pages_total: host pages written. stored_pages_total: of the storage.
+    unstored_pages_total: that were not stored, for too many waited or the storage failed. failed_total: operations."""
 
     def __init__(
-        self, queue: BackupQueue, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, at_once: int, ids: Iterator[int]
+        self,
+        queue: BackupQueue,
+        keys: PageKeys,
+        host: HostIndex,
+        stored: set[bytes] | None,
+        blocks: KeptBlocks | None,
+        at_once: int,
+        ids: Iterator[int],
     ) -> None:
-        self._queue, self._keys, self._host, self._stored, self._at_once, self._ids = queue, keys, host, stored, at_once, ids
+        self._queue, self._keys, self._host, self._stored, self._blocks = queue, keys, host, stored, blocks
+        self._at_once, self._ids = at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
         self._looked_at: TreeNode | None = None
         self._looked, self._looked_keys = 0, list[bytes]()  # of its path's keys, so many are kept
@@ -103,6 +113,9 @@ class Backups:
         count = fact.count if copy.counts else 0
         self._on_their_way.difference_update(operation.keys)
         self._host.put(operation.keys[:count], operation.host_pages[:count])
+        if count and self._blocks is not None:
+            self._blocks.changed(operation.keys[:count])
+            self._blocks.named(copy.blocks)
         self._host.give_back(operation.host_pages[count:])
         self._host.touch([key for part in _path(copy.node) for key in part.page_keys])  # what came first goes last
         copy.memory.unpin(copy.node)
@@ -145,6 +158,8 @@ class Backups:
 
     def gone(self, key: bytes) -> None:
         """A tier does not hold it any more: whoever was backed by it is not, unless another one does."""
+        if self._blocks is not None:
+            self._blocks.changed((key,))
         if not self._is_kept(key) and (node := self._queue.backed.pop(key, None)) is not None:
             node.backed = False
 
@@ -169,12 +184,17 @@ class Backups:
         if at < len(keys):
             part = next(part for part in path if part.depth > at)
             begin = part.depth - len(part.pages)
-            return self._copy(node, part, at - begin, min(part.depth, self._most) - begin, memory)
+            operation = self._copy(node, part, at - begin, min(part.depth, self._most) - begin, memory)
+            if operation is not None and self._blocks is not None:
+                names = self._blocks.unnamed(path, keys, at, at + len(operation.keys))
+                self._copying[operation.op_id].blocks = names
+            return operation
         self._looked_at = None
         self._queue.drop(node)
         for part in path:
             if part.depth <= self._most:
                 memory.tree.mark_backed(part)
+        self._name(path, keys)
         self._store(keys)
         return None
 
@@ -190,7 +210,7 @@ class Backups:
         keys = node.page_keys[first:end]
         operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
-        self._copying[operation.op_id] = _BackUp(operation, offered, node, memory)
+        self._copying[operation.op_id] = _BackUp(operation, offered, node, memory, [])
         self._on_their_way.update(keys)
         return operation
 
@@ -209,6 +229,11 @@ class Backups:
             keys += node.page_keys
         return keys
 
+    def _name(self, path: list[TreeNode], keys: list[bytes]) -> None:
+        """All of these pages are kept: some perhaps since before their tokens were known, or by others."""
+        if self._blocks is not None:
+            self._blocks.named(self._blocks.unnamed(path, keys, 0, len(keys)))
+
     def _store(self, keys: tuple[bytes, ...] | list[bytes]) -> None:
         """Lines up those that the host holds and the storage lacks."""
         if self._stored is None:
@@ -221,7 +246,9 @@ class Backups:
                 return
             self._num_to_store += len(some)
             self._to_be_stored.update(some)
-            self._to_store.append(PageOperation(next(self._ids), OperationKind.STORE, some, NO_PAGES, self._host.pin(some)))
+            blocks = () if self._blocks is None else self._blocks.ending(some)
+            pages = self._host.pin(some)
+            self._to_store.append(PageOperation(next(self._ids), OperationKind.STORE, some, NO_PAGES, pages, blocks=blocks))
 
     def _stored_some(self, operation: PageOperation, fact: Fact) -> None:
         self.stored_pages_total += len(fact.stored)

@@ -66,6 +66,13 @@ class Rates:
         """Reading so many has been slower lately than computing them; of other workers, from each of them."""
         return self._token_s is not None and self.reading_s(source, pages) >= self.computing_s(pages)
 
+    def saves(self, source: Tier, pages: int) -> float | None:
+        """The share of the time to compute so many pages that reading them saves, 0 to 1. None: nobody knows what computing
+        takes."""
+        if self._token_s is None:
+            return None
+        return max(0.0, 1.0 - self.reading_s(source, pages) / self.computing_s(pages))
+
     def is_over(self, source: Tier, pages: int, elapsed: float, rest: int, lane: str = "") -> bool:
         """Of an operation that has run for so long and is not done: computing its pages and the `rest` behind them would be
         sooner than reading all that. An operation that is late is taken to be late by as much again."""

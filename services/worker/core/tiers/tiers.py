@@ -11,16 +11,18 @@ from itertools import count
 
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier, WritePolicy
 from services.worker.core.kv.backup_queue import BackupQueue
+from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import TierStats, Wanted
 from services.worker.core.tiers.backups import Backups
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.imports import Imports
+from services.worker.core.tiers.kept_blocks import KeptBlocks
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.rates import Rates
 
 SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
-LOOKED_AT_PAGES = 64  # of which it is told whether reading them from another worker pays
+LOOKED_AT_PAGES = 64  # of which it is told whether reading them pays, and what it saves
 OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is larger
 
 
@@ -37,9 +39,9 @@ class TierLimits:
 
 
 class Tiers:
-    """Implements OtherTiers."""
+    """Implements OtherTiers. events: told of blocks in tiers below the device; None: nobody asks. revision: of the weights."""
 
-    def __init__(self, limits: TierLimits, keys: PageKeys) -> None:
+    def __init__(self, limits: TierLimits, keys: PageKeys, events: CacheEventLog | None = None, revision: str = "") -> None:
         self.queue = _queue_of(limits.policy) if limits.host_pages else BackupQueue(False, False, 0)
         self._host = HostIndex(limits.host_pages)
         self._stored: set[bytes] = set()
@@ -47,7 +49,11 @@ class Tiers:
         self.rates = Rates(limits.page_bytes, limits.page_size)
         ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
         self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
-        self._backups = Backups(self.queue, keys, self._host, stored, at_once, ids)
+        self._blocks = None
+        if events is not None and limits.host_pages:
+            told = self._stored if events.tells_storage else ()
+            self._blocks = KeptBlocks(events, self._host, told, limits.page_size, revision)
+        self._backups = Backups(self.queue, keys, self._host, stored, self._blocks, at_once, ids)
 
     @property
     def num_running(self) -> int:
@@ -102,10 +108,22 @@ class Tiers:
             self._backups.gone(key)
         if not self._backups.is_void(fact):
             self._stored.update(fact.stored)
+            self._name(fact)
         before = self.num_running
         known = fact.op_id < 0 or self._imports.ended(fact, now) or self._backups.ended(fact)
         assert known, "a fact of an operation that was never begun, or has ended"
         return self.num_running < before
+
+    def replace_weights(self, revision: str) -> None:
+        """What is kept is of others. What a storage has of them grows old there."""
+        self.clear((Tier.HOST,))
+        if self._blocks is not None:
+            self._blocks.replace_weights(revision)
+
+    def _name(self, fact: Fact) -> None:
+        if self._blocks is not None:
+            self._blocks.changed(fact.stored)
+            self._blocks.named(fact.blocks)
 
     def clear(self, tiers: Sequence[Tier]) -> int:
         """Forgets what they hold; returns the number of pages. What a storage keeps is the executor's to delete."""
@@ -136,6 +154,8 @@ class Tiers:
             out.append("host pages are written by nobody")
         if not self.num_running and not self.num_storing and self._host.num_pinned:
             out.append("host pages are read by nobody")
+        if self._blocks is not None:
+            out += self._blocks.violations()
         return out
 
     def stats(self) -> TierStats:
@@ -157,6 +177,8 @@ class Tiers:
             fetch_bytes_s=self.rates.bytes_s(Tier.STORAGE),
             pull_bytes_s=self.rates.bytes_s(Tier.PEER),
             pulls_lose=self.rates.loses(Tier.PEER, LOOKED_AT_PAGES),
+            host_saves=self.rates.saves(Tier.HOST, LOOKED_AT_PAGES),
+            storage_saves=self.rates.saves(Tier.STORAGE, LOOKED_AT_PAGES),
             recomputed_pages_total=imports.recomputed_pages_total,
             given_up_operations_total=imports.given_up_total,
             failed_operations_total=imports.failed_total + backups.failed_total,

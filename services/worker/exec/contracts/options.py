@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
@@ -19,12 +20,14 @@ Raises ValueError."""
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """Of KV that leaves the pool. host_bytes: of the host's memory; 0: host_ratio times the pool's. open_storage: of the tier
-    below it, None for none. secret: of the keys, see PageKeys."""
+    below it, None for none. secret: of the keys, see PageKeys. names_file: where the names of its blocks are kept, for the prefix
+    index; None: nowhere."""
 
     host_ratio: float
     host_bytes: int
     open_storage: OpenStore | None
     secret: bytes = field(repr=False)
+    names_file: Path | None = None
 
 
 OpenServer = Callable[[bytes, int, ReadPages], RoomServer]

@@ -11,6 +11,7 @@ from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.pools.host_memory import free_memory
 from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 
@@ -55,9 +56,12 @@ def make_mover(
     cut = "" if options.host_bytes or pages == int(options.host_ratio * pool_pages) else ", which is all that is free"
     progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB{cut}")
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
+    log = None
     if store is not None:
         progress(f"storage tier: {store.counts().pages} pages are there")
-    return PageMover(streams, copier, memory, store, peers), pages
+        if options.names_file is not None:
+            log = BlockLog(options.names_file, _identity(options, layout), store.keys)
+    return PageMover(streams, copier, memory, store, peers, log), pages
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKin
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.streams.cuda_streams import Mark, Streams
+from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ Job = _Work | _Clear | _Ask | _Leave
 class PageMover:
     """copier: of the pools as they are at that time. host: uint8[host pages, page bytes], pinned where the device is a GPU.
     store: None where the host's memory is the last tier; called on its own thread alone. peers: None where nothing is read from
-    other workers. on_fact: called on any thread whenever there is a fact to be taken."""
+    other workers. log: of the blocks that the store's pages are of, None where nobody keeps them; called as the store is.
+    on_fact: called on any thread whenever there is a fact to be taken."""
 
     def __init__(
         self,
@@ -77,8 +79,10 @@ class PageMover:
         host: Tensor,
         store: PageStore | None,
         peers: PeerReader | None = None,
+        log: BlockLog | None = None,
     ) -> None:
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
+        self._log = log
         self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
         self._lock = threading.Lock()  # of the threads that read from other workers
         self._own = threading.local()  # memory of each thread
@@ -86,6 +90,10 @@ class PageMover:
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
             self._facts.put(Fact(UNASKED, stored=tuple(store.keys())))
+        if log is not None:
+            blocks = log.read()
+            for at in range(0, len(blocks), FACT_KEYS):
+                self._facts.put(Fact(UNASKED, blocks=tuple(blocks[at : at + FACT_KEYS])))
         self._of_host: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         queues = {"kv-host": self._of_host} | ({} if store is None else {"kv-storage": self._of_storage})
@@ -139,6 +147,8 @@ class PageMover:
             thread.join(CLOSE_TIMEOUT_S)
         if self._store is not None and not any(thread.is_alive() for thread in self._threads):
             self._store.close()
+            if self._log is not None:
+                self._log.close()
 
     def _passed_leave(self, source: Source) -> None:
         """Where no thread can be had its room ends by itself."""
@@ -231,6 +241,8 @@ class PageMover:
             store.clear()
         except Exception:  # of any kind: what is there has a name that nobody knows any more, or is cleared later
             logger.exception("the storage was not cleared")
+        if self._log is not None:
+            self._log.sweep()
         for at in range(0, len(gone), FACT_KEYS):
             self._facts.put(Fact(UNASKED, dropped=gone[at : at + FACT_KEYS]))
         self.on_fact()
@@ -295,6 +307,9 @@ class PageMover:
     def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         assert self._store is not None, "pages are stored where there is a storage"
         written = self._store.write(operation.keys, [row.numpy().data for row in self._host_rows(operation)])
+        if self._log is not None and operation.blocks:
+            there = set(written.stored)
+            self._log.append(block for block in operation.blocks if block.keys[-1] in there)
         return len(written.stored), written.stored, written.dropped
 
     def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from services.gateway.routing.config import RoutingPolicy
+from services.shared.index.block_hash import block_hashes, root_hash
+from services.shared.index.block_tier import BlockTier
+from services.shared.index.prefix_index import split_hashes
 from tests.services.gateway.dispatch.test_dispatch_lost import stopped
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
@@ -106,6 +109,36 @@ def test_a_flush_forgets() -> None:
             assert decisions(system, "prefix") == 0
         wait_until(lambda: index.num_retired == 0, "the sweep")
         assert [index.find("worker-0", generation) >= 0 for generation in range(6)] == [False] * 5 + [True]
+
+
+def test_what_is_below_devices_counts_by_what_workers_say_that_reading_saves() -> None:
+    """A worker that says nothing, or no number, is taken at its default, or at nothing."""
+    with System(workers=2) as system:
+        index = system.gateway.dispatcher.fleet.index
+        assert index is not None
+        complete(system, SHARED)
+        info = system.workers[0].servicer.info
+        ids = next(submit for host in system.workers for submit in host.servicer.submits).prompt_ids
+        names = list(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), ids)))
+
+        def kept_in_hosts(generation: int, saves: tuple[float, float]) -> list[int]:
+            """Where a request goes then."""
+            before = system.submits()
+            for host, share in zip(system.workers, saves, strict=True):
+                said = {} if share < 0 else {"host_saves": share}
+                system.do(lambda host=host, said=said: host.servicer.tell(index_generation=generation, **said))
+            owners = [lambda name=f"worker-{number}": index.find(name, generation) for number in range(2)]
+            wait_until(lambda: all(owner() >= 0 for owner in owners), "the loads")
+            for owner in owners:
+                system.do(lambda owner=owner: index.stored(owner(), names, BlockTier.HOST))
+            complete(system, SHARED)
+            return [after - count for after, count in zip(system.submits(), before, strict=True)]
+
+        assert kept_in_hosts(2, (0.2, 0.9)) == [0, 1] and kept_in_hosts(3, (0.9, 0.2)) == [1, 0]
+        assert kept_in_hosts(4, (0.7, -1.0)) == [0, 1] and kept_in_hosts(5, (-1.0, float("nan"))) == [1, 0]
+        assert decisions(system, "prefix") == 4
+        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 4 * len(names) * 64
+        assert sum(kept_in_hosts(6, (0.0, 0.0))) == 1 and decisions(system, "prefix") == 4
 
 
 def test_one_worker_by_two_addresses() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -15,10 +15,12 @@ from services.gateway.index.lease_table import LeaseTable
 from services.gateway.index.mirror import IndexMirror
 from services.gateway.index.mirrored_owners import Applied, MirroredOwners
 from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import LEASE_TTL_S, IndexEvent, events_key, lease_key, own_key
 from services.shared.index.redis_client import redis_client
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.index import publisher as publishing
+from services.worker.index.held_blocks import BlockMove
 from services.worker.index.publisher import IndexPublisher
 from services.worker.index.records import WorkerRecords
 from tests.services.redis_server import EITHER_SERVER, RedisServer, redis_server, until
@@ -56,10 +58,10 @@ class Copy:
     def _changed(self) -> None:
         self.changes += 1
 
-    def blocks(self, worker: str = WORKER) -> frozenset[bytes] | None:
+    def blocks(self, worker: str = WORKER, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes] | None:
         """None: no owner."""
         number = self.mirror.owner_of(worker)
-        return None if number < 0 else self.index.blocks(number)
+        return None if number < 0 else self.index.blocks(number, tier)
 
 
 @asynccontextmanager
@@ -101,6 +103,11 @@ def event(seq: int, add: tuple[bytes, ...], gone: tuple[bytes, ...] = (), genera
     return IndexEvent(WORKER, generation, seq, seq == 1, add, gone)
 
 
+def moved(add: Iterable[bytes], gone: Iterable[bytes] = ()) -> list[BlockMove]:
+    device = BlockTier.DEVICE
+    return [*(BlockMove(name, None, device) for name in add), *(BlockMove(name, device, None) for name in gone)]
+
+
 # Workers and mirrors together
 
 
@@ -115,16 +122,18 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
             late: Copy | None = None
             for turn in range(80):
                 for publisher in workers:
-                    add = tuple({block(rng.randrange(4000)) for _ in range(rng.randrange(120))})
-                    gone = tuple({block(rng.randrange(4000)) for _ in range(rng.randrange(90))} - set(add))
-                    publisher.cached(CacheEvents(turn == 30 and publisher is workers[0], add, gone))
+                    names = rng.sample(range(4000), rng.randrange(250))
+                    parts = [tuple(map(block, names[at::5])) for at in range(5)]
+                    flushed = turn == 30 and publisher is workers[0]
+                    publisher.cached(CacheEvents(flushed, (*parts[0], *parts[4]), *parts[1:4]))
                 if turn == 40:
                     late = await stack.enter_async_context(mirrored(server))
                 await asyncio.sleep(0.01)
             assert late is not None
 
             def agree(copy: Copy) -> bool:
-                return all(copy.blocks(f"w{n}") == workers[n - 1].blocks.held() for n in (1, 2, 3))
+                found = [(copy.blocks(f"w{n}", tier), workers[n - 1].blocks.held(tier)) for n in (1, 2, 3) for tier in BlockTier]
+                return all(mirrored and mirrored == held for mirrored, held in found)
 
             await until(lambda: agree(early) and agree(late) and not any(w.blocks.num_pending for w in workers))
             assert (
@@ -146,10 +155,10 @@ def test_a_large_worker_is_read_in_parts(server: RedisServer) -> None:
         await records.register(1, 1)
         names = blocks(*range(7000))
         for at in range(0, 7000, 500):
-            await records.publish(event(1 + at // 500, names[at : at + 500]))
+            await records.publish(1, 1 + at // 500, moved(names[at : at + 500]))
         async with mirrored(server) as copy:
             await until(lambda: copy.blocks() == frozenset(names))
-            await records.publish(event(15, blocks(9000), names[:10]))
+            await records.publish(1, 15, moved(blocks(9000), names[:10]))
             await until(lambda: copy.blocks() == frozenset((*names[10:], block(9000))))
             assert copy.mirror.counts.gaps == 0
         await client.aclose()
@@ -203,7 +212,7 @@ def test_a_lease_that_ends_takes_its_owner_along(server: RedisServer) -> None:
         client = redis_client(server.url, 2.0)
         records = WorkerRecords(client, MODEL, WORKER)
         await records.register(1, 1)
-        await records.publish(event(1, blocks(1)))
+        await records.publish(1, 1, moved(blocks(1)))
         async with running(copy.mirror.run()):
             await until(lambda: copy.blocks() == {block(1)})
             server.client.delete(lease_key(WORKER))
@@ -249,7 +258,7 @@ def test_an_empty_redis_takes_nothing_away_at_once(own_server: RedisServer) -> N
         client = redis_client(own_server.url, 2.0)
         records = WorkerRecords(client, MODEL, WORKER)
         await records.register(1, 1)
-        await records.publish(event(1, blocks(1)))
+        await records.publish(1, 1, moved(blocks(1)))
         async with running(copy.mirror.run()):
             await until(lambda: copy.blocks() == {block(1)})
             now[0] += LEASE_TTL_S
@@ -313,10 +322,10 @@ async def one_by_hand(server: RedisServer) -> AsyncIterator[tuple[Copy, WorkerRe
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, MODEL, WORKER)
     await records.register(1, 1)
-    await records.publish(event(1, blocks(1)))
+    await records.publish(1, 1, moved(blocks(1)))
     async with mirrored(server) as copy:
         await until(lambda: copy.blocks() == {block(1)})
-        await records.publish(event(2, blocks(2)))
+        await records.publish(1, 2, moved(blocks(2)))
         await until(lambda: copy.blocks() == {*blocks(1, 2)})
         yield copy, records
     await client.aclose()
@@ -336,10 +345,10 @@ def test_trimmed_before_it_was_read(server: RedisServer) -> None:
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
             hidden(server, 3, seq=3)
-            await records.publish(event(4, blocks(4)))
+            await records.publish(1, 4, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(2, 3, 4)})
             assert copy.mirror.counts.gaps >= 1
-            await records.publish(event(5, blocks(5)))
+            await records.publish(1, 5, moved(blocks(5)))
             await until(lambda: copy.blocks() == {*blocks(2, 3, 4, 5)})
 
     run(body)
@@ -363,7 +372,7 @@ def test_a_gap_in_the_numbers(server: RedisServer) -> None:
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
             server.client.sadd(own_key(WORKER, 1), block(3))  # of event 3, which does not come
-            await records.publish(event(4, blocks(4)))
+            await records.publish(1, 4, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(1, 2, 3, 4)})
             assert copy.mirror.counts.gaps == 1 and copy.mirror.counts.loads == 2
 
@@ -381,7 +390,7 @@ def test_what_is_no_event_is_skipped(server: RedisServer) -> None:
                 server.client.xadd(events_key(MODEL), fields)
             server.client.xadd(events_key(MODEL), event(7, blocks(99), generation=1234).fields())  # of no lease
             server.client.sadd(f"workers:{{{MODEL}}}", b"\xff\xfe")
-            await records.publish(event(3, blocks(4)))
+            await records.publish(1, 3, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(1, 2, 4)})
             assert copy.mirror.counts.bad_events == 3 and copy.mirror.num_owners == 1 and copy.index.num_blocks == 3
 
@@ -392,9 +401,9 @@ def test_an_old_generation_late_in_the_stream_changes_nothing(server: RedisServe
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
             await records.register(2, 1)
-            await records.publish(event(1, blocks(7), generation=2))
-            await records.publish(event(3, blocks(3), generation=1))
-            await records.publish(event(2, blocks(8), generation=2))
+            await records.publish(2, 1, moved(blocks(7)))
+            await records.publish(1, 3, moved(blocks(3)))
+            await records.publish(2, 2, moved(blocks(8)))
             await until(lambda: copy.blocks() == {*blocks(7, 8)})
             assert copy.mirror.counts.gaps == 0
 

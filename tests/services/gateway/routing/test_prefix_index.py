@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.gateway.routing.prefix_index import PrefixIndex
+from services.shared.index.block_tier import BlockTier
 
 CHAINS = [[bytes([chain, depth]) + b"block." for depth in range(6)] for chain in range(3)]
 BLOCKS = [block for chain in CHAINS for block in chain]
@@ -27,13 +28,13 @@ def model_depth(blocks: set[bytes], hashes: list[bytes]) -> int:
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """The model: per live owner a set of blocks, and a dict of when each speculative one ends."""
+    """The model: per live owner the tier of each of its blocks, and a dict of when each speculative one ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex()
         self.numbers: dict[tuple[str, int], int] = {}
-        self.held: dict[int, set[bytes]] = {}
+        self.held: dict[int, dict[bytes, BlockTier]] = {}
         self.until: dict[int, dict[bytes, float]] = {}
         self.now = 0.0
 
@@ -45,15 +46,15 @@ class AgainstModel(RuleBasedStateMachine):
             return
         assert number not in self.held
         self.numbers[worker, generation] = number
-        self.held[number], self.until[number] = set(), {}
+        self.held[number], self.until[number] = {}, {}
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), blocks=st.lists(st.sampled_from(BLOCKS)))
-    def stored(self, data: st.DataObject, blocks: list[bytes]) -> None:
+    @rule(data=st.data(), blocks=st.lists(st.sampled_from(BLOCKS)), tier=st.sampled_from(BlockTier))
+    def stored(self, data: st.DataObject, blocks: list[bytes], tier: BlockTier) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
-        self.index.stored(number, iter(blocks))
-        self.held[number].update(blocks)
-        for block in blocks:
+        self.index.stored(number, iter(blocks), tier)
+        self.held[number].update(dict.fromkeys(blocks, tier))
+        for block in blocks if tier is BlockTier.DEVICE else ():
             self.until[number].pop(block, None)
 
     @precondition(lambda self: self.held)
@@ -61,7 +62,7 @@ class AgainstModel(RuleBasedStateMachine):
     def removed(self, data: st.DataObject, blocks: list[bytes]) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
         self.index.removed(number, iter(blocks))
-        self.held[number].difference_update(blocks)
+        self.held[number] = {block: tier for block, tier in self.held[number].items() if block not in blocks}
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), chain=st.sampled_from(CHAINS), upto=st.integers(0, 6), ttl=st.integers(1, 4))
@@ -94,18 +95,27 @@ class AgainstModel(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         for chain in CHAINS:
-            found = depths(self.index, chain)
+            found, deeper = depths(self.index, chain), self.index.reach(chain)
+            is_below = any(tier for held in self.held.values() for tier in held.values())
+            assert len(deeper) == 3 or not is_below
             for number in range(self.index.num_owners):
-                blocks = self.held.get(number, set()) | set(self.until.get(number, {}))
-                assert found[number] == model_depth(blocks, chain)
+                held, expected = self.held.get(number, {}), set(self.until.get(number, {}))
+                reached = [model_depth({b for b in held if held[b] <= tier} | expected, chain) for tier in BlockTier]
+                assert found[number] == reached[0] and deeper[:, number].tolist() == reached[: len(deeper)]
         for name, number in self.numbers.items():
-            assert self.index.find(*name) == number
-            assert self.index.held(number) == len(self.held[number]) and self.index.blocks(number) == self.held[number]
+            held = self.held[number]
+            assert self.index.find(*name) == number and self.index.held(number) == len(held)
+            assert {b: tier for tier in BlockTier for b in self.index.blocks(number, tier)} == held
 
     def teardown(self) -> None:
         self.index.sweep(1000)
-        known = set().union(*self.held.values(), *self.until.values())
+        known = {(BlockTier.DEVICE, block) for ends in self.until.values() for block in ends}
+        known |= {(tier, block) for held in self.held.values() for block, tier in held.items()}
         assert self.index.num_blocks == len(known) and self.index.num_retired == 0
+        for number in self.held:
+            self.index.retire(number)
+        self.index.sweep(1000)
+        assert self.index.num_blocks == 0 and len(self.index.reach(CHAINS[0])) == 1, "nothing is below any more"
 
 
 TestAgainstModel = AgainstModel.TestCase
@@ -217,6 +227,7 @@ def test_who_is_not_live_is_refused() -> None:
 def test_what_owners_hold_stays_out_of_garbage_collection() -> None:
     index = PrefixIndex()
     index.stored(index.owner("a", 1), [number.to_bytes(8, "big") for number in range(1000)])
+    index.stored(index.owner("b", 1), [number.to_bytes(8, "big") for number in range(1000)], BlockTier.HOST)
     gc.collect()
     large = [found for found in gc.get_objects() if isinstance(found, dict | set) and len(found) == 1000]
     assert not [found for found in large if (999).to_bytes(8, "big") in found]

@@ -18,6 +18,7 @@ from services.gateway.routing.policies import (
     make_policy,
     rows_with_room,
 )
+from services.gateway.routing.tier_hits import hits_of
 from tests.all_pairs import each_value
 
 
@@ -208,6 +209,42 @@ def test_affinity_overflows_when_its_worker_has_no_room() -> None:
 def test_prefix_aware(requests: list[int], matched: list[int], row: int, reason: str) -> None:
     workers = fleet(requests)
     assert pick("prefix_aware", workers, ask(workers, matched)) == Pick(row, reason, matched[row])
+
+
+TIER_CASES: dict[str, tuple[list[int], list[tuple[int, int, int]], list[tuple[float, float]], int, int]] = {
+    "the device's before the host's": ([10, 10], [(8, 0, 0), (0, 8, 0)], [(0.8, 0.5)] * 2, 0, 512),
+    "more of the host's before less of the device's": ([10, 10], [(4, 0, 0), (0, 8, 0)], [(0.8, 0.5)] * 2, 1, 512),
+    "the host's before the storage's": ([10, 10], [(0, 0, 8), (0, 8, 0)], [(0.8, 0.5)] * 2, 1, 512),
+    "behind the device's": ([10, 10], [(8, 0, 0), (8, 2, 2)], [(0.8, 0.5)] * 2, 1, 768),
+    "read as slowly as computed": ([10, 12], [(0, 0, 0), (0, 0, 15)], [(0.8, 0.0)] * 2, 0, 0),
+    "what is behind what is computed": ([10, 12], [(0, 0, 0), (0, 1, 14)], [(0.0, 0.9)] * 2, 0, 0),
+    "a disk that is faster": ([10, 10], [(0, 0, 8), (0, 0, 8)], [(0.8, 0.2), (0.8, 0.7)], 1, 512),
+    "one that is a little idler": ([10, 13], [(0, 0, 0), (0, 0, 15)], [(0.8, 0.1)] * 2, 0, 0),
+}
+
+
+@pytest.mark.parametrize("case", TIER_CASES.values(), ids=TIER_CASES)
+def test_a_hit_is_worth_what_reading_it_saves(
+    case: tuple[list[int], list[tuple[int, int, int]], list[tuple[float, float]], int, int],
+) -> None:
+    """Of each worker its requests; the blocks that it has on its device, and behind these in host and storage; and what it saves
+    by reading there. The one that is picked, and the tokens that it is taken to have."""
+    requests, blocks, saves, row, predicted = case
+    workers = fleet(requests)
+    workers.owner[: len(requests)] = range(len(requests))
+    workers.host_saves[: len(requests)], workers.storage_saves[: len(requests)] = zip(*saves, strict=True)
+    hits = hits_of(np.cumsum(np.array(blocks), axis=1).T, workers)
+    request = Ask(1000, hits.matched, saved=hits.saved)
+    chosen = pick("prefix_aware", workers, request)
+    assert (chosen.row, chosen.predicted_tokens) == (row, predicted)
+
+
+def test_an_index_that_knows_of_devices_alone_says_what_it_always_said() -> None:
+    workers = fleet([10, 10, 10])
+    workers.owner[:3] = [1, 7, -1]
+    hits = hits_of(np.array([[3, 5]]), workers)
+    assert hits.saved is None and hits.matched[:3].tolist() == [5 * 64, 0, 0], "of an owner that came meanwhile nothing is known"
+    assert not hits_of(np.zeros((1, 0), np.int64), workers).matched.any()
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from hypothesis import strategies as st
 from rootstock.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.local.ports import free_ports
 from services.shared.index.block_hash import block_hashes, root_hash
+from services.shared.index.block_tier import BlockTier
 from services.shared.index.cache_namespace import cache_namespace
 from services.shared.index.prefix_index import (
+    BELOW_TTL_S,
     EVENTS_KEPT,
     IndexEvent,
     event_from,
@@ -39,7 +42,7 @@ from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.identity.model_identity import identify_model
 from services.worker.index import publisher as publishing
 from services.worker.index.handover import CacheEventHandover
-from services.worker.index.held_blocks import HeldBlocks
+from services.worker.index.held_blocks import BlockMove, HeldBlocks
 from services.worker.index.publisher import IndexPublisher
 from services.worker.index.records import WorkerRecords
 from services.worker.index.sweeper import LATE_S, Sweeper
@@ -63,6 +66,7 @@ def stored(*numbers: int) -> CacheEvents:
 
 
 CLEARED = CacheEvents(True, (), ())
+BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 
 
 @pytest.fixture(params=EITHER_SERVER)
@@ -89,37 +93,54 @@ async def published(server: RedisServer, generation: int = 1) -> AsyncIterator[I
         assert task.done()
 
 
-def owned(server: RedisServer, publisher: IndexPublisher) -> set[bytes]:
-    return set(server.client.smembers(own_key(WORKER, publisher.generation)))
+def owned(server: RedisServer, publisher: IndexPublisher, tier: BlockTier = BlockTier.DEVICE) -> set[bytes]:
+    return set(server.client.smembers(own_key(WORKER, publisher.generation, tier)))
 
 
 def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
-    """Lease, reverse index, blocks and events say what the publisher holds."""
+    """Lease, reverse indexes, blocks and events say what the publisher holds, to who knows of tiers and to who does not."""
     if publisher.blocks.num_pending or server.client.get(lease_key(WORKER)) != str(publisher.generation).encode():
         return False
     field = owner_field(WORKER, publisher.generation).encode()
     kept = {name for name, owners in server.block_keys().items() if field in owners}
     told = replayed(server, publisher.generation)
-    return kept == owned(server, publisher) == told == publisher.blocks.held()
+    tiers = [owned(server, publisher, tier) for tier in BlockTier] == [publisher.blocks.held(tier) for tier in BlockTier] == told
+    return tiers and kept == replayed_before_tiers(server, publisher.generation) == publisher.blocks.held()
 
 
-def replayed(server: RedisServer, generation: int) -> set[bytes]:
-    """What a reader of the stream takes for held; the numbers must be without gaps."""
+def replayed_before_tiers(server: RedisServer, generation: int) -> set[bytes]:
+    """What a gateway takes for held that knows two fields of an event."""
     held: set[bytes] = set()
+    for _, values in server.client.xrange(events_key(MODEL)):
+        if int(values[b"gen"]) == generation:
+            held |= set(split_hashes(values[b"stored"]))
+            held -= set(split_hashes(values[b"removed"]))
+    return held
+
+
+def replayed(server: RedisServer, generation: int) -> list[set[bytes]]:
+    """What a reader of the stream takes for held, by tier; the numbers must be without gaps."""
+    held: dict[bytes, BlockTier] = {}
     expected = 1
     for _, values in server.client.xrange(events_key(MODEL)):
         event = event_from(values)
         if event.generation == generation:
             assert (event.seq, event.cleared) == (expected, expected == 1)
             expected += 1
-            held |= set(event.stored)
-            held -= set(event.removed)
-    return held
+            held |= dict.fromkeys(event.stored, BlockTier.DEVICE)
+            held = {block: tier for block, tier in held.items() if block not in event.removed}
+            held |= dict.fromkeys(event.host, BlockTier.HOST) | dict.fromkeys(event.storage, BlockTier.STORAGE)
+    return [{block for block, where in held.items() if where is tier} for tier in BlockTier]
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def moved(names: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> list[BlockMove]:
+    """There, and nowhere before."""
+    return [BlockMove(name, None, tier) for name in names]
+
+
+def run(test: Callable[[], Awaitable[None]], limit_s: float = 30) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(limit_s):
             await test()
 
     asyncio.run(limited())
@@ -128,27 +149,27 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 # What is held
 
 
-CHANGES = st.lists(st.tuples(st.sampled_from(["store", "remove", "clear", "take", "restart"]), st.integers(0, 6)), max_size=60)
+CHANGED = ["stored", "host", "storage", "removed", "clear", "take", "restart"]
+CHANGES = st.lists(st.tuples(st.sampled_from(CHANGED), st.integers(0, 6)), max_size=60)
+TIERS = {"stored": BlockTier.DEVICE, "host": BlockTier.HOST, "storage": BlockTier.STORAGE, "removed": None}
 
 
 @given(CHANGES)
 def test_changes_that_are_taken_make_redis_equal_to_what_is_held(changes: list[tuple[str, int]]) -> None:
-    ledger, held, remote = HeldBlocks(), set[bytes](), set[bytes]()
+    ledger, held, remote = HeldBlocks(), dict[bytes, BlockTier](), dict[bytes, BlockTier]()
 
     def take(limit: int) -> None:
-        added, removed = ledger.take(limit)
-        assert not set(added) & remote and set(removed) <= remote, "only what changes is told"
-        remote.update(added)
-        remote.difference_update(removed)
+        for move in ledger.take(limit):
+            assert remote.pop(move.block, None) is move.before is not move.after, "only what changes is told"
+            if move.after is not None:
+                remote[move.block] = move.after
 
     for what, number in changes:
         name = block(number)
-        if what == "store":
-            ledger.merge(CacheEvents(False, (name,), ()))
-            held.add(name)
-        elif what == "remove":
-            ledger.merge(CacheEvents(False, (), (name,)))
-            held.discard(name)
+        if what in TIERS:
+            ledger.merge(CacheEvents(**{"cleared": False, "stored": (), "removed": (), what: (name,)}))
+            held.pop(name, None)
+            held |= {} if (tier := TIERS[what]) is None else {name: tier}
         elif what == "take":
             take(number)
         else:
@@ -157,10 +178,13 @@ def test_changes_that_are_taken_make_redis_equal_to_what_is_held(changes: list[t
                 held.clear()
             ledger.restart()
             remote.clear()
-        assert ledger.num_pending <= len(held | remote), "bounded by what the cache holds"
-        assert ledger.num_published == len(remote)
+        assert ledger.num_pending <= len(held | remote), "bounded by what is held"
+        assert ledger.num_held == len(held)
+        for tier in BlockTier:
+            assert ledger.num_published(tier) == list(remote.values()).count(tier)
+            assert ledger.num_in(tier) == list(held.values()).count(tier)
     take(1000)
-    assert ledger.held() == held == remote and not ledger.num_pending
+    assert {name: tier for tier in BlockTier for name in ledger.held(tier)} == held == remote and not ledger.num_pending
 
 
 def test_one_step_may_clear_store_and_remove() -> None:
@@ -168,7 +192,7 @@ def test_one_step_may_clear_store_and_remove() -> None:
     ledger.merge(stored(1, 2))
     ledger.take(10)
     ledger.merge(CacheEvents(True, blocks(3, 4), blocks(4)))
-    assert ledger.held() == {block(3)} and ledger.take(10) == ([block(3)], [])
+    assert ledger.held() == {block(3)} and ledger.take(10) == [BlockMove(block(3), None, BlockTier.DEVICE)]
 
 
 def test_a_thread_hands_over_everything_in_order() -> None:
@@ -192,12 +216,14 @@ def test_random_changes_arrive(server: RedisServer) -> None:
         rng = random.Random(4)
         async with published(server, generation=77) as publisher:
             for _ in range(60):
-                add = tuple({block(rng.randrange(3000)) for _ in range(rng.randrange(80))})
-                gone = tuple({block(rng.randrange(3000)) for _ in range(rng.randrange(60))} - set(add))
-                publisher.cached(CacheEvents(False, add, gone))
+                names = rng.sample(range(3000), rng.randrange(200))
+                parts = [tuple(map(block, names[at::5])) for at in range(5)]
+                publisher.cached(CacheEvents(False, (*parts[0], *parts[4]), *parts[1:4]))
                 await asyncio.sleep(0.01)
             await until(lambda: in_agreement(server, publisher))
             assert publisher.generation == 77 and publisher.lease_held and len(publisher.blocks.held()) > 500
+            assert all(len(publisher.blocks.held(tier)) > 300 for tier in BELOW)
+            assert all(0 < server.client.ttl(own_key(WORKER, 77, tier)) <= BELOW_TTL_S for tier in BELOW)
             await until(lambda: publisher.seq == server.client.xlen(events_key(MODEL)))
             assert publisher.seq == server.client.xlen(events_key(MODEL)) == publisher.counts.events
             assert server.client.smembers(generations_key(WORKER)) == {b"77"}
@@ -240,7 +266,7 @@ def test_the_stream_is_trimmed(server: RedisServer) -> None:
         for seq in range(EVENTS_KEPT + 300):
             pipe.xadd(events_key(MODEL), IndexEvent("other", 5, seq, False, (), ()).fields())
         pipe.execute()
-        await records.publish(IndexEvent(WORKER, 1, 1, True, blocks(1), ()))
+        await records.publish(1, 1, moved(blocks(1)))
         await client.aclose()
         assert EVENTS_KEPT <= server.client.xlen(events_key(MODEL)) < EVENTS_KEPT + 300
 
@@ -304,12 +330,13 @@ def test_the_unexpected_does_not_end_it(server: RedisServer, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("quick_renewal")
-@pytest.mark.parametrize("loss", ["all", "lease", "own", "one block", "generations", "workers", "another's lease"])
+@pytest.mark.parametrize("loss", ["all", "lease", "own", "below", "one block", "generations", "workers", "another's lease"])
 def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> None:
     lose: dict[str, Callable[[], object]] = {
         "all": server.client.flushall,
         "lease": lambda: server.client.delete(lease_key(WORKER)),
         "own": lambda: server.client.delete(own_key(WORKER, 1)),
+        "below": lambda: server.client.delete(own_key(WORKER, 1, BlockTier.STORAGE)),
         "one block": lambda: server.client.srem(own_key(WORKER, 1), block(2)),
         "generations": lambda: server.client.delete(generations_key(WORKER)),
         "workers": lambda: server.client.delete(workers_key(MODEL)),
@@ -318,7 +345,7 @@ def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> 
 
     async def body() -> None:
         async with published(server) as publisher:
-            publisher.cached(stored(1, 2, 3))
+            publisher.cached(CacheEvents(False, blocks(1, 2, 3), (), (), blocks(4)))
             await until(lambda: in_agreement(server, publisher))
             lose[loss]()
             await until(lambda: publisher.counts.generations == 2 and in_agreement(server, publisher))
@@ -395,7 +422,7 @@ async def leave(server: RedisServer, worker: str, generation: int, numbers: rang
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, MODEL, worker)
     await records.register(generation, generation)
-    await records.publish(IndexEvent(worker, generation, 1, True, tuple(map(block, numbers)), ()))
+    await records.publish(generation, 1, [*moved(map(block, numbers)), *moved(blocks(1, 2), BlockTier.HOST)])
     if not leased:
         await client.delete(lease_key(worker))
     await client.aclose()
@@ -532,6 +559,60 @@ def test_a_worker_process_tells_of_the_prompts_it_has_cached(server: RedisServer
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: RedisServer, tmp_path: Path) -> None:
+    """Before anybody asks it for anything; what is read again is its device's."""
+    port, metrics_port = free_ports(2)
+    argv = [sys.executable, "-m", "services.worker", "--executor", "cpu", "--model", str(DEMO), "--port", str(port)]
+    argv += ["--metrics-port", str(metrics_port), "--redis-url", server.url, "--grammar-workers", "0", "--worker-id", "w"]
+    argv += ["--max-total-tokens", "1024", "--enable-hierarchical-cache", "--hicache-size", "1"]
+    argv += ["--hicache-storage-backend", "file", "--hicache-storage-dir", str(tmp_path / "kv")]
+    prompt = list(range(1, 202))
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def started() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+
+    def there(generation: int, tier: BlockTier) -> set[bytes]:
+        return set(server.client.smembers(own_key("w", generation, tier)))
+
+    def is_stored() -> bool:
+        return re.search(r"^sglang:backuped_tokens_total{.*} 192.0$", metrics(metrics_port), re.MULTILINE) is not None
+
+    async def life(asks: bool) -> tuple[worker_pb2.WorkerInfo, set[bytes]]:
+        """From a start to a kill. What it is, and its prompt's blocks."""
+        processes.append(started())
+        often = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=often) as channel:
+            call = worker_pb2_grpc.WorkerStub(channel).Generate(wait_for_ready=True)
+            info = (await call.read()).hello
+            names = set(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), prompt)))
+            if not asks:
+                await until(lambda: there(info.generation, BlockTier.STORAGE) == names, seconds=30)
+                assert not there(info.generation, BlockTier.DEVICE)
+            submit = worker_pb2.Submit(handle=1, request_id="1", prompt_ids=prompt)
+            submit.sampling.max_new_tokens = 2
+            await call.write(worker_pb2.GenerateRequest(submits=[submit]))
+            await until(lambda: there(info.generation, BlockTier.DEVICE) == names, seconds=30)
+            await until(lambda: not asks or is_stored(), seconds=30)
+            assert not there(info.generation, BlockTier.STORAGE)
+            call.cancel()
+        processes[-1].kill()
+        await asyncio.to_thread(processes[-1].wait)
+        return info, names
+
+    async def body() -> None:
+        first, names = await life(asks=True)
+        second, again = await life(asks=False)
+        assert names == again and len(names) == 3 and first.generation != second.generation
+
+    try:
+        run(body, limit_s=240)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_worker_process_names_its_blocks_by_the_weights_that_it_has(server: RedisServer, tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""A file beside the pages of a store: which blocks of the prefix index they are of, so that a worker can tell of them again after
+a restart. Pages have keys that say nothing of tokens, and nothing else knows the names.
+
+    header 64 | record | record | ...        record: head 20 | keys, [n, 32] | checksum 8        little-endian
+
+Names are hints: what is missing, torn or of another identity costs a request its way here and nothing else. So nothing is synced,
+and no error of the disk is anybody's but the log's. Single owner, one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import xxhash
+
+from services.shared.observe.log import fields
+from services.worker.core.contracts.transfers import KeptBlock
+from services.worker.core.tiers.page_keys import KEY_BYTES
+from services.worker.exec.tiers.disk import Disk
+from services.worker.exec.tiers.write_pause import WritePause
+
+logger = logging.getLogger(__name__)
+_HEADER = struct.Struct("<8sII32s8x")  # magic, version, length of the identity, identity
+_HEAD = struct.Struct("<I8s8s")  # keys, name, weights
+_MAGIC, _VERSION = b"RSTKVBLK", 1
+_CHECKSUM_BYTES = 8
+MOST_KEYS = 64  # of a block: it has no more tokens
+SPARE_BYTES = 4 << 20  # that it may have more than twice what counted when it was written anew
+
+
+class BlockLog:
+    """identity: at most 32 bytes, as the store's. held: keys of the pages that the store has."""
+
+    def __init__(self, path: Path, identity: bytes, held: Callable[[], Collection[bytes]], disk: Disk | None = None) -> None:
+        begin = _HEADER.pack(_MAGIC, _VERSION, len(identity), identity)
+        self._header = begin + xxhash.xxh3_64_digest(begin)
+        self._path, self._held, self._disk = path, held, disk or Disk()
+        self._pause = WritePause(time.monotonic)
+        self._fd: int | None = None
+        self._size = self._most = 0
+
+    def read(self) -> list[KeptBlock]:
+        """Blocks that the store has a page of, oldest first. The file has no others then."""
+        try:
+            blocks = self._counting(self._found())
+            self._rewrite(blocks)
+        except OSError as error:
+            self._failed(error)
+            return []
+        return blocks
+
+    def append(self, blocks: Iterable[KeptBlock]) -> None:
+        """Their pages are stored."""
+        records = b"".join(map(_record, blocks))
+        if not records or not self._pause.over:
+            return
+        try:
+            if self._fd is None or self._size + len(records) > self._most:
+                self._rewrite(self._counting(self._found()))
+            self._write(records)
+            self._pause.worked()
+        except OSError as error:
+            self._failed(error)
+
+    def sweep(self) -> None:
+        """Pages were deleted: what only they had the tokens of has no name here any more."""
+        try:
+            self._rewrite(self._counting(self._found()))
+        except OSError as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            self._disk.close(self._fd)
+            self._fd = None
+
+    def _found(self) -> list[KeptBlock]:
+        """All of this identity, up to what is torn; of a name the newest. Raises OSError."""
+        try:
+            fd = self._disk.open(self._path, writable=False)
+        except FileNotFoundError:
+            return []
+        try:
+            content = bytearray(self._disk.size(fd))
+            content = content[: self._disk.read(fd, [content], 0)]
+        finally:
+            self._disk.close(fd)
+        return _parsed(bytes(content), len(self._header)) if content.startswith(self._header) else []
+
+    def _counting(self, blocks: list[KeptBlock]) -> list[KeptBlock]:
+        held = set(self._held())
+        return [block for block in blocks if not held.isdisjoint(block.keys)]
+
+    def _rewrite(self, blocks: list[KeptBlock]) -> None:
+        """With these alone, at once or not at all. Raises OSError."""
+        part = self._path.with_name(f"{self._path.name}.part")
+        fd = self._disk.create(part)
+        try:
+            self._all_written(fd, b"".join((self._header, *map(_record, blocks))), 0)
+            self._disk.rename(part, self._path)
+        except OSError:
+            self._disk.close(fd)
+            raise
+        self.close()
+        self._fd, self._size = fd, self._disk.size(fd)
+        self._most = 2 * self._size + SPARE_BYTES
+
+    def _write(self, records: bytes) -> None:
+        assert self._fd is not None, "what is written to is open"
+        self._all_written(self._fd, records, self._size)
+        self._size += len(records)
+
+    def _all_written(self, fd: int, data: bytes, offset: int) -> None:
+        """Raises OSError."""
+        written = self._disk.write(fd, [data], offset)
+        if written != len(data):
+            raise OSError(f"{written} of {len(data)} bytes were written")
+
+    def _failed(self, error: OSError) -> None:
+        seconds = self._pause.failed()
+        logger.warning("names of blocks were not kept", extra=fields(error=str(error), pause_seconds=seconds))
+
+
+def _record(block: KeptBlock) -> bytes:
+    body = _HEAD.pack(len(block.keys), block.name, block.weights) + b"".join(block.keys)
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def _parsed(content: bytes, at: int) -> list[KeptBlock]:
+    """The records from there on, up to the first that is not whole; of a name the newest one."""
+    blocks: dict[bytes, KeptBlock] = {}
+    while at + _HEAD.size <= len(content):
+        count, name, weights = _HEAD.unpack_from(content, at)
+        end = at + _HEAD.size + count * KEY_BYTES
+        if not 0 < count <= MOST_KEYS or content[end : end + _CHECKSUM_BYTES] != xxhash.xxh3_64_digest(content[at:end]):
+            break
+        keys = range(at + _HEAD.size, end, KEY_BYTES)
+        blocks.pop(name, None)
+        blocks[name] = KeptBlock(name, weights, tuple(content[key : key + KEY_BYTES] for key in keys))
+        at = end + _CHECKSUM_BYTES
+    return list(blocks.values())

@@ -1,0 +1,238 @@
+"""Blocks of the prefix index in tiers below the device: told as long as they can be had back, and by how slow that is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.shared.index.block_tier import BlockTier
+from services.worker.core.contracts.transfers import UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Tier, WritePolicy
+from services.worker.core.kv import cache_events
+from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
+from tests.core import harness
+from tests.core.harness import Engine, chained, slow, small
+
+PAGE_SIZES = pytest.mark.parametrize("page_size", [4, 16, 64, 128, 48])
+
+
+def tiered(page_size: int = 16, **changes: Any) -> Engine:
+    """A pool of 512 tokens, in which there is room for one prompt of 256 and little else."""
+    values: dict[str, Any] = {"num_pages": 512 // page_size, "page_size": page_size, "context_len": 384}
+    values |= {"chunked_prefill_size": 128, "host_pages": 4096 // page_size, "page_bytes": 16 * page_size}
+    return slow(small(**{**values, **changes}))
+
+
+def prompt(number: int, length: int = 257) -> list[int]:
+    return [number, *range(100, 99 + length)]
+
+
+def ask(engine: Engine, handle: int, ids: list[int], **params: Any) -> dict[str, int]:
+    """Where its cached tokens came from."""
+    engine.submit(handle, ids, max_new_tokens=2, ignore_eos=True, **params)
+    engine.drain()
+    engine.check_answer(handle)
+    return engine.finishes[handle].cached_from
+
+
+def names_of(ids: list[int], salt: str = "") -> list[bytes]:
+    """Of its whole blocks."""
+    tokens, link, out = np.array(ids, np.int32).tobytes(), f"0:{salt}".encode() if salt else b"", []
+    for at in range(0, len(tokens) - 255, 256):
+        link = chained(link, tokens[at : at + 256])
+        out.append(link)
+    return out
+
+
+def stored(engine: Engine) -> list[PageOperation]:
+    return [operation for plan in engine.plans for operation in plan.operations if operation.kind is OperationKind.STORE]
+
+
+@PAGE_SIZES
+def test_a_block_goes_down_the_tiers_and_comes_back(page_size: int) -> None:
+    engine = tiered(page_size, has_storage=True, num_pages=1024 // page_size)
+    ask(engine, 0, prompt(0))
+    whole = (257 // page_size * page_size) // 64
+    names = names_of(prompt(0))[:whole]
+    assert engine.index == set(names) and not engine.below, "it is told of where it is fastest"
+    engine.core.flush_cache()
+    engine.check()
+    assert not engine.index and engine.below == dict.fromkeys(names, BlockTier.HOST)
+    engine.core.flush_tiers((Tier.HOST,))
+    engine.check()
+    assert engine.below == dict.fromkeys(names, BlockTier.STORAGE)
+    assert ask(engine, 1, prompt(0))[Tier.STORAGE] > 0
+    assert engine.index == set(names) and not engine.below
+    engine.core.flush_cache()
+    engine.core.flush_tiers((Tier.STORAGE,))
+    engine.check()
+    assert not engine.index and not engine.below
+
+
+def test_eviction_makes_a_block_the_hosts() -> None:
+    engine = tiered()
+    for number in range(4):
+        ask(engine, number, prompt(number))
+    assert engine.core.stats().lost_pages_total == 0
+    gone = set(names_of(prompt(0)))
+    assert gone.isdisjoint(engine.index) and {engine.below[name] for name in gone} == {BlockTier.HOST}
+    assert ask(engine, 9, prompt(0))[Tier.HOST] == 256
+    assert gone <= engine.index and gone.isdisjoint(engine.below)
+
+
+def test_a_block_is_as_slow_as_its_slowest_page() -> None:
+    """The host has lost the end of the first prompt, in the middle of a block."""
+    engine = tiered(has_storage=True, host_pages=42)
+    for number in range(3):
+        ask(engine, number, prompt(number))
+    engine.core.flush_cache()
+    engine.check()
+    tiers = engine.core._tiers
+    assert tiers is not None
+    in_host = [sum(key in tiers._host for key in block.keys) for operation in stored(engine)[:2] for block in operation.blocks]
+    assert in_host[:4] == [4, 4, 2, 0]
+    assert [engine.below[name] for name in names_of(prompt(0))] == [
+        BlockTier.HOST,
+        BlockTier.HOST,
+        BlockTier.STORAGE,
+        BlockTier.STORAGE,
+    ]
+
+
+def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
+    """One page of the second block is lost: what is behind it is told all the same, and found by nobody."""
+    engine = tiered(has_storage=True)
+    ask(engine, 0, prompt(0))
+    engine.core.flush_cache()
+    engine.core.flush_tiers((Tier.HOST,))
+    keys = [key for operation in stored(engine) for key in operation.keys]
+    engine.core.ended(Fact(UNASKED, dropped=(keys[5],)), engine.now)
+    engine.check()
+    names = names_of(prompt(0))
+    assert engine.below == {name: BlockTier.STORAGE for at, name in enumerate(names) if at != 1}
+
+
+def test_a_block_whose_last_page_the_host_does_not_take_is_not_there() -> None:
+    """One prompt may have fifteen of its pages, and the fourth block ends with the sixteenth."""
+    engine = tiered(host_pages=30)
+    ask(engine, 0, prompt(0))
+    engine.core.flush_cache()
+    engine.check()
+    assert engine.below == dict.fromkeys(names_of(prompt(0))[:3], BlockTier.HOST)
+
+
+def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, tells_storage=False))
+    engine = tiered(has_storage=True)
+    ask(engine, 0, prompt(0))
+    engine.core.flush_cache()
+    engine.check()
+    assert len(engine.below) == 4 and set(engine.below.values()) == {BlockTier.HOST}
+    engine.core.flush_tiers((Tier.HOST,))
+    engine.check()
+    assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "it is there"
+
+
+def test_other_weights_take_the_names_with_them() -> None:
+    engine = tiered(has_storage=True)
+    ask(engine, 0, prompt(0))
+    engine.core.replace_weights("r2")
+    engine.check()
+    assert not engine.index and not engine.below
+    assert engine.core.stats().storage_pages == 16, "files of other weights grow old"
+
+
+def test_a_new_pool_tells_again_what_is_below_it() -> None:
+    engine = tiered()
+    ask(engine, 0, prompt(0))
+    assert engine.core.take_cache_events() is None
+    engine.core.reset_memory()
+    events = engine.core.take_cache_events()
+    assert events == CacheEvents(True, (), (), tuple(names_of(prompt(0))))
+
+
+class TestARestart:
+    def test_what_the_storage_was_said_to_hold_is_told_again(self) -> None:
+        first, second = tiered(has_storage=True), tiered(has_storage=True)
+        ask(first, 0, prompt(0), salt="mine")
+        blocks = tuple(block for operation in stored(first) for block in operation.blocks)
+        assert [block.name for block in blocks] == names_of(prompt(0), "mine")
+        second.executor.storage = first.executor.storage
+        second.core.ended(Fact(UNASKED, stored=tuple(first.executor.storage)), 0.0)
+        second.check()
+        assert not second.below, "keys alone say nothing"
+        second.core.ended(Fact(UNASKED, blocks=blocks), 0.0)
+        second.check()
+        assert second.below == dict.fromkeys(names_of(prompt(0), "mine"), BlockTier.STORAGE)
+        assert ask(second, 0, prompt(0), salt="mine")[Tier.STORAGE] == 256
+
+    def test_names_of_other_weights_or_of_pages_that_are_gone_are_nobodys(self) -> None:
+        first, second = tiered(has_storage=True), tiered(has_storage=True)
+        ask(first, 0, prompt(0))
+        blocks = [block for operation in stored(first) for block in operation.blocks]
+        other = KeptBlock(blocks[0].name, bytes(8), blocks[0].keys)
+        held = set(first.executor.storage) - set(blocks[1].keys) - {blocks[2].keys[0]}
+        second.core.ended(Fact(UNASKED, stored=tuple(held)), 0.0)
+        second.core.ended(Fact(UNASKED, blocks=(other, *blocks[1:])), 0.0)
+        second.check()
+        assert second.below == {blocks[3].name: BlockTier.STORAGE}
+        second.core.ended(Fact(UNASKED, stored=(blocks[2].keys[0],)), 0.0)
+        second.check()
+        assert second.below == {blocks[2].name: BlockTier.STORAGE, blocks[3].name: BlockTier.STORAGE}, "a part was there"
+
+    def test_it_is_told_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache_events, "MOST_TOLD", 3)
+        log = CacheEventLog(16, chained, str.encode)
+        for number in range(8):
+            log.below(bytes([number]), BlockTier.STORAGE)
+        pieces = []
+        while log.has_more:
+            pieces.append(log.take())
+        assert [len(piece.storage) for piece in pieces if piece] == [3, 3, 2] and log.take() is None
+
+
+SALTS = ["", "a"]
+ASKED = st.tuples(st.sampled_from(SALTS), st.integers(0, 2), st.sampled_from([40, 130, 257, 300]))
+CHANCES = st.one_of(ASKED, st.sampled_from(["flush", "host", "drop"]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(CHANCES, max_size=10), st.sampled_from([4, 16, 48, 128]), st.sampled_from(list(WritePolicy)), st.booleans())
+def test_what_is_told_is_where_it_is(happens: list[Any], page_size: int, policy: WritePolicy, has_storage: bool) -> None:
+    """Against every block that ever was, by the keys of its pages, of which some are evicted from a small host."""
+    engine = tiered(page_size, has_storage=has_storage, host_pages=800 // page_size, hicache_write_policy=policy)
+    tiers = engine.core._tiers
+    assert tiers is not None
+    keys_of = PageKeys(bytes(SECRET_BYTES), b"", page_size)
+    pages: dict[bytes, list[bytes]] = {}
+    for handle, what in enumerate(happens):
+        if what == "flush":
+            engine.core.flush_cache()
+        elif what == "host":
+            engine.core.flush_tiers((Tier.HOST,))
+        elif what == "drop":
+            engine.core.ended(Fact(UNASKED, dropped=tuple(engine.executor.storage)[::3]), engine.now)
+        else:
+            salt, number, length = what
+            ids = prompt(number, length)
+            ask(engine, handle, ids, salt=salt)
+            ids += engine.outputs[handle]
+            keys = keys_of.after(keys_of.root(f"0:{salt}" if salt else ""), np.array(ids, np.int32).tobytes())
+            for at, name in enumerate(names_of(ids, salt)):
+                if (end := -(-(at + 1) * 64 // page_size)) <= len(keys):
+                    pages[name] = keys[at * 64 // page_size : end]
+        engine.check()
+        expected = {name: tier for name, its in pages.items() if (tier := slowest(tiers, its, page_size)) is not None}
+        assert engine.below.items() <= expected.items(), "what is told can be read"
+        assert {name for name in expected if name not in engine.index} == engine.below.keys(), "what can be read is told"
+
+
+def slowest(tiers: Any, keys: list[bytes], page_size: int) -> BlockTier | None:
+    if not keys or not all(key in tiers._host or key in tiers._stored for key in keys):
+        return None
+    return BlockTier.HOST if all(key in tiers._host for key in keys) else BlockTier.STORAGE

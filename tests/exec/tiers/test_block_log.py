@@ -1,0 +1,141 @@
+"""The names of a store's blocks: what was written is read again, and what is torn, foreign or of no use any more is not."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.worker.core.contracts.transfers import KeptBlock
+from services.worker.core.tiers.page_keys import KEY_BYTES
+from services.worker.exec.tiers import block_log
+from services.worker.exec.tiers.block_log import BlockLog
+from services.worker.exec.tiers.disk import Disk
+
+IDENTITY = bytes(range(32))
+
+
+def block(number: int, pages: int = 4) -> KeptBlock:
+    keys = tuple(number.to_bytes(4, "big") + page.to_bytes(KEY_BYTES - 4, "big") for page in range(pages))
+    return KeptBlock(b"name%04d" % number, b"revision", keys)
+
+
+BLOCKS = [block(1), block(2, 1), block(3, 64), block(4)]
+
+
+def log_of(folder: Path, blocks: Sequence[KeptBlock], identity: bytes = IDENTITY, disk: Disk | None = None) -> BlockLog:
+    """Beside a store that has the pages of these."""
+    return BlockLog(folder / "blocks", identity, lambda: [key for each in blocks for key in each.keys], disk)
+
+
+def found(folder: Path, blocks: Sequence[KeptBlock], identity: bytes = IDENTITY) -> list[KeptBlock]:
+    log = log_of(folder, blocks, identity)
+    try:
+        return log.read()
+    finally:
+        log.close()
+
+
+def written(folder: Path, blocks: Sequence[KeptBlock] = BLOCKS) -> Path:
+    log = log_of(folder, blocks)
+    assert log.read() == []
+    for each in blocks:
+        log.append([each])
+    log.close()
+    return folder / "blocks"
+
+
+def test_what_was_written_is_read_by_who_comes_next(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for _ in range(2):
+        assert found(tmp_path, BLOCKS) == BLOCKS
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 9, 100, 155, 156])
+def test_a_torn_end_takes_one_block(tmp_path: Path, cut: int) -> None:
+    """And what is written from then on is read."""
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    log = log_of(tmp_path, [*BLOCKS, block(5)])
+    assert log.read() == BLOCKS[:3]
+    log.append([block(5)])
+    log.close()
+    assert found(tmp_path, [*BLOCKS, block(5)]) == [*BLOCKS[:3], block(5)]
+
+
+def test_a_byte_that_turned_ends_it_there(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = bytearray(path.read_bytes())
+    for at in range(0, len(data), 41):
+        turned = bytearray(data)
+        turned[at] ^= 4
+        path.write_bytes(turned)
+        left = found(tmp_path, BLOCKS)
+        assert left == BLOCKS[: len(left)] and len(left) < len(BLOCKS)
+
+
+def test_pages_that_are_gone_and_other_identities_have_no_names(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    size = path.stat().st_size
+    assert found(tmp_path, BLOCKS[1:3]) == BLOCKS[1:3] and path.stat().st_size < size
+    assert found(tmp_path, BLOCKS, identity=bytes(32)) == []
+    assert found(tmp_path, BLOCKS) == [], "the file is that one's"
+
+
+def test_names_of_deleted_pages_are_not_in_the_file(tmp_path: Path) -> None:
+    held = list(BLOCKS)
+    log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
+    log.append(BLOCKS)
+    del held[1:3]
+    log.sweep()
+    assert BLOCKS[1].name not in (tmp_path / "blocks").read_bytes()
+    held[:] = BLOCKS[1:2]
+    log.append(held)
+    log.sweep()
+    log.close()
+    assert found(tmp_path, BLOCKS) == [BLOCKS[1]]
+
+
+def test_it_does_not_grow_with_what_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_log, "SPARE_BYTES", 2000)
+    held: list[KeptBlock] = []
+    log = BlockLog(tmp_path / "blocks", IDENTITY, lambda: [key for each in held for key in each.keys])
+    for number in range(500):
+        held = [*held[-5:], block(number)]
+        log.append(held[-1:])
+        assert (tmp_path / "blocks").stat().st_size < 2000 + 2 * 7 * 200
+    log.close()
+    assert found(tmp_path, held)[-6:] == held
+
+
+class FullDisk(Disk):
+    """Has no room for more than a few bytes of a write while `full`."""
+
+    full = False
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        return super().write(fd, [bytes(parts[0])[:10]] if self.full else parts, offset)
+
+
+def test_a_full_disk_costs_names_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
+    disk = FullDisk()
+    log = log_of(tmp_path, BLOCKS, disk=disk)
+    log.append(BLOCKS[:1])
+    disk.full = True
+    log.append(BLOCKS[1:2])
+    log.sweep()
+    disk.full = False
+    log.append(BLOCKS[2:3])
+    log.close()
+    assert found(tmp_path, BLOCKS) == [BLOCKS[0], BLOCKS[2]]
+
+
+def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "none", BLOCKS)
+    assert log.read() == []
+    log.append(BLOCKS)
+    log.close()
