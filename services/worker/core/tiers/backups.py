@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation
+from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.page_keys import PageKeys, tag_of
 
 LOOKS = 16  # at nodes, in one plan
 MOST_BACK_UPS = 8  # operations under way: a turn may take as long as a large step
@@ -117,12 +118,14 @@ class Backups:
         self._store(operation.keys[:count])
         return True
 
-    def forget_copies(self, pages_too: bool) -> None:
-        """What is under way to the host counts for nothing when it ends. pages_too: those of the device are to be forgotten."""
+    def forget_copies(self, pages_too: bool, tag: bytes | None = None) -> None:
+        """What is under way to the host counts for nothing when it ends. pages_too: those of the device are to be forgotten.
+        tag: of the salt that is meant; None: any."""
         self._looked_at = None
         for copy in self._copying.values():
-            copy.counts = False
-            copy.forgotten |= pages_too
+            if tag is None or tag_of(copy.operation.keys[0]) == tag:
+                copy.counts = False
+                copy.forgotten |= pages_too
 
     def is_void(self, fact: Fact) -> bool:
         """What it stored was to be forgotten meanwhile."""
@@ -133,10 +136,14 @@ class Backups:
         self._storing_counts = False
         self.forget_waiting()
 
-    def forget_waiting(self) -> None:
-        """Nothing that waits for the storage is stored any more."""
-        while self._to_store:
-            self._leave_out(self._to_store.pop())
+    def forget_waiting(self, tag: bytes | None = None) -> None:
+        """Nothing that waits for the storage is stored any more. tag: of the salt that is meant; None: any."""
+        waiting, self._to_store = self._to_store, deque()
+        for operation in waiting:
+            if tag is None or tag_of(operation.keys[0]) == tag:
+                self._leave_out(operation)
+            else:
+                self._to_store.append(operation)
 
     def clear(self) -> None:
         """The tree is given up."""
@@ -158,9 +165,13 @@ class Backups:
         """The next pages of the path to `node` that are not kept elsewhere. None: there are none, and the node is dropped; or the
         host has no room just now."""
         path = _path(node)
+        if is_retired(_tree_of(path)):
+            self._put_off(node)
+            return None
         if self._looked_at is not node:
             self._looked_at, self._looked = node, 0
-            self._looked_keys = self._path_keys(path)[: self._most]
+            keys = self._path_keys(path)
+            self._looked_keys = keys[: min(self._most, self._host.most_pages(tag_of(keys[0])))]
             self._host.touch(self._looked_keys)  # no page of the path is to make room for another one of it
         keys, at = self._looked_keys, self._looked
         while at < len(keys) and self._is_kept(keys[at]):
@@ -169,11 +180,14 @@ class Backups:
         if at < len(keys):
             part = next(part for part in path if part.depth > at)
             begin = part.depth - len(part.pages)
-            return self._copy(node, part, at - begin, min(part.depth, self._most) - begin, memory)
+            operation = self._copy(node, part, at - begin, min(part.depth, len(keys)) - begin, memory)
+            if operation is None and self._host.is_full(tag_of(keys[0])):
+                self._put_off(node)  # others do not wait until this salt has room
+            return operation
         self._looked_at = None
         self._queue.drop(node)
         for part in path:
-            if part.depth <= self._most:
+            if part.depth <= len(keys):
                 memory.tree.mark_backed(part)
         self._store(keys)
         return None
@@ -183,7 +197,7 @@ class Backups:
         end = first + 1
         while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
             end += 1
-        host_pages = self._host.take(end - first)
+        host_pages = self._host.take(end - first, tag_of(node.page_keys[first]))
         if not len(host_pages):
             return None
         end = first + len(host_pages)
@@ -199,12 +213,11 @@ class Backups:
 
     def _path_keys(self, path: list[TreeNode]) -> list[bytes]:
         """Of all pages of the path, from its beginning; those that are not known yet are made."""
-        root = path[0].parent
-        assert root is not None and root.parent is None, "a path begins below a root"
+        tree = _tree_of(path)
         keys: list[bytes] = []
         for node in path:
             if len(node.page_keys) < len(node.pages):
-                link = keys[-1] if keys else self._keys.root(root.key.decode())
+                link = keys[-1] if keys else self._keys.root(tree)
                 node.page_keys = tuple(self._keys.after(link, node.key))
             keys += node.page_keys
         return keys
@@ -237,6 +250,13 @@ class Backups:
         self._num_to_store -= len(operation.keys)
         self._to_be_stored.difference_update(operation.keys)
         self._host.unpin(operation.host_pages)
+
+
+def _tree_of(path: list[TreeNode]) -> str:
+    """Its name."""
+    root = path[0].parent
+    assert root is not None and root.parent is None, "a path begins below a root"
+    return root.key.decode()
 
 
 def _path(node: TreeNode) -> list[TreeNode]:
