@@ -122,7 +122,7 @@ def test_who_clears_it_clears_it_for_all_and_what_comes_later_stays(server: Redi
     write(first, keys(3))
     assert not [name for name in server.client.keys("pages:*:p:*") if not name.endswith(keys(3)[0])]
     assert second.news() == News(tuple(keys(3)), tuple(keys(1, 2)))
-    assert first.news() == NOTHING and read(first, keys(3)) == 1
+    assert first.news().stored == () and read(first, keys(3)) == 1
     server.client.flushall()
     assert second.news() == News((), tuple(keys(3)))
 
