@@ -166,3 +166,15 @@ def test_of_a_prompt_longer_than_the_quota_the_beginning_is_kept() -> None:
     assert kept(engine, "a") == 4
     engine.core.flush_cache()
     assert ask(engine, 1, prompt(0), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
+
+
+@pytest.mark.parametrize("salt", ["a", ""])
+def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt: str) -> None:
+    engine = slow(tiered(stored_salt_pages=8, page_bytes=8 << 20))
+    ask(engine, 0, prompt(0), salt)
+    stored = 4 if salt else 10
+    assert len(engine.executor.storage) == stored
+    engine.core.flush_cache()
+    engine.core.flush_tiers((Tier.HOST,))
+    found = ask(engine, 1, prompt(0), salt).cached_from[Tier.STORAGE]
+    assert found == 4 * min(stored, 9)

@@ -173,6 +173,7 @@ configs = st.builds(
     max_sessions=st.integers(1, 3),
     host_pages=st.sampled_from([0, 6, 40, 400]),
     host_salt_pages=st.sampled_from([0, 5]),
+    stored_salt_pages=st.sampled_from([0, 5]),
     has_storage=st.booleans(),
     hicache_write_policy=st.sampled_from(WritePolicy),
 )

@@ -410,4 +410,5 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
         page_size=config.page_size,
         policy=config.hicache_write_policy,
         salt_pages=config.host_salt_pages,
+        stored_salt_pages=config.stored_salt_pages,
     )

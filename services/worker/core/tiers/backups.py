@@ -17,20 +17,22 @@ from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.tiers.host_index import HostIndex
-from services.worker.core.tiers.page_keys import PageKeys, tag_of
+from services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
 
 LOOKS = 16  # at nodes, in one plan
 MOST_BACK_UPS = 8  # operations under way: a turn may take as long as a large step
 MOST_PATH_SHARE = 2  # one part in so many of the host's pages may be one prompt's
 MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for the storage
+MOST_QUOTA_SHARE = 2  # one part in so many of what a salt may have in the storage may be one prompt's
 
 
 @dataclass(slots=True)
 class _BackUp:
-    """offered: the node of the queue whose path it is of. counts: whether what it copies is kept. forgotten: the pages that it
-    reads go with it."""
+    """offered: the node of the queue whose path it is of; first: the page of the path that it begins with. counts: whether what
+    it copies is kept. forgotten: the pages that it reads go with it."""
 
     operation: PageOperation
+    first: int
     offered: TreeNode
     node: TreeNode
     memory: KVMemory
@@ -39,15 +41,24 @@ class _BackUp:
 
 
 class Backups:
-    """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage.
+    """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage. stored_salt_pages: that it
+    holds of one salt at most; 0: there is no such limit.
     backed_up_pages_total: host pages written. stored_pages_total: of the storage. unstored_pages_total: that were not stored,
     for too many waited or the storage failed. failed_total: operations."""
 
     def __init__(
-        self, queue: BackupQueue, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, at_once: int, ids: Iterator[int]
+        self,
+        queue: BackupQueue,
+        keys: PageKeys,
+        host: HostIndex,
+        stored: set[bytes] | None,
+        at_once: int,
+        ids: Iterator[int],
+        stored_salt_pages: int = 0,
     ) -> None:
         self._queue, self._keys, self._host, self._stored, self._at_once, self._ids = queue, keys, host, stored, at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
+        self._most_salted = max(stored_salt_pages // MOST_QUOTA_SHARE, 1) if stored_salt_pages else 0
         self._looked_at: TreeNode | None = None
         self._looked, self._looked_keys = 0, list[bytes]()  # of its path's keys, so many are kept
         host.on_gone = self.gone
@@ -115,7 +126,7 @@ class Backups:
             copy.node.backed = False
         if copy.forgotten:
             copy.memory.forget(copy.node)
-        self._store(operation.keys[:count])
+        self._store(operation.keys[:count], copy.first)
         return True
 
     def forget_copies(self, pages_too: bool, tag: bytes | None = None) -> None:
@@ -180,7 +191,7 @@ class Backups:
         if at < len(keys):
             part = next(part for part in path if part.depth > at)
             begin = part.depth - len(part.pages)
-            operation = self._copy(node, part, at - begin, min(part.depth, len(keys)) - begin, memory)
+            operation = self._copy(node, part, begin, at - begin, min(part.depth, len(keys)) - begin, memory)
             if operation is None and self._host.is_full(tag_of(keys[0])):
                 self._put_off(node)  # others do not wait until this salt has room
             return operation
@@ -189,11 +200,13 @@ class Backups:
         for part in path:
             if part.depth <= len(keys):
                 memory.tree.mark_backed(part)
-        self._store(keys)
+        self._store(keys, 0)
         return None
 
-    def _copy(self, offered: TreeNode, node: TreeNode, first: int, limit: int, memory: KVMemory) -> PageOperation | None:
-        """Of the node's pages from `first` up to `limit`, as many as one operation takes."""
+    def _copy(
+        self, offered: TreeNode, node: TreeNode, begin: int, first: int, limit: int, memory: KVMemory
+    ) -> PageOperation | None:
+        """Of the node's pages from `first` up to `limit`, as many as one operation takes. begin: its first page's in the path."""
         end = first + 1
         while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
             end += 1
@@ -204,7 +217,7 @@ class Backups:
         keys = node.page_keys[first:end]
         operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
-        self._copying[operation.op_id] = _BackUp(operation, offered, node, memory)
+        self._copying[operation.op_id] = _BackUp(operation, begin + first, offered, node, memory)
         self._on_their_way.update(keys)
         return operation
 
@@ -222,10 +235,13 @@ class Backups:
             keys += node.page_keys
         return keys
 
-    def _store(self, keys: tuple[bytes, ...] | list[bytes]) -> None:
-        """Lines up those that the host holds and the storage lacks."""
+    def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int) -> None:
+        """Lines up those that the host holds and the storage lacks. first: the page of the path that they begin with; of a prompt
+        longer than its salt may have the beginning is kept."""
         if self._stored is None:
             return
+        if keys and self._most_salted and tag_of(keys[0]) != UNSALTED:
+            keys = keys[: max(self._most_salted - first, 0)]
         lacking = [key for key in keys if key in self._host and key not in self._stored and key not in self._to_be_stored]
         for at in range(0, len(lacking), self._at_once):
             some = tuple(lacking[at : at + self._at_once])

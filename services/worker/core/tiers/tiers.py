@@ -27,14 +27,16 @@ OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is
 @dataclass(frozen=True, slots=True)
 class TierLimits:
     """host_pages: of the host tier, 0 for none. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
-    WritePolicy. salt_pages: of the host tier that one salt may have, 0 for no limit."""
+    WritePolicy. salt_pages, stored_salt_pages: of the host tier, and of the tier below it, that one salt may have, 0 for no
+    limit."""
 
     host_pages: int
     has_storage: bool
     page_bytes: int
     page_size: int
     policy: WritePolicy
-    salt_pages: int = 0
+    salt_pages: int
+    stored_salt_pages: int
 
 
 class Tiers:
@@ -49,7 +51,7 @@ class Tiers:
         self._use = NO_USE
         ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
         self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
-        self._backups = Backups(self.queue, keys, self._host, stored, at_once, ids)
+        self._backups = Backups(self.queue, keys, self._host, stored, at_once, ids, limits.stored_salt_pages)
 
     @property
     def num_running(self) -> int:

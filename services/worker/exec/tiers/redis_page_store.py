@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
 from typing import Any
 
@@ -47,6 +48,17 @@ MOST_NEWS = 4096  # entries of the stream: who was away for longer looks at ever
 DELETED = 512  # keys of one command
 _IDENTITY_BYTES = 16
 _FAILED = (redis.RedisError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A deletion that is not done. before_ms: of what was written until then; None: of all."""
+
+    tag: bytes | None
+    before_ms: int | None
+
+    def takes(self, key: bytes, written_ms: int) -> bool:
+        return self.tag in (None, tag_of(key)) and (self.before_ms is None or written_ms <= self.before_ms)
 
 
 class RedisPageStore:
@@ -81,7 +93,7 @@ class RedisPageStore:
         self._untold: dict[bytes, bool] = {}  # whether it is held now, of keys of which nobody here has been told
         self._pause, self._write_pause = WritePause(clock), WritePause(clock)  # while it does not answer; while it is full
         self._last_news: str | None = None  # None: everything has to be looked at
-        self._due: list[Selection] = []  # deletions that are not done
+        self._due: list[_Due] = []
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
 
@@ -266,8 +278,9 @@ class RedisPageStore:
 
     def delete(self, which: Selection = ALL) -> Deleted:
         """While the server does not answer it is due, and nothing is read or written meanwhile."""
-        if which not in self._due:
-            self._due.append(which)
+        before_ms = None if which.older_than_s is None else int((self._wall() - which.older_than_s) * 1000)
+        if (due := _Due(which.tag, before_ms)) not in self._due:
+            self._due.append(due)
         before = self._deleted_pages
         dropped = self._forget(which)
         pending = ""
@@ -294,26 +307,21 @@ class RedisPageStore:
         if not self._due:
             return []
         due, dropped = list(self._due), list[bytes]()
-        now_ms = int(self._wall() * 1000)
         for some in self._scanned(SCANNED):
-            meant = self._meant(some, due, now_ms)
+            meant = self._meant(some, due)
             dropped += [key for key in meant if key in self._known]
             self._untold |= {key: False for key in meant if key in self._known}
             self._deleted_pages += self._unlink(meant)
-        self._due = [which for which in self._due if which not in due]
+        self._due.clear()
         return dropped
 
-    def _meant(self, keys: Sequence[bytes], due: Sequence[Selection], now_ms: int) -> list[bytes]:
+    def _meant(self, keys: Sequence[bytes], due: Sequence[_Due]) -> list[bytes]:
         """Raises what a server may do."""
-        at_once = [which for which in due if which.older_than_s is None]
-        aged = [which for which in due if which.older_than_s is not None]
-        meant = [key for key in keys if any(which.tag in (None, tag_of(key)) for which in at_once)]
-        there = set(meant)
-        rest = [key for key in keys if key not in there and any(which.tag in (None, tag_of(key)) for which in aged)]
-        for key, ms in zip(rest, self._ages(rest) if rest else (), strict=True):
-            if ms is not None and any(_is_old(which, key, now_ms - ms) for which in aged):
-                meant.append(key)
-        return meant
+        meant = {key for key in keys if any(each.before_ms is None and each.takes(key, 0) for each in due)}
+        rest = [key for key in keys if key not in meant and any(each.tag in (None, tag_of(key)) for each in due)]
+        written = zip(rest, self._ages(rest) if rest else (), strict=True)
+        meant |= {key for key, ms in written if ms is not None and any(each.takes(key, ms) for each in due)}
+        return list(meant)
 
     def use(self) -> StorageUse:
         size = len(self._known) * self._value_bytes
@@ -398,10 +406,6 @@ def _checksum(key: bytes, written: bytes, page: memoryview | bytes) -> bytes:
 def _is_whole(key: bytes, value: bytes) -> bool:
     head, page = value[:HEAD_BYTES], memoryview(value)[HEAD_BYTES:]
     return head[:CHECKSUM_BYTES] == _checksum(key, head[CHECKSUM_BYTES:], page)
-
-
-def _is_old(which: Selection, key: bytes, age_ms: int) -> bool:
-    return which.tag in (None, tag_of(key)) and which.older_than_s is not None and age_ms >= which.older_than_s * 1000
 
 
 def _keys_in(joined: bytes) -> list[bytes]:
