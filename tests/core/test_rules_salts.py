@@ -5,13 +5,15 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import Finish, SessionTurn
 from services.worker.core.contracts.transfers import UNASKED, Fact, Tier
-from services.worker.core.contracts.tree_name import is_retired
+from services.worker.core.contracts.tree_name import is_retired, retired_name
+from services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import DeleteStored
 from services.worker.exec.contracts.page_store import Deleted, Selection
@@ -178,3 +180,13 @@ def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt
     engine.core.flush_tiers((Tier.HOST,))
     found = ask(engine, 1, prompt(0), salt).cached_from[Tier.STORAGE]
     assert found == 4 * min(stored, 9)
+
+
+def test_trees_that_come_and_go_leave_nothing_behind() -> None:
+    tree = RadixCache(1)
+    for number in range(2 * STALE_ENTRIES):
+        tree.insert(tree.root("0:a"), np.arange(2, dtype=np.int32).tobytes(), np.arange(2, dtype=np.int32))
+        tree.retire("0:a", retired_name("0:a", number))
+        assert len(tree.forget_retired()) == 1
+        tree.forget_empty()
+    assert tree.names() == [] and tree.num_nodes == tree.num_pages == tree.num_evictable == 0
