@@ -49,9 +49,10 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tiers": (
         *(
             f"tests/core/test_{name}.py"
-            for name in ("rules_tiers", "rules_imports", "rules_import_limits", "page_keys", "host_index", "rates")
+            for name in ("rules_tiers", "rules_salts", "rules_imports", "rules_import_limits", "page_keys", "host_index", "rates")
         ),
         "tests/exec/tiers/test_redis_page_store.py",
+        "tests/exec/tiers/test_salted_segments.py",
     ),
     "peers": (
         "tests/core/test_rules_peers.py",
