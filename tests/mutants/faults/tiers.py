@@ -50,9 +50,7 @@ TIERS = (
         "tiers",
         "services/worker/core/queue/request_table.py",
         ("            request.namespace = retired_name(request.namespace, number)\n", "            pass\n"),
-        ("        self.sessions.let_go_of(roots, self.memory)\n", ""),
         ("            self.tiers.retired(names)\n", "            pass\n"),
-        (" or is_retired(request.namespace):", ":"),
         only="test_rules_salts",
     ),
     *of(
@@ -98,7 +96,7 @@ TIERS = (
         ("        self._due.clear()\n", ""),
         ("if not fresh or self._due or not", "if not fresh or not"),
         ("gone = self._learn_ages(tag)", "gone = list[bytes]()"),
-        ("            self._tell(\"d\", some)\n", ""),
+        ('            self._tell("d", some)\n', ""),
         ("pipeline.getex(self._page_prefix + key, px=self._ttl_ms)", "pipeline.get(self._page_prefix + key)"),
         ("if not entries or _text(entries[0][0]) != self._last_news:", "if not entries:"),
         ("                self._lost[key] = None\n", ""),
@@ -163,7 +161,7 @@ TIERS = (
     *of(
         "tiers",
         "services/worker/core/queue/request_table.py",
-        ("request.num_looks >= MOST_LOOKS or is_retired", "is_retired"),
+        ("if self.tiers is None or request.num_looks >= MOST_LOOKS:", "if self.tiers is None:"),
         ("MOST_LOOKS = 2", "MOST_LOOKS = 1"),
         ("request.num_looks = 0", "pass"),
         ("len(request.key) // TOKEN_BYTES, request.prefix_limit())", "len(request.key) // TOKEN_BYTES, request.reuse_limit)"),

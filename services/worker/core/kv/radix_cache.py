@@ -81,18 +81,17 @@ class RadixCache:
         """Of all namespaces."""
         return list(self._roots)
 
-    def retire(self, namespace: str, name: str) -> TreeNode | None:
-        """Gives what is in a namespace another name, see tree_name.py: who asks for the namespace finds nothing, and what nobody
-        uses any more goes with the next forget_retired(). Returns the root; None: there is nothing in it."""
+    def retire(self, namespace: str, name: str) -> None:
+        """Gives what is in a namespace, if there is anything, another name, see tree_name.py: who asks for the namespace finds
+        nothing, and what nobody uses any more goes with the next forget_retired(), held or not."""
         root = self._roots.pop(namespace, None)
         if root is None:
-            return None
+            return
         assert is_retired(name) and name not in self._roots, "a retired tree has a name of its own"
         root.key = name.encode()
         self._roots[name] = root
         self._retired.append(root)
         self._may_be_empty(root)
-        return root
 
     def forget_retired(self) -> list[I32]:
         """Drops what nobody uses in namespaces that are retired. Returns its pages."""

@@ -38,10 +38,3 @@ class TreeNode:
     backed: bool = False
     entry: int = 0
     gone: bool = False
-
-    @property
-    def root(self) -> TreeNode:
-        node = self
-        while node.parent is not None:
-            node = node.parent
-        return node

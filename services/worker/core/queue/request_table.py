@@ -136,7 +136,7 @@ class RequestTable:
 
     def look_elsewhere(self, request: Request) -> bool:
         """WAITING to GATED where other tiers have more of its prefix than the tree, and reading it pays."""
-        if self.tiers is None or request.num_looks >= MOST_LOOKS or is_retired(request.namespace):
+        if self.tiers is None or request.num_looks >= MOST_LOOKS:
             return False
         request.num_looks += 1
         limit = self.memory.usable_pages(len(request.key) // TOKEN_BYTES, request.prefix_limit())
@@ -331,10 +331,10 @@ class RequestTable:
         tree = self.memory.tree
         mine = [request for request in self.by_key.values() if _is_of(request.namespace, salt)]
         names = dict.fromkeys([name for name in tree.names() if _is_of(name, salt)] + [request.namespace for request in mine])
-        roots = [root for name in names if (root := tree.retire(name, retired_name(name, number))) is not None]
+        for name in names:
+            tree.retire(name, retired_name(name, number))
         for request in mine:
             request.namespace = retired_name(request.namespace, number)
-        self.sessions.let_go_of(roots, self.memory)
         if self.tiers is not None:
             self.tiers.retired(names)
         return self.memory.forget_retired()

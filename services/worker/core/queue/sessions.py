@@ -11,7 +11,6 @@ evicted is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -125,14 +124,6 @@ class SessionTable:
         self._forgotten = set(self._sessions) or self._forgotten
         for session_id in list(self._sessions):
             self.close(session_id, memory)
-
-    def let_go_of(self, roots: Sequence[TreeNode], memory: KVMemory) -> None:
-        """Turns hold nothing in these trees any more; later turns compute it anew."""
-        for turn in [turn for session in self._sessions.values() for turn in session.turns.values()]:
-            if (root := turn.node.root) in roots:
-                memory.hold(root)
-                memory.unhold(turn.node)
-                turn.node = root
 
     def expire(self, memory: KVMemory, now: float) -> None:
         if now < self._first_expiry:
