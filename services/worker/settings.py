@@ -127,6 +127,12 @@ class WorkerSettings(ServiceSettings):
     )
     hicache_ratio: float = Field(2.0, gt=0, description="Pages of the host tier for each page of the pool.")
     hicache_size: int = Field(0, ge=0, description="Size of the host tier in GB, in place of hicache_ratio; 0: by the ratio.")
+    hicache_salt_quota: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="GB of the host tier that the KV of one cache salt may take, past which its own coldest goes; 0: no quota.",
+    )
     hicache_write_policy: WritePolicy = Field(
         WritePolicy.WRITE_BACK,
         description="What is copied to the tiers below. write_back: what nobody uses any more, the coldest first, ahead of its"
@@ -141,6 +147,12 @@ class WorkerSettings(ServiceSettings):
         "", description="Folder of the file tier, in which each worker has its own, by its worker_id."
     )
     hicache_storage_size: int = Field(32, ge=1, description="GB that the file tier may take; the oldest go first.")
+    hicache_storage_salt_quota: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="GB of the storage that the KV of one cache salt may take, past which its own oldest goes; 0: no quota.",
+    )
     hicache_storage_url: str = Field(
         "", description="redis:// or rediss:// URL of the shared storage: never that of the prefix index, which it would fill."
     )

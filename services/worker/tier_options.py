@@ -31,6 +31,8 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
     """None: there is the device's memory alone. Raises ValueError for settings that do not go together, and for a secret that
     others know."""
     storage = settings.hicache_storage_backend != "none"
+    if settings.hicache_storage_salt_quota and not storage:
+        raise ValueError("--hicache-storage-salt-quota means nothing without --hicache-storage-backend")
     if not settings.enable_hierarchical_cache:
         if storage:
             raise ValueError("--hicache-storage-backend needs --enable-hierarchical-cache: pages go there by way of host memory")
@@ -46,7 +48,8 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
         raise ValueError(f"the worker's id is the name of its folder in --hicache-storage-dir, which {name!r} cannot be")
     folder = Path(settings.hicache_storage_dir, name)
     secret = _secret_of(folder) if storage else None
-    open_storage = partial(_open, folder / "pages", settings.hicache_storage_size * GB) if secret else None
+    sizes = settings.hicache_storage_size * GB, _salt_bytes(settings)
+    open_storage = partial(_open, folder / "pages", *sizes) if secret else None
     secret = secret or secrets.token_bytes(SECRET_BYTES)
     return _options(settings, open_storage, secret, folder / NAMES_FILE if open_storage else None)
 
@@ -78,7 +81,7 @@ def _shared(settings: WorkerSettings) -> TierOptions:
         raise ValueError(f"--hicache-storage-secret-file {file} has {len(found)} bytes; {SECRET_BYTES} are the least")
 
     def opened(page_bytes: int, identity: bytes) -> PageStore:
-        return RedisPageStore(url, page_bytes, settings.hicache_storage_ttl_s, identity)
+        return RedisPageStore(url, page_bytes, settings.hicache_storage_ttl_s, identity, salt_bytes=_salt_bytes(settings))
 
     return _options(settings, opened, blake2b(found, digest_size=SECRET_BYTES).digest())
 
@@ -91,10 +94,14 @@ def _place(url: str) -> tuple[str, int]:
     return parts.hostname or parts.path, parts.port or REDIS_PORT
 
 
-def _open(folder: Path, max_bytes: int, page_bytes: int, identity: bytes) -> PageStore | None:
-    """A disk that does not serve costs prefixes, and not the worker."""
+def _salt_bytes(settings: WorkerSettings) -> int:
+    return int(settings.hicache_storage_salt_quota * GB)
+
+
+def _open(folder: Path, max_bytes: int, salt_bytes: int, page_bytes: int, identity: bytes) -> PageStore | None:
+    """A disk that does not serve costs prefixes, and not the worker. Raises ValueError."""
     try:
-        return SegmentStore(folder, page_bytes, max_bytes, identity=identity)
+        return SegmentStore(folder, page_bytes, max_bytes, identity=identity, salt_bytes=salt_bytes)
     except StoreUnusable as error:
         logger.error("this worker runs without its file tier: %s", error)
         return None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.core.tiers.host_index import I32, HostIndex
+from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED, tag_of
 
 PAGES = 12
 KEYS = [bytes([number]) for number in range(20)]
@@ -35,6 +36,17 @@ def test_a_prefix_outlives_what_is_built_on_it() -> None:
     index = filled(b"abc", b"def")
     index.take(2)
     assert left(index, b"abcdef") == b"adef"
+
+
+def test_a_salt_that_has_all_it_may_makes_room_among_its_own_coldest() -> None:
+    index = HostIndex(8, salt_pages=3)
+    one, other = ([tag + bytes([at]) for at in range(4)] for tag in (b"a" * TAG_BYTES, b"b" * TAG_BYTES))
+    index.put(other[:3], index.take(3, tag_of(other[0])))
+    index.put(one[:3], index.take(3, tag_of(one[0])))
+    index.touch(one[1:2])
+    index.put(one[3:], index.take(1, tag_of(one[0])))
+    assert [key in index for key in one] == [True, True, False, True], "what stood behind the others was the coldest"
+    assert all(key in index for key in other[:3]) and (index.over_quota_total, index.evicted_total) == (1, 1)
 
 
 def test_what_is_used_again_outlives_what_is_not() -> None:
@@ -89,6 +101,82 @@ def test_what_nothing_was_written_to_is_free_again() -> None:
     index = HostIndex(2)
     index.give_back(index.take(2))
     assert index.num_writing == 0 and len(index.take(2)) == 2
+
+
+QUOTA = 4
+SALTS = [letter * TAG_BYTES for letter in (b"a", b"b")]
+salted = st.sampled_from([*SALTS, UNSALTED])
+
+
+class UnderAQuota(RuleBasedStateMachine):
+    """Two salts that may have four of twelve pages each, and what has none. taken: of operations that write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = HostIndex(PAGES, QUOTA)
+        self.gone: list[bytes] = []
+        self.index.on_gone = self.gone.append
+        self.held: dict[bytes, None] = {}
+        self.taken: list[tuple[bytes, I32]] = []
+        self.pinned: list[I32] = []
+        self.next = 0
+
+    def of(self, tag: bytes) -> list[bytes]:
+        return [key for key in self.held if tag_of(key) == tag]
+
+    def num_of(self, tag: bytes) -> int:
+        return len(self.of(tag)) + sum(len(pages) for other, pages in self.taken if other == tag)
+
+    @rule(tag=salted, count=st.integers(1, 6))
+    def begin_to_write(self, tag: bytes, count: int) -> None:
+        self.gone.clear()
+        before = self.num_of(tag)
+        pages = self.index.take(count, tag)
+        own = [key for key in self.gone if tag_of(key) == tag]
+        for key in self.gone:
+            del self.held[key]
+        if tag != UNSALTED:
+            assert before - len(own) + len(pages) <= QUOTA
+            assert before < QUOTA or len(own) == len(self.gone), "it takes none of another's"
+        self.taken.append((tag, pages))
+
+    @precondition(lambda self: self.taken)
+    @rule(counts=st.booleans())
+    def end_of_writing(self, counts: bool) -> None:
+        tag, pages = self.taken.pop(0)
+        keys = [tag + bytes([self.next + at]) for at in range(len(pages))]
+        self.next = (self.next + len(pages)) % 250
+        if not counts or any(key in self.held for key in keys):
+            self.index.give_back(pages)
+            return
+        self.index.put(keys, pages)
+        self.held |= dict.fromkeys(keys)
+
+    @rule(tag=salted)
+    def begin_to_read(self, tag: bytes) -> None:
+        self.pinned.append(self.index.pin(self.of(tag)[:2]))
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def end_of_reading(self) -> None:
+        self.index.unpin(self.pinned.pop(0))
+
+    @rule(tag=salted)
+    def forget(self, tag: bytes) -> None:
+        mine = self.of(tag)
+        assert self.index.forget_salt(tag) == len(mine)
+        for key in mine:
+            del self.held[key]
+
+    @invariant()
+    def what_is_held_is_what_was_told(self) -> None:
+        assert self.index.num_cached == len(self.held) and all(key in self.index for key in self.held)
+        assert self.index.num_salts == len({tag_of(key) for key in self.held} - {UNSALTED})
+        assert all(self.num_of(tag) <= QUOTA for tag in SALTS)
+
+
+UnderAQuota.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestUnderAQuota = UnderAQuota.TestCase
 
 
 class AgainstAModel(RuleBasedStateMachine):

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.tiers.page_keys import KEY_BYTES, SECRET_BYTES, PageKeys, leading
+from services.shared.index.cache_namespace import cache_namespace
+from services.worker.core.contracts.tree_name import retired_name, salt_of_tree, tree_name
+from services.worker.core.tiers.page_keys import KEY_BYTES, SECRET_BYTES, UNSALTED, PageKeys, leading, tag_of
 
 PAGE = 4
 SECRET = bytes(range(SECRET_BYTES))
@@ -20,7 +22,7 @@ def data(ids: list[int]) -> bytes:
     return np.array(ids, dtype=np.int32).tobytes()
 
 
-def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: str = "t", group: int = 0) -> list[bytes]:
+def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: str = "r\n0:t", group: int = 0) -> list[bytes]:
     keys = PageKeys(secret, layout, PAGE)
     return keys.after(keys.root(tree, group), data(ids))
 
@@ -38,16 +40,28 @@ def test_each_whole_page_has_a_key_of_its_own(ids: list[int]) -> None:
         {"secret": bytes(SECRET_BYTES)},
         {"layout": b"l2"},
         {"layout": b""},
-        {"tree": "t2"},
+        {"tree": "r\n0:t2"},
         {"tree": ""},
         {"group": 1},
-        {"layout": b"lt", "tree": ""},
-        {"layout": b"", "tree": "lt"},
+        {"layout": b"lr\n0:t", "tree": ""},
+        {"layout": b"", "tree": "lr\n0:t"},
     ],
 )
 @given(ids=pages)
 def test_no_key_is_that_of_another_secret_layout_tree_or_group(other: dict[str, object], ids: list[int]) -> None:
     assert not set(keys_of(ids)) & set(keys_of(ids, **other))  # type: ignore[arg-type]
+
+
+@given(salt=st.text(min_size=1, max_size=12), lora=st.text(max_size=4), ids=pages)
+def test_a_tag_is_of_the_salt_and_the_secret_alone(salt: str, lora: str, ids: list[int]) -> None:
+    keys = PageKeys(SECRET, b"l", PAGE)
+    names = [tree_name(revision, cache_namespace(adapter, salt)) for revision in ("", "f00d") for adapter in ("", lora)]
+    names += [retired_name(name, at) for at, name in enumerate(names)]
+    assert [salt_of_tree(name) for name in names] == [salt] * len(names) and len({*names[-4:]}) == 4
+    assert {tag_of(key) for name in names for key in keys_of(ids, tree=name)} == {keys.tag(salt)}
+    assert PageKeys(bytes(SECRET_BYTES), b"l", PAGE).tag(salt) != keys.tag(salt) != keys.tag(salt + "x")
+    assert keys.tag(salt) != UNSALTED
+    assert {tag_of(key) for key in keys_of(ids, tree=tree_name("f00d", cache_namespace(lora, "")))} == {UNSALTED}
 
 
 @given(ids=pages, at=st.integers(0), by=st.integers(1, 2**31 - 1))
@@ -63,7 +77,7 @@ def test_keys_are_the_same_however_they_are_made(ids: list[int], cuts: list[int]
     keys = PageKeys(SECRET, b"l", PAGE)
     made: list[bytes] = []
     for end in sorted(min(cut, len(ids) // PAGE) for cut in [*cuts, 10]):
-        keys.extend(made, keys.root("t"), data(ids), end)
+        keys.extend(made, keys.root("r\n0:t"), data(ids), end)
         assert len(made) == end
     assert made == keys_of(ids)
 
@@ -78,14 +92,14 @@ def test_what_comes_after_a_page_follows_from_its_key_alone(ids: list[int], at: 
 def test_what_is_there_already_is_made_no_more() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     made = keys_of([1] * 12)
-    keys.extend(made, keys.root("t"), data([1] * 12), 2)
+    keys.extend(made, keys.root("r\n0:t"), data([1] * 12), 2)
     assert len(made) == 3
 
 
 def test_part_of_a_page_has_no_key() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     with pytest.raises(AssertionError, match="whole pages"):
-        keys.extend([], keys.root("t"), data([1] * 7), 2)
+        keys.extend([], keys.root("r\n0:t"), data([1] * 7), 2)
 
 
 def test_a_short_secret_is_none() -> None:

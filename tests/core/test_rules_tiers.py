@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from services.worker.core.contracts.messages import Finish
 from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation, Tier, WritePolicy
 from services.worker.core.tiers.backups import MOST_BACK_UPS
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.contracts.operations import ClearStorage
+from services.worker.exec.contracts.operations import DeleteStored
+from services.worker.exec.contracts.page_store import ALL
 from tests.core.harness import Engine, slow, small
 
 MIB = 1 << 20  # an operation moves 16 of them at most
@@ -375,7 +377,7 @@ class TestForgetting:
             engine.turn()
         engine.core.flush_tiers((Tier.STORAGE,))
         engine.drain()
-        engine.executor.apply(ClearStorage())  # as the executor does it, behind what was begun before
+        engine.executor.apply(DeleteStored(ALL, Future()))  # as the executor does it, behind what was begun before
         assert engine.core.stats().storage_pages == 0
         ask(engine, 1, prompt(0))
         assert engine.core.stats().storage_pages == 10, "it is stored when it is used again"

@@ -101,6 +101,11 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
         if rng.random() < 0.002:
             engine.core.flush_tiers(rng.choice(((Tier.HOST,), (Tier.STORAGE,), (Tier.HOST, Tier.STORAGE))))
         if rng.random() < 0.01:
+            engine.core.forget_salt(
+                rng.choice(("", "tenant")), rng.choice(((Tier.DEVICE, Tier.HOST, Tier.STORAGE), (Tier.DEVICE,)))
+            )
+            engine.check()
+        if rng.random() < 0.01:
             policy = rng.choice(list(SchedulePolicy)).value
             limit = rng.randrange(1, config.max_running_requests + 1)
             engine.core.retune({"schedule_policy": policy, "max_running_requests": limit, "new_token_ratio": rng.random()})
@@ -167,6 +172,8 @@ configs = st.builds(
     pooling_reuses_prefix=st.booleans(),
     max_sessions=st.integers(1, 3),
     host_pages=st.sampled_from([0, 6, 40, 400]),
+    host_salt_pages=st.sampled_from([0, 5]),
+    stored_salt_pages=st.sampled_from([0, 5]),
     has_storage=st.booleans(),
     hicache_write_policy=st.sampled_from(WritePolicy),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Pull
+from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
+from services.worker.exec.contracts.page_store import ALL, Deleted, Selection
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.tiers import page_mover
@@ -23,7 +26,7 @@ from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGES, HOST_PAGES, DEADLINE_S = 6, 8, 20.0
-KEYS = [bytes([number]) * 32 for number in range(HOST_PAGES)]
+KEYS = [bytes([number]) * KEY_BYTES for number in range(HOST_PAGES)]
 
 
 class Moving:
@@ -60,6 +63,11 @@ class Moving:
     def moved(self, kind: OperationKind, pages: list[int], host_pages: list[int], keys: list[bytes] | None = None) -> Fact:
         self.begin(kind, pages, host_pages, keys)
         return self.fact()
+
+    def delete_stored(self, which: Selection = ALL) -> Deleted:
+        done: Future[Deleted] = Future()
+        self.mover.delete_stored(which, done)
+        return done.result(DEADLINE_S)
 
     def close(self) -> None:
         self.mover.close()
@@ -128,7 +136,7 @@ def test_what_the_storage_has_not_is_dropped_and_what_is_before_it_comes(moving:
 def test_a_storage_that_was_emptied_has_nothing_and_takes_more(moving: Moving) -> None:
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0])
-    moving.mover.clear_storage()
+    moving.delete_stored()
     fact = moving.moved(OperationKind.FETCH, [1], [])
     assert fact.count == 0 and fact.dropped == (KEYS[0],)
     assert moving.moved(OperationKind.STORE, [], [0]).stored == (KEYS[0],)
@@ -242,7 +250,9 @@ def test_at_the_start_it_says_what_the_files_hold(tmp_path: Path) -> None:
     first.moved(OperationKind.STORE, [], [0, 1])
     first.close()
     second = Moving(tmp_path / "pages")
-    assert second.mover.facts() == [Fact(UNASKED, stored=tuple(KEYS[:2]))]
+    (fact,) = second.mover.facts()
+    assert (fact.op_id, fact.stored) == (UNASKED, tuple(KEYS[:2]))
+    assert fact.use is not None and fact.use.num_bytes > 2 * second.copier.page_bytes
     second.close()
 
 
@@ -266,9 +276,55 @@ def test_at_the_start_it_says_which_blocks_the_files_are_of(tmp_path: Path) -> N
     assert first.fact().stored == tuple(KEYS[:3])
     first.close()
     second, facts = started()
-    assert facts == [Fact(UNASKED, stored=tuple(KEYS[:3])), Fact(UNASKED, blocks=blocks[:1])]
-    second.mover.clear_storage()
+    assert [fact.stored for fact in facts] == [tuple(KEYS[:3]), ()] and facts[1] == Fact(UNASKED, blocks=blocks[:1])
+    second.delete_stored()
     second.close()
     third, facts = started()
-    assert facts == [Fact(UNASKED)]
+    assert [(fact.stored, fact.blocks) for fact in facts] == [((), ())]
     third.close()
+
+
+def test_a_deletion_by_salt_comes_behind_what_was_begun_and_says_what_it_came_to(moving: Moving) -> None:
+    """What is being written for the salt just then goes with it; a read that has begun ends; who has left is not told."""
+    one, other = KEYS[0], b"o" * KEY_BYTES
+    moving.moved(OperationKind.BACK_UP, [0, 1], [0, 1])
+    moving.moved(OperationKind.STORE, [], [1], [other])
+    reading, going = threading.Event(), threading.Event()
+    read = moving.store.read
+
+    def slow(keys: list[bytes], out: memoryview) -> int:
+        count = read(keys, out)
+        reading.set()
+        assert going.wait(DEADLINE_S)
+        return count
+
+    moving.store.read = slow  # type: ignore[method-assign, assignment]
+    moving.begin(OperationKind.FETCH, [3], [], [other])
+    assert reading.wait(DEADLINE_S)
+    moving.begin(OperationKind.STORE, [], [0], [one])
+    waits, left = Future[Deleted](), Future[Deleted]()
+    for done in (waits, left):
+        moving.mover.delete_stored(Selection(tag_of(one)), done)
+    moving.mover.delete_stored(Selection(tag_of(other)), Future())
+    assert left.cancel() and not waits.done()
+    going.set()
+    assert waits.result(DEADLINE_S) == Deleted(1, (one,))
+    facts = moving.mover.facts()
+    assert [(fact.op_id, fact.count, fact.stored) for fact in facts[:2]] == [(7, 1, ()), (7, 1, (one,))], "what had begun"
+    assert facts[2].dropped == (one,)
+    assert moving.page(3) == moving.page(1)
+    moving.store.read = read  # type: ignore[method-assign]
+    assert (
+        moving.moved(OperationKind.FETCH, [4], [], [one]).count == moving.moved(OperationKind.FETCH, [4], [], [other]).count == 0
+    )
+
+
+def test_a_storage_that_fails_in_a_deletion_says_so(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(which: Selection) -> Deleted:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(moving.store, "delete", broken)
+    with pytest.raises(RuntimeError, match="no"):
+        moving.delete_stored()
+    monkeypatch.undo()
+    assert moving.delete_stored() == Deleted(0)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.control.flush import flush, parse
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.transfers import PageOperation, Tier
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.peers.rooms import until
-from tests.exec.tiered import PAGE_SIZE, SECRET, Answer, Served, build
+from tests.exec.tiered import DEADLINE_S, PAGE_SIZE, SECRET, Answer, Served, build
 from tests.exec.tiny_models import TinyModel
 from tests.night import NIGHTLY
 from tests.services.redis_server import redis_server
@@ -77,6 +78,35 @@ def test_from_files_after_a_restart(folder: Path, plain: Served, tmp_path: Path)
         assert answer.bits == first[number].bits
         assert came_from(answer, Tier.STORAGE)
     served.close()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["files", "redis"])
+def test_a_salt_that_was_deleted_is_computed_anew_also_after_a_restart(folder: Path, tmp_path: Path, shared: bool) -> None:
+    """And another one comes from where it was; while the deletion runs a request of the salt goes on to its end."""
+    with redis_server() as server:
+
+        def in_redis(page_bytes: int, identity: bytes) -> RedisPageStore:
+            return RedisPageStore(server.url, page_bytes, 60, identity)
+
+        tiers = TierOptions(4.0, 0, in_redis, SECRET) if shared else options(tmp_path / "pages")
+        served = Served(*build(folder, 2 * POOL_PAGES, tiers))
+        first = {salt: served.ask(prompt(0), salt=salt) for salt in ("a", "b")}
+        handle = served.submit(prompt(0), salt="a")
+        served.turn()
+        flushed = flush(served.core, served.executor, parse((), "a", None))
+        assert flushed.stored is not None
+        deleted = flushed.stored.result(DEADLINE_S)
+        assert deleted.pages == PROMPT_TOKENS // PAGE_SIZE and not deleted.pending
+        served.drain()
+        assert served.answers[handle].bits == first["a"].bits
+        served.close()
+        served = Served(*build(folder, 2 * POOL_PAGES, tiers))
+        until(lambda: served.turn() or served.core.stats().storage_pages == PROMPT_TOKENS // PAGE_SIZE)
+        again = {salt: served.ask(prompt(0), salt=salt) for salt in ("a", "b")}
+        assert {salt: answer.bits for salt, answer in again.items()} == {salt: answer.bits for salt, answer in first.items()}
+        assert came_from(again["b"], Tier.STORAGE)
+        assert again["a"].finish is not None and again["a"].finish.cached_tokens == 0
+        served.close()
 
 
 def test_from_what_another_worker_has_stored_while_both_run(folder: Path, plain: Served) -> None:

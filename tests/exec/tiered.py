@@ -97,13 +97,15 @@ class Served:
         output: Sequence[int] = (),
         hand_over: Room | None = None,
         source: Source | None = None,
+        salt: str = "",
         **params: Any,
     ) -> int:
-        """output, hand_over, source: see Submit."""
+        """output, hand_over, source, salt: see Submit."""
         handle, self._next = self._next, self._next + 1
         self.answers[handle] = Answer()
         sampling = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, "top_logprobs": 2, "seed": seed, **params})
-        ids, more = np.array(prompt, dtype=np.int32), {"output_ids": tuple(output), "hand_over": hand_over, "source": source}
+        ids = np.array(prompt, dtype=np.int32)
+        more = {"output_ids": tuple(output), "hand_over": hand_over, "source": source, "salt": salt}
         self.core.submit(Submit(0, handle, f"r{handle}", ids, sampling, **more), time.monotonic())  # type: ignore[arg-type]
         return handle
 

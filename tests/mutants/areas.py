@@ -52,6 +52,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             for name in (
                 "rules_tiers",
                 "rules_kept_blocks",
+                "rules_salts",
                 "rules_imports",
                 "rules_import_limits",
                 "page_keys",
@@ -60,6 +61,7 @@ AREAS: dict[str, tuple[str, ...]] = {
             )
         ),
         "tests/exec/tiers/test_redis_page_store.py",
+        "tests/exec/tiers/test_salted_segments.py",
     ),
     "peers": (
         "tests/core/test_rules_peers.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, Literal
 from urllib.parse import parse_qs
 
@@ -10,9 +11,11 @@ from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rootstock.v1 import control_pb2 as pb
+from services.gateway.api.cache_key import cache_key
+from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared.control_values import put_values
-from services.shared.limits import MAX_REQUEST_ID_CHARS
+from services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
 MAX_TIMEOUT_S = 3600.0
 MAX_WORKER_CHARS = 512  # of an id or an address
@@ -38,21 +41,41 @@ class ControlBody(AdminBody, ABC):
         """What the control service is asked."""
 
 
-class FlushCache(ControlBody):
-    """empty_cache: accepted and not used; the memory of flushed pages stays with the pool. tiers: none for device and host."""
+class SelectedPages(ControlBody):
+    """Those of one salt, or all. cache_salt, extra_key: as requests have them; "" for what has no salt. api_key: name of the key
+    that they came with, where gateways salt by it. older_than_s: of pages in the storage, since they were written."""
+
+    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    api_key: str | None = Field(None, min_length=1, max_length=MAX_KEY_NAME_CHARS)
+    older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+    def of(self, tiers: Sequence[str]) -> Message:
+        return pb.FlushCacheRequest(tiers=tiers, cache_salt=self._salt(), older_than_s=self.older_than_s)
+
+    def _salt(self) -> str | None:
+        """As workers know it; None: any."""
+        if self.cache_salt is None and self.extra_key is None and self.api_key is None:
+            return None
+        return Caller(key=self.api_key or "", salts_cache=True).cache_salt_of(cache_key(self.cache_salt, self.extra_key))
+
+
+class FlushCache(SelectedPages):
+    """empty_cache: accepted and not used; the memory of flushed pages stays with the pool. tiers: none for those that the worker
+    takes to be meant."""
 
     empty_cache: bool | None = None
     tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)
 
     def request(self) -> Message:
-        return pb.FlushCacheRequest(tiers=self.tiers)
+        return self.of(self.tiers)
 
 
-class ClearStorage(ControlBody):
+class ClearStorage(SelectedPages):
     """SGLang's name for the same of the storage alone."""
 
     def request(self) -> Message:
-        return pb.FlushCacheRequest(tiers=["storage"])
+        return self.of(["storage"])
 
 
 class GetInternalState(ControlBody):

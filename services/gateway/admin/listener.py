@@ -42,7 +42,8 @@ async def admin_listener(
         require_token_beyond_loopback("admin_host", config.admin_host, token)
     except ValueError as error:
         raise http_server.CannotListen(str(error)) from None
-    operations = Operations(directory, ControlledWorkers(token, dialer), aborter, config.control_timeout_s)
+    workers = ControlledWorkers(token, dialer)
+    operations = Operations(directory, workers, aborter, config.control_timeout_s, config.salt_cache_by_key)
     async with served_beside(AdminApi(operations, bodies, token), config.admin_host, config.admin_port):
         logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
         yield

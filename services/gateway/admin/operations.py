@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 
 from services.gateway.admin import bodies as bodies
-from services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load
+from services.gateway.admin.bodies import Abort, AdminBody, ControlBody, Load, SelectedPages
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.admin.workers import ControlledWorkers, WorkerAnswer
 from services.gateway.request.abort import Aborter, AbortScope
-from services.gateway.request.errors import ApiError
+from services.gateway.request.errors import ApiError, bad_request
 
 Answer = tuple[int, dict[str, Any]]  # HTTP status, body
 
@@ -58,13 +58,21 @@ ROUTES: Mapping[tuple[str, str], Operation] = {
 
 
 class Operations:
-    """timeout_s: of an operation on one worker, where the request names none."""
+    """timeout_s: of an operation on one worker, where the request names none. salts_by_key: see salt_cache_by_key."""
 
-    def __init__(self, directory: WorkerDirectory, workers: ControlledWorkers, aborter: Aborter, timeout_s: float) -> None:
+    def __init__(
+        self,
+        directory: WorkerDirectory,
+        workers: ControlledWorkers,
+        aborter: Aborter,
+        timeout_s: float,
+        salts_by_key: bool = False,
+    ) -> None:
         self._directory = directory
         self._workers = workers
         self._aborter = aborter
         self._timeout_s = timeout_s
+        self._salts_by_key = salts_by_key
 
     async def run(self, operation: Operation, body: AdminBody) -> Answer:
         """Raises ApiError."""
@@ -73,6 +81,8 @@ class Operations:
         return await self._abort(body) if isinstance(body, Abort) else self._load(body)
 
     async def _control(self, rpc: str, body: ControlBody) -> Answer:
+        if isinstance(body, SelectedPages) and body.api_key is not None and not self._salts_by_key:
+            raise bad_request("api_key", "api_key: Keys share cached prefixes here; --salt-cache-by-key parts them.")
         meant = self._directory.find(body.worker)
         return _answer(await self._workers.ask(meant, rpc, body.request(), body.timeout_s or self._timeout_s))
 

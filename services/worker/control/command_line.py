@@ -16,7 +16,7 @@ from services.shared.rpc.control_token import authorization
 from services.shared.rpc.dialer import Dialer
 from services.shared.rpc.token_check import METADATA_KEY
 from services.shared.tls.roles import Role
-from services.worker.core.contracts.transfers import Tier
+from services.worker.control.flush import OF_SALT
 
 
 class WrongWords(ValueError):
@@ -57,10 +57,7 @@ def _scalar(word: str) -> Scalar:
 
 
 def _delay(words: Sequence[str]) -> Message:
-    try:
-        return pb.SlowDownRequest(step_delay_s=float(_at_most_one(words, "0")))
-    except ValueError as error:
-        raise WrongWords(f"takes a number of seconds: {error}") from None
+    return pb.SlowDownRequest(step_delay_s=_seconds(_at_most_one(words, "0")))
 
 
 def _enum(enum: Any, prefix: str, word: str) -> int:
@@ -75,15 +72,31 @@ def _tags(words: Sequence[str]) -> list[Any]:
     return [_enum(pb.MemoryTag, "MEMORY_TAG_", word) for word in words]
 
 
-def _tiers(words: Sequence[str]) -> list[str]:
+def _flush(words: Sequence[str]) -> Message:
+    """SALT may be any text, also none: what has no salt."""
+    request = pb.FlushCacheRequest()
     for word in words:
-        if word not in set(Tier):
-            raise WrongWords(f"takes some of {', '.join(Tier)}, not {word}")
-    return list(words)
+        name, equals, value = word.partition("=")
+        if equals and name == "cache_salt":
+            request.cache_salt = value
+        elif equals and name == "older_than_s":
+            request.older_than_s = _seconds(value)
+        elif word in OF_SALT:
+            request.tiers.append(word)
+        else:
+            raise WrongWords(f"takes some of {', '.join(OF_SALT)}, cache_salt=SALT and older_than_s=SECONDS, not {word}")
+    return request
+
+
+def _seconds(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError as error:
+        raise WrongWords(f"takes a number of seconds: {error}") from None
 
 
 PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
-    "FlushCache": lambda words: pb.FlushCacheRequest(tiers=_tiers(words)),
+    "FlushCache": _flush,
     "GetInternalState": _none(pb.GetInternalStateRequest),
     "SetInternalState": _changes,
     "SlowDown": _delay,
@@ -99,7 +112,8 @@ PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
 }
 USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s S] [--control-token-file FILE] OPERATION ...
 
-  FlushCache [device] [host] [storage]    GetInternalState          StopProfile
+  FlushCache [device] [host] [storage] [cache_salt=SALT] [older_than_s=SECONDS]
+  GetInternalState                  StopProfile
   SetInternalState NAME=VALUE ...   SlowDown [SECONDS]              StartProfile [NAME]
   Pause [abort|retract|in_place]    Continue                        FreezeGc
   ReleaseMemory [kv_cache] [weights]    ResumeMemory [kv_cache] [weights]    SetLogLevel [LEVEL]

@@ -17,7 +17,7 @@ from rootstock.v1 import control_pb2_grpc
 from services.shared.control_values import enum_word, put_values, value_from_pb
 from services.shared.observe.log import fields
 from services.worker.control import internal_state
-from services.worker.control.flush import flush
+from services.worker.control.flush import Flushed, flush, parse
 from services.worker.control.internal_state import InternalState
 from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.operations import BARRIERS
@@ -25,6 +25,7 @@ from services.worker.control.profiles import Profiles
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.operations import OperationRefused
+from services.worker.exec.contracts.page_store import Deleted
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.identity.model_identity import ServedWeights
@@ -59,9 +60,18 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._occupation = Occupation(clock, weights)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext) -> pb.FlushCacheResponse:
+        salt = request.cache_salt if request.HasField("cache_salt") else None
+        older_than_s = request.older_than_s if request.HasField("older_than_s") else None
         tiers = tuple(request.tiers)
-        pages = await self._run("FlushCache", context, lambda core, executor, pace: flush(core, executor, tiers))
-        return pb.FlushCacheResponse(pages=pages)
+
+        def act(core: Scheduler, executor: Executor, pace: Pace) -> Flushed:
+            return flush(core, executor, parse(tiers, salt, older_than_s))
+
+        flushed = await self._run("FlushCache", context, act)
+        if flushed.stored is None:
+            return pb.FlushCacheResponse(pages=flushed.pages)
+        deleted = await self._deleted(flushed.stored, context)
+        return pb.FlushCacheResponse(pages=flushed.pages + (0 if flushed.counted else deleted.pages))
 
     async def GetInternalState(self, request: pb.GetInternalStateRequest, context: grpc.aio.ServicerContext) -> pb.InternalState:
         return self._state_to_pb(await self._run("GetInternalState", context, self._snapshot))
@@ -147,6 +157,21 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
         logger.info("operation done", extra=fields(operation=operation, peer=context.peer()))
         return result
+
+    async def _deleted(self, stored: concurrent.futures.Future[Deleted], context: grpc.aio.ServicerContext) -> Deleted:
+        """Once the storage has done it; ends the call if it has not."""
+        left = self._deadline(context) - self._clock()
+        try:
+            deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the storage is still deleting pages, and goes on with that")
+        except Exception as error:
+            logger.exception("pages were not deleted")
+            await context.abort(grpc.StatusCode.INTERNAL, f"the storage has deleted nothing: {error}")
+        if deleted.pending:
+            text = f"not all pages are deleted, which is tried again: {deleted.pending}"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+        return deleted
 
     def _deadline(self, context: grpc.aio.ServicerContext) -> float:
         left = context.time_remaining()

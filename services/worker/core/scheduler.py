@@ -63,7 +63,7 @@ class Scheduler:
         self._flight: list[Step] = []
         self._began: list[float] = []  # of each in flight
         self._ended_at = 0.0
-        self._next_seq = 0
+        self._next_seq = self._num_retirements = 0
         self.paused = False
         self.begins_copies = True
         self.closed = ""
@@ -296,6 +296,19 @@ class Scheduler:
         """Forgets what these hold; returns the number of pages. Of the device: flush_cache()."""
         return 0 if self._tiers is None else self._tiers.clear(tiers)
 
+    def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
+        """Forgets what these hold of what was computed with a salt, "" for none; returns the number of pages, those of a storage
+        aside. What requests use that are here they go on using: nobody else finds it, and it is kept nowhere."""
+        pages = 0
+        if Tier.DEVICE in tiers:
+            self._num_retirements += 1
+            pages += self.table.retire(salt, self._num_retirements)
+        return pages if self._tiers is None else pages + self._tiers.forget_salt(salt, tiers)
+
+    def storage_tag(self, salt: str) -> bytes | None:
+        """By which a storage knows pages of a salt; None where there are no tiers."""
+        return None if self._tiers is None else self._tiers.tag(salt)
+
     def reset_memory(self) -> None:
         """Forgets every page of the device and every session: the pool's content is gone. Only while idle and settled, with
         nothing in flight."""
@@ -396,4 +409,12 @@ class Scheduler:
 
 
 def _tier_limits(config: SchedulerConfig) -> TierLimits:
-    return TierLimits(config.host_pages, config.has_storage, config.page_bytes, config.page_size, config.hicache_write_policy)
+    return TierLimits(
+        host_pages=config.host_pages,
+        has_storage=config.has_storage,
+        page_bytes=config.page_bytes,
+        page_size=config.page_size,
+        policy=config.hicache_write_policy,
+        salt_pages=config.host_salt_pages,
+        stored_salt_pages=config.stored_salt_pages,
+    )

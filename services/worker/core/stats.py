@@ -77,7 +77,29 @@ class StepStats:
     ] = 0
     host_pages: Annotated[int, Told("sglang:hicache_host_total_tokens", "Size of the host tier in tokens.", True)] = 0
     host_pages_used: Annotated[int, Told("sglang:hicache_host_used_tokens", "Tokens of KV in the host tier.", True)] = 0
+    host_salts: Annotated[int, Told("rootstock_worker_host_salts", "Cache salts with KV in the host tier.")] = 0
+    host_over_quota_pages_total: Annotated[
+        int,
+        Told(
+            "rootstock_worker_host_over_quota_tokens",
+            "Of the tokens evicted from the host tier, those of a cache salt that had all it may have.",
+            True,
+        ),
+    ] = 0
     storage_pages: Annotated[int, Told("rootstock_worker_storage_tokens", "Tokens of KV in the storage tier.", True)] = 0
+    storage_bytes: Annotated[int, Told("rootstock_worker_storage_bytes", "Bytes of the storage tier, as far as known here.")] = 0
+    storage_salts: Annotated[int, Told("rootstock_worker_storage_salts", "Cache salts with KV in the storage tier.")] = 0
+    storage_over_quota_pages_total: Annotated[
+        int,
+        Told(
+            "rootstock_worker_storage_over_quota_tokens",
+            "Tokens of KV that left the storage tier because their cache salt had all it may have.",
+            True,
+        ),
+    ] = 0
+    storage_deleted_pages_total: Annotated[
+        int, Told("rootstock_worker_storage_deleted_tokens", "Tokens of KV deleted from the storage tier on demand.", True)
+    ] = 0
     num_importing: Annotated[
         int, Told("rootstock_worker_importing_requests", "Requests that wait for a prefix from another tier.")
     ] = 0

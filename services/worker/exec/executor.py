@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.rooms import RoomEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.exec.contracts.operations import ClearStorage, Operation, OperationRefused, ReleaseMemory
+from services.worker.exec.contracts.operations import DeleteStored, Operation, OperationRefused, ReleaseMemory
+from services.worker.exec.contracts.page_store import Deleted
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 from services.worker.exec.operator import Operator, Releasable
@@ -122,9 +123,11 @@ class DeviceExecutor:
                 self._mover.leave(source)
 
     def apply(self, operation: Operation) -> None:
-        if isinstance(operation, ClearStorage):
+        if isinstance(operation, DeleteStored):
             if self._mover is not None:
-                self._mover.clear_storage()
+                self._mover.delete_stored(operation.which, operation.done)
+            elif operation.done.set_running_or_notify_cancel():
+                operation.done.set_result(Deleted(0))
             return
         if isinstance(operation, ReleaseMemory) and self._server is not None:
             self._server.shut_all()  # nobody reads memory that is gone

@@ -19,14 +19,16 @@ from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFa
 from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, proof
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
+from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import (
-    ClearStorage,
+    DeleteStored,
     Operation,
     OperationRefused,
     ReleaseMemory,
     StartProfile,
     StopProfile,
 )
+from services.worker.exec.contracts.page_store import Deleted
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 
 I32 = NDArray[np.int32]
@@ -286,8 +288,12 @@ class FakeExecutor:
         match operation:
             case ReleaseMemory(kv=True):
                 self.kv.fill(-1)
-            case ClearStorage():
-                self.storage.clear()
+            case DeleteStored(which, done):
+                gone = [key for key in self.storage if which.tag in (None, tag_of(key))]
+                for key in gone:
+                    del self.storage[key]
+                if done.set_running_or_notify_cancel():
+                    done.set_result(Deleted(len(gone), tuple(gone)))
             case StartProfile() | StopProfile():
                 raise OperationRefused("the fake executor computes nothing that a profile could show")
 

@@ -1,5 +1,6 @@
-"""python -m tests.exec.tiers.killed_writer FOLDER: forks a writer for each number on a line of standard input, and says so when
-it is gone. A writer says its process id first, then of every write what was stored and dropped; it writes until it is killed."""
+"""python -m tests.exec.tiers.killed_writer FOLDER [salted]: forks a writer for each number on a line of standard input, and says
+so when it is gone. A writer says its process id first, then of every write what was stored and dropped; it writes until it is
+killed. salted: pages of some salts with a quota, one of which it deletes now and then."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import os
 import sys
 from pathlib import Path
 
+from services.worker.exec.contracts.page_store import Selection
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import keys, write
 
 PAGE = 16 << 10
 CAP = 3 << 20
 SEGMENT = 200 << 10  # a dozen pages
+QUOTA = 600 << 10
+SALTS = (bytes(8), b"a" * 8, b"b" * 8, b"c" * 8)
 
 
-def opened(folder: Path) -> SegmentStore:
-    return SegmentStore(folder, PAGE, CAP, SEGMENT, b"killed")
+def opened(folder: Path, salt_bytes: int = 0) -> SegmentStore:
+    return SegmentStore(folder, PAGE, CAP, SEGMENT, b"killed", salt_bytes=salt_bytes)
 
 
 def say(*words: str) -> None:
@@ -33,11 +37,23 @@ def write_on(folder: Path, number: int) -> None:
         number += count
 
 
+def write_salted(folder: Path, number: int) -> None:
+    it = opened(folder, QUOTA)
+    say("writer", str(os.getpid()))
+    while True:
+        tag = SALTS[number % len(SALTS)]
+        if number % 23 == 0:
+            say("deleted", "", ",".join(key.hex() for key in it.delete(Selection(tag)).dropped))
+        done = write(it, keys(*range(number, number + 1 + number % 7), tag=tag))
+        say("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))
+        number += 1 + number % 7
+
+
 def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            write_on(Path(sys.argv[1]), int(line))
+            (write_salted if "salted" in sys.argv else write_on)(Path(sys.argv[1]), int(line))
         os.waitpid(child, 0)
         say("gone")
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
 from services.worker.exec.contracts.page_store import PageStore, Written
 from services.worker.exec.tiers.disk import Disk
 from services.worker.exec.tiers.segment_format import SegmentFormat
@@ -14,16 +15,17 @@ from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGE = 96
 SLOTS = 4  # of a segment
+A, B, C = (letter * TAG_BYTES for letter in (b"a", b"b", b"c"))  # tags of three salts
 FORMAT = SegmentFormat(PAGE, b"")
 SEGMENT = FORMAT.bytes_with_index(SLOTS)
 
 
-def key(number: int) -> bytes:
-    return hashlib.sha256(b"%d" % number).digest()
+def key(number: int, tag: bytes = UNSALTED) -> bytes:
+    return tag + hashlib.sha256(b"%d" % number).digest()
 
 
-def keys(*numbers: int) -> list[bytes]:
-    return [key(number) for number in numbers]
+def keys(*numbers: int, tag: bytes = UNSALTED) -> list[bytes]:
+    return [key(number, tag) for number in numbers]
 
 
 def page(of: bytes, size: int = PAGE) -> bytes:
@@ -51,10 +53,17 @@ class Hours:
 
 
 def store(
-    folder: Path, segments: int = 6, disk: Disk | None = None, clock: Hours | None = None, identity: bytes = b""
+    folder: Path,
+    segments: int = 6,
+    disk: Disk | None = None,
+    clock: Hours | None = None,
+    identity: bytes = b"",
+    salt_bytes: int = 0,
 ) -> SegmentStore:
-    """Segments of SLOTS pages, so many under the cap."""
-    return SegmentStore(folder, PAGE, segments * SEGMENT, SEGMENT, identity, disk=disk or QuickDisk(), clock=clock or Hours())
+    """Segments of SLOTS pages, so many under the cap. clock: of pauses and of ages."""
+    clock = clock or Hours()
+    sizes = {"max_bytes": segments * SEGMENT, "segment_bytes": SEGMENT, "salt_bytes": salt_bytes}
+    return SegmentStore(folder, PAGE, identity=identity, disk=disk or QuickDisk(), clock=clock, wall=clock, **sizes)
 
 
 def write(into: PageStore, wanted: Sequence[bytes]) -> Written:

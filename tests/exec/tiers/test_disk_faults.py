@@ -149,7 +149,7 @@ class TestWrites:
         assert write(it, keys(*range(SLOTS))).stored == tuple(keys(*range(SLOTS)))
         assert size_of(tmp_path) <= SEGMENT
         disk.broken.clear()
-        it.clear()
+        it.delete()
         assert size_of(tmp_path) == 0
 
     def test_what_works_ends_the_rise_of_pauses(self, tmp_path: Path, disk: SickDisk, clock: Hours) -> None:
@@ -241,7 +241,7 @@ class TestClear:
         it = store(tmp_path, disk=disk, clock=clock)
         write(it, keys(*range(SLOTS + 1)))
         disk.broken["unlink"] = errno.EIO
-        it.clear()
+        it.delete()
         assert it.keys() == [] and read(it, keys(1)) == 0 and it.counts().bytes_on_disk > 0
         clock.pass_by()
         assert write(it, keys(7)) == NOTHING

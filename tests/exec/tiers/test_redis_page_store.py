@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from services.worker.exec.contracts.page_store import News, Written
+from services.worker.core.tiers.page_keys import UNSALTED
+from services.worker.exec.contracts.page_store import Deleted, News, Selection, Written
 from services.worker.exec.tiers import redis_page_store
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
-from tests.exec.tiers.pages import PAGE, Hours, keys, read, write
+from tests.exec.tiers.pages import PAGE, A, B, Hours, keys, read, write
 from tests.night import NIGHTLY
 from tests.services.redis_server import EITHER_SERVER, RedisServer
 
@@ -69,7 +72,7 @@ def test_no_token_and_nothing_for_ever_is_in_it(server: RedisServer) -> None:
     write(store(server), keys(1, 2))
     pages = [name for name in server.client.scan_iter() if b":p:" in name]
     assert len(pages) == 2 and all(0 < server.client.pttl(name) <= 60_000 for name in pages)
-    assert all(len(server.client.get(name)) == PAGE + redis_page_store.CHECKSUM_BYTES for name in pages)
+    assert all(len(server.client.get(name)) == PAGE + redis_page_store.HEAD_BYTES for name in pages)
 
 
 def test_reading_keeps_a_page(server: RedisServer) -> None:
@@ -82,7 +85,7 @@ def test_reading_keeps_a_page(server: RedisServer) -> None:
     assert left[0] <= 20_000 and left[1] > 50_000
 
 
-@pytest.mark.parametrize("value", [b"", b"x" * (PAGE + 15), b"x" * (PAGE + 16), b"x" * (PAGE + 17)])
+@pytest.mark.parametrize("value", [b"", b"x" * (PAGE + 23), b"x" * (PAGE + 24), b"x" * (PAGE + 25)])
 def test_a_page_that_is_not_whole_is_not_there(server: RedisServer, value: bytes) -> None:
     it = store(server)
     write(it, keys(1, 2, 3))
@@ -115,11 +118,11 @@ def test_who_clears_it_clears_it_for_all_and_what_comes_later_stays(server: Redi
     first, second = store(server), store(server)
     write(first, keys(1, 2))
     second.news()
-    first.clear()
+    first.delete()
     write(first, keys(3))
     assert not [name for name in server.client.keys("pages:*:p:*") if not name.endswith(keys(3)[0])]
     assert second.news() == News(tuple(keys(3)), tuple(keys(1, 2)))
-    assert first.news().stored == tuple(keys(3)) and read(first, keys(3)) == 1
+    assert first.news().stored == () and read(first, keys(3)) == 1
     server.client.flushall()
     assert second.news() == News((), tuple(keys(3)))
 
@@ -179,7 +182,7 @@ def test_what_is_cleared_while_it_is_away_does_not_come_back(server: RedisServer
     write(it, keys(1, 2))
     other.news()
     with server.stopped():
-        it.clear()
+        it.delete()
     assert read(it, keys(1)) == 0 and write(it, keys(3)).stored == ()
     clock.pass_by()
     assert it.news() == NOTHING and not server.client.keys("pages:*:p:*")
@@ -224,3 +227,177 @@ def test_no_more_keys_are_known_than_may_be(server: RedisServer, monkeypatch: py
 def test_a_url_that_asks_for_what_cannot_be_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
         RedisPageStore(url, PAGE, 60, IDENTITY)
+
+
+class Seconds:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def quota(pages: int) -> int:
+    return pages * (redis_page_store.HEAD_BYTES + PAGE)
+
+
+def there(server: RedisServer, tag: bytes = b"") -> set[bytes]:
+    """Keys of pages, of the server's own account."""
+    names = [name.split(b":p:", 1)[1] for name in server.client.scan_iter(count=1000) if b":p:" in name]
+    return {name for name in names if name.startswith(tag)}
+
+
+def test_a_salt_is_deleted_for_all_and_no_other(server: RedisServer) -> None:
+    first, second = store(server), store(server)
+    write(first, [*keys(1, 2, tag=A), *keys(1, 2, tag=B), *keys(1, 2)])
+    second.news()
+    write(second, keys(3, tag=A))
+    deleted = first.delete(Selection(A))
+    assert deleted == Deleted(3, tuple(keys(1, 2, tag=A))) and there(server) == {*keys(1, 2, tag=B), *keys(1, 2)}
+    assert set(second.news().dropped) == set(keys(1, 2, 3, tag=A))
+    assert read(first, keys(1, 2, tag=B)) == 2 and (first.use().num_salts, first.use().deleted_pages) == (1, 3)
+    assert write(second, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "what comes later is kept"
+    assert first.news().stored == tuple(keys(1, tag=A))
+
+
+def test_what_is_older_goes_by_when_it_was_written_and_not_read(server: RedisServer) -> None:
+    wall = Seconds()
+    it = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), wall=wall)
+    it.news()
+    write(it, [*keys(1, tag=A), *keys(1, tag=B), *keys(1)])
+    wall.now += 100
+    write(it, [*keys(2, tag=A), *keys(2)])
+    assert read(it, keys(1, tag=A)) == 1
+    assert it.delete(Selection(A, 100.0)).dropped == tuple(keys(1, tag=A))
+    assert it.delete(Selection(older_than_s=101)).pages == 0
+    assert set(it.delete(Selection(older_than_s=100)).dropped) == {*keys(1, tag=B), *keys(1)}
+    assert there(server) == {*keys(2, tag=A), *keys(2)} and read(it, keys(2)) == 1
+
+
+@pytest.mark.parametrize("which", [Selection(A), Selection(), Selection(older_than_s=0)], ids=["salt", "all", "age"])
+def test_what_is_to_be_deleted_while_it_is_away_is_said_and_done_later(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, which: Selection
+) -> None:
+    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
+    clock = Hours()
+    it, other = store(server, clock), store(server)
+    write(it, keys(1, 2, tag=A))
+    other.news()
+    with server.stopped():
+        deleted = it.delete(which)
+        assert deleted.pages == 0 and "does not answer" in deleted.pending
+        assert write(it, keys(3, tag=A)).stored == () and read(it, keys(1, tag=A)) == 0
+    assert write(it, keys(3, tag=A)).stored == (), "nothing is written before it is done"
+    clock.pass_by()
+    news = it.news()
+    assert not there(server) and set(news.dropped) <= set(keys(1, 2, tag=A)) and not it.keys()
+    assert set(other.news().dropped) == set(keys(1, 2, tag=A))
+    assert write(it, keys(3, tag=A)).stored == tuple(keys(3, tag=A)) and it.delete(which).pending == ""
+
+
+def test_one_that_goes_in_the_middle_of_a_deletion_is_gone_on_with(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_page_store, "SCANNED", 2)
+    clock = Hours()
+    it = store(server, clock)
+    write(it, keys(*range(30), tag=A))
+    scanned = it._scanned
+
+    def cut_short(at_once: int) -> Iterator[list[bytes]]:
+        yield next(iter(scanned(at_once)))
+        raise TimeoutError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(it, "_scanned", cut_short)
+        deleted = it.delete(Selection(A))
+    assert deleted.pending and 0 < deleted.pages < 30 and len(there(server)) == 30 - deleted.pages
+    clock.pass_by()
+    it.news()
+    assert not there(server) and it.use().deleted_pages == 30
+
+
+def test_who_is_over_its_quota_loses_its_own_oldest_whoever_wrote_them(server: RedisServer) -> None:
+    wall = Seconds()
+    first, second = (RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4), wall=wall) for _ in range(2))
+    assert first.news() == second.news() == NOTHING
+    write(first, [*keys(*range(4), tag=B), *keys(*range(9))])
+    for number in range(3):
+        wall.now += 1
+        write(first, keys(number, tag=A))
+    late = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4), wall=wall)
+    late.news()  # in an order of its own
+    wall.now += 1
+    done = write(late, keys(3, 4, 5, tag=A))
+    assert done == Written(tuple(keys(3, 4, 5, tag=A)), tuple(keys(0, 1, tag=A)))
+    assert there(server, A) == set(keys(2, 3, 4, 5, tag=A)) and len(there(server)) == 4 + 4 + 9
+    assert late.use().over_quota_pages == 2 and late.use().num_salts == 2
+    assert set(second.news().stored) >= set(keys(2, 3, 4, 5, tag=A))
+    assert write(second, keys(*range(10, 20), tag=A)).stored == tuple(keys(*range(10, 14), tag=A)), "its beginning"
+    assert there(server, A) == set(keys(*range(10, 14), tag=A))
+
+
+def test_what_went_by_itself_counts_for_no_quota(server: RedisServer) -> None:
+    it = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4))
+    it.news()
+    write(it, keys(*range(4), tag=A))
+    late = RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4))
+    late.news()
+    for name in list(server.client.scan_iter())[:]:
+        if name.endswith((keys(2, tag=A)[0], keys(3, tag=A)[0])):
+            server.client.delete(name)
+    done = write(late, keys(8, 9, tag=A))
+    assert set(done.dropped) == set(keys(2, 3, tag=A)) and there(server, A) == {*keys(0, 1, 8, 9, tag=A)}
+    assert late.use().over_quota_pages == 0
+
+
+def test_a_quota_without_room_for_a_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="no room for a page"):
+        RedisPageStore("redis://h", PAGE, 60, IDENTITY, salt_bytes=quota(1) - 1)
+
+
+WORKERS = st.integers(0, 2)
+STEPS = st.one_of(
+    st.tuples(st.just("write"), WORKERS, st.sampled_from([A, B, UNSALTED]), st.integers(0, 12), st.integers(1, 5)),
+    st.tuples(st.just("write"), WORKERS, st.sampled_from([A, B, UNSALTED]), st.integers(0, 12), st.integers(1, 5)),
+    st.tuples(st.just("delete"), WORKERS, st.sampled_from([A, B]), st.just(0), st.just(0)),
+    st.tuples(st.just("news"), WORKERS, st.just(A), st.just(0), st.just(0)),
+    st.tuples(st.just("expire"), WORKERS, st.sampled_from([A, B]), st.integers(0, 12), st.just(0)),
+)
+
+
+@settings(max_examples=200 if NIGHTLY else 25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(STEPS, max_size=25))
+def test_whatever_three_workers_do_each_reads_what_is_there_and_sums_come_right(
+    server: RedisServer, steps: list[tuple[str, int, bytes, int, int]]
+) -> None:
+    """A quota may be passed by what others have written that a worker has not heard of, and by no more."""
+    server.client.flushall()
+    workers = [RedisPageStore(server.url, PAGE, 60, IDENTITY, Hours(), salt_bytes=quota(4)) for _ in range(3)]
+    for it in workers:
+        it.news()
+    for call, at, tag, first, count in steps:
+        it = workers[at]
+        match call:
+            case "write":
+                wanted = keys(*range(first, first + count), tag=tag)
+                others = there(server) - there(server, tag)
+                unheard = len(there(server, tag) - set(it.keys()))
+                write(it, wanted)
+                assert others == there(server) - there(server, tag), "nobody else loses a page for it"
+                assert tag == UNSALTED or len(there(server, tag)) <= 4 + unheard
+            case "delete":
+                it.delete(Selection(tag))
+                assert not there(server, tag)
+            case "news":
+                it.news()
+            case "expire":
+                server.client.delete(it._page_prefix + keys(first, tag=tag)[0])
+        assert all(key in there(server) for key in list(it.keys()) if read(it, [key]))
+    for it in workers:
+        while it.news().more:
+            pass
+        held = set(it.keys())
+        assert there(server) <= held, "all hear of all"
+        write(it, keys(99, tag=A))
+        assert len(there(server, A)) <= 4
+    for it in workers:
+        it.close()

@@ -14,7 +14,7 @@ import xxhash
 from services.worker.exec.contracts.page_store import StoreCounts, Written
 from services.worker.exec.tiers.segment_store import LEAST_SEGMENTS, SegmentStore
 from services.worker.exec.tiers.store_folder import StoreBusy, StoreUnusable
-from tests.exec.tiers.pages import FORMAT, PAGE, SEGMENT, SLOTS, key, keys, page, read, readable, size_of, store, write
+from tests.exec.tiers.pages import FORMAT, PAGE, SEGMENT, SLOTS, A, Hours, key, keys, page, read, readable, size_of, store, write
 from tests.exec.tiers.sick_disks import DiaryDisk, MortalDisk
 
 
@@ -73,7 +73,7 @@ class TestPages:
     def test_clear(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(*range(10)))
-        it.clear()
+        it.delete()
         assert it.keys() == [] and read(it, keys(1)) == 0
         assert names(tmp_path) == ["LOCK"]
         assert it.counts() == StoreCounts(0, 0, 0, 0, 0)
@@ -236,7 +236,7 @@ class TestOneStore:
             (tmp_path / name).write_bytes(b"mine")
         it = store(tmp_path)
         write(it, keys(1))
-        it.clear()
+        it.delete()
         assert names(tmp_path) == ["LOCK", "notes", "segment-000000001.kv", "segment-00000001.txt", "segment-1.kv"]
 
     @pytest.mark.parametrize(("page_bytes", "identity"), [(0, b""), (1 << 31, b""), (PAGE, b"x" * 65)])
@@ -270,7 +270,7 @@ class TestIdentity:
         it.close()
         path = tmp_path / "segment-00000000.kv"
         body = bytearray(path.read_bytes())
-        body[8:12] = struct.pack("<I", 2)
+        body[8:12] = struct.pack("<I", 1)
         body[112:128] = xxhash.xxh3_128_digest(bytes(body[:112]))
         path.write_bytes(body)
         assert store(tmp_path).keys() == [] and names(tmp_path) == ["LOCK"]
@@ -280,13 +280,14 @@ class TestFiles:
     """Written down once more, byte by byte: nothing is in the files but this."""
 
     @staticmethod
-    def header(number: int, identity: bytes) -> bytes:
-        fields = b"RSTKVSEG" + struct.pack("<IIQQ", 1, len(identity), PAGE, number) + identity.ljust(64, b"\0") + bytes(16)
+    def header(number: int, identity: bytes, tag: bytes = bytes(8), began_ms: int = 0) -> bytes:
+        fields = b"RSTKVSEG" + struct.pack("<IIQQ", 2, len(identity), PAGE, number) + identity.ljust(64, b"\0")
+        fields += tag + struct.pack("<Q", began_ms)
         return fields + xxhash.xxh3_128_digest(fields)
 
     @staticmethod
     def record(header: bytes, of: bytes) -> bytes:
-        fields = b"RSTKVREC" + bytes(8) + of
+        fields = b"RSTKVREC" + of
         seed = struct.unpack("<Q", header[-8:])[0]
         return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page(of)), seed=seed) + page(of)
 
@@ -296,10 +297,17 @@ class TestFiles:
         expected = header + self.record(header, key(SLOTS)) + self.record(header, key(SLOTS + 1))
         assert (tmp_path / "segment-00000001.kv").read_bytes() == expected
 
+    def test_a_segment_of_a_salt(self, tmp_path: Path) -> None:
+        clock = Hours()
+        clock.pass_by()
+        write(store(tmp_path, clock=clock), keys(1, tag=A))
+        header = self.header(0, b"", A, 3_600_000)
+        assert (tmp_path / "segment-00000000.kv").read_bytes() == header + self.record(header, key(1, A))
+
     def test_an_index(self, tmp_path: Path) -> None:
         write(store(tmp_path), keys(*range(SLOTS)))
         header = self.header(0, b"")
-        body = b"RSTKVIDX" + struct.pack("<IIQ", 1, SLOTS, FORMAT.segment_bytes(SLOTS)) + header[-16:]
+        body = b"RSTKVIDX" + struct.pack("<IIQ", 2, SLOTS, FORMAT.segment_bytes(SLOTS)) + header[-16:]
         body += struct.pack("<4I", 0, 1, 2, 3) + b"".join(keys(0, 1, 2, 3))
         assert (tmp_path / "segment-00000000.index").read_bytes() == body + xxhash.xxh3_128_digest(body)
 

@@ -215,7 +215,7 @@ class Tried:
         self.check()
 
     def clear(self) -> None:
-        self.store.clear()
+        self.store.delete()
         self.held = []
         self.check()
 

@@ -49,6 +49,8 @@ SETTINGS = (
     "waiting_timeout_s",
     "running_timeout_s",
     "speculative_adaptive",
+    "hicache_salt_quota",
+    "hicache_storage_salt_quota",
     "hicache_write_policy",
     "disaggregation_hold_s",
     "retract_interval",

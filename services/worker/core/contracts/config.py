@@ -45,7 +45,8 @@ class SchedulerConfig:
     graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
     in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most.
     host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
-    hicache_write_policy: see WritePolicy. reads_peers: requests may come with a source of their KV in another worker.
+    hicache_write_policy: see WritePolicy. host_salt_pages, stored_salt_pages: of the host tier, and of the one below it, that one
+    salt may have, 0 for no limit. reads_peers: requests may come with a source of their KV in another worker.
     disaggregation_hold_s: that a room stands for such a reader.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
@@ -91,6 +92,8 @@ class SchedulerConfig:
     has_storage: bool
     page_bytes: int
     hicache_write_policy: WritePolicy
+    host_salt_pages: int
+    stored_salt_pages: int
     reads_peers: bool
     disaggregation_hold_s: float
     retract_interval: int

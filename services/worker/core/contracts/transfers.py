@@ -87,10 +87,25 @@ class PageOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageUse:
+    """Of a storage, as its owner last saw it. num_bytes: of its pages, with what is kept beside them. num_salts: with a page in
+    it. over_quota_pages, deleted_pages: that went since it was opened because their salt had more than it may, and because
+    somebody asked for it."""
+
+    num_bytes: int = 0
+    num_salts: int = 0
+    over_quota_pages: int = 0
+    deleted_pages: int = 0
+
+
+NO_USE = StorageUse()
+
+
+@dataclass(frozen=True, slots=True)
 class Fact:
     """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. seconds:
     that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about. blocks: that the
-    storage's pages were said to be of, before the worker's start."""
+    storage's pages were said to be of, before the worker's start. use: of the storage then, where that may have changed."""
 
     op_id: int
     count: int = 0
@@ -98,3 +113,4 @@ class Fact:
     stored: tuple[bytes, ...] = ()
     dropped: tuple[bytes, ...] = ()
     blocks: tuple[KeptBlock, ...] = ()
+    use: StorageUse | None = None

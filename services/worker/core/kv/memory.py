@@ -97,8 +97,16 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def forget_empty(self) -> None:
-        """Between two turns: see RadixCache.forget_empty."""
+        """Between two turns: see RadixCache.forget_empty, and forget_retired."""
+        self.forget_retired()
         self.tree.forget_empty()
+
+    def forget_retired(self) -> int:
+        """Pages that nobody uses any more of trees that are retired; returns their number."""
+        freed = self.tree.forget_retired()
+        for pages in freed:
+            self.pages.free(pages)
+        return sum(map(len, freed))
 
     def _usable(self, key: bytes, limit: int) -> bytes:
         usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,7 +44,13 @@ class TierStats:
 
     host_pages: int
     host_pages_used: int
+    host_salts: int
+    host_over_quota_pages_total: int
     storage_pages: int
+    storage_bytes: int
+    storage_salts: int
+    storage_over_quota_pages_total: int
+    storage_deleted_pages_total: int
     num_importing: int
     backed_up_pages_total: int
     stored_pages_total: int
@@ -92,6 +99,9 @@ class OtherTiers(Protocol):
 
     def let_go(self) -> bool:
         """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""
+
+    def retired(self, names: Collection[str]) -> None:
+        """Trees whose salt was deleted, by the names that they had."""
 
     def forget_tree(self) -> None:
         """The device's pages are given up. Only while no operation runs."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
@@ -49,6 +50,7 @@ class RadixCache:
         self._backups = backups
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # that may have to go
+        self._retired: list[TreeNode] = []  # roots; nobody new finds what is below
         self._clock = 0
         self._seq = 0
         self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
@@ -63,6 +65,8 @@ class RadixCache:
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
             self._empty_roots.append(node)
+            if is_retired(namespace):
+                self._retired.append(node)
         return node
 
     def forget_empty(self) -> None:
@@ -72,6 +76,31 @@ class RadixCache:
             if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
                 del self._roots[name]
         self._empty_roots.clear()
+
+    def names(self) -> list[str]:
+        """Of all namespaces."""
+        return list(self._roots)
+
+    def retire(self, namespace: str, name: str) -> None:
+        """Gives what is in a namespace, if there is anything, another name, see tree_name.py: who asks for the namespace finds
+        nothing, and what nobody uses any more goes with the next forget_retired(), held or not."""
+        root = self._roots.pop(namespace, None)
+        if root is None:
+            return
+        assert is_retired(name) and name not in self._roots, "a retired tree has a name of its own"
+        root.key = name.encode()
+        self._roots[name] = root
+        self._retired.append(root)
+        self._may_be_empty(root)
+
+    def forget_retired(self) -> list[I32]:
+        """Drops what nobody uses in namespaces that are retired. Returns its pages."""
+        freed: list[I32] = []
+        for root in self._retired:
+            for leaf in _leaves_below(root):
+                freed += self.forget(leaf)
+        self._retired = [root for root in self._retired if not _is_empty(root)]
+        return freed
 
     def match(self, namespace: str, key: bytes) -> Match:
         """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
@@ -292,6 +321,7 @@ class RadixCache:
         self.num_evictable -= len(node.pages)
         assert 0 <= self.num_evictable <= self.num_pages, "what goes was evictable"
         node.gone = True
+        node.entry = 0  # whoever forgets it has not taken it out of the queue
         if self._events:
             self._events.removed(node)
         if self._backups is not None:
@@ -326,6 +356,16 @@ def _joined(parts: list[I32]) -> I32:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else _NO_PAGES
+
+
+def _leaves_below(root: TreeNode) -> list[TreeNode]:
+    found, stack = [], [root]
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        if not node.children and node is not root:
+            found.append(node)
+    return found
 
 
 def _is_empty(root: TreeNode) -> bool:

@@ -14,6 +14,7 @@ from services.worker.core.contracts.messages import Finish, FinishReason
 from services.worker.core.contracts.rooms import OpenRoom
 from services.worker.core.contracts.trace import TraceKind, TraceLog
 from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.tree_name import is_retired, retired_name, salt_of_tree
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.memory import KVMemory, Lease
 from services.worker.core.kv.other_tiers import OtherTiers, Wanted
@@ -324,6 +325,20 @@ class RequestTable:
         if self._events:
             self._events.cleared()
 
+    def retire(self, salt: str, number: int) -> int:
+        """What was computed with a salt is there for the requests that are here alone, and nobody's when they have ended. number:
+        of the deletion. Returns pages that were nobody's before."""
+        tree = self.memory.tree
+        mine = [request for request in self.by_key.values() if _is_of(request.namespace, salt)]
+        names = dict.fromkeys([name for name in tree.names() if _is_of(name, salt)] + [request.namespace for request in mine])
+        for name in names:
+            tree.retire(name, retired_name(name, number))
+        for request in mine:
+            request.namespace = retired_name(request.namespace, number)
+        if self.tiers is not None:
+            self.tiers.retired(names)
+        return self.memory.forget_retired()
+
     def refuse(self, peer: int, handle: int, request_id: str, ending: FinishDecision) -> None:
         """The terminal output of a request that never came in."""
         self.requests_total += 1
@@ -423,3 +438,7 @@ class RequestTable:
         self._deadlines.watch(at, request.seq, request.peer, request.handle, waiting)
         if len(self._deadlines) > 4 * len(self.by_key) + 64:
             self._deadlines.keep({r.seq for r in self.by_key.values()})
+
+
+def _is_of(tree: str, salt: str) -> bool:
+    return not is_retired(tree) and salt_of_tree(tree) == salt

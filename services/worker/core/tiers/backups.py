@@ -12,25 +12,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, KeptBlock, OperationKind, PageOperation
+from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.kept_blocks import KeptBlocks
-from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.page_keys import UNSALTED, PageKeys, tag_of
 
 LOOKS = 16  # at nodes, in one plan
 MOST_BACK_UPS = 8  # operations under way: a turn may take as long as a large step
 MOST_PATH_SHARE = 2  # one part in so many of the host's pages may be one prompt's
 MOST_STORED_SHARE = 2  # one part in so many of the host's pages may wait for the storage
+MOST_QUOTA_SHARE = 2  # one part in so many of what a salt may have in the storage may be one prompt's
 
 
 @dataclass(slots=True)
 class _BackUp:
-    """offered: the node of the queue whose path it is of. counts: whether what it copies is kept. forgotten: the pages that it
-    reads go with it. blocks: that its pages are of."""
+    """offered: the node of the queue whose path it is of; first: the page of the path that it begins with. counts: whether what
+    it copies is kept. forgotten: the pages that it reads go with it. blocks: that its pages are of."""
 
     operation: PageOperation
+    first: int
     offered: TreeNode
     node: TreeNode
     memory: KVMemory
@@ -41,7 +44,8 @@ class _BackUp:
 
 class Backups:
     """at_once: pages of one operation. stored: keys that the storage holds; None: there is no storage. blocks: of the prefix
-    index, None where nobody asks for them. backed_up_pages_total: host pages written. stored_pages_total: of the storage.
+    index, None where nobody asks for them. stored_salt_pages: that the storage holds of one salt at most; 0: there is no such
+    limit. backed_up_pages_total: host pages written. stored_pages_total: of the storage.
     unstored_pages_total: that were not stored, for too many waited or the storage failed. failed_total: operations."""
 
     def __init__(
@@ -53,10 +57,12 @@ class Backups:
         blocks: KeptBlocks | None,
         at_once: int,
         ids: Iterator[int],
+        stored_salt_pages: int = 0,
     ) -> None:
         self._queue, self._keys, self._host, self._stored, self._blocks = queue, keys, host, stored, blocks
         self._at_once, self._ids = at_once, ids
         self._most = max(host.num_pages // MOST_PATH_SHARE, 1)
+        self._most_salted = max(stored_salt_pages // MOST_QUOTA_SHARE, 1) if stored_salt_pages else 0
         self._looked_at: TreeNode | None = None
         self._looked, self._looked_keys = 0, list[bytes]()  # of its path's keys, so many are kept
         host.on_gone = self.gone
@@ -127,15 +133,17 @@ class Backups:
             copy.node.backed = False
         if copy.forgotten:
             copy.memory.forget(copy.node)
-        self._store(operation.keys[:count])
+        self._store(operation.keys[:count], copy.first)
         return True
 
-    def forget_copies(self, pages_too: bool) -> None:
-        """What is under way to the host counts for nothing when it ends. pages_too: those of the device are to be forgotten."""
+    def forget_copies(self, pages_too: bool, tag: bytes | None = None) -> None:
+        """What is under way to the host counts for nothing when it ends. pages_too: those of the device are to be forgotten.
+        tag: of the salt that is meant; None: any."""
         self._looked_at = None
         for copy in self._copying.values():
-            copy.counts = False
-            copy.forgotten |= pages_too
+            if tag is None or tag_of(copy.operation.keys[0]) == tag:
+                copy.counts = False
+                copy.forgotten |= pages_too
 
     def is_void(self, fact: Fact) -> bool:
         """What it stored was to be forgotten meanwhile."""
@@ -146,10 +154,14 @@ class Backups:
         self._storing_counts = False
         self.forget_waiting()
 
-    def forget_waiting(self) -> None:
-        """Nothing that waits for the storage is stored any more."""
-        while self._to_store:
-            self._leave_out(self._to_store.pop())
+    def forget_waiting(self, tag: bytes | None = None) -> None:
+        """Nothing that waits for the storage is stored any more. tag: of the salt that is meant; None: any."""
+        waiting, self._to_store = self._to_store, deque()
+        for operation in waiting:
+            if tag is None or tag_of(operation.keys[0]) == tag:
+                self._leave_out(operation)
+            else:
+                self._to_store.append(operation)
 
     def clear(self) -> None:
         """The tree is given up."""
@@ -173,9 +185,13 @@ class Backups:
         """The next pages of the path to `node` that are not kept elsewhere. None: there are none, and the node is dropped; or the
         host has no room just now."""
         path = _path(node)
+        if is_retired(_tree_of(path)):
+            self._put_off(node)
+            return None
         if self._looked_at is not node:
             self._looked_at, self._looked = node, 0
-            self._looked_keys = self._path_keys(path)[: self._most]
+            keys = self._path_keys(path)
+            self._looked_keys = keys[: min(self._most, self._host.most_pages(tag_of(keys[0])))]
             self._host.touch(self._looked_keys)  # no page of the path is to make room for another one of it
         keys, at = self._looked_keys, self._looked
         while at < len(keys) and self._is_kept(keys[at]):
@@ -184,7 +200,9 @@ class Backups:
         if at < len(keys):
             part = next(part for part in path if part.depth > at)
             begin = part.depth - len(part.pages)
-            operation = self._copy(node, part, at - begin, min(part.depth, self._most) - begin, memory)
+            operation = self._copy(node, part, begin, at - begin, min(part.depth, len(keys)) - begin, memory)
+            if operation is None and self._host.is_full(tag_of(keys[0])):
+                self._put_off(node)  # others do not wait until this salt has room
             if operation is not None and self._blocks is not None:
                 names = self._blocks.unnamed(path, keys, at, at + len(operation.keys))
                 self._copying[operation.op_id].blocks = names
@@ -192,25 +210,27 @@ class Backups:
         self._looked_at = None
         self._queue.drop(node)
         for part in path:
-            if part.depth <= self._most:
+            if part.depth <= len(keys):
                 memory.tree.mark_backed(part)
         self._name(path, keys)
-        self._store(keys)
+        self._store(keys, 0)
         return None
 
-    def _copy(self, offered: TreeNode, node: TreeNode, first: int, limit: int, memory: KVMemory) -> PageOperation | None:
-        """Of the node's pages from `first` up to `limit`, as many as one operation takes."""
+    def _copy(
+        self, offered: TreeNode, node: TreeNode, begin: int, first: int, limit: int, memory: KVMemory
+    ) -> PageOperation | None:
+        """Of the node's pages from `first` up to `limit`, as many as one operation takes. begin: its first page's in the path."""
         end = first + 1
         while end < limit and end - first < self._at_once and not self._is_kept(node.page_keys[end]):
             end += 1
-        host_pages = self._host.take(end - first)
+        host_pages = self._host.take(end - first, tag_of(node.page_keys[first]))
         if not len(host_pages):
             return None
         end = first + len(host_pages)
         keys = node.page_keys[first:end]
         operation = PageOperation(next(self._ids), OperationKind.BACK_UP, keys, node.pages[first:end].copy(), host_pages)
         memory.pin(node)
-        self._copying[operation.op_id] = _BackUp(operation, offered, node, memory, [])
+        self._copying[operation.op_id] = _BackUp(operation, begin + first, offered, node, memory, [])
         self._on_their_way.update(keys)
         return operation
 
@@ -219,12 +239,11 @@ class Backups:
 
     def _path_keys(self, path: list[TreeNode]) -> list[bytes]:
         """Of all pages of the path, from its beginning; those that are not known yet are made."""
-        root = path[0].parent
-        assert root is not None and root.parent is None, "a path begins below a root"
+        tree = _tree_of(path)
         keys: list[bytes] = []
         for node in path:
             if len(node.page_keys) < len(node.pages):
-                link = keys[-1] if keys else self._keys.root(root.key.decode())
+                link = keys[-1] if keys else self._keys.root(tree)
                 node.page_keys = tuple(self._keys.after(link, node.key))
             keys += node.page_keys
         return keys
@@ -234,10 +253,13 @@ class Backups:
         if self._blocks is not None:
             self._blocks.named(self._blocks.unnamed(path, keys, 0, len(keys)))
 
-    def _store(self, keys: tuple[bytes, ...] | list[bytes]) -> None:
-        """Lines up those that the host holds and the storage lacks."""
+    def _store(self, keys: tuple[bytes, ...] | list[bytes], first: int) -> None:
+        """Lines up those that the host holds and the storage lacks. first: the page of the path that they begin with; of a prompt
+        longer than its salt may have the beginning is kept."""
         if self._stored is None:
             return
+        if keys and self._most_salted and tag_of(keys[0]) != UNSALTED:
+            keys = keys[: max(self._most_salted - first, 0)]
         lacking = [key for key in keys if key in self._host and key not in self._stored and key not in self._to_be_stored]
         for at in range(0, len(lacking), self._at_once):
             some = tuple(lacking[at : at + self._at_once])
@@ -264,6 +286,13 @@ class Backups:
         self._num_to_store -= len(operation.keys)
         self._to_be_stored.difference_update(operation.keys)
         self._host.unpin(operation.host_pages)
+
+
+def _tree_of(path: list[TreeNode]) -> str:
+    """Its name."""
+    root = path[0].parent
+    assert root is not None and root.parent is None, "a path begins below a root"
+    return root.key.decode()
 
 
 def _path(node: TreeNode) -> list[TreeNode]:

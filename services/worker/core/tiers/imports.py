@@ -181,11 +181,22 @@ class Imports:
 
     def end_all(self) -> None:
         """Nothing that is under way counts any more, and nobody waits for it."""
-        for running in self._running.values():
-            running.counts, running.waits = False, []
-        for wanted in list(self._waits.values()):
-            self._let_go(wanted)
+        self._end(list(self._running.values()), list(self._waits.values()))
         self.let_go()
+
+    def end_trees(self, names: Collection[str]) -> None:
+        """The same of these trees, by name."""
+        running = [each for each in self._running.values() if each.wanted.tree in names]
+        waits = [wanted for wanted in self._waits.values() if wanted.tree in names]
+        self._end(running, waits)
+        for wanted in waits:
+            self._unpin(wanted.seq)
+
+    def _end(self, operations: Sequence[_Operation], waits: Sequence[Wanted]) -> None:
+        for running in operations:
+            running.counts, running.waits = False, []
+        for wanted in waits:
+            self._let_go(wanted)
 
     def _hit(self, wanted: Wanted, memory: KVMemory) -> int:
         """Pages of it that the tree has."""

@@ -5,11 +5,11 @@ Plain data: ids, keys and counts; bytes are the executor's. A worker without tie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from services.worker.core.contracts.transfers import Fact, PageOperation, Tier, WritePolicy
+from services.worker.core.contracts.transfers import NO_USE, Fact, PageOperation, Tier, WritePolicy
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.memory import KVMemory
@@ -29,13 +29,16 @@ OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is
 @dataclass(frozen=True, slots=True)
 class TierLimits:
     """host_pages: of the host tier, 0 for none. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
-    WritePolicy."""
+    WritePolicy. salt_pages, stored_salt_pages: of the host tier, and of the tier below it, that one salt may have, 0 for no
+    limit."""
 
     host_pages: int
     has_storage: bool
     page_bytes: int
     page_size: int
     policy: WritePolicy
+    salt_pages: int
+    stored_salt_pages: int
 
 
 class Tiers:
@@ -43,17 +46,18 @@ class Tiers:
 
     def __init__(self, limits: TierLimits, keys: PageKeys, events: CacheEventLog | None = None, revision: str = "") -> None:
         self.queue = _queue_of(limits.policy) if limits.host_pages else BackupQueue(False, False, 0)
-        self._host = HostIndex(limits.host_pages)
+        self._keys, self._host = keys, HostIndex(limits.host_pages, limits.salt_pages)
         self._stored: set[bytes] = set()
         stored = self._stored if limits.has_storage else None
         self.rates = Rates(limits.page_bytes, limits.page_size)
+        self._use = NO_USE
         ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
         self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
         self._blocks = None
         if events is not None and limits.host_pages:
             told = self._stored if events.tells_storage else ()
             self._blocks = KeptBlocks(events, self._host, told, limits.page_size, revision)
-        self._backups = Backups(self.queue, keys, self._host, stored, self._blocks, at_once, ids)
+        self._backups = Backups(self.queue, keys, self._host, stored, self._blocks, at_once, ids, limits.stored_salt_pages)
 
     @property
     def num_running(self) -> int:
@@ -103,6 +107,8 @@ class Tiers:
 
     def ended(self, fact: Fact, now: float) -> bool:
         """An operation has ended, or the storage has news. Whether pages of the device are somebody else's to take now."""
+        if fact.use is not None:
+            self._use = fact.use
         self._stored.difference_update(fact.dropped)
         for key in fact.dropped:
             self._backups.gone(key)
@@ -141,6 +147,25 @@ class Tiers:
                 self._backups.gone(key)
         return count
 
+    def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
+        """The same of what was computed with a salt, "" for none. Keys of the storage are held until the executor says that they
+        are deleted: nobody finds a page by one meanwhile."""
+        count, tag = 0, self._keys.tag(salt)
+        if Tier.HOST in tiers:
+            self._backups.forget_copies(pages_too=False, tag=tag)
+            count += self._host.forget_salt(tag)
+        if Tier.HOST in tiers or Tier.STORAGE in tiers:
+            self._backups.forget_waiting(tag)
+        return count
+
+    def tag(self, salt: str) -> bytes:
+        """By which the storage knows it."""
+        return self._keys.tag(salt)
+
+    def retired(self, names: Collection[str]) -> None:
+        """Trees whose salt was deleted, by the names that they had: nothing that is under way for them counts any more."""
+        self._imports.end_trees(names)
+
     def forget_tree(self) -> None:
         """The device's pages are given up. Only while no operation runs."""
         assert not self.num_running, "an operation reads or writes the pages"
@@ -163,7 +188,13 @@ class Tiers:
         return TierStats(
             host_pages=host.num_pages,
             host_pages_used=host.num_cached,
+            host_salts=host.num_salts,
+            host_over_quota_pages_total=host.over_quota_total,
             storage_pages=len(self._stored),
+            storage_bytes=self._use.num_bytes,
+            storage_salts=self._use.num_salts,
+            storage_over_quota_pages_total=self._use.over_quota_pages,
+            storage_deleted_pages_total=self._use.deleted_pages,
             num_importing=len(imports),
             backed_up_pages_total=backups.backed_up_pages_total,
             stored_pages_total=backups.stored_pages_total,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from services.worker.exec.contracts.page_store import Deleted, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,15 @@ class StopProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearStorage:
-    """Deletes what the tier below the host's memory keeps."""
+class DeleteStored:
+    """Deletes pages that the tier below the host's memory keeps, behind what was begun before. It is not waited for. done: told
+    what has come of it."""
+
+    which: Selection
+    done: Future[Deleted] = field(compare=False)
 
 
-Operation = ReleaseMemory | ResumeMemory | StartProfile | StopProfile | ClearStorage
+Operation = ReleaseMemory | ResumeMemory | StartProfile | StopProfile | DeleteStored
 
 
 class OperationRefused(RuntimeError):

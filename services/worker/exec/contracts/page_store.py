@@ -1,6 +1,7 @@
 """What keeps pages of KV under the tiers that have addresses: by key, beyond the life of a process. No torch here.
 
-A key is 32 bytes that decide the page's bytes: who asks for it twice gets the same, or nothing.
+A key is 40 bytes that decide the page's bytes: who asks for it twice gets the same, or nothing. Its first 8 are a tag: pages of
+one tag are of one salt (core/tiers/page_keys.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from services.worker.core.contracts.transfers import StorageUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,32 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Pages that are to go. tag: of their salt; None: of any. older_than_s: that were written so long ago or longer, by the wall
+    clock; None: whenever they were."""
+
+    tag: bytes | None = None
+    older_than_s: float | None = None
+
+    @property
+    def is_all(self) -> bool:
+        return self.tag is None and self.older_than_s is None
+
+
+ALL = Selection()
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What a deletion came to. pages: that are gone. dropped: keys that were held here and are not. pending: why some are still
+    there, "" if none is."""
+
+    pages: int
+    dropped: tuple[bytes, ...] = ()
+    pending: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreCounts:
     """corrupt_pages: that were found not to be what was written. failed_reads: pages that an error kept from being read.
     failed_writes: times that an error cut short a write, or left what was to go. All three since the store was opened, what that
@@ -47,6 +76,9 @@ class PageStore(Protocol):
 
     Raises nothing for what a disk may do: a page that cannot be read is one that is not there, and counted.
     page_bytes: of every page. shared: others write it, too: news() is called from time to time.
+
+    A quota is of bytes that the pages of one tag may take, those of UNSALTED aside: a write that would pass it takes the tag's
+    oldest pages away first, and none of another's for that.
     """
 
     page_bytes: int
@@ -69,9 +101,12 @@ class PageStore(Protocol):
     def news(self) -> News:
         """What others have done since the last call; of a store that is not shared nothing."""
 
-    def clear(self) -> None:
-        """Forgets and deletes every page. None of them comes back in this life of a store that is not shared; files that an error
-        left are deleted before anything else is written."""
+    def delete(self, which: Selection = ALL) -> Deleted:
+        """Forgets and deletes pages; more than these where they cannot be told apart, as in one file. What an error keeps is
+        forgotten all the same, in this life of a store that is not shared, and its deletion is tried again before anything else
+        is written, and with every further one."""
+
+    def use(self) -> StorageUse: ...
 
     def counts(self) -> StoreCounts: ...
 

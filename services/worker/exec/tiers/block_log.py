@@ -1,7 +1,7 @@
 """A file beside the pages of a store: which blocks of the prefix index they are of, so that a worker can tell of them again after
 a restart. Pages have keys that say nothing of tokens, and nothing else knows the names.
 
-    header 64 | record | record | ...        record: head 20 | keys, [n, 32] | checksum 8        little-endian
+    header 64 | record | record | ...        record: head 20 | keys, [n, 40] | checksum 8        little-endian
 
 Names are hints: what is missing, torn or of another identity costs a request its way here and nothing else. So nothing is synced,
 and no error of the disk is anybody's but the log's. Single owner, one thread.

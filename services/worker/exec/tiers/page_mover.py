@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from torch import Tensor
 from services.shared.observe.log import fields
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation
-from services.worker.exec.contracts.page_store import PageStore
+from services.worker.exec.contracts.page_store import Deleted, PageStore, Selection
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.streams.cuda_streams import Mark, Streams
 from services.worker.exec.tiers.block_log import BlockLog
@@ -47,8 +48,11 @@ class _Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Clear:
-    """Of the storage."""
+class _Delete:
+    """Pages of the storage. done: told what has come of it, unless nobody waits for that."""
+
+    which: Selection
+    done: Future[Deleted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class _Leave:
     source: Source
 
 
-Job = _Work | _Clear | _Ask | _Leave
+Job = _Work | _Delete | _Ask | _Leave
 
 
 class PageMover:
@@ -89,7 +93,7 @@ class PageMover:
         self.on_fact: Callable[[], None] = lambda: None
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
-            self._facts.put(Fact(UNASKED, stored=tuple(store.keys())))
+            self._facts.put(Fact(UNASKED, stored=tuple(store.keys()), use=store.use()))
         if log is not None:
             blocks = log.read()
             for at in range(0, len(blocks), FACT_KEYS):
@@ -125,10 +129,12 @@ class PageMover:
             found.append(self._facts.get_nowait())
         return found
 
-    def clear_storage(self) -> None:
-        """Has all deleted that the storage keeps, once what was begun before is done; does not wait for it."""
+    def delete_stored(self, which: Selection, done: Future[Deleted]) -> None:
+        """Has pages deleted that the storage keeps, once what was begun before is done; does not wait for it."""
         if self._store is not None:
-            self._of_storage.put(_Clear())
+            self._streams.launch(partial(self._of_storage.put, _Delete(which, done)))
+        elif done.set_running_or_notify_cancel():
+            done.set_result(Deleted(0))
 
     def leave(self, source: Source) -> None:
         """Says to another worker that nothing more is wanted of its room; does not wait for it."""
@@ -217,8 +223,8 @@ class PageMover:
                         self.on_fact()
                     case _Leave(source) if self._peers is not None:
                         self._leave(self._peers, source)
-                    case _Clear() if self._store is not None:
-                        self._clear(self._store)
+                    case _Delete(which, done) if self._store is not None:
+                        self._delete(self._store, which, done)
                     case _Ask() if self._store is not None:
                         self._tell_news(self._store)
 
@@ -231,21 +237,27 @@ class PageMover:
         if news.more:
             self._ask_at = time.monotonic() + MORE_NEWS_S
         if news.stored or news.dropped:
-            self._facts.put(Fact(UNASKED, stored=news.stored, dropped=news.dropped))
+            self._facts.put(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
             self.on_fact()
 
-    def _clear(self, store: PageStore) -> None:
+    def _delete(self, store: PageStore, which: Selection, done: Future[Deleted]) -> None:
         """What was told since it was asked for is not there either."""
-        gone = tuple(store.keys())
+        is_wanted = done.set_running_or_notify_cancel()
         try:
-            store.clear()
-        except Exception:  # of any kind: what is there has a name that nobody knows any more, or is cleared later
-            logger.exception("the storage was not cleared")
+            deleted = store.delete(which)
+        except Exception as error:  # of any kind: whoever has asked is told
+            logger.exception("pages were not deleted")
+            if is_wanted:
+                done.set_exception(error)
+            return
         if self._log is not None:
             self._log.sweep()
-        for at in range(0, len(gone), FACT_KEYS):
-            self._facts.put(Fact(UNASKED, dropped=gone[at : at + FACT_KEYS]))
+        for at in range(0, len(deleted.dropped), FACT_KEYS):
+            self._facts.put(Fact(UNASKED, dropped=deleted.dropped[at : at + FACT_KEYS]))
+        self._facts.put(Fact(UNASKED, use=store.use()))
         self.on_fact()
+        if is_wanted:
+            done.set_result(deleted)
 
     @staticmethod
     def _leave(peers: PeerReader, source: Source) -> None:
@@ -269,7 +281,8 @@ class PageMover:
             logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
             self._settle()
             return Fact(operation.op_id)
-        return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped)
+        use = self._store.use() if self._store is not None and (stored or dropped) else None
+        return Fact(operation.op_id, count, time.perf_counter() - began, stored, dropped, use)
 
     def _settle(self) -> None:
         """Nothing that was begun writes a page after its fact. On a device that is lost nothing is written any more."""

@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_format import HEAD_BYTES, SegmentFormat, index_bytes, pack_index, record_head
+from services.worker.exec.tiers.segment_format import (
+    HEAD_BYTES,
+    SegmentFormat,
+    SegmentHead,
+    index_bytes,
+    pack_index,
+    record_head,
+)
 from services.worker.exec.tiers.store_folder import StoreFolder
-
-_BATCH_BYTES = 16 << 20  # of an append: one call of the system for small pages, and a large one is written while it is cached
-_BATCH_RECORDS = 256  # two parts each: half of what a call takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +32,24 @@ class SegmentPlace:
     format: SegmentFormat
     number: int
 
-    @property
-    def header(self) -> bytes:
-        return self.format.header(self.number)
-
 
 class SegmentFile:
     """keys: by slot, of the records; None where there is no whole one. index_bytes: of the index on disk, 0 without one.
-    charge: bytes that it takes up, or may come to take up."""
+    charge: bytes that it takes up, with the index that it may come to have."""
 
     def __init__(
-        self, place: SegmentPlace, keys: list[bytes | None], capacity: int, fd: int | None, index_bytes: int = 0
+        self,
+        place: SegmentPlace,
+        head: SegmentHead,
+        keys: list[bytes | None],
+        capacity: int,
+        fd: int | None,
+        index_bytes: int = 0,
     ) -> None:
         """capacity: slots up to which it is appended to. fd: taken over; None if nothing is to be appended."""
         self._place = place
-        self._header = place.header
+        self._header = place.format.header(head)
+        self.head = head
         self._capacity = capacity
         self._fd = fd
         self.keys = keys
@@ -63,15 +70,15 @@ class SegmentFile:
 
     @property
     def charge(self) -> int:
-        return self._place.format.bytes_with_index(len(self.keys) + self.room)
+        return self._place.format.bytes_with_index(len(self.keys))
 
     def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
         """Appends (key, page)s as far as one call of the disk takes them; returns how many. Raises OSError if it takes none; the
         segment is as before, and what has been written behind it goes, or is overwritten, or cut off by whoever scans it."""
         assert self._fd is not None and 0 < len(records) <= self.room, "there is room for what is appended"
-        form, most = self._place.format, min(_BATCH_RECORDS, max(1, _BATCH_BYTES // self._place.format.record_bytes))
+        form = self._place.format
         end, parts = form.segment_bytes(len(self.keys)), list[bytes | memoryview]()
-        for key, page in records[:most]:
+        for key, page in records[: form.records_at_once]:
             assert page.nbytes == form.page_bytes, "every page has the same size"
             parts += (record_head(self._header, key, page), page)
         try:
@@ -149,9 +156,9 @@ class SegmentFile:
         self._place.disk.unlink(self._place.folder.segment(self._place.number))
 
 
-def create(place: SegmentPlace, capacity: int) -> SegmentFile:
+def create(place: SegmentPlace, head: SegmentHead, capacity: int) -> SegmentFile:
     """An empty one on disk, open. Raises OSError; a file that is there then has no header, and goes when it is found."""
-    header, path = place.header, place.folder.segment(place.number)
+    header, path = place.format.header(head), place.folder.segment(place.number)
     fd = place.disk.create(path)
     try:
         if place.disk.write(fd, [header], 0) != len(header):
@@ -160,4 +167,4 @@ def create(place: SegmentPlace, capacity: int) -> SegmentFile:
         place.disk.close(fd)
         place.disk.unlink(path)
         raise
-    return SegmentFile(place, [], capacity, fd)
+    return SegmentFile(place, head, [], capacity, fd)

@@ -1,10 +1,11 @@
 """The bytes of a segment and of its index. Little-endian; a checksum is the xxh3-128 of all that stands before it.
 
     segment-00000012.kv       header 128 | record 0 | record 1 | ...          record: head 64 | page
-    segment-00000012.index    header 40 | slots, uint32[n] | keys, [n, 32] | checksum 16
+    segment-00000012.index    header 40 | slots, uint32[n] | keys, [n, 40] | checksum 16
 
 A record stands at a slot: all of them have one size, so a bad one hides none behind it. Its head has the key and a checksum of
-key and page, seeded by the segment's header: a record counts in no file but its own, and so under one identity.
+key and page, seeded by the segment's header: a record counts in no file but its own, and so under one identity. All pages of a
+segment are of one tag, which its header names, and when the first of them was written.
 """
 
 from __future__ import annotations
@@ -16,17 +17,31 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from services.worker.core.tiers.page_keys import KEY_BYTES
+from services.worker.core.tiers.page_keys import KEY_BYTES, TAG_BYTES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MOST_IDENTITY_BYTES = 64
 HEADER_BYTES = 128
 HEAD_BYTES = 64
-_HEADER = struct.Struct("<8sIIQQ64s16x")  # magic, version, length of the identity, page_bytes, number, identity
-_HEAD = struct.Struct("<8s8x32s")  # magic, key
+_BATCH_BYTES = 16 << 20  # of an append: one call of the system for small pages, and a large one is written while it is cached
+_BATCH_RECORDS = 256  # two parts each: half of what a call takes
+_HEADER = struct.Struct(
+    f"<8sIIQQ64s{TAG_BYTES}sQ"
+)  # magic, version, length of the identity, page_bytes, number, identity, tag, began
+_HEAD = struct.Struct(f"<8s{KEY_BYTES}s")  # magic, key
 _INDEX = struct.Struct("<8sIIQ16s")  # magic, version, records, bytes of the segment, checksum of its header
 _CHECKSUM_BYTES = 16
 _SLOT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHead:
+    """What a segment's header says of it alone. began_ms: when its first page was written, or a moment before, by the wall clock
+    in ms."""
+
+    number: int
+    tag: bytes
+    began_ms: int
 
 
 def index_bytes(records: int) -> int:
@@ -56,23 +71,36 @@ class SegmentFormat:
         fixed = self.bytes_with_index(0)
         return max(0, size - fixed) // (self.bytes_with_index(1) - fixed)
 
-    def header(self, number: int) -> bytes:
-        """All that a segment of this number can begin with: one of another identity, page size or version begins otherwise."""
+    @property
+    def records_at_once(self) -> int:
+        """That one append takes."""
+        return min(_BATCH_RECORDS, max(1, _BATCH_BYTES // self.record_bytes))
+
+    def header(self, head: SegmentHead) -> bytes:
+        """bytes[HEADER_BYTES]: one of another identity, page size or version begins otherwise."""
         assert len(self.identity) <= MOST_IDENTITY_BYTES, "the header has room for the identity"
         fields = _HEADER.pack(
             b"RSTKVSEG",
             FORMAT_VERSION,
             len(self.identity),
             self.page_bytes,
-            number,
+            head.number,
             self.identity.ljust(MOST_IDENTITY_BYTES, b"\0"),
+            head.tag,
+            head.began_ms,
         )
         return fields + xxhash.xxh3_128_digest(fields)
+
+    def head_of(self, header: bytes, number: int) -> SegmentHead | None:
+        """None: these bytes are not the whole header of a segment of this number, identity, page size and version."""
+        *_, tag, began_ms = _HEADER.unpack_from(header)
+        head = SegmentHead(number, tag, began_ms)
+        return head if self.header(head) == header else None
 
 
 def record_head(header: bytes, key: bytes, page: memoryview) -> bytes:
     """What stands before `page` in the segment that begins with `header`, if it is whole and the key's."""
-    assert len(key) == KEY_BYTES, "a key has 32 bytes"
+    assert len(key) == KEY_BYTES, "a key is as long as keys are"
     fields = _HEAD.pack(b"RSTKVREC", key)
     seed = int.from_bytes(header[-8:], "little")
     return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page), seed)

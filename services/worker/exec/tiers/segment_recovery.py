@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -28,34 +29,38 @@ class _Scan:
     failed: int = 0
 
 
-def recover(place: SegmentPlace, capacity: int) -> Recovered:
+def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
     """With a whole index the segment is sealed, and its pages are left to be checked when they are read. Else every page is read
-    and checked, what stands behind the last whole one is cut off, and the segment is open. Raises OSError."""
+    and checked, what stands behind the last whole one is cut off, and the segment is open. capacity: slots of a segment, by its
+    tag. Raises OSError."""
     disk = place.disk
     fd = disk.open(place.folder.segment(place.number), writable=True)
     with ExitStack() as stack:
         stack.callback(disk.close, fd)
-        header = bytearray(HEADER_BYTES)
-        if disk.read(fd, [header], 0) != HEADER_BYTES or header != place.header:
+        begin = bytearray(HEADER_BYTES)
+        disk.read(fd, [begin], 0)
+        header = bytes(begin)
+        head = place.format.head_of(header, place.number)
+        if head is None:
             return Recovered(None)
         size = disk.size(fd)
-        records = _indexed(place, size)
+        records = _indexed(place, header, size)
         if records is not None:
             keys = [records.get(slot) for slot in range(_whole_slots(place, size))]
             assert place.format.segment_bytes(len(keys)) == size, "an indexed segment ends with a record"
-            return Recovered(SegmentFile(place, keys, 0, None, index_bytes(len(records))))
+            return Recovered(SegmentFile(place, head, keys, 0, None, index_bytes(len(records))))
         disk.unlink(place.folder.index(place.number))
-        scan = _scanned(place, fd, _whole_slots(place, size))
+        scan = _scanned(place, header, fd, _whole_slots(place, size))
         disk.truncate(fd, place.format.segment_bytes(len(scan.keys)))
         stack.pop_all()
-        return Recovered(SegmentFile(place, scan.keys, capacity, fd), scan.corrupt, scan.failed)
+        return Recovered(SegmentFile(place, head, scan.keys, capacity(head.tag), fd), scan.corrupt, scan.failed)
 
 
 def _whole_slots(place: SegmentPlace, size: int) -> int:
     return (size - HEADER_BYTES) // place.format.record_bytes
 
 
-def _indexed(place: SegmentPlace, size: int) -> dict[int, bytes] | None:
+def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] | None:
     """Keys by slot, as the index has them; None without a whole one of the segment and this size."""
     disk = place.disk
     try:
@@ -67,12 +72,12 @@ def _indexed(place: SegmentPlace, size: int) -> dict[int, bytes] | None:
             disk.close(fd)
     except OSError:  # there is none, or none that can be read: the records say the same
         return None
-    return unpack_index(bytes(packed[:read]), place.header, size)
+    return unpack_index(bytes(packed[:read]), header, size)
 
 
-def _scanned(place: SegmentPlace, fd: int, slots: int) -> _Scan:
+def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
     """Reads every page. A record that is bad takes no other with it."""
-    form, header = place.format, place.header
+    form = place.format
     head, page = bytearray(HEAD_BYTES), memoryview(bytearray(form.page_bytes))
     scan, bad = _Scan([]), 0
     for slot in range(slots):

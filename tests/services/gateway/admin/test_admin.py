@@ -21,6 +21,7 @@ from rootstock.v1 import control_pb2_grpc
 from services.gateway.admin.listener import admin_listener
 from services.gateway.admin.operations import CONTROL, ROUTES
 from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.api.cache_key import cache_key
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
@@ -28,6 +29,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
+from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
 from services.local.ports import free_ports
 from services.shared.control_values import put_values
@@ -155,6 +157,15 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
         ("POST", "/flush_cache", '{"empty_cache": true}', "FlushCache", pb.FlushCacheRequest()),
         ("POST", "/flush_cache", '{"tiers": ["host"]}', "FlushCache", pb.FlushCacheRequest(tiers=["host"])),
         ("POST", "/clear_hicache_storage_backend", "", "FlushCache", pb.FlushCacheRequest(tiers=["storage"])),
+        (
+            "POST",
+            "/clear_hicache_storage_backend",
+            '{"older_than_s": 60}',
+            "FlushCache",
+            pb.FlushCacheRequest(tiers=["storage"], older_than_s=60),
+        ),
+        ("POST", "/flush_cache", '{"cache_salt": ""}', "FlushCache", pb.FlushCacheRequest(cache_salt="")),
+        ("POST", "/flush_cache", '{"extra_key": "a"}', "FlushCache", pb.FlushCacheRequest(cache_salt="a")),
         ("GET", "/get_server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
         ("GET", "/server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
         ("GET", "/set_internal_state", "", "GetInternalState", pb.GetInternalStateRequest()),
@@ -200,6 +211,17 @@ def test_a_route_is_an_operation(method: str, path: str, body: str, rpc: str, re
     ((called, sent, _, _),) = worker.calls
     assert (called, sent) == (rpc, request_)
     assert response.json()["success"] and response.json()["workers"][0]["ok"]
+
+
+@pytest.mark.parametrize(("body", "asked"), [({}, ""), ({"cache_salt": "a"}, "a"), ({"cache_salt": "a", "extra_key": "b"}, None)])
+def test_a_key_names_the_salt_that_its_requests_have(body: dict[str, str], asked: str | None) -> None:
+    salted = cache_key("a", "b") if asked is None else asked
+    content = json.dumps({"api_key": "team-a", **body}).encode()
+    _, worker = one("POST", "/flush_cache", content, settings={"salt_cache_by_key": True})
+    ((_, sent, _, _),) = worker.calls
+    assert sent.cache_salt == Caller(key="team-a", salts_cache=True).cache_salt_of(salted)
+    refused, worker = one("POST", "/flush_cache", content)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
 
 
 def test_every_operation_has_a_route() -> None:

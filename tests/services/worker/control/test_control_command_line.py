@@ -84,6 +84,12 @@ def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> N
         ("SetInternalState", ["a=0.5"], pb.SetInternalStateRequest(tunables={"a": pb.Value(real=0.5)})),
         ("SetInternalState", ["a=b=c"], pb.SetInternalStateRequest(tunables={"a": pb.Value(text="b=c")})),
         ("SetInternalState", ["a="], pb.SetInternalStateRequest(tunables={"a": pb.Value(text="")})),
+        (
+            "FlushCache",
+            ["storage", "cache_salt=a=b", "older_than_s=60"],
+            pb.FlushCacheRequest(tiers=["storage"], cache_salt="a=b", older_than_s=60),
+        ),
+        ("FlushCache", ["cache_salt="], pb.FlushCacheRequest(cache_salt="")),
         ("SlowDown", [], pb.SlowDownRequest()),
         ("SlowDown", ["0.5"], pb.SlowDownRequest(step_delay_s=0.5)),
         ("Pause", [], pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT)),
@@ -103,6 +109,7 @@ def test_words_are_a_request(operation: str, words: list[str], request_: object)
     ("operation", "words"),
     [
         ("FlushCache", ["x"]),
+        ("FlushCache", ["older_than_s=old"]),
         ("SetInternalState", []),
         ("SetInternalState", ["policy"]),
         ("SetInternalState", ["=1"]),

@@ -7,6 +7,7 @@ import concurrent.futures
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.operations import (
-    ClearStorage,
+    DeleteStored,
     Operation,
     OperationRefused,
     ReleaseMemory,
@@ -34,6 +35,7 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
+from services.worker.exec.contracts.page_store import ALL, Deleted, Selection
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
 from tests.services.worker.control.address import control_at
@@ -60,6 +62,13 @@ class FakeCore:
         self.calls.append(("flush", *map(str, tiers)))
         return 0
 
+    def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
+        self.calls.append(("forget", salt, *map(str, tiers)))
+        return 5
+
+    def storage_tag(self, salt: str) -> bytes:
+        return f"tag {salt}".encode()
+
     def pause(self, mode: PauseMode, now: float) -> None:
         self.calls.append(mode)
         self.paused = True
@@ -85,15 +94,21 @@ class FakeCore:
 
 @dataclass
 class FakeExecutor:
-    """refusal: what it says to the next operation, if anything."""
+    """refusal: what it says to the next operation, if anything. deleted: what becomes of a deletion; None: it does not end."""
 
     applied: list[Operation] = field(default_factory=list)
     refusal: str = ""
+    deleted: Deleted | Exception | None = field(default_factory=lambda: Deleted(7))
 
     def apply(self, operation: Operation) -> None:
         if self.refusal:
             raise OperationRefused(self.refusal)
         self.applied.append(operation)
+        if isinstance(operation, DeleteStored) and self.deleted is not None:
+            if isinstance(self.deleted, Exception):
+                operation.done.set_exception(self.deleted)
+            else:
+                operation.done.set_result(self.deleted)
 
 
 @dataclass
@@ -235,7 +250,74 @@ def test_a_flush_is_of_the_tiers_that_it_names(names: tuple[str, ...], forgotten
 
     loop, found = asyncio.run(run())
     assert loop.core.calls == forgotten and found == pages
-    assert loop.executor.applied == [ClearStorage()] * ("storage" in names)
+    assert loop.executor.applied == [DeleteStored(ALL, Future())] * ("storage" in names)
+
+
+EVERYWHERE = ("device", "host", "storage")
+
+
+@pytest.mark.parametrize(
+    ("request_", "forgotten", "deleted", "pages"),
+    [
+        (pb.FlushCacheRequest(cache_salt="a"), [("forget", "a", *EVERYWHERE)], [Selection(b"tag a")], 12),
+        (pb.FlushCacheRequest(cache_salt=""), [("forget", "", *EVERYWHERE)], [Selection(b"tag ")], 12),
+        (pb.FlushCacheRequest(cache_salt="a", tiers=["device"]), [("forget", "a", "device")], [], 5),
+        (pb.FlushCacheRequest(older_than_s=9.5), [], [Selection(None, 9.5)], 7),
+        (pb.FlushCacheRequest(older_than_s=0, cache_salt="a", tiers=["storage"]), [], [Selection(b"tag a", 0)], 7),
+    ],
+)
+def test_a_flush_is_of_the_salt_and_the_age_that_it_names(
+    request_: pb.FlushCacheRequest, forgotten: list[Any], deleted: list[Selection], pages: int
+) -> None:
+    async def run() -> tuple[FakeLoop, int]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            return loop, (await stub.FlushCache(request_)).pages
+
+    loop, found = asyncio.run(run())
+    assert loop.core.calls == forgotten and found == pages
+    assert loop.executor.applied == [DeleteStored(which, Future()) for which in deleted]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field_"),
+    [
+        (pb.FlushCacheRequest(older_than_s=-1), "older_than_s"),
+        (pb.FlushCacheRequest(older_than_s=float("nan")), "older_than_s"),
+        (pb.FlushCacheRequest(older_than_s=float("inf")), "older_than_s"),
+        (pb.FlushCacheRequest(older_than_s=1, tiers=["storage", "host"]), "tiers"),
+        (pb.FlushCacheRequest(tiers=["peer"]), "tiers"),
+        (pb.FlushCacheRequest(cache_salt="x" * 257), "cache_salt"),
+    ],
+)
+def test_a_flush_that_means_nothing_forgets_nothing(request_: pb.FlushCacheRequest, field_: str) -> None:
+    async def run() -> tuple[FakeLoop, tuple[grpc.StatusCode, str]]:
+        loop = FakeLoop()
+        async with control(loop) as stub:
+            return loop, await status_of(stub.FlushCache(request_))
+
+    loop, (code, details) = asyncio.run(run())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and details.startswith(f"{field_}: ")
+    assert loop.core.calls == loop.executor.applied == []
+
+
+@pytest.mark.parametrize(
+    ("deleted", "code", "words"),
+    [
+        (Deleted(3, (), "the storage does not answer"), grpc.StatusCode.UNAVAILABLE, "tried again: the storage does not answer"),
+        (RuntimeError("a fault"), grpc.StatusCode.INTERNAL, "a fault"),
+        (None, grpc.StatusCode.DEADLINE_EXCEEDED, "goes on"),
+    ],
+)
+def test_a_deletion_that_is_not_done_is_not_said_to_be(
+    deleted: Deleted | Exception | None, code: grpc.StatusCode, words: str
+) -> None:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with control(FakeLoop(executor=FakeExecutor(deleted=deleted))) as stub:
+            return await status_of(stub.FlushCache(pb.FlushCacheRequest(cache_salt="a"), timeout=1.0))
+
+    found, details = asyncio.run(run())
+    assert found is code and words in details
 
 
 def test_a_flush_of_an_unknown_tier_forgets_nothing() -> None:

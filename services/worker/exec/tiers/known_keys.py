@@ -1,0 +1,68 @@
+"""Keys of a shared storage, as far as one worker knows of them, by tag and by when they were written. Single owner:
+RedisPageStore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from services.worker.core.tiers.page_keys import UNSALTED, tag_of
+
+
+class KnownKeys:
+    """In the order in which they became known; of more than `most` the first are forgotten."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._keys: dict[bytes, None] = {}
+        self._of_tag: dict[bytes, dict[bytes, int | None]] = {}  # when they were written, in ms; None: nobody has asked
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(list(self._keys))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def num_salts(self) -> int:
+        return len(self._of_tag.keys() - {UNSALTED})
+
+    def num_of(self, tag: bytes) -> int:
+        return len(self._of_tag.get(tag, ()))
+
+    def add(self, keys: Iterable[bytes], written_ms: int | None) -> list[bytes]:
+        """Behind all that are known. Returns those that are forgotten for them."""
+        for key in keys:
+            self.drop(key)
+            self._keys[key] = None
+            self._of_tag.setdefault(tag_of(key), {})[key] = written_ms
+        forgotten: list[bytes] = []
+        while len(self._keys) > self._most:
+            forgotten.append(oldest := next(iter(self._keys)))
+            self.drop(oldest)
+        return forgotten
+
+    def drop(self, key: bytes) -> None:
+        """Nothing if it is not known."""
+        if key not in self._keys:
+            return
+        del self._keys[key]
+        tag = tag_of(key)
+        del self._of_tag[tag][key]
+        if not self._of_tag[tag]:
+            del self._of_tag[tag]
+
+    def of_no_age(self, tag: bytes) -> list[bytes]:
+        """Those of which it is not known when they were written."""
+        return [key for key, written_ms in self._of_tag.get(tag, {}).items() if written_ms is None]
+
+    def learn(self, written_ms: Mapping[bytes, int]) -> None:
+        for key, when in written_ms.items():
+            self._of_tag[tag_of(key)][key] = when
+
+    def oldest(self, tag: bytes, count: int) -> list[bytes]:
+        """So many at most, by when they were written."""
+        own = self._of_tag.get(tag, {})
+        return sorted(own, key=lambda key: own[key] or 0)[: max(count, 0)]

@@ -1,0 +1,211 @@
+"""Deletion by salt, and quotas: who finds what was forgotten, what becomes of those who use it, and what is kept nowhere."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.contracts.messages import Finish, SessionTurn
+from services.worker.core.contracts.transfers import UNASKED, Fact, Tier
+from services.worker.core.contracts.tree_name import is_retired, retired_name
+from services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache
+from services.worker.core.tiers.page_keys import tag_of
+from services.worker.exec.contracts.operations import DeleteStored
+from services.worker.exec.contracts.page_store import Deleted, Selection
+from tests.core.harness import Engine, slow, small
+
+EVERYWHERE = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
+
+
+def tiered(**changes: Any) -> Engine:
+    return small(True, changes.pop("page_moved_s", 0.0), **{"host_pages": 64, "has_storage": True, "num_pages": 48, **changes})
+
+
+def prompt(number: int, length: int = 40) -> list[int]:
+    return [number] * length
+
+
+def ask(engine: Engine, handle: int, ids: list[int], salt: str, **params: Any) -> Finish:
+    engine.submit(handle, ids, max_new_tokens=4, ignore_eos=True, salt=salt, **params)
+    engine.drain()
+    engine.check_answer(handle)
+    return engine.finishes[handle]
+
+
+def delete(engine: Engine, salt: str) -> int:
+    """As the control service has it done, everywhere. Pages of the storage."""
+    engine.core.forget_salt(salt, EVERYWHERE)
+    done: Future[Deleted] = Future()
+    engine.executor.apply(DeleteStored(Selection(tag(engine, salt)), done))
+    deleted = done.result(0)
+    engine.core.ended(Fact(UNASKED, dropped=deleted.dropped), engine.now)
+    engine.check()
+    return deleted.pages
+
+
+def tag(engine: Engine, salt: str) -> bytes:
+    found = engine.core.storage_tag(salt)
+    assert found is not None
+    return found
+
+
+def kept(engine: Engine, salt: str) -> int:
+    """Pages of a salt that the host or the storage has."""
+    tiers = engine.core._tiers
+    assert tiers is not None
+    in_host = [key for key in tiers._host._cached if tag_of(key) == tag(engine, salt)]
+    return len(in_host) + sum(tag_of(key) == tag(engine, salt) for key in engine.executor.storage)
+
+
+@pytest.mark.parametrize("salt", ["a", ""])
+def test_what_was_deleted_is_found_nowhere_and_other_salts_where_they_were(salt: str) -> None:
+    engine = slow(tiered())
+    for handle, each in enumerate(("a", "", "b")):
+        ask(engine, handle, prompt(0), each)
+    assert delete(engine, salt) == 10 and kept(engine, salt) == 0
+    for handle, each in enumerate(("a", "", "b"), 10):
+        assert ask(engine, handle, prompt(0), each).cached_tokens == (0 if each == salt else 36)
+    assert kept(engine, salt) == 20, "what is asked afterwards is kept as ever"
+
+
+def test_who_uses_it_goes_on_and_leaves_nothing_behind() -> None:
+    """One that decodes and one that waits for its pages come to the end that they would have come to; nobody who comes later
+    finds what they had, and nothing of it is copied."""
+    engine = slow(tiered(max_running_requests=1, num_pages=24))
+    ask(engine, 0, prompt(0), "a")
+    engine.submit(1, prompt(0), max_new_tokens=20, ignore_eos=True, salt="a")
+    engine.submit(2, prompt(0), max_new_tokens=4, ignore_eos=True, salt="a")
+    for _ in range(6):
+        engine.turn()
+    assert engine.core.stats().num_running == 1
+    delete(engine, "a")
+    engine.drain()
+    engine.check_answer(1)
+    engine.check_answer(2)
+    engine.turn()
+    assert kept(engine, "a") == 0 and engine.core.table.memory.tree.num_pages == 0
+    assert not any(is_retired(name) for name in engine.core.table.memory.tree.names())
+    assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
+
+
+def test_who_is_retracted_after_it_finds_its_own_pages_and_keeps_them_to_itself() -> None:
+    engine = slow(tiered(retract_interval=3))
+    engine.submit(0, prompt(0), max_new_tokens=24, ignore_eos=True, salt="a")
+    for _ in range(5):
+        engine.turn()
+    delete(engine, "a")
+    engine.submit(1, prompt(0), max_new_tokens=4, ignore_eos=True, salt="a")
+    engine.drain()
+    engine.check_answer(0)
+    engine.check_answer(1)
+    assert engine.core.stats().retractions_total > 0
+    delete(engine, "a")
+    engine.turn()
+    assert kept(engine, "a") == 0 and engine.core.table.memory.tree.num_pages == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(turns=st.integers(1, 14))
+def test_what_is_on_its_way_is_published_and_kept_nowhere(turns: int) -> None:
+    """Down to the host, on to the storage, and up to the device, at whatever turn the deletion comes."""
+    engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
+    ask(engine, 0, prompt(0), "a")
+    engine.core.flush_cache()
+    engine.submit(1, prompt(0, 60), max_new_tokens=1, ignore_eos=True, salt="a")
+    engine.submit(2, prompt(1), max_new_tokens=1, ignore_eos=True, salt="a")
+    for _ in range(turns):
+        engine.turn()
+    engine.core.forget_salt("a", EVERYWHERE)
+    engine.drain()
+    engine.turn()
+    stats = engine.core.stats()
+    assert (engine.core.table.memory.tree.num_pages, stats.host_pages_used, stats.num_importing) == (0, 0, 0)
+    delete(engine, "a")  # behind what was begun before, as the executor does it
+    assert kept(engine, "a") == 0 and engine.core.settled
+    engine.check_answer(1)
+    engine.check_answer(2)
+    assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
+
+
+def test_a_session_goes_on_without_what_was_cached_of_it() -> None:
+    engine = slow(tiered())
+    engine.open_session("s")
+    ask(engine, 0, prompt(0, 20), "a", session=SessionTurn("s"))
+    assert engine.core.forget_salt("a", (Tier.DEVICE,)) > 0
+    assert engine.core.table.memory.tree.num_pages == 0, "held pages go too"
+    assert ask(engine, 1, prompt(1, 8), "a", session=SessionTurn("s")).cached_tokens in (0, 20)
+    assert ask(engine, 2, prompt(2, 4), "a", session=SessionTurn("s")).cached_tokens > 20
+    engine.core.close_session("s")
+    engine.check()
+
+
+def test_without_tiers_the_pool_alone_forgets() -> None:
+    engine = small()
+    ask(engine, 0, prompt(0), "a")
+    ask(engine, 1, prompt(0, 8), "")
+    assert engine.core.forget_salt("a", EVERYWHERE) == 10 and engine.core.storage_tag("a") is None
+    assert ask(engine, 2, prompt(0, 8), "").cached_tokens == 4 and ask(engine, 3, prompt(0), "a").cached_tokens == 0
+
+
+def test_a_salt_over_its_quota_makes_room_among_its_own_and_holds_nobody_up() -> None:
+    engine = slow(tiered(has_storage=False, host_salt_pages=12, num_pages=24))
+    ask(engine, 0, prompt(0), "b")
+    for number in range(1, 5):
+        ask(engine, number, prompt(number), "a")
+    stats = engine.core.stats()
+    assert kept(engine, "a") <= 12 and stats.host_over_quota_pages_total > 0 and stats.host_salts == 2
+    engine.core.flush_cache()
+    assert ask(engine, 10, prompt(0), "b").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
+    assert ask(engine, 11, prompt(4), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}, "the youngest of its own"
+
+
+def test_of_a_prompt_longer_than_the_quota_the_beginning_is_kept() -> None:
+    engine = slow(tiered(has_storage=False, host_salt_pages=4))
+    for handle in range(3):
+        ask(engine, handle, prompt(0), "a")
+        assert kept(engine, "a") == 4
+    engine.core.flush_cache()
+    assert ask(engine, 3, prompt(0), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
+
+
+def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> None:
+    engine = slow(tiered(has_storage=False, host_salt_pages=4))
+    ask(engine, 0, prompt(0), "a")
+    tiers = engine.core._tiers
+    assert tiers is not None
+    pinned, engine.checked = tiers._host.pin(list(tiers._host._cached)), False  # by nobody that the checks know
+    ask(engine, 1, prompt(1), "a")
+    ask(engine, 2, prompt(2), "b")
+    assert kept(engine, "b") == 4
+    tiers._host.unpin(pinned)
+    engine.checked = True
+    ask(engine, 3, prompt(1), "a")
+    engine.core.flush_cache()
+    assert ask(engine, 4, prompt(1), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}, "it is copied with its next use"
+
+
+@pytest.mark.parametrize("salt", ["a", ""])
+def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt: str) -> None:
+    engine = slow(tiered(stored_salt_pages=8, page_bytes=8 << 20))
+    ask(engine, 0, prompt(0), salt)
+    stored = 4 if salt else 10
+    assert len(engine.executor.storage) == stored
+    engine.core.flush_cache()
+    engine.core.flush_tiers((Tier.HOST,))
+    found = ask(engine, 1, prompt(0), salt).cached_from[Tier.STORAGE]
+    assert found == 4 * min(stored, 9)
+
+
+def test_trees_that_come_and_go_leave_nothing_behind() -> None:
+    tree = RadixCache(1)
+    for number in range(2 * STALE_ENTRIES):
+        tree.insert(tree.root("0:a"), np.arange(2, dtype=np.int32).tobytes(), np.arange(2, dtype=np.int32))
+        tree.retire("0:a", retired_name("0:a", number))
+        assert len(tree.forget_retired()) == 1
+        tree.forget_empty()
+    assert tree.names() == [] and tree.num_nodes == tree.num_pages == tree.num_evictable == 0

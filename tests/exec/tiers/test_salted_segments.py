@@ -1,0 +1,276 @@
+"""Salts in the file tier: what each may take, what goes when it is over, what is deleted with it, and what a restart finds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.tiers.page_keys import UNSALTED, tag_of
+from services.worker.exec.contracts.page_store import Deleted, Selection
+from services.worker.exec.tiers import segment_store
+from services.worker.exec.tiers.segment_format import HEADER_BYTES
+from services.worker.exec.tiers.segment_store import SegmentStore
+from tests.exec.tiers import killed_writer
+from tests.exec.tiers.pages import FORMAT, PAGE, SEGMENT, SLOTS, A, B, C, Hours, keys, read, readable, size_of, store, write
+from tests.exec.tiers.sick_disks import SickDisk
+from tests.night import NIGHTLY
+
+QUOTA = 2 * SEGMENT
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def bytes_by_tag(folder: Path) -> Counter[bytes]:
+    """Of the files, by what stands in their headers."""
+    sizes: Counter[bytes] = Counter()
+    for path in folder.glob("segment-*.kv"):
+        header = path.read_bytes()[:HEADER_BYTES]
+        index = path.with_suffix(".index")
+        sizes[header[96:104]] += path.stat().st_size + (index.stat().st_size if index.exists() else 0)
+    return sizes
+
+
+def of(it: SegmentStore, tag: bytes) -> list[bytes]:
+    return [key for key in list(it.keys()) if tag_of(key) == tag]
+
+
+def test_who_is_over_its_quota_loses_its_own_oldest_and_nobody_else_a_page(tmp_path: Path) -> None:
+    it = store(tmp_path, segments=12, salt_bytes=QUOTA)
+    others = keys(*range(4), tag=B) + keys(*range(30, 60))
+    write(it, others)
+    dropped: list[bytes] = []
+    for number in range(40):
+        dropped += write(it, keys(number, tag=A)).dropped
+        assert bytes_by_tag(tmp_path)[A] <= QUOTA
+    held = of(it, A)
+    assert held == keys(*range(40), tag=A)[-len(held) :] and dropped == keys(*range(40 - len(held)), tag=A)
+    assert len(held) >= 5, "most of what it may have"
+    assert set(readable(it)) == {*held, *others}
+    assert (it.use().num_salts, it.use().over_quota_pages) == (2, len(dropped))
+
+
+def test_what_has_no_salt_has_no_quota(tmp_path: Path) -> None:
+    it = store(tmp_path, segments=12, salt_bytes=SEGMENT)
+    many = keys(*range(5 * SLOTS))
+    assert write(it, many).stored == tuple(many) and it.use().num_salts == 0
+
+
+def test_a_restart_finds_what_each_has_and_a_smaller_quota_binds_at_once(tmp_path: Path) -> None:
+    it = store(tmp_path, segments=12, salt_bytes=QUOTA)
+    for number in range(30):
+        write(it, keys(number, tag=A))
+        write(it, keys(number, tag=B))
+    held = set(it.keys())
+    it.close()
+    it = store(tmp_path, segments=12, salt_bytes=QUOTA)
+    assert set(readable(it)) == held
+    write(it, keys(100, tag=A))
+    assert bytes_by_tag(tmp_path)[A] <= QUOTA and set(of(it, B)) <= held
+    it.close()
+    it = store(tmp_path, segments=12, salt_bytes=QUOTA // 2)
+    assert all(0 < size <= QUOTA // 2 for size in bytes_by_tag(tmp_path).values())
+    assert of(it, A)[-1:] == keys(100, tag=A) and set(readable(it)) == set(it.keys())
+
+
+def test_a_quota_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{FORMAT.bytes_with_index(1)} is the least"):
+        store(tmp_path, salt_bytes=FORMAT.bytes_with_index(1) - 1)
+
+
+def test_a_salt_is_deleted_with_its_files_and_no_other(tmp_path: Path) -> None:
+    it = store(tmp_path, segments=12)
+    for tag in (A, B, UNSALTED):
+        write(it, keys(*range(SLOTS + 2), tag=tag))
+    assert it.delete(Selection(A)) == Deleted(SLOTS + 2, tuple(keys(*range(SLOTS + 2), tag=A)))
+    assert set(bytes_by_tag(tmp_path)) == {B, UNSALTED} and len(readable(it)) == 2 * (SLOTS + 2)
+    assert not any(A in path.read_bytes() for path in tmp_path.iterdir()), "nothing names it"
+    assert write(it, keys(1, tag=A)).stored == tuple(keys(1, tag=A)), "what comes later is kept"
+    assert it.delete(Selection(C)) == Deleted(0) and it.use().deleted_pages == SLOTS + 2
+    it.close()
+    assert set(of(store(tmp_path, segments=12), A)) == set(keys(1, tag=A))
+
+
+def test_what_is_older_goes_with_what_shares_its_file(tmp_path: Path) -> None:
+    clock = Hours()
+    it = store(tmp_path, segments=12, clock=clock)
+    write(it, keys(*range(SLOTS), tag=A))
+    write(it, keys(0, tag=B))
+    clock.pass_by()
+    write(it, keys(SLOTS, tag=A))
+    write(it, keys(1, tag=B))
+    clock.pass_by()
+    it.close()
+    it = store(tmp_path, segments=12, clock=clock)
+    assert it.delete(Selection(older_than_s=3 * 3600)) == Deleted(0)
+    assert it.delete(Selection(C, 0)) == Deleted(0)
+    assert it.delete(Selection(A, 2 * 3600)).dropped == tuple(keys(*range(SLOTS), tag=A))
+    assert set(it.delete(Selection(older_than_s=3601)).dropped) == set(keys(0, 1, tag=B)), "the younger one with the older"
+    assert readable(it) == keys(SLOTS, tag=A)
+
+
+def test_a_deletion_that_the_disk_refuses_is_said_and_tried_again(tmp_path: Path) -> None:
+    disk, clock = SickDisk(), Hours()
+    it = store(tmp_path, disk=disk, clock=clock)
+    write(it, keys(*range(SLOTS + 1), tag=A))
+    write(it, keys(1, tag=B))
+    disk.broken["unlink"] = errno.EIO
+    deleted = it.delete(Selection(A))
+    assert deleted.pages == SLOTS + 1 and "Input/output error" in deleted.pending
+    assert read(it, keys(1, tag=A)) == 0 and read(it, keys(1, tag=B)) == 1
+    assert it.delete(Selection(A)).pending, "not yet"
+    disk.broken.clear()
+    clock.pass_by()
+    assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B}, "before anything else"
+    disk.broken["unlink"] = errno.EIO
+    it.delete(Selection(B))
+    disk.broken.clear()
+    assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0
+
+
+def test_a_file_that_could_not_be_read_goes_with_any_deletion(tmp_path: Path) -> None:
+    """Nobody knows whose it is."""
+    it = store(tmp_path)
+    write(it, keys(1, tag=A))
+    it.close()
+    disk = SickDisk()
+
+    class Blind(SickDisk):
+        def open(self, path: Path, *, writable: bool) -> int:
+            if path.suffix == ".kv":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().open(path, writable=writable)
+
+    it = store(tmp_path, disk=Blind())
+    assert it.keys() == [] and size_of(tmp_path) > 0
+    assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0 and not disk.broken
+
+
+def test_of_many_salts_few_files_are_open_and_all_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_store, "MOST_OPEN", 3)
+    it = store(tmp_path, segments=60)
+    tags = [struct.pack("<Q", 1 + at) for at in range(8)]
+    for turn in range(3):
+        for tag in tags:
+            write(it, keys(turn, tag=tag))
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    assert sum(name.startswith(str(tmp_path)) and name.endswith(".kv") for name in files) <= 3
+    assert len(readable(it)) == 3 * len(tags) == it.counts().pages
+    it.close()
+    it = store(tmp_path, segments=60)
+    assert len(readable(it)) == 3 * len(tags) and it.use().num_salts == len(tags)
+    assert len(list(tmp_path.glob("*.index"))) >= len(list(tmp_path.glob("*.kv"))) - 3, "the others need not be read whole"
+
+
+class Salted:
+    """A store with a quota beside what it is to hold, by tag."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock, self.disk = folder, Hours(), SickDisk()
+        self.held: dict[bytes, None] = {}
+        self.room = 0
+        self.store = self.opened()
+
+    def opened(self) -> SegmentStore:
+        return store(self.folder, 9, self.disk, self.clock, salt_bytes=QUOTA)
+
+    def write(self, tag: bytes, first: int, count: int) -> None:
+        wanted = keys(*range(first, first + count), tag=tag)
+        full = size_of(self.folder) + count * FORMAT.record_bytes + SEGMENT > 9 * SEGMENT
+        done = write(self.store, wanted)
+        for key in done.dropped:
+            del self.held[key]
+        assert full or {tag_of(key) for key in done.dropped} <= {tag}, "under the cap nobody loses a page for another"
+        self.held |= dict.fromkeys(done.stored)
+        self.check()
+
+    def delete(self, tag: bytes) -> None:
+        mine = [key for key in self.held if tag_of(key) == tag]
+        assert set(self.store.delete(Selection(tag)).dropped) == set(mine)
+        for key in mine:
+            del self.held[key]
+        assert not bytes_by_tag(self.folder)[tag]
+        self.check()
+
+    def full(self, room: int) -> None:
+        self.disk.room = room
+
+    def wait(self) -> None:
+        self.disk.room = None
+        self.clock.pass_by()
+
+    def reopen(self) -> None:
+        self.disk.room = None
+        self.store.close()
+        self.store = self.opened()
+        self.check()
+
+    def check(self) -> None:
+        assert set(self.store.keys()) == set(self.held)
+        sizes = bytes_by_tag(self.folder)
+        assert all(size <= QUOTA for tag, size in sizes.items() if tag != UNSALTED) and size_of(self.folder) <= 9 * SEGMENT
+
+
+TAGS = st.sampled_from([A, B, UNSALTED])
+STEPS = st.one_of(
+    st.tuples(st.just(Salted.write), TAGS, st.integers(0, 30), st.integers(1, 12)),
+    st.tuples(st.just(Salted.write), TAGS, st.integers(0, 30), st.integers(1, 12)),
+    st.tuples(st.just(Salted.delete), TAGS),
+    st.tuples(st.just(Salted.full), st.integers(0, 1500)),
+    st.tuples(st.just(Salted.wait)),
+    st.tuples(st.just(Salted.reopen)),
+)
+
+
+@settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
+@given(st.lists(STEPS, max_size=25))
+def test_whatever_is_written_and_deleted_quotas_hold_in_the_files(steps: list[tuple[Any, ...]]) -> None:
+    with TemporaryDirectory() as name:
+        it = Salted(Path(name))
+        for call, *arguments in steps:
+            call(it, *arguments)
+        it.reopen()
+        assert set(readable(it.store)) == set(it.held)
+        it.store.close()
+
+
+def test_kill_9_while_salts_are_written_and_deleted(tmp_path: Path) -> None:
+    """What a deletion has been said to take never comes back, and no sum passes its quota."""
+    told: dict[bytes, None] = {}
+    for life in range(40 if NIGHTLY else 6):
+        command = [sys.executable, "-m", "tests.exec.tiers.killed_writer", str(tmp_path), "salted"]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin and process.stdout
+            print(life * 1000, file=process.stdin, flush=True)
+            pid = int(process.stdout.readline().removeprefix("writer "))
+            gone: set[bytes] = set()
+            for at, line in enumerate(iter(process.stdout.readline, "gone\n")):
+                _, *sets = line[:-1].split(" ")
+                stored, dropped = ([bytes.fromhex(each) for each in words.split(",") if each] for words in sets)
+                gone = gone.union(dropped) - set(stored)
+                for key in dropped:
+                    told.pop(key, None)
+                told |= dict.fromkeys(stored)
+                if at == 25 + 7 * life:
+                    time.sleep(0.0007 * (life % 5))
+                    os.kill(pid, signal.SIGKILL)
+            process.stdin.close()
+        assert all(size <= killed_writer.QUOTA for tag, size in bytes_by_tag(tmp_path).items() if tag != UNSALTED)
+        it = killed_writer.opened(tmp_path, killed_writer.QUOTA)
+        held = set(readable(it))
+        assert not held & gone and it.counts().corrupt_pages == 0
+        assert len(set(told) - held) <= 2 * killed_writer.SEGMENT // killed_writer.PAGE, "but for what the last write took away"
+        it.close()
+        told = dict.fromkeys(held)
+    assert PAGE and len(told) > 20
