@@ -99,13 +99,15 @@ class Engine:
         payer: tuple[bytes, int, float] = (b"", 0, 1.0),
         hand_over: Room | None = None,
         source: Source | None = None,
+        prediction: Sequence[int] = (),
         **params: Any,
     ) -> None:
         """output: what the request has already, sampled elsewhere. payer: its tenant, its batch, its tenant's weight. hand_over,
-        source: see Submit."""
+        source, prediction: see Submit."""
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
         more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
         more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True)) | {"hand_over": hand_over, "source": source}
+        more["prediction"] = np.array(prediction, dtype=np.int32)
         message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, **more)
         self.submitted[handle] = self._whole(message)
         if session is not None:

@@ -118,6 +118,47 @@ def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecu
 
 
 @of_one_dtype_by_day
+def test_a_prediction_saves_steps_and_changes_nothing(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is right, and one that is right but for some tokens here and there, in any context."""
+    plain, drafting = executors
+    guess_with(drafting, NgramDrafter())
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[1]
+    said = alone(World(), plain, target).tokens
+    edited = (*said[:7], 3, 4, 5, *said[9:20], *said[23:])
+    expected = strings(World(), plain, target, range(1))
+    assert strings(WORLD, drafting, replace(target, prediction=edited), range(CONTEXTS)) == expected
+    monkeypatch.setattr(DraftController, "choose", always)
+    verified = alone(WORLD, drafting, replace(target, prediction=tuple(said))).verified
+    rows = -(-(NEW_TOKENS - 1) // 5)
+    assert (verified.rows, verified.drafted) == (rows, NEW_TOKENS - 1 - rows)
+    assert verified.predicted == verified.right_predicted == verified.accepted == verified.drafted
+    partly = alone(WORLD, drafting, replace(target, prediction=edited)).verified
+    assert 0 < partly.right_predicted < partly.predicted <= partly.drafted
+    assert alone(WORLD, drafting, target).verified.predicted == 0
+
+
+@of_one_dtype_by_day
+def test_who_wants_no_guesses_is_nobodys_text(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one who does: no token is guessed for it, and what drafts never hears of it."""
+    monkeypatch.setattr(DraftController, "choose", always)
+    plain, drafting = executors
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    guesses = Guesses([whole(plain, target)], 0.0, WORLD.vocab_size)
+    guess_with(drafting, guesses)
+    turned = Turned(WORLD.config(), drafting, overlap=True)
+    opted_out = replace(target, params=replace(target.params, speculative=False))
+    without, beside = turned.submit(opted_out), turned.submit(target)
+    turned.finish()
+    assert without.bits() == beside.bits() == alone(World(), plain, target).bits()
+    assert without.verified.rows == 0 < beside.verified.accepted == guesses.accepted
+    assert len(guesses._texts) == 1
+
+
+@of_one_dtype_by_day
 def test_fewer_steps_where_guesses_are_right(
     executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

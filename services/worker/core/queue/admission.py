@@ -75,6 +75,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         weight=message.weight,
         hand_over=message.hand_over,
         source=message.source if config.reads_peers else None,
+        prediction=message.prediction,
     )
     if message.page_keys is not None and message.page_keys.tree == request.namespace and message.session is None:
         request.page_keys = list(message.page_keys.keys)
