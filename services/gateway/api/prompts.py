@@ -44,7 +44,8 @@ async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo,
         response = await tokenizer.encode(call, "prediction", model.source)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of texts.")
-    return tokenizer_pb2.TokenIds(ids=response.prompts[0].ids[:most]).ids
+    ids: Sequence[int] = tokenizer_pb2.TokenIds(ids=response.prompts[0].ids[:most]).ids
+    return ids
 
 
 def _prompt(found: tokenizer_pb2.TokenIds, text: str | None) -> Prompt:
