@@ -14,7 +14,7 @@ import numpy as np
 
 from services.shared import limits
 from services.worker.core.contracts.plan import I32
-from services.worker.exec.contracts.options import BETWEEN_TEXTS
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

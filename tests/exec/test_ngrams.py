@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.core.contracts.plan import I32, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.exec.contracts.options import BETWEEN_TEXTS
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 from services.worker.exec.drafting.ngram import MOST_INDEXES, NgramDrafter
 from services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from services.worker.core.contracts.plan import I32
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.draft_model import DraftModel
-from services.worker.exec.contracts.drafter import Drafter
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
 from services.worker.exec.contracts.operations import ReleaseMemory
-from services.worker.exec.contracts.options import BETWEEN_TEXTS, DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
+from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
 from services.worker.exec.drafting.model_drafter import ModelDrafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.drafting.ngram_index import NgramIndex

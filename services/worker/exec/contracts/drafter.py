@@ -8,6 +8,8 @@ from typing import Protocol
 
 from services.worker.core.contracts.plan import SlotParams
 
+BETWEEN_TEXTS = -1  # in the token ids of several
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:

@@ -12,7 +12,6 @@ from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 
 NONE, NGRAM, DRAFT, EAGLE3, MTP = "none", "ngram", "draft", "eagle3", "mtp"  # who drafts
-BETWEEN_TEXTS = -1  # in token ids of several
 
 
 OpenStore = Callable[[int, bytes], PageStore | None]

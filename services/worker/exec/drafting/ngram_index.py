@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.worker.core.contracts.plan import I32
-from services.worker.exec.contracts.options import BETWEEN_TEXTS
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 
 LONGEST, SHORTEST = 4, 2  # tokens that are looked up, the longest that stand somewhere
 SAMPLE = 256  # places that are looked at, of what stands in more
