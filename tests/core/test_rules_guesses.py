@@ -40,13 +40,12 @@ def test_guesses_of_a_prediction_are_counted_once_each(overlap: bool, retract_in
         assert (engine.finishes[0].retractions > 0) == (retract_interval > 0)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_what_was_guessed_right_behind_an_answers_end_did_not_come(overlap: bool) -> None:
-    told = guessing(overlap)
+def test_what_was_guessed_right_behind_an_answers_end_did_not_come() -> None:
+    told = guessing(overlap=True)
     told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     told.drain()
     said = told.outputs[0]
-    engine = guessing(overlap)
+    engine = guessing(overlap=True)
     engine.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, stop_token_ids=(said[9],), prediction=said)
     engine.drain()
     engine.check_answer(0)
@@ -55,9 +54,8 @@ def test_what_was_guessed_right_behind_an_answers_end_did_not_come(overlap: bool
     assert (verified.predicted, verified.right_predicted) == (9, 6)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_who_wants_no_guesses_has_none_and_its_tokens_are_not_told(overlap: bool) -> None:
-    engine = guessing(overlap)
+def test_who_wants_no_guesses_has_none_and_its_tokens_are_not_told() -> None:
+    engine = guessing(overlap=True)
     engine.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True, speculative=False, prediction=PROMPT)
     engine.submit(1, PROMPT[1:], max_new_tokens=NEW_TOKENS, ignore_eos=True, prediction=PROMPT)
     engine.drain()
