@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit, Verified
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
@@ -72,6 +72,7 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
+        self.predicted: dict[int, Verified] = {}  # as told last
         self.index: set[bytes] = set()
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
@@ -305,6 +306,10 @@ class Engine:
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])
                 at += count
             assert at == len(peer.tokens)
+            for handle, verified in peer.predicted:
+                told = len(self.outputs.get(handle, []))
+                assert verified.right_predicted <= max(told - 1, 0), "what is guessed right is told with its tokens"
+                self.predicted[handle] = verified
             for handle, rows in peer.logprobs:
                 self.logprobs.setdefault(handle, []).extend(row.sampled for row in rows)
             for handle, values in peer.prompt_logprobs:

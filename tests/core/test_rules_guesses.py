@@ -33,6 +33,7 @@ def test_guesses_of_a_prediction_are_counted_once_each(overlap: bool, retract_in
         engine.drain()
         engine.check_answer(0)
         verified = engine.finishes[0].verified
+        assert engine.predicted == {0: verified} and not told.predicted
         assert verified.accepted == NEW_TOKENS - sampled_runs(engine), "all but one of each run were guessed"
         assert verified.accepted >= verified.right_predicted
         assert (verified.right_predicted > 0) == (len(wrong) < NEW_TOKENS)

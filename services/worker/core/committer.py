@@ -260,8 +260,9 @@ class Committer:
             self._table.outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
         for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
             self._table.outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
-        for i in np.flatnonzero(columns.predicted[slots]).tolist():
-            self._table.outputs.add_predicted(requests[int(at[i])])
+        if self._guesses is not None:
+            for i in np.flatnonzero(columns.predicted[slots]).tolist():
+                self._table.outputs.add_predicted(requests[int(at[i])])
 
     def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
