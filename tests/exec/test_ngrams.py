@@ -60,7 +60,7 @@ def test_an_index_finds_every_place_of_the_longest_end() -> None:
 
 
 def test_what_most_places_go_on_with_and_no_text_runs_into_the_next_one() -> None:
-    tokens = [1, 2, 3, 9, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
+    tokens = [1, 2, 3, 5, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
     index = NgramIndex(i32(tokens))
     size, places = index.places([1, 2, 3])
     assert (size, len(places)) == (3, 3), "nothing follows the last one"
@@ -107,6 +107,10 @@ class TestPrediction:
         assert guess(drafter) == (SAID[5:8], True)
         drafter.know(0, len(PROMPT) + 2, [12, 13])
         assert guess(drafter) == (SAID[4:7], True), "14 is gone"
+        lines = drafter_of([7, 8, 1, 9, 7, 8, 1, 6])
+        lines.sampled(0, [7, 8])
+        lines.know(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
+        assert guess(lines, 1) == ([9], True), "what was known before counts once"
 
     def test_the_longer_end_goes_first_whosever_text_it_stands_in(self) -> None:
         drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])
