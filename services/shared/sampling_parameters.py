@@ -90,6 +90,7 @@ SCALARS = (
     ),
     _flag(_everywhere("ignore_eos"), "ignore_eos", False, "The end of sequence does not end the answer."),
     _flag(_everywhere("skip_special_tokens"), "skip_special_tokens", True, "The text is without special tokens."),
+    _flag(_everywhere("speculative"), "speculative", True, "false: none of its tokens are guessed ahead; the text is the same."),
     _integer(
         _everywhere("stream_interval"),
         "stream_interval",

@@ -137,6 +137,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         kv_port=engine.info.kv_port,
         kv_hold_ms=math.ceil(settings.disaggregation_hold_s * 1000) if engine.info.kv_port else 0,
         kv_layout=blake2b(engine.info.kv_layout.encode(), digest_size=16).digest(),
+        reads_predictions=_reads_predictions(settings, engine),
     )
 
 
@@ -151,7 +152,12 @@ def _limits(settings: WorkerSettings, engine: Engine) -> ModelLimits:
         lambda text: engine.tokenizer.encode_batch([text], False)[0],
         engine.defaults,
         settings.stream_interval,
+        _reads_predictions(settings, engine),
     )
+
+
+def _reads_predictions(settings: WorkerSettings, engine: Engine) -> bool:
+    return engine.info.max_drafts > 0 and settings.speculative_algorithm == "ngram"
 
 
 def _registry(settings: WorkerSettings) -> CollectorRegistry:

@@ -122,6 +122,17 @@ class WorkerSettings(ServiceSettings):
         True, description="Guess as many tokens as pay, by what steps cost and what guesses come to; off: always the most."
     )
     speculative_num_steps: int = Field(4, ge=1, le=7, description="Tokens that are guessed at once, at most.")
+    speculative_ngram_external_corpus_path: str = Field(
+        "",
+        description="File of texts in which ngram looks where a request's own say nothing: .jsonl, a JSON string in each line or"
+        " an object with a text; any other name, plain text. UTF-8, at most 64 MiB.",
+    )
+    speculative_ngram_external_corpus_max_tokens: int = Field(
+        10_000_000,
+        ge=1,
+        le=1 << 26,
+        description="Tokens that it may have: each takes 8 bytes of memory. A file with more is refused.",
+    )
     enable_hierarchical_cache: bool = Field(
         False, description="Keep KV that leaves the pool in host memory, and read it back where that is sooner than computing it."
     )

@@ -63,6 +63,7 @@ ELSEWHERE = {
         ("MAX_FILE_BYTES", "MAX_FILE_NAME_CHARS", "FILE_CHUNK_BYTES", "MAX_FORM_HEAD_BYTES", "MAX_FORM_PARTS"),
         (GATEWAY + "api/test_uploads.py", "MAX_FORM_HEAD_BYTES + 1"),
     ),
+    "MAX_CORPUS_BYTES": ("tests/services/worker/test_draft_corpus.py", "MAX_CORPUS_BYTES"),
     "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "a window that is too long"),
     "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),
     "MAX_WORD_CHARS": ("tests/services/tokenizer/pieces/test_piece_encoder.py", "test_what_can_be_cut_nowhere"),

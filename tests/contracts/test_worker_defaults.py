@@ -18,6 +18,7 @@ MODEL = "services/worker/exec/contracts/model_info.py"
 ENGINE = "services/worker/engine.py"
 TIERS = "services/worker/tier_options.py"
 PEERS = "services/worker/peer_options.py"
+CORPUS = "services/worker/draft_corpus.py"
 MAIN = "services/worker/__main__.py"
 CONTROL = "services/worker/__main__.py"
 TRACING = "services/shared/observe/tracing.py"
@@ -104,6 +105,8 @@ SETTINGS_ELSEWHERE = {
     "speculative_algorithm": ENGINE,
     "speculative_draft_model_path": ENGINE,
     "speculative_num_steps": ENGINE,
+    "speculative_ngram_external_corpus_path": CORPUS,
+    "speculative_ngram_external_corpus_max_tokens": CORPUS,
     "preferred_sampling_params": ENGINE,
     "enable_hierarchical_cache": TIERS,
     "hicache_ratio": TIERS,

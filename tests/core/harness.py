@@ -12,7 +12,7 @@ import numpy as np
 
 from services.shared.index.block_tier import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit, Verified
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
@@ -73,6 +73,7 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
+        self.predicted: dict[int, Verified] = {}  # as told last
         self.index: set[bytes] = set()  # blocks on the device, as told
         self.below: dict[bytes, BlockTier] = {}  # and in tiers below it alone
         self.contexts: dict[tuple[str, str], list[int]] = {}
@@ -101,13 +102,15 @@ class Engine:
         payer: tuple[bytes, int, float] = (b"", 0, 1.0),
         hand_over: Room | None = None,
         source: Source | None = None,
+        prediction: Sequence[int] = (),
         **params: Any,
     ) -> None:
         """output: what the request has already, sampled elsewhere. payer: its tenant, its batch, its tenant's weight. hand_over,
-        source: see Submit."""
+        source, prediction: see Submit."""
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
         more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
         more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True)) | {"hand_over": hand_over, "source": source}
+        more["prediction"] = np.array(prediction, dtype=np.int32)
         message = Submit(peer, handle, f"r{handle}", ids, sampling, stream, salt, priority, timeout_s, **more)
         self.submitted[handle] = self._whole(message)
         if session is not None:
@@ -316,6 +319,10 @@ class Engine:
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])
                 at += count
             assert at == len(peer.tokens)
+            for handle, verified in peer.predicted:
+                told = len(self.outputs.get(handle, []))
+                assert verified.right_predicted <= max(told - 1, 0), "what is guessed right is told with its tokens"
+                self.predicted[handle] = verified
             for handle, rows in peer.logprobs:
                 self.logprobs.setdefault(handle, []).extend(row.sampled for row in rows)
             for handle, values in peer.prompt_logprobs:

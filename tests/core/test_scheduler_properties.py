@@ -40,6 +40,8 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
         params["stream_interval"] = rng.randrange(1, 6)
     if rng.random() < 0.2:
         params["grammar"] = spec(rng.randrange(4), rng.randrange(1, 30))
+    if rng.random() < 0.1:
+        params["speculative"] = False
     if rng.random() < 0.15:
         params["stop_regex"] = (rng.choice("abcdefg") + "+" + rng.choice("hijklmn"),)
     if rng.random() < 0.2:
@@ -86,6 +88,8 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
             more: dict[str, Any] = {"priority": rng.randrange(-2, 3), "routing_key": rng.choice(("", "a", "b"))}
             tenant = rng.choice((b"", b"", b"a", b"b"))
             more["payer"] = (tenant, rng.choice((0, 0, 1, 2)), 3.0 if tenant == b"b" else 1.0)
+            if rng.random() < 0.2:
+                more["prediction"] = [rng.randrange(50) for _ in range(rng.randrange(30))]
             turn = random_turn(rng, engine)
             for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # n > 1: the same prompt at once
                 stream = rng.random() < 0.8

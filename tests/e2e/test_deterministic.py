@@ -3,6 +3,7 @@ and where its worker is killed in the middle."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -69,10 +70,13 @@ def test_the_same_alone_together_and_behind_a_dead_worker(system: System) -> Non
 
 
 def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
-    """Of a worker that guesses by n-grams, some of them right; under grammars too."""
+    """Of a worker that guesses by n-grams, some of them right; under grammars too; by what is predicted, and not at all."""
     kinds = KINDS + GRAMMARS
     alone = [answer(system, text, kind) for text in TEXTS for kind in kinds]
-    with System(tmp_path, worker_flags="--deterministic --speculative-algorithm ngram", log_level="info") as guessing:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(json.dumps(text) for text in TEXTS))
+    flags = f"--deterministic --speculative-algorithm ngram --speculative-ngram-external-corpus-path {corpus}"
+    with System(tmp_path, worker_flags=flags, log_level="info") as guessing:
         with ThreadPoolExecutor(4) as pool:
             assert [one.result() for one in all_at_once(guessing, pool, kinds)] == alone
         accepted = guessing.metric("worker-0", "rootstock_worker_accepted_tokens_total")
@@ -84,6 +88,22 @@ def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
         rows, drafted, right = (meta[name] for name in shares)
         assert guessing.metric("worker-0", "sglang:spec_verify_calls_total") - verified == rows > 0
         assert meta["spec_accept_rate"] == round(right / drafted, 4) and meta["spec_accept_length"] == round(1 + right / rows, 4)
+        _, plain = guessing.post("/generate", {"text": TEXTS[0], "sampling_params": params | {"speculative": False}})
+        assert plain["output_ids"] == body["output_ids"] and not plain["meta_info"].keys() & set(shares)
+        check_prediction(guessing)
+
+
+def check_prediction(guessing: System) -> None:
+    """A right one is accepted, over all choices and in a stream's usage; the answer is the same."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Count from 3 to 20."}], "temperature": 0.0, "n": 2}
+    _, plain = guessing.post("/v1/chat/completions", chat)
+    said = plain["choices"][0]["message"]["content"]
+    predicted = chat | {"prediction": {"type": "content", "content": said}}
+    _, told = guessing.post("/v1/chat/completions", predicted)
+    assert told["choices"] == plain["choices"] and "completion_tokens_details" not in plain["usage"]
+    counted = told["usage"]["completion_tokens_details"]
+    assert counted["accepted_prediction_tokens"] > told["usage"]["completion_tokens"] // 4
+    assert counted["rejected_prediction_tokens"] < counted["accepted_prediction_tokens"]
 
 
 def test_clients_are_told(system: System) -> None:

@@ -39,9 +39,16 @@ class Guesses:
         self.drafted += len(guess)
         return [(token + 1) % self._vocab_size if self._rng.random() < self._errors else token for token in guess]
 
+    def predicted(self, slot: int) -> bool:
+        """Nobody has told it so."""
+        return False
+
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
         self._texts[slot].extend(tokens)
         self.accepted += len(tokens) - 1
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        """As begin()."""
+        """Nothing is kept of it: KV counts up to the last token that was known before, and of nothing that was guessed wrong."""
+        for row in rows:
+            known = len(self._texts[row.slot])
+            assert known - 1 <= row.start + row.count <= (known if row.given else known - 1), "what counts is of the text"

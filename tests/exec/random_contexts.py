@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,12 @@ class NoText:
 
 @dataclass(frozen=True)
 class Asked:
-    """prompt: ids. kept: output of a worker before this one."""
+    """prompt: ids. kept: output of a worker before this one. prediction: ids that its client takes for its output."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     kept: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass
@@ -112,19 +113,22 @@ class Context:
 
 
 class Turned:
-    """A scheduler over an executor, turned by hand; the executor may have served others before."""
+    """A scheduler over an executor, turned by hand; the executor may have served others before. Masks behind guesses are filled
+    as far as their step has time: not always as far as a grammar allows."""
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
         self._core = Scheduler(config, NoText(), ReadyBook(config.vocab_size))
         self._executor, self._overlap = executor, overlap
         self._answers: dict[int, Answer] = {}
         self._run: Run | None = None
+        self._time = random.Random(3)
 
     def submit(self, asked: Asked) -> Answer:
         handle = len(self._answers)
         answer = self._answers[handle] = Answer()
-        prompt = np.array(asked.prompt, dtype=np.int32)
-        self._core.submit(Submit(0, handle, f"r{handle}", prompt, asked.params, output_ids=asked.kept), 0.0)
+        prompt, prediction = (np.array(ids, dtype=np.int32) for ids in (asked.prompt, asked.prediction))
+        more: dict[str, Any] = {"output_ids": asked.kept, "prediction": prediction}
+        self._core.submit(Submit(0, handle, f"r{handle}", prompt, asked.params, **more), 0.0)
         return answer
 
     @property
@@ -140,7 +144,8 @@ class Turned:
         if run is not None:
             matchers = self._core.matchers()
             behind = masks_behind(matchers, self._executor.guesses(run)) if len(run.plan.drafts) else {}
-            self._executor.sample(run, {row: matcher.mask() for row, matcher in matchers}, behind)
+            filled = {row: masks[: self._time.randrange(1, 6)] for row, masks in behind.items()}
+            self._executor.sample(run, {row: matcher.mask() for row, matcher in matchers}, filled)
 
     def wait(self) -> None:
         """For the step in flight."""
@@ -204,7 +209,7 @@ def random_context(world: World, seed: int, target: Asked, output: Sequence[int]
         before.insert(rng.randint(0, len(before)), Asked(cached, greedy))
     arrivals = [(rng.randrange(world.turns), world.mate(rng)) for _ in range(rng.randrange(world.mates))]
     kept = tuple(output[: rng.randrange(len(output))]) if rng.random() < 0.4 else ()
-    continued, at = Asked(target.prompt, target.params, kept), rng.randrange(world.turns)
+    continued, at = replace(target, kept=kept), rng.randrange(world.turns)
     return Context(config, rng.random() < 0.7, tuple(before), tuple(arrivals), continued, at)
 
 

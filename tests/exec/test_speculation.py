@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.core.contracts.plan import SlotParams
+from services.worker.core.contracts.plan import I32, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
-from services.worker.exec.contracts.drafter import Drafter
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
 from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.executor import DeviceExecutor
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def made_of(folder: Path, max_drafts: int, dtype: str = "bfloat16") -> DeviceExecutor:
-    options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts)
+def made_of(folder: Path, max_drafts: int, dtype: str = "bfloat16", corpus: I32 | None = None) -> DeviceExecutor:
+    options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=max_drafts, draft_corpus=corpus)
     sizes = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
     executor, info = build_device_executor(str(folder), dtype, *sizes, options, lambda _: None, check_relay=True)
     assert info.max_drafts == max_drafts
@@ -115,6 +115,62 @@ def test_by_what_stood_there_before(executors: tuple[DeviceExecutor, DeviceExecu
     told = alone(World(), plain, first).tokens
     target = Asked((*first.prompt, *told, *first.prompt), first.params)
     assert strings(WORLD, drafting, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
+
+
+@of_one_dtype_by_day
+def test_a_prediction_saves_steps_and_changes_nothing(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is right, and one that is right but for some tokens here and there, in any context."""
+    plain, drafting = executors
+    guess_with(drafting, NgramDrafter())
+    target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[1]
+    said = alone(World(), plain, target).tokens
+    edited = (*said[:7], 3, 4, 5, *said[9:20], *said[23:])
+    expected = strings(World(), plain, target, range(1))
+    assert strings(WORLD, drafting, replace(target, prediction=edited), range(CONTEXTS)) == expected
+    monkeypatch.setattr(DraftController, "choose", always)
+    verified = alone(WORLD, drafting, replace(target, prediction=tuple(said))).verified
+    rows = -(-(NEW_TOKENS - 1) // 5)
+    assert (verified.rows, verified.drafted) == (rows, NEW_TOKENS - 1 - rows)
+    assert verified.predicted == verified.right_predicted == verified.accepted == verified.drafted
+    partly = alone(WORLD, drafting, replace(target, prediction=edited)).verified
+    assert 0 < partly.right_predicted < partly.predicted <= partly.drafted
+    assert alone(WORLD, drafting, target).verified.predicted == 0
+
+
+def test_an_operators_texts_save_steps_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose tokenizer knows tokens that the model does not."""
+    monkeypatch.setattr(DraftController, "choose", always)
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    plain = made_of(folder, 0, "float32")
+    said = alone(World(), plain, target)
+    plain.close()
+    text = [*target.prompt[-3:], *said.tokens[:9], WORLD.vocab_size, *said.tokens[9:20], BETWEEN_TEXTS, *said.tokens[20:]]
+    drafting = made_of(folder, 4, "float32", np.array(text, dtype=np.int32))
+    answer = alone(WORLD, drafting, target)
+    drafting.close()
+    assert answer.bits() == said.bits()
+    assert answer.verified.accepted > NEW_TOKENS // 2 and answer.verified.predicted == 0
+
+
+@of_one_dtype_by_day
+def test_who_wants_no_guesses_is_nobodys_text(
+    executors: tuple[DeviceExecutor, DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one who does: no token is guessed for it, and what drafts never hears of it."""
+    monkeypatch.setattr(DraftController, "choose", always)
+    plain, drafting = executors
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    guesses = Guesses([whole(plain, target)], 0.0, WORLD.vocab_size)
+    guess_with(drafting, guesses)
+    turned = Turned(WORLD.config(), drafting, overlap=True)
+    opted_out = replace(target, params=replace(target.params, speculative=False))
+    without, beside = turned.submit(opted_out), turned.submit(target)
+    turned.finish()
+    assert without.bits() == beside.bits() == alone(World(), plain, target).bits()
+    assert without.verified.rows == 0 < beside.verified.accepted == guesses.accepted
+    assert len(guesses._texts) == 1
 
 
 @of_one_dtype_by_day

@@ -76,7 +76,9 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/core/test_draft_controller.py",
         "tests/services/worker/grammar/test_grammar_matcher.py",
         "tests/exec/test_model_drafters.py",
+        "tests/exec/test_ngrams.py",
         "tests/exec/test_speculation.py",
+        "tests/core/test_rules_guesses.py",
     ),
     "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
     "gateway": (

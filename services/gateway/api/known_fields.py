@@ -74,7 +74,6 @@ _UNUSED = frozenset(
         "custom_labels",
         "guided_decoding_backend",
         "metadata",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -88,6 +87,8 @@ _UNUSED = frozenset(
         "user",
     )
 )
+
+_PREDICTED = frozenset(("prediction",))  # of chats alone
 
 SAMPLING: Neutral = {row.name: row.neutral for row in UNSERVED if Api.CHAT in row.apis}
 PROMPT: Neutral = {
@@ -175,8 +176,8 @@ OF_EMBEDDINGS: Neutral = {
 
 STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
 CHAT = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_CHAT, **_CUT})
-COMPLETION = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES, **_CUT})
-EMBEDDING = KnownFields(_UNUSED, {**_EVERYWHERE, **OF_TEMPLATES, **OF_EMBEDDINGS})
+COMPLETION = KnownFields(_UNUSED | _PREDICTED, {**_EVERYWHERE, **OF_TEMPLATES, **_CUT})
+EMBEDDING = KnownFields(_UNUSED | _PREDICTED, {**_EVERYWHERE, **OF_TEMPLATES, **OF_EMBEDDINGS})
 # Of SGLang's GenerateReqInput and EmbeddingReqInput.
 NATIVE = KnownFields(
     frozenset(("log_metrics", "no_logs")),

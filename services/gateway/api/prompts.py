@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,22 @@ async def of_chat(
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
     return replace(room.fit(_prompt(response.prompts[0], None), "messages"), rendered_end=response.rendered_end)
+
+
+async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:
+    """Ids of a text that an answer may turn out to be: of a longer one the first. Raises ApiError."""
+    if not text:
+        return ()
+    most = min(limits.MAX_PREDICTION_TOKENS, model.context_len)
+    call = tokenizer_pb2.EncodeRequest(
+        request_id=origin.request_id, texts=[text], add_special_tokens=False, max_tokens=most, cuts=True
+    )
+    with origin.tokenizing(call):
+        response = await tokenizer.encode(call, "prediction", model.source)
+    if len(response.prompts) != 1:
+        raise internal("The tokenizer answered with the wrong number of texts.")
+    ids: Sequence[int] = tokenizer_pb2.TokenIds(ids=response.prompts[0].ids[:most]).ids
+    return ids
 
 
 def _prompt(found: tokenizer_pb2.TokenIds, text: str | None) -> Prompt:

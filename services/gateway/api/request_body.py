@@ -53,6 +53,7 @@ class SamplingBody(Body):
     presence_penalty: float | None = parameter("presence_penalty")
     ignore_eos: bool | None = parameter("ignore_eos")
     skip_special_tokens: bool | None = parameter("skip_special_tokens")
+    speculative: bool | None = parameter("speculative")
     stream_interval: int | None = parameter("stream_interval")
     stop: Stop = parameter("stop")
     stop_regex: Stop = parameter("stop_regex")

@@ -290,7 +290,9 @@ class Dispatcher:
     def on_step(self, link: Link, step: worker_pb2.StepOutput) -> None:
         self.last_step_at = asyncio.get_running_loop().time()
         token_ids = list(step.token_ids)
-        if len(step.handles) != len(step.counts) or sum(step.counts) != len(token_ids):
+        predicted = step.predicted_handles, step.accepted_prediction_tokens, step.rejected_prediction_tokens
+        fits = len(step.handles) == len(step.counts) and len({*map(len, predicted)}) == 1
+        if not fits or sum(step.counts) != len(token_ids):
             raise StreamBroken("a step whose arrays do not fit")
         position = 0
         for handle, count in zip(step.handles, step.counts, strict=True):
@@ -305,6 +307,9 @@ class Dispatcher:
             link.open_tokens += count
             self._detoks.touch(placement.choice.text.decoding)
         self._on_logprobs(link, step)
+        for handle, accepted, rejected in zip(*predicted, strict=True):
+            if (placement := link.open.get(handle)) is not None:
+                placement.choice.output.predicted(accepted, rejected)
         for finish in step.finishes:
             placement = link.close(finish.handle)
             if placement is not None:

@@ -69,6 +69,11 @@ class ModelCatalog:
         pool = self._pools.get(model.name)
         return model.hash_root(cache_salt) if pool is not None and pool.wants_hashes else b""
 
+    def reads_predictions(self, model: ModelInfo) -> bool:
+        """Whether a worker of it guesses by what clients predict."""
+        pool = self._pools.get(model.name)
+        return pool is not None and any(link.info is not None and link.info.reads_predictions for link in pool.links.values())
+
     def grown(self) -> None:
         """A worker has connected."""
         self._grown.set()

@@ -115,6 +115,10 @@ class Placement:
         return self.choice.prompt.ids
 
     @property
+    def prediction_ids(self) -> Sequence[int]:
+        return self.choice.part.prediction or ()
+
+    @property
     def num_tokens(self) -> int:
         """Of prompt and output."""
         return len(self.choice.prompt.ids) + len(self.choice.output.ids)

@@ -35,10 +35,14 @@ Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
 class Occupant(Protocol):
-    """What is open on workers, by a handle on each. Its prompt and its output so far are read when it is sent."""
+    """What is open on workers, by a handle on each. Its prompt, its prediction and its output so far are read when it is sent."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def prediction_ids(self) -> Sequence[int]:
+        """For a worker that reads them."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +120,7 @@ class WorkerLink(Generic[Open]):
         return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
     def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
-        """submit: all but prompt and sampling parameters, which are copied once, into the message that goes out."""
+        """submit: all but prompt, prediction and sampling parameters, which are copied once, into the message that goes out."""
         self.open[submit.handle] = occupant
         self.open_tokens += occupant.num_tokens
         self._submits[submit.handle] = submit
@@ -231,14 +235,17 @@ class WorkerLink(Generic[Open]):
         """All aborts, and submits up to about MESSAGE_BYTES, the first one in any case."""
         message = worker_pb2.GenerateRequest(aborts=self._aborts)
         self._aborts.clear()
-        size = 0
+        size, predicts = 0, self.info is not None and self.info.reads_predictions
         while self._submits and size < MESSAGE_BYTES:
             handle = next(iter(self._submits))
             submit = message.submits.add()
             submit.CopyFrom(self._submits.pop(handle))
             self.open[handle].write_sampling(submit.sampling)
             submit.prompt_ids.extend(self.open[handle].prompt_ids)
-            size += ID_BYTES * (len(submit.prompt_ids) + len(submit.output_ids)) + submit.sampling.ByteSize()
+            if predicts:
+                submit.prediction_ids.extend(self.open[handle].prediction_ids)
+            ids = len(submit.prompt_ids) + len(submit.output_ids) + len(submit.prediction_ids)
+            size += ID_BYTES * ids + submit.sampling.ByteSize()
         return message
 
     async def _write(self, call: Call) -> None:

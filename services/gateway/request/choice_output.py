@@ -23,8 +23,9 @@ class Ending:
 
     stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
     matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
-    verified_rows, drafted_tokens, accepted_tokens: see worker.proto. cached_by_tier: cached_tokens by where they were; None
-    where none was cached, and of a worker that has one tier.
+    verified_rows, drafted_tokens, accepted_tokens: see worker.proto. accepted_prediction_tokens, rejected_prediction_tokens: at
+    all workers that it was on, up to the tokens that came. cached_by_tier: cached_tokens by where they were; None where none
+    was cached, and of a worker that has one tier.
     """
 
     finish_reason: str  # "stop", "length" or "abort"
@@ -38,6 +39,8 @@ class Ending:
     verified_rows: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     cached_by_tier: Mapping[str, int] | None = None
 
 
@@ -64,7 +67,17 @@ class ChoiceOutput:
     """ids: all output ids so far; a detokenizer's stream reads the same list. logprobs: of these, where they are wanted.
     prompt_logprobs: from position max(1, prompt_from) on. verdict: the worker's ending, None while it goes on."""
 
-    __slots__ = ("_embedding", "_generation", "_prefilled", "ids", "logprobs", "prompt_logprobs", "verdict")
+    __slots__ = (
+        "_embedding",
+        "_generation",
+        "_predicted",
+        "_predicted_before",
+        "_prefilled",
+        "ids",
+        "logprobs",
+        "prompt_logprobs",
+        "verdict",
+    )
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -72,6 +85,7 @@ class ChoiceOutput:
         self.logprobs = LogprobTable()
         self.prompt_logprobs = LogprobTable()
         self._embedding: Sequence[float] | None = None
+        self._predicted = self._predicted_before = 0, 0  # accepted and rejected, at its worker and at those that it has left
         self._prefilled: worker_pb2.Finish | None = None  # what the worker said that has computed the prompt for another one
         self.verdict: Ending | None = None
 
@@ -79,6 +93,12 @@ class ChoiceOutput:
     def lacks_logprobs(self) -> bool:
         """Some are wanted that have not come."""
         return self._generation.wants_logprobs and len(self.logprobs) != len(self.ids)
+
+    @property
+    def _predictions(self) -> tuple[int, int]:
+        """Guesses by its prediction that were right, and those that were not, wherever it was."""
+        before, here = self._predicted_before, self._predicted
+        return before[0] + here[0], before[1] + here[1]
 
     def vector(self) -> NDArray[np.float32]:
         """float32[dimensions], little-endian, of a request for one that is complete."""
@@ -102,8 +122,13 @@ class ChoiceOutput:
         """Of the next prompt tokens. Raises ValueError for rows that do not fit."""
         self.prompt_logprobs.extend(rows)
 
+    def predicted(self, accepted: int, rejected: int) -> None:
+        """What guesses by its prediction have come to at its worker so far, up to the tokens that are here."""
+        self._predicted = accepted, rejected
+
     def leave_worker(self) -> None:
         """What it said of a prompt that it did not finish is void."""
+        self._predicted_before, self._predicted = self._predictions, (0, 0)
         if not self.ids:
             self.prompt_logprobs = LogprobTable()
 
@@ -114,7 +139,7 @@ class ChoiceOutput:
 
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The worker's terminal output, of an answer that is complete."""
-        ending = _ending_of(finish, self._generation.stop_token_ids)
+        ending = _ending_of(finish, self._generation.stop_token_ids, self._predictions)
         if (first := self._prefilled) is not None:
             ending = replace(ending, cached_tokens=first.cached_tokens, cached_by_tier=_by_tier(first), queue_ms=first.queue_ms)
         self.verdict = _without_output(ending) if self._generation.hidden else ending
@@ -125,7 +150,8 @@ class ChoiceOutput:
 _FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
 
 
-def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> Ending:
+def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int], predicted: tuple[int, int]) -> Ending:
+    """predicted: tokens accepted and rejected."""
     matched: str | int | None = None
     if finish.reason in (pb.FINISH_REASON_MATCHED_STRING, pb.FINISH_REASON_MATCHED_REGEX):
         matched = finish.matched_stop
@@ -144,6 +170,8 @@ def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int]) -> End
         verified_rows=finish.verified_rows,
         drafted_tokens=finish.drafted_tokens,
         accepted_tokens=finish.accepted_tokens,
+        accepted_prediction_tokens=predicted[0],
+        rejected_prediction_tokens=predicted[1],
         cached_by_tier=_by_tier(finish),
     )
 

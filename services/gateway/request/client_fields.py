@@ -41,7 +41,7 @@ _OPENAI = {
     "dry": "dry_multiplier",
     "logprobs.token_ids": "logprob_token_ids",
 }
-CHAT = ClientFields({**_OPENAI, "prompt_ids": "messages", "logprobs.top": "top_logprobs"})
+CHAT = ClientFields({**_OPENAI, "prompt_ids": "messages", "prediction_ids": "prediction", "logprobs.top": "top_logprobs"})
 COMPLETION = ClientFields({**_OPENAI, "prompt_ids": "prompt", "logprobs": "logprobs", "logprobs.prompt_from": "echo"})
 _VECTOR = {"embedding.dimensions": "dimensions", "embedding.normalize": "normalize", "embedding": "model"}
 EMBEDDING = ClientFields({**_VECTOR, "prompt_ids": "input", "request_id": "rid"})

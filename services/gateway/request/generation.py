@@ -54,6 +54,9 @@ class Models(Protocol):
     def names(self) -> Sequence[str]:
         """Of all that can be asked for."""
 
+    def reads_predictions(self, model: ModelInfo) -> bool:
+        """Whether a worker of it guesses by what clients predict."""
+
     async def wait_for(self, name: str | None = None) -> ModelInfo:
         """The model of this name, the default one for None. Waits for its first worker. Raises ApiError."""
 
@@ -194,7 +197,8 @@ def one_step(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One prompt of a request and what is asked of it. prefix: what its text begins with (echo).
+    """One prompt of a request and what is asked of it. prefix: what its text begins with (echo). prediction: ids of what its
+    client takes for its text; none where nobody would read them, None where its client has said nothing.
 
     request_id: what workers know it by, "" for one made from the HTTP request's; with n > 1 each choice adds its number.
     """
@@ -203,6 +207,7 @@ class Part:
     generation: Generation
     prefix: str = ""
     request_id: str = ""
+    prediction: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

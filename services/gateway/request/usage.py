@@ -16,15 +16,13 @@ def usage_of(request: ClientRequest) -> dict[str, Any]:
     prompt_tokens = sum(ending.prompt_tokens for ending in first)
     output_tokens = sum(ending.completion_tokens for _, ending in ended)
     cached_tokens = sum(ending.cached_tokens for ending in first)
-    reasoning = [_reasoning_tokens(choice) for choice, _ in ended]
-    known = [count for count in reasoning if count is not None]
-    details = {"completion_tokens_details": {"reasoning_tokens": sum(known)}} if known else {}
+    details = {**_reasoned(request), **_predicted(request)}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens, **_by_tier(first)},
-        **details,
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 
@@ -35,6 +33,23 @@ def _by_tier(endings: Sequence[Ending]) -> dict[str, Any]:
     return {"cached_tokens_details": {tier: sum(each[tier] for each in known) for tier in TIERS}}
 
 
+def _reasoned(request: ClientRequest) -> dict[str, int]:
+    counts = [_reasoning_tokens(choice) for choice in request.choices if choice.ending]
+    known = [count for count in counts if count is not None]
+    return {"reasoning_tokens": sum(known)} if known else {}
+
+
 def _reasoning_tokens(choice: Choice) -> int | None:
     parsing = choice.generation.parsing
     return None if parsing is None else parsing.reasoning_tokens(choice.output.ids)
+
+
+def _predicted(request: ClientRequest) -> dict[str, int]:
+    """Of a request with a prediction, by OpenAI's names: guesses by it that were right, and those that were not."""
+    endings = [choice.ending for choice in request.choices if choice.part.prediction is not None and choice.ending]
+    if not endings:
+        return {}
+    return {
+        "accepted_prediction_tokens": sum(ending.accepted_prediction_tokens for ending in endings),
+        "rejected_prediction_tokens": sum(ending.rejected_prediction_tokens for ending in endings),
+    }

@@ -26,11 +26,13 @@ Mask = NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
     """The tokens of a step whose rows have several. counts, firsts, drafted: int64[rows], tokens of each row's run, the place of
-    its first, and guesses that it had. result: the step's, with faults and embeddings by place too: those of a run's last one."""
+    its first, and guesses that it had. predicted: bool[rows], see StepResult. result: the step's, with faults and embeddings by
+    place too: those of a run's last one."""
 
     counts: I64
     firsts: I64
     drafted: I64
+    predicted: Mask
     result: StepResult
 
     @classmethod
@@ -43,13 +45,21 @@ class TokenRuns:
         drafted = np.zeros_like(counts) if result.drafted is None else result.drafted.astype(np.int64)
         assert not len(plan.drafts) or (drafted <= plan.drafts).all(), "no more is drafted than was planned"
         assert (counts <= drafted + 1).all(), "no more than was drafted, and one"
+        predicted = np.zeros(len(counts), dtype=np.bool_) if result.predicted is None else result.predicted
+        assert (drafted[predicted] > 0).all(), "what is of a prediction was guessed"
         faults = {int(firsts[row] + counts[row]) - 1: fault for row, fault in result.faults.items()}
         embeddings = {int(firsts[row]): vector for row, vector in result.embeddings.items()}
-        return cls(counts, firsts, drafted, replace(result, faults=faults, embeddings=embeddings))
+        return cls(counts, firsts, drafted, predicted, replace(result, faults=faults, embeddings=embeddings))
 
     def places(self, row: int) -> range:
         first = int(self.firsts[row])
         return range(first, first + int(self.counts[row]))
+
+    def note(self, request: Request, row: int, walked: int) -> None:
+        """What the row's guesses have come to, if it had any. walked: tokens of its run that were looked at: all but the last of
+        them were guessed."""
+        if drafted := int(self.drafted[row]):
+            request.verified = request.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
 
 
 class Committer:
@@ -178,7 +188,7 @@ class Committer:
             jumped += [int(at[i]) for i in taken.jumped]
             goes_on[at[[*taken.endings, *taken.jumped]]] = False
         for i in np.flatnonzero(run.drafted[rows]).tolist():
-            requests[i].verified = requests[i].verified.and_row(int(run.drafted[rows[i]]), int(walked[i]) - 1)
+            run.note(requests[i], int(rows[i]), int(walked[i]))
         cut = np.flatnonzero(~goes_on)
         for i in cut.tolist():  # what was computed behind its last token is nobody's
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
@@ -250,6 +260,9 @@ class Committer:
             self._table.outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
         for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
             self._table.outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
+        if self._guesses is not None:
+            for i in np.flatnonzero(columns.predicted[slots]).tolist():
+                self._table.outputs.add_predicted(requests[int(at[i])])
 
     def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
@@ -258,11 +271,15 @@ class Committer:
                 continue
             request.flight_step = -1
             told, places = (result, range(row, row + 1)) if run is None else (run.result, run.places(row))
+            walked = 0
             for place in places:
                 taken = self._intake.take_one(request, int(told.tokens[place]), place, told)
                 self._table.generated_tokens_total += taken.num_tokens
+                walked += 1
                 if taken.endings or taken.jumped:
                     break
+            if run is not None:
+                run.note(request, row, walked)
             request.rekey()
             if taken.endings:
                 self._table.end(request, taken.endings[0], now)

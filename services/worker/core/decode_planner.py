@@ -67,10 +67,11 @@ class DecodePlanner:
 
     def _with_drafts(self, rows: DecodeRows, guesses: DraftController) -> DecodeRows:
         """The rows, each with as many drafts as pay, as its output may still have tokens and the step has room for, and pages for
-        them. None where that would take pages from others: drafts are guesses."""
+        them; none for who wants no guesses. None where that would take pages from others: drafts are guesses."""
         table, columns, slots = self._table, self._table.columns, rows.slots
         most = min(table.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
-        drafts = guesses.choose(slots, np.minimum(columns.max_new[slots] - columns.planned_out[slots], most))
+        left = np.where(columns.guessable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
+        drafts = guesses.choose(slots, np.minimum(left, most))
         over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
         need = -(-np.maximum(over, 0) // table.config.page_size)
         if need.sum() > table.memory.pages.num_free:

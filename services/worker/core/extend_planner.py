@@ -45,7 +45,7 @@ class ExtendPlanner:
     ) -> ExtendRows:
         """num_decode_rows: those that share this step. flight: the uncommitted step. may_admit: waiting requests may begin."""
         table = self._table
-        rows = ExtendRows(tells_history=table.config.max_drafts > 0)
+        rows = ExtendRows(drafting=table.config.max_drafts > 0)
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)

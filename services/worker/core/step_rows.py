@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_drafts
+from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
 from services.worker.core.kv.memory import PageTableUpdates
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.queue.request import Request
@@ -46,8 +46,8 @@ class Step:
 
 @dataclass(slots=True)
 class ExtendRows:
-    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens. tells_history: the
-    executor is told the tokens of who is admitted, whatever their parameters."""
+    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens. drafting: the executor
+    guesses, and is told the tokens and the prediction of who is admitted and may be guessed for."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -56,14 +56,16 @@ class ExtendRows:
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    tells_history: bool = False
+    drafting: bool = False
 
     def admit(self, request: Request, slot: int) -> None:
         """The request begins in this step: its parameters go with it."""
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        history = np.frombuffer(request.key, dtype=np.int32) if penalised or self.tells_history else _NONE
-        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history))
+        guessable = self.drafting and params.speculative
+        history = np.frombuffer(request.key, dtype=np.int32) if penalised or guessable else _NONE
+        prediction = request.prediction if guessable else _NONE
+        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history, prediction))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
         known = len(request.key) // TOKEN_BYTES
@@ -95,7 +97,7 @@ class DecodeRows:
 
     requests: list[Request]
     slots: NDArray[np.int64]
-    drafts: I32 = field(default_factory=no_drafts)
+    drafts: I32 = field(default_factory=no_tokens)
 
     @property
     def num_tokens(self) -> int:

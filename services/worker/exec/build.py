@@ -99,7 +99,7 @@ def build_device_executor(
     target = load_target(device, options)
     request = LoadRequest(Path(model_path), dtype, page_size, context_len, threads, progress, target, phases)
     loaded = load_model(request)
-    drafting = Drafting(draft := load_draft(request, loaded, options, load_model))
+    drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:
         progress(f"what drafts has a context of {draft.model.max_context} tokens, and guesses nothing beyond it")
     made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, drafting=drafting)
@@ -381,7 +381,8 @@ class _Assembly:
         if not self._options.max_drafts:
             return None
         passes = self.runner.passes
-        drafter = self._drafting.drafter(passes.table, self._page_size, lambda: passes.model)
+        vocab_size = int(self._loaded.config.vocab_size)
+        drafter = self._drafting.drafter(passes.table, self._page_size, lambda: passes.model, vocab_size)
         return DraftedSteps(self.runner, drafter, self._max_slots, self._largest)
 
     def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:

@@ -101,6 +101,7 @@ class FakeRun:
     counts: I32
     ready_at: float
     faults: dict[int, RowFault]
+    predicted: NDArray[np.bool_]
     sampled: bool = False
     tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -114,7 +115,8 @@ def _own(run: Run) -> FakeRun:
 
 
 class FakeExecutor:
-    """next_token: (context int32[n], vocab_size) -> token. draft: (context, number) -> so many guesses at what follows it.
+    """next_token: (context int32[n], vocab_size) -> token. draft: (context, number) -> so many guesses at what follows it, where
+    a prediction does not say them: it is taken to be the output from its first token on.
     fault_at: step_id -> what to raise or row faults, for tests."""
 
     def __init__(
@@ -149,6 +151,7 @@ class FakeExecutor:
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
         self._params: dict[int, SamplingParams] = {}
+        self._predictions: dict[int, tuple[int, I32]] = {}  # by slot, where its output begins, and what is said of it
         self.fail_steps: set[int] = set()
         self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(operation.keys)  # fewer: the rest fails
         self.row_faults: dict[int, dict[int, RowFault]] = {}
@@ -159,7 +162,8 @@ class FakeExecutor:
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
             self._params[admitted.slot] = admitted.params
-        at = 0
+            self._predictions[admitted.slot] = admitted.num_prompt_tokens, admitted.prediction
+        at, predicted = 0, np.zeros(plan.num_rows, dtype=np.bool_)
         for row in range(plan.num_rows):
             slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
             if row < plan.num_extend:
@@ -174,13 +178,19 @@ class FakeExecutor:
                 assert start <= before if len(plan.drafts) else start == before, "a row begins where the step before it ended"
             self._write(slot, start, ids)
             if count > len(ids):
-                context = self._read(slot, start + 1)
-                self._write(slot, start + 1, self._draft(context, count - 1))
+                guessed, predicted[row] = self._guess(slot, self._read(slot, start + 1), count - 1)
+                self._write(slot, start + 1, guessed)
         assert at == len(plan.input_ids), "a token for every position of the extend rows"
         begin = max(self._busy_until, self._clock())
         self._busy_until = begin + self._time.seconds(plan)
         counts = np.ones(plan.num_rows, dtype=np.int32)
-        return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}))
+        return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted)
+
+    def _guess(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:
+        """Whether it is of a prediction."""
+        output_at, prediction = self._predictions[slot]
+        said = prediction[len(context) - output_at :][:number]
+        return (said, True) if len(said) == number else (self._draft(context, number), False)
 
     def guesses(self, run: Run) -> Guesses:
         plan, found = _own(run).plan, {}
@@ -220,7 +230,8 @@ class FakeExecutor:
             raise ExecutorError("made to fail")
         drafted = run.plan.drafts if len(run.plan.drafts) else None
         counts = None if drafted is None else run.counts
-        told = (run.logprobs, run.prompt_logprobs, run.embeddings, counts, drafted)
+        predicted = run.predicted if run.predicted.any() else None
+        told = (run.logprobs, run.prompt_logprobs, run.embeddings, counts, drafted, predicted)
         return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:

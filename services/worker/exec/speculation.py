@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
+from services.worker.core.contracts.plan import I32
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.draft_model import DraftModel
-from services.worker.exec.contracts.drafter import Drafter
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
 from services.worker.exec.contracts.operations import ReleaseMemory
 from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
 from services.worker.exec.drafting.model_drafter import ModelDrafter
 from services.worker.exec.drafting.ngram import NgramDrafter
+from services.worker.exec.drafting.ngram_index import NgramIndex
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.draft_models import HeadOfTarget, SmallDecoder
 from services.worker.exec.models.loaded_model import LoadedModel
@@ -92,11 +95,18 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     return LoadedDraft(model, head.kept, size, head.weights.num_bytes(decoder.weights))
 
 
+def _index_of(corpus: I32, vocab_size: int) -> NgramIndex:
+    """A tokenizer may know tokens that its model has no row for."""
+    known = corpus < vocab_size
+    return NgramIndex(corpus if known.all() else np.where(known, corpus, BETWEEN_TEXTS).astype(np.int32))
+
+
 class Drafting:
     """What an executor drafts with, from when its model is loaded until its memory is given back and taken again. layers: of
-    which it keeps KV, in the pages of `pool`."""
+    which it keeps KV, in the pages of `pool`. corpus: see DeviceOptions."""
 
-    def __init__(self, loaded: LoadedDraft) -> None:
+    def __init__(self, loaded: LoadedDraft, corpus: I32 | None = None) -> None:
+        self._corpus = corpus
         self._drafter: ModelDrafter | None = None
         self._model, self.layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
         self.kept, self.kv_bytes_per_token, self._shape = loaded.kept, loaded.kv_bytes_per_token, loaded.shape
@@ -109,8 +119,9 @@ class Drafting:
             if self._drafter is not None:
                 self._drafter.pool = self.pool
 
-    def drafter(self, table: Tensor, page_size: int, target: Callable[[], CausalModel]) -> Drafter:
-        """Once there are pools. table: int32[slots, pages]. target: the model that steps run at that time."""
+    def drafter(self, table: Tensor, page_size: int, target: Callable[[], CausalModel], vocab_size: int) -> Drafter:
+        """Once there are pools. table: int32[slots, pages]. target: the model that steps run at that time. vocab_size: of that
+        model."""
 
         def kept() -> tuple[Tensor, ...]:
             model = target()
@@ -118,7 +129,7 @@ class Drafting:
             return model.kept()
 
         if self._model is None:
-            return NgramDrafter()
+            return NgramDrafter(None if self._corpus is None else _index_of(self._corpus, vocab_size))
         self._drafter = ModelDrafter(self._model, self.pool, table, page_size, kept)
         return self._drafter
 

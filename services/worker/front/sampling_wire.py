@@ -33,7 +33,7 @@ class ModelLimits:
     """What requests are checked against. embedding_size: numbers in the model's vectors, 0 if it gives none.
 
     encode_breaker: text → token ids, none of them special; None where there is no tokenizer: DRY is then refused.
-    defaults, stream_interval: of requests that do not say; a gateway's say.
+    defaults, stream_interval: of requests that do not say; a gateway's say. reads_predictions: somebody guesses by them.
     """
 
     context_len: int
@@ -44,6 +44,7 @@ class ModelLimits:
     encode_breaker: Callable[[str], Sequence[int]] | None = None
     defaults: SamplingDefaults = API_DEFAULTS
     stream_interval: int = DEFAULT_STREAM_INTERVAL
+    reads_predictions: bool = False
 
 
 def sampling_from_pb(

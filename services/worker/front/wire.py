@@ -9,7 +9,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.shared import limits
 from services.shared.field_refusal import worded
 from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.transfers import Tier
 from services.worker.front.invalid_request import InvalidRequest
@@ -55,6 +55,7 @@ def submit_from_pb(
         weight=message.tenant_weight or 1.0,
         hand_over=_hand_over(message, room),
         source=_source_from_pb(message),
+        prediction=_prediction_from_pb(message, model),
     )
 
 
@@ -96,6 +97,15 @@ def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLim
     if max(output) >= model.vocab_size:
         raise InvalidRequest("output_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
     return output
+
+
+def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
+    """Empty where nobody guesses by it."""
+    within(len(message.prediction_ids), limits.MAX_PREDICTION_TOKENS, "prediction_ids")
+    prediction = np.array(message.prediction_ids, dtype=np.uint32)
+    if len(prediction) and int(prediction.max()) >= model.vocab_size:
+        raise InvalidRequest("prediction_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
+    return prediction.astype(np.int32) if model.reads_predictions else no_tokens()
 
 
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
@@ -143,6 +153,9 @@ def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
         finishes=[_finish_to_pb(finish) for finish in output.finishes],
         logprobs=[_rows_to_pb(handle, rows) for handle, rows in output.logprobs],
         prompt_logprobs=[_prompt_rows_to_pb(handle, rows) for handle, rows in output.prompt_logprobs],
+        predicted_handles=[handle for handle, _ in output.predicted],
+        accepted_prediction_tokens=[verified.right_predicted for _, verified in output.predicted],
+        rejected_prediction_tokens=[verified.predicted - verified.right_predicted for _, verified in output.predicted],
     )
 
 

@@ -246,6 +246,11 @@ class Running:
     def __post_init__(self) -> None:
         self.made += self.submit.output_ids  # made elsewhere: goes on after it
 
+    @property
+    def num_made(self) -> int:
+        """Here."""
+        return len(self.made) - len(self.submit.output_ids)
+
     def next(self) -> tuple[int, worker_pb2.Finish | None]:
         token = self.script[len(self.made)] if len(self.made) < len(self.script) else EOS
         self.made.append(token)
@@ -449,6 +454,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         step.handles.append(handle)
         step.counts.append(1)
         step.token_ids.append(token)
+        if request.submit.prediction_ids:  # of every token one guess is right, of every second one another is not
+            step.predicted_handles.append(handle)
+            step.accepted_prediction_tokens.append(request.num_made)
+            step.rejected_prediction_tokens.append(request.num_made // 2)
         if sampling.HasField("logprobs"):
             step.logprobs.append(logprob_rows(handle, [token], sampling.logprobs))
         return finish

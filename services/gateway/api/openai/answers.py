@@ -24,7 +24,9 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    reasoning_tokens: Count
+    reasoning_tokens: Count = absent("Of a model that reasons between marks.")
+    accepted_prediction_tokens: Count = absent("With prediction: guesses by it that were right, over all choices.")
+    rejected_prediction_tokens: Count = absent("With prediction: guesses by it that were verified and did not come.")
 
 
 class Usage(Answer):
@@ -32,7 +34,7 @@ class Usage(Answer):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails = absent("Of a chat with a model that reasons between marks.")
+    completion_tokens_details: CompletionTokensDetails = absent("With a model that reasons between marks, or prediction.")
 
 
 class Course(Answer):

@@ -91,12 +91,13 @@ def _check_message(message: Any, where: str) -> None:
             raise bad_request(f"{where}.content", f"'{where}.content' is required.")
     elif isinstance(content, list):
         for index, part in enumerate(content):
-            _check_part(part, f"{where}.content[{index}]")
+            check_part(part, f"{where}.content[{index}]")
     elif not isinstance(content, str):
         raise bad_request(f"{where}.content", f"'{where}.content' must be a string or a list of content parts.")
 
 
-def _check_part(part: Any, where: str) -> None:
+def check_part(part: Any, where: str) -> None:
+    """Of text, the only sort there is. Raises ApiError."""
     if not isinstance(part, dict):
         raise bad_request(where, f"'{where}' must be an object.")
     if part.get("type") != "text":

@@ -13,6 +13,7 @@ from typing import Any
 from services.gateway.api import prompts
 from services.gateway.api.openai.chat_call import chat_call
 from services.gateway.api.openai.parsed import parsed_generation
+from services.gateway.api.openai.predicted import predicted_text
 from services.gateway.api.openai.tools import tool_use
 from services.gateway.api.openai.types import CompletionRequest, NamedBody
 from services.gateway.api.openai.validation import (
@@ -65,8 +66,8 @@ class Preparer:
         if request.stream:
             origin.wants_stream()
         use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-        call = chat_call(request, origin.request_id)
-        request = request.model_copy(update={"messages": ()})  # they may be 64 MiB, and the call has its own copy
+        call, predicted = chat_call(request, origin.request_id), predicted_text(request.prediction)
+        request = request.model_copy(update={"messages": (), "prediction": None})  # they may be 64 MiB, and are copied
         _call_it(request, origin, None)
         model = await self._generating_model(request.model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
@@ -82,7 +83,16 @@ class Preparer:
         known = self._tokenizer.formats(model.source)
         formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
         generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))
-        return Plan(model, _parts([fitting], generation, request, origin))
+        (part,) = _parts([fitting], generation, request, origin)
+        if predicted is not None:
+            part = replace(part, prediction=await self._ids_of(predicted, model, origin))
+        return Plan(model, [part])
+
+    async def _ids_of(self, predicted: str, model: ModelInfo, origin: Origin) -> Sequence[int]:
+        """None where nobody would read them."""
+        if not self._models.reads_predictions(model):
+            return ()
+        return await prompts.of_prediction(predicted, self._tokenizer, model, origin)
 
     async def count_of(self, chat: dict[str, Any], origin: Origin) -> int:
         """Tokens of a chat's prompt, which may be longer than the context. No worker is asked."""

@@ -39,10 +39,25 @@ _MESSAGES_SCHEMA = {
         },
     },
 }
+_PREDICTION_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["type", "content"],
+            "properties": {
+                "type": {"const": "content"},
+                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+            },
+        },
+        {"type": "null"},
+    ],
+    "title": "Prediction",
+}
 
 # Checked by hand: the answer names the exact element, and a long list of ids is checked at C speed.
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 Messages = Annotated[Any, WithJsonSchema(_MESSAGES_SCHEMA)]
+Prediction = Annotated[Any, WithJsonSchema(_PREDICTION_SCHEMA)]
 Count = Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)]
 
 
@@ -97,6 +112,11 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool | None = Field(None, description="Default true, unless continue_final_message is set.")
     continue_final_message: bool | None = Field(None, description="The answer continues the last message. Default false.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    prediction: Prediction = Field(
+        None,
+        description="Text that the answer may turn out to be, `{type: content, content}`: it comes sooner where it is, and is the"
+        " same. For workers that guess by n-grams.",
+    )
     logprobs: bool | None = Field(None, description="Log probabilities of the answer's tokens. Default false.")
     top_logprobs: int | None = Field(None, ge=0, le=limits.MAX_TOP_LOGPROBS, description="Of the likeliest tokens too.")
 

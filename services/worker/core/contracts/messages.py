@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
+from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
@@ -71,7 +71,7 @@ class Submit:
     above 0. batch: of prompts of this peer that came together, 0 for one that came alone. page_keys: made by whoever read the
     message; None: the core makes those that it needs. hand_over: the request ends with its next token, if that does not end it
     anyway, and its pages are kept in this room. source: where they can be read, None for nowhere. Neither in a session nor for an
-    embedding.
+    embedding. prediction: int32[n], text that the output may turn out to be: for guesses, and for nothing else.
     """
 
     peer: int
@@ -94,19 +94,31 @@ class Submit:
     page_keys: PromptKeys | None = None
     hand_over: Room | None = None
     source: Source | None = None
+    prediction: NDArray[np.int32] = field(default_factory=no_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Of a request: decode rows that verified guesses, the guesses in them, and those that were right."""
+    """Of a request: decode rows that verified guesses, the guesses in them, and those that were right. predicted,
+    right_predicted: those of both that were of the request's prediction."""
 
     rows: int = 0
     drafted: int = 0
     accepted: int = 0
+    predicted: int = 0
+    right_predicted: int = 0
 
-    def and_row(self, drafted: int, accepted: int) -> Verified:
+    def and_row(self, drafted: int, accepted: int, predicted: bool = False) -> Verified:
+        """predicted: its guesses were of the prediction."""
         assert 0 <= accepted <= drafted, "what is accepted was guessed"
-        return Verified(self.rows + 1, self.drafted + drafted, self.accepted + accepted)
+        of_prediction = (drafted, accepted) if predicted else (0, 0)
+        return Verified(
+            self.rows + 1,
+            self.drafted + drafted,
+            self.accepted + accepted,
+            self.predicted + of_prediction[0],
+            self.right_predicted + of_prediction[1],
+        )
 
 
 NOTHING_VERIFIED = Verified()
@@ -145,7 +157,8 @@ class PeerOutput:
     """One step's news for one front end: parallel columns. handles[i] got counts[i] new tokens; tokens is flat.
 
     logprobs: (handle, values of each of that row's new tokens), for rows whose request wants them. prompt_logprobs:
-    (handle, values) of the next prompt tokens, in order of position.
+    (handle, values) of the next prompt tokens, in order of position. predicted: (handle, what its guesses have come to up to
+    these tokens), for requests with a prediction.
     """
 
     peer: int
@@ -155,6 +168,7 @@ class PeerOutput:
     finishes: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
+    predicted: list[tuple[int, Verified]] = field(default_factory=list)
 
 
 class PauseMode(enum.StrEnum):

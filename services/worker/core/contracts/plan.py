@@ -19,12 +19,12 @@ from services.worker.core.contracts.transfers import PageOperation
 I32 = NDArray[np.int32]
 VERIFIED_TOKENS = 16  # of a decode step, up to which it is bound by reading weights: guesses beside few rows cost little
 NO_STEP = 0  # steps are numbered from 1
-_NO_DRAFTS: I32 = np.empty(0, dtype=np.int32)
+_NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 
 
-def no_drafts() -> I32:
-    """Of a step whose executor drafts nothing."""
-    return _NO_DRAFTS
+def no_tokens() -> I32:
+    """None, for nobody to write to."""
+    return _NO_TOKENS
 
 
 class ForwardMode(enum.IntEnum):
@@ -39,8 +39,9 @@ class SlotParams:
     """What the executor keeps on its device for a slot from the step that admits it until the slot is admitted again.
 
     num_prompt_tokens: of the user's prompt, without output kept over a retraction.
-    history: int32[n], prompt and kept output in order, where penalties need counts or the executor drafts, else empty.
+    history: int32[n], prompt and kept output in order, where penalties need counts or the executor drafts for it, else empty.
     stop_token_ids: ids (EOS included, unless ignored) masked until min_new_tokens outputs exist.
+    prediction: int32[n], text that the output may turn out to be, for who drafts; empty: nobody has said.
     """
 
     slot: int
@@ -48,6 +49,7 @@ class SlotParams:
     params: SamplingParams
     stop_token_ids: tuple[int, ...]
     history: I32
+    prediction: I32 = field(default_factory=no_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class BatchPlan:
     table_firsts: I32
     table_counts: I32
     table_pages: I32
-    drafts: I32 = field(default_factory=no_drafts)
+    drafts: I32 = field(default_factory=no_tokens)
     operations: tuple[PageOperation, ...] = ()
 
     @property
@@ -100,7 +102,7 @@ class BatchPlan:
 
 def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
     """Of no step."""
-    none, no_rows = no_drafts(), np.empty(0, dtype=np.bool_)
+    none, no_rows = no_tokens(), np.empty(0, dtype=np.bool_)
     columns = (none, none, none, none, no_rows, none, none, none, none, (), none, none, none, none, none)
     return BatchPlan(NO_STEP, ForwardMode.IDLE, 0, *columns, operations)
 
@@ -131,9 +133,10 @@ class PromptLogprobs:
 class StepResult:
     """tokens: int32[rows], meaningful where plan.sample and the request generates; with counts (int32[rows], 1 at least) flat, so
     many of each row: drafted ones that were sampled too, and the first that was not drafted; drafted: int32[rows], guesses that
-    each row had, no more than planned. faults: row -> fault, of its last token. logprobs: place in tokens -> values,
-    prompt_logprobs: row -> values, where asked. embeddings: row -> float32[dimensions], for rows with sample set whose request
-    wants a vector. seconds: that the executor worked on it, waiting left out; 0 where nobody has measured it."""
+    each row had, no more than planned; predicted: bool[rows], whether these are of its request's prediction, None where none
+    are. faults: row -> fault, of its last token. logprobs: place in tokens -> values, prompt_logprobs: row -> values, where
+    asked. embeddings: row -> float32[dimensions], for rows with sample set whose request wants a vector. seconds: that the
+    executor worked on it, waiting left out; 0 where nobody has measured it."""
 
     step_id: int
     tokens: I32
@@ -143,4 +146,5 @@ class StepResult:
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: I32 | None = None
     drafted: I32 | None = None
+    predicted: NDArray[np.bool_] | None = None
     seconds: float = 0.0

@@ -57,7 +57,7 @@ class SamplingParams:
     samples the same tokens whatever shares its batch. top_logprobs: -1 means no logprobs of outputs, 0 the sampled
     token's alone. logprob_token_ids: further ids whose logprobs are wanted wherever logprobs are. prompt_logprobs_from:
     position of the first prompt token whose logprob is wanted (position 0 has none), -1 for none; they come with the
-    same top_logprobs and logprob_token_ids.
+    same top_logprobs and logprob_token_ids. speculative: tokens may be guessed ahead and verified, where somebody guesses.
     """
 
     max_new_tokens: int
@@ -86,3 +86,4 @@ class SamplingParams:
     embedding: EmbeddingParams | None = None
     stream_interval: int = DEFAULT_STREAM_INTERVAL
     skip_special_tokens: bool = True
+    speculative: bool = True

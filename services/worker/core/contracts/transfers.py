@@ -112,5 +112,5 @@ class Fact:
     seconds: float = 0.0
     stored: tuple[bytes, ...] = ()
     dropped: tuple[bytes, ...] = ()
-    blocks: tuple[KeptBlock, ...] = ()
     use: StorageUse | None = None
+    blocks: tuple[KeptBlock, ...] = ()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from services.shared.index.cache_namespace import cache_namespace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Submit
+from services.worker.core.contracts.plan import no_tokens
 from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.queue.finish import FinishDecision, refused, tail_tokens
@@ -75,6 +76,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         weight=message.weight,
         hand_over=message.hand_over,
         source=message.source if config.reads_peers else None,
+        prediction=message.prediction if params.speculative else no_tokens(),
     )
     if message.page_keys is not None and message.page_keys.tree == request.namespace and message.session is None:
         request.page_keys = list(message.page_keys.keys)

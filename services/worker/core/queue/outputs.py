@@ -25,7 +25,11 @@ class Outputs:
         output.tokens += tokens
 
     def add_news(self, request: Request) -> None:
-        """One request's tokens that were not told yet, with their logprobs if they are wanted."""
+        """One request's tokens that were not told yet, with all that goes with them."""
+        self._add_tokens(request)
+        self.add_predicted(request)
+
+    def _add_tokens(self, request: Request) -> None:
         assert request.num_sent <= len(request.output_ids), "a front end was told more than there is"
         tokens = request.output_ids[request.num_sent :]
         if not tokens:
@@ -40,6 +44,11 @@ class Outputs:
             assert request.num_given <= first < end, "logprobs are of tokens sampled here"
             rows = request.logprobs[first - request.num_given : end - request.num_given]
             self._peer(request.peer).logprobs.append((request.handle, rows))
+
+    def add_predicted(self, request: Request) -> None:
+        """What guesses have come to with the tokens that are told, if some may be of a prediction."""
+        if len(request.prediction):
+            self._peer(request.peer).predicted.append((request.handle, request.verified))
 
     def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))

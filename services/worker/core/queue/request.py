@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import NOTHING_VERIFIED, SessionTurn, Verified
-from services.worker.core.contracts.plan import RowLogprobs
+from services.worker.core.contracts.plan import RowLogprobs, no_tokens
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
@@ -51,8 +51,8 @@ class Request:
     they were. jump: the grammar may add tokens by itself. payer: whose share its prompt tokens are of, weight: of that share.
     flow: the same while there are any to be planned, but for those that wait at a gate. page_keys: of the first pages of its key,
     where there are tiers. num_looks: how often other tiers were asked for its prefix since it last began to wait. imported: pages
-    that came from each. cached_from: num_cached_tokens, by where they were. hand_over, source: see Submit; source is None once
-    nothing more is wanted of it.
+    that came from each. cached_from: num_cached_tokens, by where they were. hand_over, source,
+    prediction: see Submit; source is None once nothing more is wanted of it.
     """
 
     seq: int
@@ -103,6 +103,7 @@ class Request:
     cached_from: dict[Tier, int] = field(default_factory=dict)
     hand_over: Room | None = None
     source: Source | None = None
+    prediction: NDArray[np.int32] = field(default_factory=no_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:

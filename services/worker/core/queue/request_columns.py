@@ -12,11 +12,12 @@ STOP_IDS = 8  # stop token ids that are compared in columns; a request with more
 class SlotColumns:
     """Arrays of length num_slots. A row is meaningful while its slot is leased.
 
-    epoch: changes whenever the slot is given back, so that a step in flight can tell its rows from later ones.
-    computed, committed: tokens whose KV is or will be written by steps planned / committed so far. target: tokens to
-    extend at this admission. planned_out, num_out, sent: output tokens planned / committed / told to the front end.
-    special: the finish rules need more than stop_ids. masked: sampling needs the grammar's mask. wants_logprobs: of outputs.
-    redundant: the token that the step in flight samples is known already and was counted.
+    epoch: changes whenever the slot is given back, so that a step in flight can tell its rows from later ones. computed,
+    committed: tokens whose KV is or will be written by steps planned / committed so far. target: tokens to extend at this
+    admission. planned_out, num_out, sent: output tokens planned / committed / told to the front end. guessable: tokens may be
+    guessed ahead. special: the finish rules need more than stop_ids. masked: sampling needs the grammar's mask. wants_logprobs:
+    of outputs. predicted: its client has said a prediction. redundant: the token that the step in flight samples is known already
+    and was counted.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -35,9 +36,11 @@ class SlotColumns:
         self.interval = column()
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
+        self.guessable = np.zeros(num_slots, dtype=np.bool_)
         self.special = np.zeros(num_slots, dtype=np.bool_)
         self.masked = np.zeros(num_slots, dtype=np.bool_)
         self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
+        self.predicted = np.zeros(num_slots, dtype=np.bool_)
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
         self.redundant = np.zeros(num_slots, dtype=np.bool_)
         self.stop_ids = np.full((num_slots, STOP_IDS), -1, dtype=np.int64)
@@ -59,8 +62,10 @@ class SlotColumns:
         self.handle[slot] = request.handle
         ids = request.stop_token_ids
         params = request.params
+        self.guessable[slot] = params.speculative
         self.masked[slot] = params.grammar is not None
         self.wants_logprobs[slot] = request.wants_logprobs
+        self.predicted[slot] = len(request.prediction) > 0
         self.redundant[slot] = False
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from services.worker.core.contracts.plan import SlotParams
 
+BETWEEN_TEXTS = -1  # in the token ids of several
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -23,7 +25,8 @@ class Computed:
 
 class Drafter(Protocol):
     """Calls are of the thread that launches steps, in the order of steps; of one step in the order below. Pages are those of the
-    table, and hold what a drafter keeps of a token beside what the target does."""
+    table, and hold what a drafter keeps of a token beside what the target does. Of a slot whose holder wants no guesses it hears
+    nothing until the next one is admitted."""
 
     def begin(self) -> None:
         """Before anything of a step: slots and pages are still those of the step before."""
@@ -36,6 +39,9 @@ class Drafter(Protocol):
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         """Guesses at the next tokens of slots: as many as are wanted of each, or fewer. The pages for them are in the table."""
+
+    def predicted(self, slot: int) -> bool:
+        """Whether its guesses, proposed last, are of the request's prediction."""
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
         """The next tokens, of which all but the last were guessed right."""

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 
@@ -47,13 +50,14 @@ class PeerOptions:
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """device: as torch names it. num_threads: that a CPU computes with. kernels: auto (triton on a GPU, cpp on a CPU), triton,
-    cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is computed
-    in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read weights
-    for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of a
-    decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm: who
-    guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own. tiers: of KV
-    below the device's pool; None: there are none. peers: other workers that read KV here, or whose KV is read; None: there are
-    none."""
+    cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is
+    computed in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read
+    weights for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of
+    a decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm:
+    who guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own.
+    draft_corpus: int32[n], texts in which n-grams are sought where a request's own have none, with BETWEEN_TEXTS among them.
+    tiers: of KV below the device's pool; None: there are none. peers: other workers that read KV here, or whose KV is read;
+    None: there are none."""
 
     device: str = "cuda:0"
     num_threads: int = 1
@@ -68,5 +72,6 @@ class DeviceOptions:
     max_drafts: int = 0
     speculative_algorithm: str = NGRAM
     draft_model: str = ""
+    draft_corpus: NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
     tiers: TierOptions | None = None
     peers: PeerOptions | None = None

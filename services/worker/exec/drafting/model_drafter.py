@@ -123,6 +123,10 @@ class ModelDrafter:
             self._slots[slot].ahead = len(guessed) - 1
         return guesses
 
+    def predicted(self, slot: int) -> bool:
+        """It reads none."""
+        return False
+
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
         state = self._slots[slot]
         state.text.extend(tokens)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_drafts
+from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
 from services.worker.exec.contracts.drafter import Computed, Drafter
 from services.worker.exec.contracts.protocol import NO_MASKS, Masks
 from services.worker.exec.contracts.step_data import Batch
@@ -31,24 +31,26 @@ I64 = NDArray[np.int64]
 @dataclass(slots=True)
 class _Drafted:
     """A step. inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one there. guesses:
-    by row of the plan, as far as a grammar allows them; proposed: how many there were before. runs: tokens of each row that
-    samples. seconds: that the step has taken so far."""
+    by row of the plan, as far as a grammar allows them; proposed: how many there were before; predicted: rows whose guesses are
+    of a prediction. runs: tokens of each row that samples. seconds: that the step has taken so far."""
 
     inner: DeviceRun
     firsts: I64
     guesses: dict[int, list[int]]
     proposed: dict[int, int]
+    predicted: list[int]
     runs: dict[int, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 class DraftedSteps:
     """What an executor asks of a DeviceRunner, with guesses. lengths: int64[slots], tokens of each slot whose KV counts: where
-    its next one stands."""
+    its next one stands. guessable: bool[slots], of whose holder the drafter hears."""
 
     def __init__(self, runner: DeviceRunner, drafter: Drafter, max_slots: int, max_tokens: int) -> None:
         self._runner, self._drafter, self._max_tokens = runner, drafter, max_tokens
         self._lengths = np.zeros(max_slots, dtype=np.int64)
+        self._guessable = np.zeros(max_slots, dtype=np.bool_)
         self._steps: dict[int, _Drafted] = {}
 
     def forward(self, run: DeviceRun) -> None:
@@ -59,11 +61,14 @@ class DraftedSteps:
             self._runner.map_pages(plan)
         begun = time.perf_counter()  # what prompts left to do is no decode step's cost
         for admitted in plan.admitted:
-            self._drafter.admit(admitted)
+            self._guessable[admitted.slot] = admitted.params.speculative
+            if admitted.params.speculative:
+                self._drafter.admit(admitted)
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
-            ids = plan.input_ids[end - int(plan.num_tokens[row]) : end]
-            self._drafter.know(int(plan.slots[row]), int(plan.starts[row]), ids.tolist())
+            slot, ids = int(plan.slots[row]), plan.input_ids[end - int(plan.num_tokens[row]) : end]
+            if self._guessable[slot]:
+                self._drafter.know(slot, int(plan.starts[row]), ids.tolist())
         guesses = self._guesses(plan)
         run.guess(guesses)
         step = self._resolved(plan, guesses)
@@ -94,10 +99,10 @@ class DraftedSteps:
         rows = []
         for row, first in enumerate(step.firsts.tolist()):
             given = row < plan.num_extend
-            count = int(plan.num_tokens[row]) if given else len(step.runs.get(row, ()))
-            if count and first not in inner.faults:
+            count, slot = int(plan.num_tokens[row]) if given else len(step.runs.get(row, ())), int(plan.slots[row])
+            if count and first not in inner.faults and self._guessable[slot]:
                 place = -1 if inner.in_pieces else int(offsets[first])
-                rows.append(Computed(int(plan.slots[row]), int(inner.plan.starts[first]), count, place, given))
+                rows.append(Computed(slot, int(inner.plan.starts[first]), count, place, given))
         return rows
 
     def result(self, run: DeviceRun) -> StepResult:
@@ -120,7 +125,12 @@ class DraftedSteps:
         for row, count in step.proposed.items():
             drafted[row] = count
         flat = np.array(tokens, dtype=np.int32)
-        return replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=step.seconds)
+        told = replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=step.seconds)
+        if not step.predicted:
+            return told
+        predicted = np.zeros(run.plan.num_rows, dtype=np.bool_)
+        predicted[step.predicted] = True
+        return replace(told, predicted=predicted)
 
     def release(self, run: DeviceRun) -> None:
         step = self._steps.pop(run.plan.step_id, None)
@@ -159,7 +169,7 @@ class DraftedSteps:
             num_tokens=np.where(rows < extends, plan.num_tokens[rows], 1).astype(np.int32),
             sample=plan.sample[rows],
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
-            drafts=no_drafts(),
+            drafts=no_tokens(),
             table_slots=NOTHING,
             table_firsts=NOTHING,
             table_counts=NOTHING,
@@ -172,7 +182,8 @@ class DraftedSteps:
             for row, guess in guesses.items():
                 first = at + int(firsts[row]) + 1
                 run.known[first : first + len(guess)] = guess
-        return _Drafted(run, firsts, guesses, {row: len(guess) for row, guess in guesses.items()})
+        predicted = [row for row in guesses if self._drafter.predicted(int(plan.slots[row]))]
+        return _Drafted(run, firsts, guesses, {row: len(guess) for row, guess in guesses.items()}, predicted)
 
     def _launch(self, plan: BatchPlan, step: _Drafted, batch: Batch, masks: Masks) -> list[Launched]:
         """Place by place. batch: rows of the runner's, each with its logits; all of them, unless the step was cut in pieces."""
@@ -207,4 +218,5 @@ class DraftedSteps:
                 self._lengths[slot] = int(plan.starts[row]) + int(plan.num_tokens[row])
             else:
                 self._lengths[slot] += len(tokens)
-            self._drafter.sampled(slot, tokens)
+            if self._guessable[slot]:
+                self._drafter.sampled(slot, tokens)

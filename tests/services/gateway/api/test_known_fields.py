@@ -78,6 +78,7 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "n": ({}, 2),
     "no_stop_trim": ({"stop": "lo"}, True),
     "normalize": ({}, True),
+    "prediction": ({}, {"type": "content", "content": "Hello"}),
     "priority": ({}, 3),
     "reasoning_effort": ({}, "low"),
     "regex": ({}, "a"),

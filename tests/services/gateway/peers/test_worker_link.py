@@ -18,6 +18,7 @@ BURST = 120  # of some 120 kB each
 
 class Asked:
     prompt_ids: Sequence[int] = PROMPT
+    prediction_ids: Sequence[int] = ()
     num_tokens = len(PROMPT)
 
     def write_sampling(self, into: common_pb2.SamplingParams) -> None:

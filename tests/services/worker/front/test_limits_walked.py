@@ -52,6 +52,7 @@ WALKED: dict[str, Callable[[int], Made]] = {
     "MAX_CACHE_SALT_CHARS": said("cache_salt", lambda value: {"cache_salt": "s" * value}),
     "MAX_REVISION_CHARS": said("revision", lambda value: {"revision": "r" * value}),
     "MAX_ADDRESS_CHARS": said("source.address", lambda value: {"source": source("a" * value)}),
+    "MAX_PREDICTION_TOKENS": said("prediction_ids", lambda value: {"prediction_ids": [1] * value}),
     "MAX_TENANT_BYTES": said("tenant", lambda value: {"tenant": b"t" * value}),
 }
 

@@ -87,6 +87,13 @@ def test_who_is_handed_over_says_where_its_pages_are() -> None:
     assert not bare.HasField("room")
 
 
+def test_what_guesses_by_a_prediction_have_come_to_goes_in_columns() -> None:
+    verified = Verified().and_row(3, 2).and_row(4, 1, True).and_row(2, 2, True)
+    pb = output_to_pb(PeerOutput(1, predicted=[(8, verified), (9, Verified())]))
+    assert list(pb.predicted_handles) == [8, 9]
+    assert (list(pb.accepted_prediction_tokens), list(pb.rejected_prediction_tokens)) == ([3, 0], [3, 0])
+
+
 def test_finish_by_a_pattern_after_retractions() -> None:
     finish = Finish(1, "r", FinishReason.MATCHED_REGEX, matched_stop="a+", retractions=2, queue_s=0.25, completion_tokens=9)
     finish = replace(finish, verified=Verified().and_row(3, 2).and_row(1, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,6 +227,14 @@ class TestSubmit:
         assert (submit.peer, submit.handle, submit.request_id, submit.prompt_ids.tolist()) == (2, 3, "r", PROMPT)
         assert (submit.stream, submit.salt, submit.priority, submit.timeout_s) == (True, "salt", -3, 1.5)
         assert (submit.routing_key, submit.session, submit.lora) == ("key", None, "")
+
+    def test_a_prediction_arrives_where_somebody_guesses_by_it(self) -> None:
+        reading = replace(MODEL, reads_predictions=True)
+        change = lambda message: message.prediction_ids.extend([5, VOCAB - 1])  # noqa: E731
+        assert self.made(change, reading).prediction.tolist() == [5, VOCAB - 1]
+        assert not len(self.made(change).prediction)
+        with pytest.raises(InvalidRequest, match=r"^prediction_ids: "):
+            self.made(lambda message: message.prediction_ids.append(VOCAB))
 
     def test_session(self) -> None:
         def turn(message: worker_pb2.Submit) -> None:

@@ -1,0 +1,101 @@
+"""The operator's texts that n-grams are sought in: a file, read once at start, as one text of token ids."""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.shared import limits
+from services.worker.core.contracts.plan import I32
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
+from services.worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+SETTING = "--speculative-ngram-external-corpus-path"
+PIECE_CHARS = 1 << 16  # of a long text that are encoded together
+PIECES = 64  # that are encoded at once
+
+Encode = Callable[[Sequence[str], bool], Sequence[Sequence[int]]]
+
+
+def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 | None:
+    """int32[n], with BETWEEN_TEXTS between texts; None where there is none. encode: makes what encodes texts, with special tokens
+    around each or without; called where there is a file. Raises ValueError that says what is wrong with settings or file."""
+    path = settings.speculative_ngram_external_corpus_path
+    if not path:
+        return None
+    if settings.speculative_algorithm != "ngram":
+        raise ValueError(f"{SETTING} means nothing to --speculative-algorithm {settings.speculative_algorithm}")
+    pieces, encoder = _pieces(_texts(Path(path))), encode()
+    most, tokens = settings.speculative_ngram_external_corpus_max_tokens, array("i")
+    while some := list(islice(pieces, PIECES)):
+        for (begins, _), ids in zip(some, encoder([piece for _, piece in some], False), strict=True):
+            if begins and tokens:
+                tokens.append(BETWEEN_TEXTS)
+            tokens.extend(ids)
+        if len(tokens) > most:
+            raise ValueError(f"{SETTING}: {path} has more than {most} tokens (--speculative-ngram-external-corpus-max-tokens)")
+    if not tokens:
+        raise ValueError(f"{SETTING}: {path} has no text")
+    logger.info("n-grams are sought in %s too: %d tokens", path, len(tokens))
+    return np.array(tokens, dtype=np.int32)
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Of a .jsonl file each line is a text, of any other the whole of it. Raises ValueError."""
+    text = _content(path)
+    if path.suffix != ".jsonl":
+        yield text
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _record(line, f"{SETTING}: line {number} of {path}")
+
+
+def _content(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"{SETTING}: there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            content = file.read(limits.MAX_CORPUS_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{SETTING}: {path} cannot be read: {error}") from error
+    if len(content) > limits.MAX_CORPUS_BYTES:
+        raise ValueError(f"{SETTING}: {path} is larger than {limits.MAX_CORPUS_BYTES >> 20} MiB")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{SETTING}: {path} is no UTF-8 at byte {error.start}") from None
+
+
+def _record(line: str, where: str) -> str:
+    """A JSON string, as SGLang has it, or an object with a `text`, as data sets do."""
+    try:
+        record: Any = json.loads(line)
+    except ValueError:
+        raise ValueError(f"{where} is no JSON") from None
+    text = record.get("text") if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        raise ValueError(f"{where} is neither a string nor an object with a string named text")
+    return text
+
+
+def _pieces(texts: Iterator[str]) -> Iterator[tuple[bool, str]]:
+    """Texts in pieces, which end where a line does if they can, and whether each begins one: encoding takes memory by the
+    piece."""
+    for text in texts:
+        begin = 0
+        while begin < len(text):
+            end = begin + PIECE_CHARS
+            if end < len(text):
+                end = text.rfind("\n", begin, end) + 1 or end
+            yield begin == 0, text[begin:end]
+            begin = end

@@ -1,0 +1,69 @@
+"""Who is guessed for, and how what guesses come to is counted: docs/scheduler.md#rows-of-several-tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.core.harness import Engine, small
+
+PROMPT, NEW_TOKENS = list(range(100, 107)), 24
+
+
+def guessing(overlap: bool, **changes: object) -> Engine:
+    return small(overlap, max_drafts=3, speculative_adaptive=False, num_pages=40, **changes)
+
+
+def sampled_runs(engine: Engine) -> int:
+    return sum(int(plan.sample.sum()) for plan in engine.plans)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("retract_interval", [0, 3])
+def test_guesses_of_a_prediction_are_counted_once_each(overlap: bool, retract_interval: int) -> None:
+    """Those of a step that was in flight when its request lost its memory too."""
+    told = guessing(overlap)
+    told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    told.drain()
+    said = told.outputs[0]
+    for wrong in (range(0), range(8, 14), range(NEW_TOKENS)):
+        engine = guessing(overlap, retract_interval=retract_interval)
+        prediction = [(token + 1) % 1000 if place in wrong else token for place, token in enumerate(said)]
+        engine.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True, prediction=prediction)
+        engine.drain()
+        engine.check_answer(0)
+        verified = engine.finishes[0].verified
+        assert engine.predicted == {0: verified} and not told.predicted
+        assert verified.accepted == NEW_TOKENS - sampled_runs(engine), "all but one of each run were guessed"
+        assert verified.accepted >= verified.right_predicted
+        assert (verified.right_predicted > 0) == (len(wrong) < NEW_TOKENS)
+        assert (verified.predicted > verified.right_predicted) == (len(wrong) > 0)
+        assert (engine.finishes[0].retractions > 0) == (retract_interval > 0)
+
+
+def test_what_was_guessed_right_behind_an_answers_end_did_not_come() -> None:
+    told = guessing(overlap=True)
+    told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    told.drain()
+    said = told.outputs[0]
+    engine = guessing(overlap=True)
+    engine.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, stop_token_ids=(said[9],), prediction=said)
+    engine.drain()
+    engine.check_answer(0)
+    verified = engine.finishes[0].verified
+    assert (verified.rows, verified.drafted, verified.accepted) == (3, 9, 6), "1 + 4 + 4 tokens, and the one that ends it"
+    assert (verified.predicted, verified.right_predicted) == (9, 6)
+
+
+def test_who_wants_no_guesses_has_none_and_its_tokens_are_not_told() -> None:
+    engine = guessing(overlap=True)
+    engine.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True, speculative=False, prediction=PROMPT)
+    engine.submit(1, PROMPT[1:], max_new_tokens=NEW_TOKENS, ignore_eos=True, prediction=PROMPT)
+    engine.drain()
+    admitted = [slot for plan in engine.plans for slot in plan.admitted]
+    assert [(len(slot.history), len(slot.prediction)) for slot in admitted] == [(0, 0), (len(PROMPT) - 1, len(PROMPT))]
+    without = [plan.drafts[plan.slots == admitted[0].slot] for plan in engine.plans if len(plan.drafts)]
+    assert without and not np.concatenate(without).any()
+    assert engine.finishes[0].verified.rows == 0 < engine.finishes[1].verified.rows
+    engine.check_answer(0)
+    engine.check_answer(1)

@@ -1,0 +1,142 @@
+"""What is guessed by n-grams, and by whose text: a request's own, what its client has predicted, an operator's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from services.worker.core.contracts.plan import I32, SlotParams
+from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
+from services.worker.exec.drafting.ngram import MOST_INDEXES, NgramDrafter
+from services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
+
+PROMPT = [90, 91, 92]
+SAID = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+def i32(values: Sequence[int]) -> I32:
+    return np.array(values, dtype=np.int32)
+
+
+def drafter_of(prediction: Sequence[int], output: Sequence[int] = (), corpus: Sequence[int] = ()) -> NgramDrafter:
+    """With a request on slot 0 whose prompt is computed. output: that it came back with."""
+    drafter = NgramDrafter(NgramIndex(i32(corpus)) if corpus else None)
+    text = [*PROMPT, *output]
+    drafter.admit(SlotParams(0, len(PROMPT), SamplingParams(max_new_tokens=99), (), i32(text), i32(prediction)))
+    drafter.know(0, 0, text[:2])  # in two chunks
+    drafter.know(0, 2, text[2:])
+    return drafter
+
+
+def guess(drafter: NgramDrafter, most: int = 3) -> tuple[list[int], bool]:
+    return drafter.propose({0: most})[0], drafter.predicted(0)
+
+
+def standing(tokens: Sequence[int], tail: Sequence[int]) -> tuple[int, list[int]]:
+    """By looking at each place: the longest end of the tail that stands before a token of its own text."""
+    for size in range(min(len(tail), LONGEST), SHORTEST - 1, -1):
+        wanted = list(tail[-size:])
+        places = [at for at in range(size, len(tokens)) if tokens[at] >= 0 and list(tokens[at - size : at]) == wanted]
+        if places:
+            return size, places
+    return 0, []
+
+
+def test_an_index_finds_every_place_of_the_longest_end() -> None:
+    rng, found = random.Random(4), set()
+    for _ in range(60):
+        tokens = [rng.choice((BETWEEN_TEXTS, 1, 2, 3, 4)) for _ in range(rng.randrange(40))]
+        index = NgramIndex(i32(tokens))
+        for _ in range(20):
+            tail = [rng.randrange(1, 5) for _ in range(rng.randrange(7))]
+            size, places = index.places(tail)
+            assert (size, sorted(places.tolist())) == standing(tokens, tail)
+            found.add(size)
+    assert found == {0, 2, 3, 4}
+
+
+def test_what_most_places_go_on_with_and_no_text_runs_into_the_next_one() -> None:
+    tokens = [1, 2, 3, 5, BETWEEN_TEXTS, 1, 2, 3, 7, 8, BETWEEN_TEXTS, 1, 2, 3, 7, 5, 6, BETWEEN_TEXTS, 1, 2, 3]
+    index = NgramIndex(i32(tokens))
+    size, places = index.places([1, 2, 3])
+    assert (size, len(places)) == (3, 3), "nothing follows the last one"
+    assert index.follow(index.likeliest(places), 9) == [7, 5, 6]
+
+
+class TestPrediction:
+    def test_from_its_first_token_on_as_long_as_the_output_goes_along(self) -> None:
+        drafter = drafter_of(SAID)
+        assert guess(drafter) == (SAID[:3], True)
+        drafter.sampled(0, SAID[:4])
+        assert guess(drafter) == (SAID[4:7], True)
+        drafter.sampled(0, SAID[4:9])
+        assert guess(drafter) == (SAID[9:], True), "no more than there is"
+        drafter.sampled(0, SAID[9:])
+        assert guess(drafter) == ([], False)
+
+    def test_again_after_what_was_put_in_or_left_out(self) -> None:
+        drafter = drafter_of(SAID)
+        drafter.sampled(0, [10, 11, 50, 51])
+        assert guess(drafter) == ([], False), "50 51 stands nowhere"
+        drafter.sampled(0, [12])
+        assert guess(drafter) == ([], False)
+        drafter.sampled(0, [13])
+        assert guess(drafter) == ([14, 15, 16], True)
+        drafter.sampled(0, [14, 17, 18])
+        assert guess(drafter) == ([19], True)
+
+    def test_of_equal_places_the_nearest(self) -> None:
+        """Where each line begins alike, the last of them is mostly the wrong one."""
+        lines = [token for number in range(5) for token in (7, 8, 100 + number)]
+        drafter = drafter_of(lines)
+        drafter.sampled(0, [7, 8, 100, 7, 8, 55, 7, 8])
+        assert guess(drafter, 1) == ([102], True)
+
+    @pytest.mark.parametrize(("output", "expected"), [(SAID[:5], SAID[5:8]), ([10, 11, 60, 14, 15], SAID[6:9])])
+    def test_who_comes_back_with_output_goes_on_where_it_was(self, output: list[int], expected: list[int]) -> None:
+        assert guess(drafter_of(SAID, output)) == (expected, True)
+
+    def test_a_grammars_tokens_count_and_what_they_replace_does_not(self) -> None:
+        drafter = drafter_of(SAID)
+        drafter.sampled(0, [10, 11, 12])
+        drafter.know(0, len(PROMPT) + 1, [11, 12, 13, 14])
+        assert guess(drafter) == (SAID[5:8], True)
+        drafter.know(0, len(PROMPT) + 2, [12, 13])
+        assert guess(drafter) == (SAID[4:7], True), "14 is gone"
+        lines = drafter_of([7, 8, 1, 9, 7, 8, 1, 6])
+        lines.sampled(0, [7, 8])
+        lines.know(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
+        assert guess(lines, 1) == ([9], True), "what was known before counts once"
+
+    def test_the_longer_end_goes_first_whosever_text_it_stands_in(self) -> None:
+        drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])
+        drafter.sampled(0, [0, 1, 2, 3, 77, 1, 2, 3])
+        assert guess(drafter, 1) == ([40], True), "1 2 3 in both: the prediction's"
+        drafter.sampled(0, [78, 0, 1, 2, 3])
+        assert guess(drafter, 1) == ([77], False), "0 1 2 3 in the output alone"
+
+    def test_what_is_known_of_texts_that_nobody_asks_for_is_dropped_and_made_again(self) -> None:
+        drafter = NgramDrafter()
+        for slot in range(MOST_INDEXES + 1):
+            text = i32([*PROMPT, 5, 15, 16])
+            drafter.admit(SlotParams(slot, len(PROMPT), SamplingParams(max_new_tokens=99), (), text, i32(SAID)))
+        for slot in (*range(MOST_INDEXES + 1), 0):
+            assert drafter.propose({slot: 2}) == {slot: [17, 18]} and drafter.predicted(slot)
+        held = [text for text in drafter._texts.values() if text.prediction is not None and text.prediction._index is not None]
+        assert len(held) <= MOST_INDEXES
+
+
+def test_an_operators_texts_are_asked_last_and_by_three_tokens_at_least() -> None:
+    corpus = [1, 2, 3, 4, 5, BETWEEN_TEXTS, 2, 3, 6]
+    drafter = drafter_of((), corpus=corpus)
+    drafter.sampled(0, [2, 3])
+    assert guess(drafter) == ([], False), "two tokens stand together by chance"
+    drafter.sampled(0, [9, 1, 2, 3])
+    assert guess(drafter, 5) == ([9, 1, 2, 3], False), "its own text knows 2 3"
+    drafter = drafter_of((), corpus=corpus)
+    drafter.sampled(0, [1, 2, 3])
+    assert guess(drafter, 5) == ([4, 5], False), "and no further than its text goes"

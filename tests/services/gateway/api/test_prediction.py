@@ -1,0 +1,113 @@
+"""OpenAI's `prediction`: its tokens go to workers that guess by them, its counts come with usage, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.shared import limits
+from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
+from tests.services.gateway.dispatch.test_faults import Pending
+from tests.services.gateway.fakes import CONTEXT_LEN, FakeWorker, ids_of
+from tests.services.gateway.system import System, events, wait_until
+
+TEXT = "Hello, reader!"
+
+
+def reading(workers: list[FakeWorker]) -> None:
+    for worker in workers:
+        worker.info.reads_predictions = True
+
+
+def counts(accepted: int, rejected: int) -> dict[str, int]:
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
+@pytest.fixture(scope="module")
+def readers() -> Iterator[System]:
+    with System(configure=reading) as system:
+        yield system
+
+
+def predicted(content: Any) -> dict[str, Any]:
+    return {"type": "content", "content": content}
+
+
+@pytest.mark.parametrize("content", [TEXT, [{"type": "text", "text": TEXT[:5]}, {"type": "text", "text": TEXT[5:]}]])
+def test_its_tokens_go_to_the_worker_of_every_choice_beside_the_prompt(readers: System, content: Any) -> None:
+    plain = readers.chat(n=2, seed=5).json()
+    told = readers.chat(n=2, seed=5, prediction=predicted(content)).json()
+    without, submits = readers.worker.submits[-3], readers.worker.submits[-2:]
+    assert [list(submit.prediction_ids) for submit in (without, *submits)] == [[], ids_of(TEXT), ids_of(TEXT)]
+    assert all(submit.prompt_ids == without.prompt_ids for submit in submits)
+    call = readers.tokenizer.calls[-1]
+    assert call.add_special_tokens is False and not call.hash_root, "it begins nothing and is cached nowhere"
+    tokens = plain["usage"]["completion_tokens"]
+    assert told["usage"].pop("completion_tokens_details") == counts(tokens, tokens // 2)
+    assert (told["choices"], told["usage"]) == (plain["choices"], plain["usage"])
+
+
+def test_a_stream_has_its_counts_in_the_last_chunk(readers: System) -> None:
+    answer = readers.chat(stream=True, stream_options={"include_usage": True}, prediction=predicted(TEXT))
+    *_, last = events(answer.text)
+    tokens = last["usage"]["completion_tokens"]
+    assert last["usage"]["completion_tokens_details"] == counts(tokens, tokens // 2)
+
+
+def test_of_a_long_one_the_first_tokens_and_of_none_nothing(readers: System) -> None:
+    most = min(limits.MAX_PREDICTION_TOKENS, CONTEXT_LEN)
+    assert readers.chat(prediction=predicted("x" * (most + 5))).status_code == 200
+    assert len(readers.worker.submits[-1].prediction_ids) == most
+    assert readers.chat(prediction=predicted("")).json()["usage"]["completion_tokens_details"] == counts(0, 0)
+    assert not readers.worker.submits[-1].prediction_ids
+    assert "completion_tokens_details" not in readers.chat(prediction=None).json()["usage"]
+
+
+def test_workers_that_guess_otherwise_are_told_nothing_and_count_nothing(shared: System) -> None:
+    calls = len(shared.tokenizer.calls)
+    usage = shared.chat(prediction=predicted(TEXT)).json()["usage"]
+    assert usage["completion_tokens_details"] == counts(0, 0)
+    assert len(shared.tokenizer.calls) == calls + 1 and not shared.worker.submits[-1].prediction_ids
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        (predicted(None), "prediction.content"),
+        (predicted([{"type": "text", "text": "a"}, {"type": "image_url"}]), "prediction.content[1].type"),
+        (predicted([{"type": "text", "text": ""}] * (limits.MAX_CONTENT_PARTS + 1)), "prediction.content"),
+    ],
+    ids=["text", "type", "nothing", "part", "parts"],
+)
+def test_what_is_none_is_refused_by_its_element(readers: System, prediction: Any, param: str) -> None:
+    before = len(readers.worker.submits)
+    answer = readers.chat(prediction=prediction)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert len(readers.worker.submits) == before
+
+
+def test_one_that_no_tokenizer_would_take_is_too_large(readers: System) -> None:
+    answer = readers.chat(prediction=predicted("x" * (limits.MAX_RENDERED_CHARS + 1)))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prediction")
+
+
+def test_it_goes_along_to_the_next_worker_and_what_both_have_told_counts() -> None:
+    def configure(workers: list[FakeWorker]) -> None:
+        stopped(workers)
+        reading(workers)
+
+    with System(workers=2, configure=configure) as system:
+        pending = Pending(system, stream=True, stream_options={"include_usage": True}, prediction=predicted(TEXT))
+        first = begun(system, 5)
+        wait_until(lambda: sum(sum(batch.counts) for batch in system.detokenizer.batches) == 5, "five ids")
+        system.call(first.stop())
+        wait_until(lambda: sum(system.submits()) == 2, "the other worker")
+        system.allow(None)
+        usage = events(pending.result().text)[-1]["usage"]
+        tokens = usage["completion_tokens"]
+        assert usage["completion_tokens_details"] == counts(tokens, 2 + (tokens - 5) // 2)
+        assert [list(host.servicer.submits[0].prediction_ids) for host in system.workers] == [ids_of(TEXT)] * 2
