@@ -1,5 +1,6 @@
 """How many lines of batches a gateway has answered at once: all its lanes while nobody waits for anything else, few while
-somebody does, and no new one while anything waits for a worker. So batches have what others leave."""
+somebody does, and no new one while anything waits for a worker, or somebody for a first token. So batches have what others
+leave."""
 
 from __future__ import annotations
 
@@ -11,23 +12,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 LOOK_S = 0.05  # at what others do, while a line waits
 YOUNG_S = 2.0  # that a line may lose
+HELD_S = 0.5  # that a line leaves a lane empty while others wait for a first token: where many come, somebody always does
 QUIET_S = 5.0  # without other requests, after which all lanes are open: their gaps are shorter while people are at work
 
 
 class Lanes:
     """most: lines at once. beside: while others have requests open, or had some a moment ago. waiting: choices that wait for
-    a worker, here or at a worker. quiet_s: seconds for which nobody else has had a request open. clock: seconds."""
+    a worker, here or at a worker. begins: whether others wait for a first token. quiet_s: seconds for which nobody else has had
+    a request open. clock: seconds."""
 
     def __init__(
         self,
         most: int,
         beside: int,
         waiting: Callable[[], int],
+        begins: Callable[[], bool],
         quiet_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most, self._beside = most, beside
-        self._waiting = waiting
+        self._waiting, self._begins = waiting, begins
         self._quiet_s = quiet_s
         self._turn = asyncio.Lock()
         self._left = asyncio.Event()
@@ -73,9 +77,15 @@ class Lanes:
 
     async def _enter(self) -> None:
         async with self._turn:
-            while not self.is_open:
+            since: float | None = None  # there is a lane
+            while not self._may_begin(since):
+                since = (self._clock() if since is None else since) if self.is_open else None
                 await self._look()
             self.used += 1
+
+    def _may_begin(self, since: float | None) -> bool:
+        held_s = 0.0 if since is None else self._clock() - since
+        return self.is_open and (held_s >= HELD_S or not self._begins())
 
     @property
     def is_open(self) -> bool:

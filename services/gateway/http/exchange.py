@@ -130,6 +130,10 @@ class Generator:
         """Ends what is meant, see Exchange.abort; returns how many answers that were."""
         return sum(exchange.abort(scope, error) for exchange in list(self._open))
 
+    def begins(self) -> bool:
+        """Whether somebody waits for a first token, or for an answer that has none."""
+        return any(exchange.is_attended and exchange.begins for exchange in self._open)
+
     @property
     def idle(self) -> bool:
         return not self._open
@@ -225,6 +229,11 @@ class Exchange(Response):
     def is_attended(self) -> bool:
         """Somebody waits for the answer."""
         return self._request is None or not self._request.caller.background
+
+    @property
+    def begins(self) -> bool:
+        """Nothing of the answer is there yet."""
+        return self._request is None or self._request.phase in (Phase.ACCEPTED, Phase.TOKENIZED, Phase.SUBMITTED)
 
     def _client_gone(self, scope: Scope) -> None:
         assert self._request is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.batches.lanes import QUIET_S, YOUNG_S, Lanes
+from services.gateway.batches.lanes import HELD_S, LOOK_S, QUIET_S, YOUNG_S, Lanes
 from services.gateway.observe.attendance import Attendance
 from tests.services.redis_server import until
 
@@ -17,7 +17,9 @@ class Others:
         self.now = 100.0
         self.waiting = 0
         self.attendance = Attendance(lambda: self.now)
-        self.lanes = Lanes(3, 1, lambda: self.waiting, lambda: self.attendance.quiet_s, lambda: self.now)
+        self.begins = False
+        quiet_s = lambda: self.attendance.quiet_s  # noqa: E731
+        self.lanes = Lanes(3, 1, lambda: self.waiting, lambda: self.begins, quiet_s, lambda: self.now)
         self.attendance.listen(self.lanes.make_way)
         self.asked = 0
         self.leave = asyncio.Event()
@@ -83,6 +85,24 @@ def test_none_begins_while_anything_waits_for_a_worker_or_the_gateway_ends() -> 
         others.leave.set()
         await ending
         assert others.lanes.used == 0 and not others.lanes.is_open
+
+    among(use)
+
+
+def test_a_lane_stays_empty_for_a_moment_while_others_wait_for_a_first_token() -> None:
+    async def use(others: Others) -> None:
+        others.begins = True
+        await asyncio.sleep(2 * LOOK_S)
+        assert others.lanes.is_open and others.lanes.used == 0
+        others.now += HELD_S / 2
+        await asyncio.sleep(2 * LOOK_S)
+        assert others.lanes.used == 0
+        others.now += HELD_S / 2
+        await until(lambda: others.lanes.used == 1)
+        await asyncio.sleep(2 * LOOK_S)
+        assert others.lanes.used == 1, "each waits for its own moment"
+        others.begins = False
+        await until(lambda: others.lanes.used == 3)
 
     among(use)
 
