@@ -112,7 +112,7 @@ def _fish(commands: list[CommandWords]) -> str:
 def _fish_line(command: str, word: Word) -> str:
     parts = [f"complete -c rootstock -n '__fish_seen_subcommand_from {command}'"]
     parts += [f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in word.names]
-    parts += ["-r"] if word.names and word.takes else []
+    parts += ["-r" if word.takes == "file" else "-x"] if word.names and word.takes else []
     parts += ["-F"] if word.takes == "file" else []
     parts += [f"-a '{' '.join(word.choices)}'"] if word.choices else []
     return " ".join([*parts, f"-d '{_plain(word.text)}'"])
