@@ -131,7 +131,7 @@ class Generator:
         return sum(exchange.abort(scope, error) for exchange in list(self._open))
 
     def begins(self) -> bool:
-        """Whether somebody waits for a first token, or for an answer that has none."""
+        """Whether somebody waits for a worker's first token."""
         return any(exchange.is_attended and exchange.begins for exchange in self._open)
 
     @property
@@ -232,8 +232,8 @@ class Exchange(Response):
 
     @property
     def begins(self) -> bool:
-        """Nothing of the answer is there yet."""
-        return self._request is None or self._request.phase in (Phase.ACCEPTED, Phase.TOKENIZED, Phase.SUBMITTED)
+        """A worker has it, and has said nothing yet."""
+        return self._request is not None and self._request.phase is Phase.SUBMITTED
 
     def _client_gone(self, scope: Scope) -> None:
         assert self._request is not None
