@@ -13,7 +13,8 @@ T = TypeVar("T")
 LOOK_S = 0.05  # at what others do, while a line waits
 YOUNG_S = 2.0  # that a line may lose
 HELD_S = 0.5  # that a line leaves a lane empty while others wait for a first token: where many come, somebody always does
-QUIET_S = 5.0  # without other requests, after which all lanes are open: their gaps are shorter while people are at work
+QUIET_S = 5.0  # without other requests, after which lanes open: their gaps are shorter while people are at work
+RISE_S = 0.5  # from one lane that opens to the next: who comes back soon meets few lines
 
 
 class Lanes:
@@ -92,7 +93,13 @@ class Lanes:
         """Whether one more may enter."""
         if self._closed or self._waiting():
             return False
-        return self.used < (self._most if self._quiet_s() >= QUIET_S else min(self._beside, self._most))
+        return self.used + 1 <= min(self._most, self._beside + self._more)
+
+    @property
+    def _more(self) -> float:
+        """Lanes beyond those beside others, the last one in part; without end where nobody has been there yet."""
+        since_s = self._quiet_s() - QUIET_S
+        return 1 + since_s / RISE_S if since_s >= 0 else 0.0
 
     async def _look(self) -> None:
         """Returns when one has left, or soon."""

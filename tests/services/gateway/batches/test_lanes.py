@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.batches.lanes import HELD_S, LOOK_S, QUIET_S, YOUNG_S, Lanes
+from services.gateway.batches.lanes import HELD_S, LOOK_S, QUIET_S, RISE_S, YOUNG_S, Lanes
 from services.gateway.observe.attendance import Attendance
 from tests.services.redis_server import until
 
@@ -68,7 +68,10 @@ def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
         others.now += QUIET_S / 2
         assert not others.lanes.is_open
         others.attendance.begin(False)  # a line's own request is nobody's
-        others.now += QUIET_S
+        others.now += QUIET_S / 2
+        await until(lambda: others.lanes.used == 2)
+        assert not others.lanes.is_open, "one after the other"
+        others.now += RISE_S
         await until(lambda: others.lanes.used == 3)
 
     among(use)
@@ -116,14 +119,14 @@ def test_what_has_just_begun_makes_way_and_comes_again() -> None:
         await until(lambda: others.lanes.used == 1)
         others.attendance.end(True)
         others.attendance.end(True)
-        others.now += QUIET_S
+        others.now += QUIET_S + RISE_S
         await until(lambda: others.asked == 5)
         others.now += YOUNG_S
         others.attendance.begin(True)
         await asyncio.sleep(0)
         assert others.lanes.used == 3, "what is older goes on"
         others.attendance.end(True)
-        others.now += QUIET_S
+        others.now += QUIET_S + RISE_S
         others.leave.set()
         await until(lambda: others.asked == 8 + 2 and others.lanes.used == 0)
 
