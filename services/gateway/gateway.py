@@ -152,9 +152,8 @@ class Gateway:
         """None without a store. Its URL has been looked at."""
         if self._store is None:
             return None
-        waiting, generator = self.dispatcher.num_waiting_anywhere, self.generator
-        begins, attendance = generator.begins, generator.attendance
-        return BatchWork(self._settings, endpoints, self.keys.named, waiting, begins, attendance, metrics)
+        waiting, attendance = self.dispatcher.num_waiting_anywhere, self.generator.attendance
+        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
         """As _batch_work()."""

@@ -20,8 +20,7 @@ from services.gateway.state.state_redis import StateRedis
 
 class BatchWork:
     """endpoints: what answers lines, by path; filled before it runs. callers: who has the key of a name; raises ApiError.
-    waiting: choices that wait for a worker, here or there. begins: whether somebody waits for a first token. attendance: of those
-    who wait for answers."""
+    waiting: choices that wait for a worker, here or there. attendance: of those who wait for answers."""
 
     def __init__(
         self,
@@ -29,7 +28,6 @@ class BatchWork:
         endpoints: Mapping[str, Endpoint],
         callers: Callable[[str], Caller],
         waiting: Callable[[], int],
-        begins: Callable[[], bool],
         attendance: Attendance,
         metrics: GatewayMetrics,
     ) -> None:
@@ -39,7 +37,7 @@ class BatchWork:
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
         self.files = FileStore(self._redis, most, most_bytes)
         self.batches = BatchStore(self._redis, leases, settings.state_ttl_s, most, most_bytes)
-        lanes = Lanes(settings.batch_lines, settings.batch_lines_beside, waiting, begins, lambda: attendance.quiet_s)
+        lanes = Lanes(settings.batch_lines, settings.batch_lines_beside, waiting, lambda: attendance.quiet_s)
         attendance.listen(lanes.make_way)
         low_first = settings.schedule_low_priority_values_first
         self._runner: BatchRunner | None = None

@@ -130,10 +130,6 @@ class Generator:
         """Ends what is meant, see Exchange.abort; returns how many answers that were."""
         return sum(exchange.abort(scope, error) for exchange in list(self._open))
 
-    def begins(self) -> bool:
-        """Whether somebody waits for a worker's first token."""
-        return any(exchange.is_attended and exchange.begins for exchange in self._open)
-
     @property
     def idle(self) -> bool:
         return not self._open
@@ -229,11 +225,6 @@ class Exchange(Response):
     def is_attended(self) -> bool:
         """Somebody waits for the answer."""
         return self._request is None or not self._request.caller.background
-
-    @property
-    def begins(self) -> bool:
-        """A worker has it, and has said nothing yet."""
-        return self._request is not None and self._request.phase is Phase.SUBMITTED
 
     def _client_gone(self, scope: Scope) -> None:
         assert self._request is not None
