@@ -46,7 +46,8 @@ def commands_of(parser: argparse.ArgumentParser) -> Iterator[CommandWords]:
 
 
 def _word(action: argparse.Action) -> Word:
-    takes = "" if action.nargs == 0 else "file" if action.type is Path else "text"
+    is_file = action.type is Path or "FILE" in (action.metavar or "")
+    takes = "" if action.nargs == 0 else "file" if is_file else "text"
     text = (action.help or action.dest.replace("_", " ")) % vars(action)
     return Word(tuple(action.option_strings), takes, tuple(str(each) for each in action.choices or ()), text)
 
@@ -61,7 +62,7 @@ def _bash(commands: list[CommandWords]) -> str:
     return f"""\
 # bash: source <(rootstock completion bash)
 _rootstock() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words= files=0
     COMPREPLY=()
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "{" ".join(command.name for command in commands)} --help --version" -- "$word"))
@@ -70,7 +71,7 @@ _rootstock() {{
     case ${{COMP_WORDS[1]}} in
 {cases}
     esac
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    COMPREPLY=($(compgen -W "$words" -- "$word") $([ "$files" = 0 ] || compgen -f -- "$word"))
 }}
 complete -F _rootstock rootstock
 """
@@ -81,6 +82,7 @@ def _bash_case(command: CommandWords) -> str:
         f"                {'|'.join(word.names)}) {_bash_value(word)} ;;" for word in command.words if word.names and word.takes
     ]
     free = [choice for word in command.words if not word.names for choice in word.choices]
+    files = " files=$((COMP_CWORD > 2))" if any(word.takes == "file" and not word.names for word in command.words) else ""
     offered = " ".join([*free, *(name for word in command.words for name in word.names)])
     return "\n".join(
         [
@@ -88,7 +90,7 @@ def _bash_case(command: CommandWords) -> str:
             '            case "$before" in',
             *values,
             "            esac",
-            f'            words="{offered}" ;;',
+            f'            words="{offered}"{files} ;;',
         ]
     )
 
@@ -110,7 +112,7 @@ def _fish(commands: list[CommandWords]) -> str:
 def _fish_line(command: str, word: Word) -> str:
     parts = [f"complete -c rootstock -n '__fish_seen_subcommand_from {command}'"]
     parts += [f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in word.names]
-    parts += ["-r"] if word.names and word.takes else []
+    parts += ["-r" if word.takes == "file" else "-x"] if word.names and word.takes else []
     parts += ["-F"] if word.takes == "file" else []
     parts += [f"-a '{' '.join(word.choices)}'"] if word.choices else []
     return " ".join([*parts, f"-d '{_plain(word.text)}'"])

@@ -1,9 +1,10 @@
 """What people notice of a batch: python -m tests.benchmarks.batches [--pairs N] [--rate R] [--gateway-flags "..."]
 
 The demo model as a whole system on this machine. Chats arrive as a Poisson process, in turns with nothing beside them and with a
-batch that lasts for as long as they do. Printed are the time to the first token and between tokens of both, and the medians over
-pairs of the ratio beside / quiet, with 95 % intervals; and how many lines of the batch were answered beside them, and how many
-without anything beside the batch.
+batch that lasts for as long as they do. Printed are the time to the first token and between tokens of both; the ratio beside /
+quiet of all chats together, with the 95 % interval that pairs of rounds drawn again and again give it, and the median of the
+pairs' own ratios; how long the first chat of a round took, which meets the batch at full speed; and how many lines of the batch
+were answered beside chats, and how many without anything beside the batch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 from openai import OpenAI
 
 from services.cli.bench.client import Endpoint, Outcome, open_http
@@ -32,16 +35,25 @@ LINES = 8000
 LOGS = {"log_level": "warning"}
 PERCENTILES = (50, 90, 99)
 FIGURES = tuple(f"{what} p{at}" for what in ("TTFT", "ITL") for at in PERCENTILES)
-COUNTED = "rootstock_gateway_batch_lines_total"
+IN_FLIGHT, LINES_AT_ONCE = "rootstock_gateway_batch_lines_in_flight", 12  # of 16, of which some are between two
+DRAWS = 500
 
 
 @dataclass
 class Side:
-    """outcomes: of all its rounds. figures: of each, seconds by FIGURES. lines: of the batch a second, in each."""
+    """rounds: outcomes of each, in the order in which they began. lines: of the batch a second, in each."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
-    figures: list[list[float]] = field(default_factory=list)
+    rounds: list[list[Outcome]] = field(default_factory=list)
     lines: list[float] = field(default_factory=list)
+
+    def figures(self, rounds: Iterable[int]) -> NDArray[np.float64]:
+        """Of all chats of these rounds together, seconds by FIGURES."""
+        return np.array(figures([each for number in rounds for each in self.rounds[number]]))
+
+    @property
+    def first_s(self) -> list[float]:
+        """Time to the first token of each round's first chat."""
+        return [found for (first, *_) in self.rounds if (found := first.ttft_s) is not None]
 
 
 def figures(outcomes: list[Outcome]) -> list[float]:
@@ -82,6 +94,8 @@ def answered(client: OpenAI, batch_id: str) -> int:
 
 def one_round(system: System, client: OpenAI, args: argparse.Namespace, side: Side, beside: bool, seed: int) -> None:
     batch_id = begin_batch(client, args) if beside else ""
+    if beside:
+        wait_until(lambda: system.metric("gateway", IN_FLIGHT) >= LINES_AT_ONCE, 60, "the batch to be at full speed")
     before, begun = answered(client, batch_id) if beside else 0, time.perf_counter()
     outcomes = asyncio.run(chats(system, args, seed))
     if beside:
@@ -89,8 +103,7 @@ def one_round(system: System, client: OpenAI, args: argparse.Namespace, side: Si
         assert client.batches.retrieve(batch_id).status == "in_progress", "the batch must outlast the chats"
         client.batches.cancel(batch_id)
         wait_until(lambda: client.batches.retrieve(batch_id).status == "cancelled", 120, "the batch to end")
-    side.outcomes += outcomes
-    side.figures.append(figures(outcomes))
+    side.rounds.append(sorted(outcomes, key=lambda each: each.sent_at))
 
 
 def alone(system: System, client: OpenAI, args: argparse.Namespace) -> float:
@@ -122,13 +135,18 @@ def main() -> None:
             for beside in (False, True) if pair % 2 else (True, False):
                 one_round(system, client, args, sides[beside], beside, seed=1 + pair)
         full = alone(system, client, args)
-    quiet, busy = sides[False], sides[True]
-    for name, *values in zip(FIGURES, figures(quiet.outcomes), figures(busy.outcomes), strict=True):
-        at, of_all = FIGURES.index(name), values[1] / values[0]
-        ratios = [after[at] / before[at] for before, after in zip(quiet.figures, busy.figures, strict=True)]
-        low, high = interval(ratios)
-        print(f"{name}: {values[0] * 1e3:.1f} ms quiet, {values[1] * 1e3:.1f} beside; of all rounds {of_all:.2f},", end=" ")
-        print(f"by pairs {median(ratios):.2f} [{low:.2f}, {high:.2f}]")
+    quiet, busy, rounds = sides[False], sides[True], range(args.pairs)
+    drawn = np.random.default_rng(0).integers(0, args.pairs, (DRAWS, args.pairs))
+    ratios = np.array([busy.figures(pairs) / quiet.figures(pairs) for pairs in drawn])
+    own = np.array([busy.figures([pair]) / quiet.figures([pair]) for pair in rounds])
+    for at, name in enumerate(FIGURES):
+        before, after = quiet.figures(rounds)[at] * 1e3, busy.figures(rounds)[at] * 1e3
+        low, high = np.percentile(ratios[:, at], (2.5, 97.5))
+        least, most = interval(list(own[:, at]))
+        print(f"{name}: {before:.1f} ms quiet, {after:.1f} beside: {after / before:.2f} [{low:.2f}, {high:.2f}];", end=" ")
+        print(f"by pairs {median(own[:, at]):.2f} [{least:.2f}, {most:.2f}]")
+    print(f"first chats: {median(quiet.first_s) * 1e3:.1f} ms quiet, {median(busy.first_s) * 1e3:.1f} beside, at most", end=" ")
+    print(f"{max(quiet.first_s) * 1e3:.1f} and {max(busy.first_s) * 1e3:.1f}")
     print(f"lines a second: {median(busy.lines):.1f} beside chats, {full:.1f} alone")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from services.cli.batch.passing import shown
 from services.cli.batch.upload import content_of, endpoint_of
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.flags import add_server_flags, target_of
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def _submit(args: argparse.Namespace, server: Server) -> Exit:
     path = Path(args.of)
     endpoint = args.endpoint or endpoint_of(path)
-    file = _object(server.upload(FILES, content_of(path)))
+    file = _object(server.upload(FILES, content_of(path, Terminal.of(sys.stderr))))
     body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.window}
     batch = _object(server.post(BATCHES, body))
     if args.wait:
@@ -94,7 +95,9 @@ def _results(args: argparse.Namespace, server: Server) -> Exit:
     if not file:
         kind, other = ("failed", "without") if args.errors else ("was answered", "with")
         raise CommandFailed(Exit.FAILED, f"no line {kind}: look again {other} --errors.")
-    with closing(server.pieces(f"{FILES}/{quote(file, safe='')}/content")) as pieces:
+    place, err = f"{FILES}/{quote(file, safe='')}", Terminal.of(sys.stderr)
+    total = _object(server.get(place)).get("bytes") or 0 if err.is_tty and args.output is not None else 0
+    with closing(server.pieces(f"{place}/content")) as pieces:
         if args.output is None:
             for piece in pieces:
                 sys.stdout.buffer.write(piece)
@@ -103,7 +106,7 @@ def _results(args: argparse.Namespace, server: Server) -> Exit:
         try:
             part = args.output.with_name(f"{args.output.name}.part")  # what was fetched before stays until all has come
             with part.open("wb") as out:
-                out.writelines(pieces)
+                out.writelines(shown(pieces, "results", total, err))
             part.replace(args.output)
         except OSError as error:
             raise CommandFailed(Exit.FAILED, f"{args.output} cannot be written ({error.strerror}): name another file.") from None

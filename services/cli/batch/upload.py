@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from services.cli.batch.passing import shown
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.server import PIECE_BYTES, Content
+from services.cli.shared.terminal import Terminal
 
 
 def endpoint_of(path: Path) -> str:
@@ -28,8 +30,8 @@ def endpoint_of(path: Path) -> str:
     return url
 
 
-def content_of(path: Path) -> Content:
-    """With purpose `batch`, as OpenAI's /v1/files takes it. Raises CommandFailed."""
+def content_of(path: Path, err: Terminal) -> Content:
+    """With purpose `batch`, as OpenAI's /v1/files takes it. err: that it is shown on while it is sent. Raises CommandFailed."""
     boundary = secrets.token_hex(16)
     name = path.name.replace("\\", "_").replace('"', "_").replace("\r", "_").replace("\n", "_")
     head = _part(boundary, 'name="purpose"') + b"batch\r\n"
@@ -40,7 +42,9 @@ def content_of(path: Path) -> Content:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise _unreadable(path, error) from None
-    return Content(f"multipart/form-data; boundary={boundary}", _pieces(path, size, head, tail), len(head) + size + len(tail))
+    length = len(head) + size + len(tail)
+    pieces = shown(_pieces(path, size, head, tail), "upload", length, err)
+    return Content(f"multipart/form-data; boundary={boundary}", pieces, length)
 
 
 def _unreadable(path: Path, error: OSError) -> CommandFailed:

@@ -15,8 +15,9 @@ import asyncio
 import logging
 import random
 import time
+from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,11 @@ from services.gateway.http.renderer import Admitted, Prepare
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.caller import Caller
-from services.gateway.request.choice_output import WeightsName
+from services.gateway.request.choice_output import Progress, WeightsName
 from services.gateway.request.errors import ApiError, internal, timed_out
 from services.gateway.request.generation import Plan
 from services.gateway.request.request import Choice, ClientRequest
+from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.lease import Lease, LeaseLost
@@ -160,9 +162,7 @@ class BackgroundRun:
             if failure is not None:
                 await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), failure.retry_after_s or 0))
                 pause = min(2 * pause, longest)
-            stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
-            if stored is None:
-                raise LeaseLost(self.lease.name)
+            stored = await self._read()
             if stored.cancelled:
                 return await self._conclude(stored, Status.CANCELLED, None)
             if stored.takes > MAX_TAKES:
@@ -193,11 +193,12 @@ class BackgroundRun:
         """None: it is over. Raises LeaseLost, StoreAway."""
         ports = self._ports
         narrations: list[Narration] = []
+        before = [await _progress(stored)] if stored.past.lengths.ids else []
 
         def narration(request: ClientRequest, texts: ModelTexts) -> Narration:
             (choice,) = request.choices
-            if stored.progress.ids:
-                choice.resume(stored.progress)
+            if before:
+                choice.resume(before.pop())
             record = partial(ports.answers.record, self.order)
             story, journal = ports.answers.story(stored, request, texts), self._journal(stored)
             narrations.append(Narration(story, journal, record, stored, ports.computed_by, open))
@@ -230,16 +231,27 @@ class BackgroundRun:
         return False
 
     async def _fail(self, failure: ApiError) -> None:
+        await self._conclude(await self._read(), Status.FAILED, failure)
+
+    async def _read(self) -> Stored:
         stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
         if stored is None:
             raise LeaseLost(self.lease.name)
-        await self._conclude(stored, Status.FAILED, failure)
+        return replace(stored, order=self.order)  # it may have 8 MiB, and is here already
 
     async def _conclude(self, stored: Stored, status: Status, error: ApiError | None) -> None:
         """It ends with what is stored."""
         ports = self._ports
         response, events = await held(lambda: ports.answers.concluded(stored, status, error))
         await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
+
+
+async def _progress(stored: Stored) -> Progress:
+    past, ids = stored.past, array("I")
+    async for page in pages(lambda first: held(lambda: past.ids(first))):
+        ids.extend(page)
+    logprobs = [rows async for page in pages(lambda first: held(lambda: past.logprobs(first))) for rows in page]
+    return Progress(ids, stored.decoded, stored.chars, stored.shown, logprobs, stored.weights, stored.numerics)
 
 
 def _passes(failure: ApiError) -> bool:

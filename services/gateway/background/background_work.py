@@ -19,7 +19,7 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.renderer import Admitted
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
-from services.gateway.request.choice_output import Progress, WeightsName
+from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.request.generation import Plan
 from services.gateway.request.request import Choice
@@ -106,15 +106,14 @@ class BackgroundWork:
             if admission is not None:
                 admission.end(0)
             raise
-        prompt = plan.parts[0].prompt.ids
-        stored = Stored(order, Status.QUEUED, array("I", prompt).tobytes(), False, 1, 0, events, (), Progress())
+        stored = self._store.asked(order, array("I", plan.parts[0].prompt.ids).tobytes(), len(events))
         lease = new_lease(order.owner, order.id)
-        first = First(stored, _counted(plan), caller, admission, partial(self._keep, lease, stored, record))
+        first = First(stored, _counted(plan), caller, admission, partial(self._keep, lease, stored, record, events))
         await self._runner.begin(BackgroundRun(self._ports, lease, order, first))
 
-    async def _keep(self, lease: Lease, stored: Stored, record: bytes) -> None:
+    async def _keep(self, lease: Lease, stored: Stored, record: bytes, events: Sequence[bytes]) -> None:
         try:
-            begun = await self._store.begin(lease, stored.order, record, stored.prompt, stored.events)
+            begun = await self._store.begin(lease, stored.order, record, stored.prompt, events)
         except StoreAway:
             raise self._away() from None
         if begun is Begun.TOO_MANY:

@@ -64,8 +64,8 @@ class Journal:
         self._lease = lease
         self._order: BackgroundOrder = stored.order
         self._pieces = stored.pieces
-        self._ids = len(stored.progress.ids)
-        self._place = (stored.progress.decoded, stored.progress.chars, stored.progress.shown)
+        self._ids = stored.past.lengths.ids
+        self._place = (stored.decoded, stored.chars, stored.shown)
         self._wrote = wrote
         self._metrics = metrics
         self.is_finishing = False

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from services.gateway.background.journal import PIECE_S, Journal
+from services.gateway.background.journal import PIECE_S, Journal, held
 from services.gateway.background.story import Json, Story
 from services.gateway.http.renderer import Narrator
 from services.gateway.http.sse_comments import Silence
 from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import Choice, ClientRequest, Phase
+from services.gateway.state.background_past import BackgroundPast, pages
 from services.gateway.state.background_record import Kept, Status, Stored
 from services.gateway.state.lease import LeaseLost
 
@@ -37,6 +38,7 @@ class Narration(Narrator):
         self._record = record
         self._computed_by = computed_by
         self._begun = stored.status is Status.IN_PROGRESS
+        self._past = stored.past if stored.pieces else None
         self._open = open
         self._unwritten: list[bytes] = []  # of an answer that has ended, whose last text is to come
         self.is_over = self.is_lost = False
@@ -44,7 +46,8 @@ class Narration(Narrator):
     async def narrate(self, request: ClientRequest) -> None:
         silence = Silence(LOOK_S, request.nudge)
         try:
-            await self._story.catch_up()
+            if self._past is not None:
+                await self._catch_up(self._past)
             await self._open()
             while not self.is_over:
                 await self._begin(request)
@@ -56,6 +59,12 @@ class Narration(Narrator):
             raise ApiError(503, "Another gateway goes on with the response.", code="lease_lost") from None
         finally:
             silence.end()
+
+    async def _catch_up(self, past: BackgroundPast) -> None:
+        async for events in pages(lambda first: held(lambda: past.events(first))):
+            self._story.restore(events, ())
+        async for texts in pages(lambda first: held(lambda: past.texts(first))):
+            self._story.restore((), texts)
 
     async def _begin(self, request: ClientRequest) -> None:
         """Told once a worker has it."""

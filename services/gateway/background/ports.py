@@ -29,7 +29,7 @@ class Answers(Protocol):
         """As it was prepared at first, with the prompt that is stored."""
 
     def story(self, stored: Stored, request: ClientRequest, token_texts: ModelTexts) -> Story:
-        """Begins where the stored events end."""
+        """Goes on where the stored events end, once it has been told of them."""
 
     async def record(self, order: BackgroundOrder, response: Json) -> Kept:
         """What is kept of a response that is over. Raises ApiError, of one that is gone too: 404."""

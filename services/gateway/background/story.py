@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from services.gateway.request.request import Delta
@@ -12,8 +13,8 @@ Json = dict[str, Any]
 class Story(Protocol):
     """As the events of its stream. Of what is stored of it, what follows is told."""
 
-    async def catch_up(self) -> None:
-        """To where what is stored ends. Once, before all else."""
+    def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
+        """Behind these events, which came of these texts. Before all else, for each page of what is stored."""
 
     def begins(self) -> list[bytes]:
         """A worker has it."""

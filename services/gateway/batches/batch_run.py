@@ -16,6 +16,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -202,7 +203,7 @@ class BatchRun:
         lines: dict[int, Line] = {}
         async for line in self._lines():
             if line.number not in done:
-                lines[line.number] = line
+                lines[line.number] = replace(line, body=b"")  # which a result says nothing of, and may have 4 MiB
             if len(lines) == RESULTS_AT_ONCE:
                 await self._keep([not_executed(each, why) for each in lines.values()], lines)
                 lines = {}

@@ -12,10 +12,10 @@ class Attendance:
         self._clock = clock
         self._open = 0
         self._last = float("-inf")
-        self._arrived: list[Callable[[], None]] = []
+        self._arrived: list[Callable[[bool], None]] = []
 
-    def listen(self, arrived: Callable[[], None]) -> None:
-        """It is called when somebody begins to wait."""
+    def listen(self, arrived: Callable[[bool], None]) -> None:
+        """It is called when somebody begins to wait, and told whether nobody else does."""
         self._arrived.append(arrived)
 
     def begin(self, attended: bool) -> None:
@@ -23,7 +23,7 @@ class Attendance:
         if attended:
             self._last = self._clock()
             for arrived in self._arrived:
-                arrived()
+                arrived(self._open == 1)
 
     def end(self, attended: bool) -> None:
         """Of one that has begun."""

@@ -100,12 +100,6 @@ class TokenizerClient:
         """Raises ApiError."""
         return await self._call(request, "messages", model)
 
-    async def ready(self, model: str = served_model.ANY) -> None:
-        """Once a call could go somewhere, and what its tokenizers say of the model is known. Raises ApiError."""
-        await self._some(model, self._wait_s)
-        if not self._usable(model):
-            raise self._none()
-
     async def _call(self, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
         clock = asyncio.get_running_loop().time
         left, patience = self._timeout_s, self._wait_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class Delta:
 
 class Choice:
     """One answer to one prompt. sampling: the same on every worker that goes on with it. trace: where it is traced. resumed: what
-    had come of it at another gateway, or in an earlier try; None: it begins here."""
+    had come of it at another gateway, or in an earlier try, but for its log probabilities; None: it begins here."""
 
     __slots__ = ("generation", "index", "number", "output", "part", "prompt", "request", "resumed", "sampling", "text", "trace")
 
@@ -104,7 +104,7 @@ class Choice:
 
     def resume(self, progress: Progress) -> None:
         """Goes on where it stood. Before it is dispatched. Raises ValueError for log probabilities that do not fit."""
-        self.resumed = progress
+        self.resumed = replace(progress, logprobs=())  # the output has them from here on
         self.output.resume(progress.ids, progress.logprobs)
         self.text.resume(progress.decoded, progress.chars, progress.shown)
 

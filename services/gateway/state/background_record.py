@@ -9,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.request.choice_output import Progress
+from services.gateway.request.choice_output import WeightsName
+from services.gateway.state.background_past import BackgroundPast
 
 
 class Status(StrEnum):
@@ -30,7 +31,11 @@ OPEN = frozenset((Status.QUEUED, Status.IN_PROGRESS))
 class BackgroundOrder:
     """What a client has asked for, which does not change. key: name of the API key that asked, "" where there are none.
     routing_key: that came with it. created_at, ends_at: Unix seconds; it is over by then. model: its name. asked: the body,
-    without its input. rendered_end: of its prompt. context_bytes: of the responses before it."""
+    without its input. context_bytes: of the responses before it.
+
+    What its model was then, whatever its workers and tokenizers say elsewhere. tokenizer: that its prompt's ids are of. formats,
+    reasoning_marks: by which its output is read, see Parsing; formats by name, tools' and reasoning's. context_len: in tokens.
+    defaults: of sampling parameters, by name."""
 
     id: str
     owner: str
@@ -41,8 +46,12 @@ class BackgroundOrder:
     ends_at: int
     model: str
     asked: Mapping[str, Any]
-    rendered_end: str
     context_bytes: int
+    tokenizer: str
+    formats: Sequence[str]
+    reasoning_marks: Sequence[int]
+    context_len: int
+    defaults: Mapping[str, Any]
 
     def dumped(self) -> bytes:
         return orjson.dumps(asdict(self))
@@ -97,8 +106,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """All that goes on with a response. prompt: its ids, as those of a Piece. cancelled: its client wants no more of it. takes:
-    gateways that have had it since it last ran for long. pieces: written so far. texts: of each piece that had one."""
+    """Where a response stands. prompt: its ids, as those of a Piece. cancelled: its client wants no more of it. takes: gateways
+    that have had it since it last ran for long. pieces: written so far. past: what they say, which is read by itself. The others:
+    see Progress."""
 
     order: BackgroundOrder
     status: Status
@@ -106,9 +116,12 @@ class Stored:
     cancelled: bool
     takes: int
     pieces: int
-    events: Sequence[bytes]
-    texts: Sequence[str]
-    progress: Progress
+    past: BackgroundPast
+    decoded: int = 0
+    chars: int = 0
+    shown: int = 0
+    weights: WeightsName | None = None
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,21 +215,32 @@ redis.call('DEL', KEYS[1])
 return 1
 """
 READ = """
-local ids = redis.call('GET', KEYS[4])
 return {
-  redis.call('HGETALL', KEYS[2]), redis.call('LRANGE', KEYS[3], 0, -1), ids or '',
-  redis.call('LRANGE', KEYS[5], 0, -1), redis.call('LRANGE', KEYS[6], 0, -1)
+  redis.call('HGETALL', KEYS[2]), redis.call('LLEN', KEYS[3]), redis.call('STRLEN', KEYS[4]),
+  redis.call('LLEN', KEYS[5]), redis.call('LLEN', KEYS[6])
 }
 """
-FOLLOW = """
-local found, page, bytes = redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[2]), {}, 0
-for at, event in ipairs(found) do
-  bytes = bytes + #event
-  if at > 1 and bytes > tonumber(ARGV[3]) then break end
-  page[at] = event
+_PAGES = """
+local function page(key, first, last, most)
+  local found, bytes = {}, 0
+  for at = tonumber(first), tonumber(last), 8 do
+    for _, item in ipairs(redis.call('LRANGE', key, at, math.min(at + 7, tonumber(last)))) do
+      bytes = bytes + #item
+      if #found > 0 and bytes > tonumber(most) then return found end
+      found[#found + 1] = item
+    end
+  end
+  return found
 end
-return {redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2]), page}
 """
+LIST_PAGE = _PAGES + "return page(KEYS[1], ARGV[1], ARGV[2], ARGV[3])"  # of that list
+FOLLOW = (
+    _PAGES
+    + """
+local status, total = redis.call('HGET', KEYS[1], 'status') or '', redis.call('LLEN', KEYS[2])
+return {status, total, page(KEYS[2], ARGV[1], ARGV[2], ARGV[3])}
+"""
+)
 DELETE = (
     _ACCOUNTS
     + """

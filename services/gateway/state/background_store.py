@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -38,9 +37,8 @@ from typing import Any
 
 import orjson
 
-from rootstock.v1 import worker_pb2
-from services.gateway.request.choice_output import Progress
 from services.gateway.state import background_scripts as scripts
+from services.gateway.state.background_past import ID_BYTES, PAGE_BYTES, PAGE_ITEMS, BackgroundPast, Lengths
 from services.gateway.state.background_record import BackgroundOrder, Kept, Page, Piece, Status, Stored, order_of
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
@@ -52,7 +50,6 @@ logger = logging.getLogger(__name__)
 GIVEN_UP = 8  # takes, behind which one that nobody could even end is not taken any more
 SURVIVED_S = 60  # with one gateway: the takes before that one are forgotten
 FINISHING_S = 600  # behind its end in time, that what is kept of one may still be there for
-PAGE_EVENTS, PAGE_BYTES = 128, 256 << 10
 
 _OPEN = "state:background:open"
 _WITHOUT_TALK = 2  # of finish()
@@ -113,7 +110,7 @@ class BackgroundStore:
         """What does not fit is not written."""
         weights = b"" if piece.weights is None else orjson.dumps(list(piece.weights))
         said = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
-        new = (piece.offset * array("I").itemsize, piece.ids, piece.text, piece.logprobs)
+        new = (piece.offset * ID_BYTES, piece.ids, piece.text, piece.logprobs)
         room = (order.id, MAX_BACKGROUND_BYTES, self._limits.record_bytes, self._lives(order))
         keys = _keys(order.owner, order.id)[1:]
         found = await self._leases.write(
@@ -171,22 +168,17 @@ class BackgroundStore:
         and the second time."""
         await self._redis.call(READS + scripts.LEAVE, _keys(owner, response_id)[:2], lease.token)
 
+    def asked(self, order: BackgroundOrder, prompt: bytes, num_events: int) -> Stored:
+        """As begin() will have it."""
+        return Stored(order, Status.QUEUED, prompt, False, 1, 0, self._past(order.owner, order.id, Lengths(num_events)))
+
     async def read(self, owner: str, response_id: str) -> Stored | None:
-        """Of one that is not over."""
-        found, events, ids, texts, rows = await self._redis.call(READS + scripts.READ, _keys(owner, response_id))
+        """Of one that is not over. What has come of it stays in the store until somebody asks for it."""
+        found, events, id_bytes, texts, rows = await self._redis.call(READS + scripts.READ, _keys(owner, response_id))
         fields = {name.decode(): value for name, value in zip(found[::2], found[1::2], strict=True)}
         if "order" not in fields:
             return None
         weights = fields.get("weights")
-        progress = Progress(
-            ids=array("I", ids),
-            decoded=int(fields["decoded"]),
-            chars=int(fields["chars"]),
-            shown=int(fields["shown"]),
-            logprobs=[worker_pb2.LogprobRows.FromString(each) for each in rows],
-            weights=None if weights is None else tuple(orjson.loads(weights)),
-            numerics=fields.get("numerics", b"").decode(),
-        )
         return Stored(
             order=order_of(fields["order"]),
             status=Status(fields["status"].decode()),
@@ -194,10 +186,16 @@ class BackgroundStore:
             cancelled="cancel" in fields,
             takes=int(fields["takes"]),
             pieces=int(fields["pieces"]),
-            events=events,
-            texts=[each.decode() for each in texts],
-            progress=progress,
+            past=self._past(owner, response_id, Lengths(events, id_bytes // ID_BYTES, texts, rows)),
+            decoded=int(fields["decoded"]),
+            chars=int(fields["chars"]),
+            shown=int(fields["shown"]),
+            weights=None if weights is None else tuple(orjson.loads(weights)),
+            numerics=fields.get("numerics", b"").decode(),
         )
+
+    def _past(self, owner: str, response_id: str, lengths: Lengths) -> BackgroundPast:
+        return BackgroundPast(self._redis, _keys(owner, response_id)[2:6], lengths)
 
     async def status(self, owner: str, response_id: str) -> Status | None:
         """None: nothing is known of it beside its record."""
@@ -206,9 +204,8 @@ class BackgroundStore:
         return None if found is None else Status(found.decode())
 
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
-        """Its events from that sequence number on, PAGE_EVENTS of PAGE_BYTES at most, but for one that is larger. None: there
-        are none, or not any more."""
-        keys, last = _keys(owner, response_id)[1:3], first + PAGE_EVENTS - 1
+        """Its events from that sequence number on, a page as those of BackgroundPast. None: there are none, or not any more."""
+        keys, last = _keys(owner, response_id)[1:3], first + PAGE_ITEMS - 1
         status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, last, PAGE_BYTES)
         return Page(Status(status.decode()), total, events) if status and total else None
 

@@ -57,6 +57,15 @@ for at, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
 end
 return found
 """
+_IS_READ = """
+for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if string.sub(member, 1, #ARGV[1]) == ARGV[1] then
+    local order = redis.call('HGET', 'state:batch:' .. member, 'order')
+    if order and cjson.decode(order).input_file_id == ARGV[2] then return 1 end
+  end
+end
+return 0
+"""
 _CANCEL = """
 local status = redis.call('HGET', KEYS[1], 'status')
 if status == 'validating' or status == 'in_progress' then
@@ -176,11 +185,9 @@ class BatchStore:
         """Of one that is over, or about to be, nothing changes."""
         await self._redis.call(READS + _CANCEL, [OwnerKeys(owner).batch(batch_id)])
 
-    async def open_batches(self, most: int) -> list[tuple[str, str]]:
-        """Owner and id of those that are not over, the oldest first."""
-        script = READS + "return redis.call('ZRANGE', KEYS[1], 0, ARGV[1])"
-        found = [str(each, "ascii").partition(":") for each in await self._redis.call(script, [_OPEN], most - 1)]
-        return [(owner, batch_id) for owner, _, batch_id in found]
+    async def is_read(self, owner: str, file_id: str) -> bool:
+        """Whether one of the owner's batches that are not over has this input."""
+        return bool(await self._redis.call(READS + _IS_READ, [_OPEN], f"{owner}:", file_id))
 
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
         """Those that are not over, and that nobody has: the oldest first, `each` of an owner at most, and those that are to end.

@@ -8,16 +8,20 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 from services.shared.fetch.files import CHUNK, WANTED, File, Store, Unfetchable
 from services.shared.fetch.http_client import ask, patiently
+from services.shared.observe.progress import Progress
 
 AT_ONCE = 4  # files
+BAR_S = 0.25  # between two looks of a bar
 
 
 def fetch_file(file: File, target: Path, count: Callable[[int], None]) -> None:
@@ -56,11 +60,15 @@ def _go_on(file: File, part: Path, count: Callable[[int], None]) -> None:
             raise ConnectionError(f"{file.name}: the connection ended at byte {out.tell()} of {file.size}")
 
 
-class Progress:
-    """Tells every FETCH_REPORT_S seconds (5) how far a download has come. Threads count."""
+class Meter:
+    """Tells how far a download has come: a bar on a terminal, elsewhere a line every FETCH_REPORT_S seconds (5). Threads
+    count."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, before: int, stream: TextIO) -> None:
+        """Bytes; before: that were there when it began, and are counted as they are found."""
         self._total, self._held, self._begun = total, 0, time.monotonic()
+        self._before = before
+        self._stream = stream
         self._lock = threading.Lock()
 
     def count(self, size: int) -> None:
@@ -79,12 +87,15 @@ class Progress:
             teller.join()
 
     def _tell(self, ended: threading.Event) -> None:
-        first, every_s = self._held, float(os.environ.get("FETCH_REPORT_S", "5"))
+        is_tty = self._stream.isatty()
+        every_s = BAR_S if is_tty else float(os.environ.get("FETCH_REPORT_S", "5"))
         while not ended.wait(every_s):
-            held, rate = self._held, (self._held - first) / (time.monotonic() - self._begun)
-            left = f", {max(self._total - held, 0) / rate:.0f} s left" if rate > 0 else ""
-            share = 100 * held // self._total if self._total else 100
-            print(f"{share} %, {held / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s{left}", flush=True)
+            come = Progress("fetch", self._held, self._total, time.monotonic() - self._begun, before=self._before)
+            bar = come.bar()[: shutil.get_terminal_size().columns - 1]
+            self._stream.write(f"\r{bar}\x1b[K" if is_tty else f"{come.line()}\n")
+            self._stream.flush()
+        if is_tty:
+            self._stream.write("\r\x1b[K")
 
 
 @contextlib.contextmanager
@@ -141,10 +152,10 @@ def fill(partial: Path, folder: Path, source: str, files: list[File]) -> None:
     for file in files:
         if not (partial / file.name).resolve().is_relative_to(partial.resolve()):
             raise Unfetchable(f"a file {file.name} would lie outside of its folder")
-    progress = Progress(total)
-    with progress.told(), ThreadPoolExecutor(AT_ONCE) as pool:
+    meter = Meter(total, held, sys.stdout)
+    with meter.told(), ThreadPoolExecutor(AT_ONCE) as pool:
         try:
-            for done in [pool.submit(fetch_file, file, partial / file.name, progress.count) for file in files]:
+            for done in [pool.submit(fetch_file, file, partial / file.name, meter.count) for file in files]:
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -12,13 +12,15 @@ _LINE = re.compile(r"(?P<what>[a-z]+): \d+ %, (?P<done>[\d.]+) of (?P<total>[\d.
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """done, total: in bytes where the unit is GB, else in what the unit says. passed_s: since the beginning."""
+    """done, total: in bytes where the unit is GB, else in what the unit says. passed_s: since the beginning. before: what was
+    done by then, and says nothing of the rate."""
 
     what: str
     done: float
     total: float
     passed_s: float
     unit: str = GB
+    before: float = 0.0
 
     @property
     def percent(self) -> int:
@@ -27,8 +29,8 @@ class Progress:
     @property
     def left_s(self) -> float | None:
         """At the rate so far; None where nothing says, or nothing is left."""
-        left = self.total - self.done
-        return left * self.passed_s / self.done if self.done and self.passed_s and left > 0 else None
+        left, came = self.total - self.done, self.done - self.before
+        return left * self.passed_s / came if came > 0 and self.passed_s and left > 0 else None
 
     def line(self) -> str:
         counts = f"{self._amount(self.done)} of {self._amount(self.total)} {self.unit}"
@@ -42,7 +44,7 @@ class Progress:
     def _pace(self) -> str:
         if not self.passed_s:
             return ""
-        rate = self.done / self.passed_s
+        rate = max(0.0, self.done - self.before) / self.passed_s
         spoken = f", {self._amount(rate)} {self.unit}/s" if self.unit == GB else f", {rate:.1f} {self.unit}/s"
         return spoken if self.left_s is None else f"{spoken}, {self.left_s:.0f} s left"
 

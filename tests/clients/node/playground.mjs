@@ -261,7 +261,7 @@ const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, ar
 try {
   for (const width of Object.keys(SIZES)) {
     const { context, page, asked, complaints } = await opened(browser, width);
-    page.setDefaultTimeout(20_000);
+    page.setDefaultTimeout(60_000);
     await isLabelled(page);
     await page.locator(".reference:not([hidden])").first().waitFor({ state: "attached" });
     await chats(page, width);

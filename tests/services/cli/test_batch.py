@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,13 +13,18 @@ from typing import Any
 
 import pytest
 
-from services.cli.batch import command
+from services.cli.batch import command, passing
 from services.cli.commands import COMMANDS
 from services.cli.program import main
 from services.cli.shared.exits import Exit
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": []}}
 OUTPUT = b'{"custom_id": "a"}\n' * 5000
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 class Batches(ThreadingHTTPServer):
@@ -51,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.endswith("/content"):
             self._send(200, OUTPUT, self.server.missing)
             self.close_connection = True
+        elif self.path.startswith("/v1/files/"):
+            self._json({"id": "file-out", "bytes": len(OUTPUT)})
         elif self.server.away:
             self.server.away -= 1
             self._send(503, b'{"error": {"message": "the store is away"}}')
@@ -126,6 +135,17 @@ def test_results_are_streamed_and_those_that_are_not_there_told(
     batches.statuses = ["in_progress"]
     assert main(["batch", "results", "batch_1"]) == Exit.FAILED
     assert b"no line failed" in (told := capsysbinary.readouterr().err) and b"the batch is in_progress: wait" in told
+
+
+def test_a_terminal_sees_a_file_pass(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(passing, "SHOW_EVERY_S", 0.0)
+    assert main(["batch", "submit", "requests.jsonl"]) == Exit.DONE
+    assert main(["batch", "results", "batch_1", "-o", "out.jsonl"]) == Exit.DONE
+    shown = screen.getvalue().split("\x1b[K")
+    assert any(each.startswith("\rupload [####################] 100 %") for each in shown)
+    assert any(each.startswith("\rresults [####################] 100 %") for each in shown) and shown[-2:] == ["\r", ""]
 
 
 def test_a_file_that_is_refused_while_it_is_sent(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:

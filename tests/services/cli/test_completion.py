@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from services.cli.commands import build_parser
 from services.cli.completion import commands_of, script
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def offered(*words: str) -> set[str]:
     """By bash itself, for the last of the words."""
     line = f"COMP_WORDS=(rootstock {' '.join(words)}); COMP_CWORD={len(words)}; _rootstock; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     code = f"{script('bash', build_parser())}\n{line}"
-    result = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run(["bash", "--norc", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     assert result.stderr == ""
     return set(result.stdout.split())
 
@@ -25,6 +28,7 @@ def test_bash_offers_commands_flags_and_values() -> None:
     assert offered("bench", "--workload", "m") == {"multi-turn"}
     assert offered("completion", "''") >= {"bash", "fish", "zsh"}
     assert offered("chat", "--url", "''") == set()
+    assert offered("batch", "s") == {"submit", "status"} and "pyproject.toml" in offered("batch", "submit", "pypr")
     for command in commands_of(build_parser()):
         assert offered(command.name, "-") == {name for word in command.words for name in word.names}
 
@@ -36,6 +40,8 @@ def test_other_shells_are_told_of_every_flag(shell: str) -> None:
     found = {flag for flag in flags if (f"-l {flag[2:]} " in text or f"-s {flag[1:]} " in text or f"'{flag}[" in text)}
     assert found == flags
     assert text.count("'") % 2 == 0
+    if shell == "fish":  # which offers files for any value, unless told not to
+        assert "-l workload -x -a 'random" in text and "-l api-key-file -r -F" in text
     for case in text.split(";;") if shell == "zsh" else ():
         places = re.findall(r"'(\d+):", case.partition("_arguments")[2])
         assert places == [str(place) for place in range(1, len(places) + 1)], "no two words have one place"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from services.cli.status.command import _next_look
 from services.cli.status.standing import Observer, Standing, Worker
 from services.cli.status.table import lines
 from services.cli.status.trouble import troubles
+from services.local import cli_reference
 from tests.services.cli.fake_server import FakeServer
 
+ROOT = Path(__file__).resolve().parents[3]
+PLAIN = Terminal(io.StringIO(), {})
 UNTOLD = ("told_s_ago", "num_running", "num_waiting", "kv_used_tokens", "kv_cached_tokens", "prompt_tokens")
 UNTOLD += ("cached_prompt_tokens", "generated_tokens", "retractions")
 
@@ -80,7 +84,17 @@ def test_a_server_that_tells_something_else_is_refused() -> None:
 
 def shown(*workers: Worker) -> list[str]:
     standing = Standing(0.0, ("m",), workers, 1, 2, 3)
-    return lines(standing, "http://127.0.0.1:8000", Terminal(io.StringIO(), {}))
+    return lines(standing, "http://127.0.0.1:8000", PLAIN)
+
+
+def worker_of(model: str, row: list[str]) -> Worker:
+    """That the row of a table is of."""
+    name, state, running, *others = row
+    return Worker(name, model, "both", state, figure(running), None, *map(figure, others))
+
+
+def figure(text: str) -> Any:
+    return None if text == "-" else int(text[:-1]) / 100 if text.endswith("%") else int(text)
 
 
 def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
@@ -92,6 +106,17 @@ def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
     assert max(map(len, rows)) <= 80, "\n".join(rows)
     assert all(any(tail in row for row in rows) for tail in ("abcde", "fghij"))
     assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("shorter answers")
+
+
+def test_the_picture_in_the_documents_is_as_it_is_printed_today() -> None:
+    """And the README's is the one that was taken: docs/status.txt."""
+    text = cli_reference.PICTURE.read_text().rstrip("\n")
+    assert "\n".join(f"    {line}".rstrip() for line in text.splitlines()) in (ROOT / "README.md").read_text()
+    (url, model), _, _, _, *rows, _, foot = map(str.split, text.splitlines())
+    workers = [worker_of(model, row) for row in rows]
+    waiting, tokenizers, detokenizers = map(int, foot[1::2])
+    assert lines(Standing(0.0, (model,), tuple(workers), waiting, tokenizers, detokenizers), url, PLAIN) == text.splitlines()
+    assert [worker.state for worker in workers].count("lost") == 1
 
 
 def test_what_workers_call_themselves_moves_no_cursor() -> None:

@@ -7,6 +7,7 @@ import datetime
 import importlib.util
 import json
 import os
+import pty
 import ssl
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from services.shared.fetch.download import fetch as download
 from services.shared.fetch.files import File, Unfetchable
 from services.shared.fetch.folder import Folder
 from services.shared.fetch.s3 import signed
+from services.shared.observe.progress import read
 from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
 
 LARGE = bytes(range(256)) * 4096  # a megabyte
@@ -118,7 +120,8 @@ class TestHub:
                 told = next(line for line in process.stdout if " %, " in line)
                 assert held(folder) == {**old, ".source": b"org/a@v1"}
                 while "50 %, 0.00 of 0.00 GB" not in told:
-                    assert int(told.partition(" %")[0]) <= 50, told
+                    come = read(told)
+                    assert come is not None and come.percent <= 50, told
                     told = next(process.stdout)
                 server.go.set()
                 process.stdout.read()
@@ -127,6 +130,26 @@ class TestHub:
                 process.kill()
                 process.wait()
         assert set(held(folder)) == {*LOADED, ".source"} and left_beside(folder) == set()
+
+    def test_a_terminal_has_a_bar(self, tmp_path: Path) -> None:
+        near, far = pty.openpty()
+        with serve(Hub({"main": ("c1", FILES)})) as server:
+            server.held.add("/org/a/resolve/c1/model.safetensors")
+            environment = {**CLEAN, "HF_ENDPOINT": server.url, "COLUMNS": "100"}
+            process = subprocess.Popen([*COMMAND, str(tmp_path / "a"), "org/a"], env=environment, stdout=far, text=True)
+            os.close(far)
+            told = b""
+            try:
+                while b"\rfetch [##########          ]  50 %  0.00 of 0.00 GB" not in told:
+                    told += os.read(near, 4096)
+                server.go.set()
+                while b"is whole" not in told:
+                    told += os.read(near, 4096)
+                assert process.wait(20) == 0 and b"\r\x1b[K" in told and b"fetch: " not in told
+            finally:
+                process.kill()
+                process.wait()
+                os.close(near)
 
     def test_bytes_that_are_not_what_the_hub_says_are_never_published(self, tmp_path: Path) -> None:
         hub = Hub({"main": ("c1", FILES)})

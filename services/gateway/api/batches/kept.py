@@ -16,7 +16,6 @@ from services.gateway.state.state_store import StoreAway
 from services.gateway.state.stored_files import StoredFile
 from services.shared import limits
 
-_SEEN = 1000  # batches that are not over, of all keys: their inputs are not deleted
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -71,10 +70,8 @@ class Kept:
     async def delete_file(self, owner: str, file_id: str) -> None:
         file = await self.file(owner, file_id)
         async with self.reached() as stores:
-            for whose, batch_id in await stores.batches.open_batches(_SEEN):
-                record = await stores.batches.get(owner, batch_id) if whose == owner else None
-                if record is not None and record.is_open and record.order.input_file_id == file_id:
-                    raise ApiError(409, "A batch that is not over reads this file.", param="file_id", code="file_in_use")
+            if await stores.batches.is_read(owner, file_id):
+                raise ApiError(409, "A batch that is not over reads this file.", param="file_id", code="file_in_use")
             await stores.files.delete(owner, file)
 
     async def begin(self, owner: str, key: str, asked: Asked) -> BatchRecord:

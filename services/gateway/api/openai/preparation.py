@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.gateway.api import prompts
+from services.gateway.api.chat_preparer import Settled
 from services.gateway.api.openai.chat_call import chat_call
 from services.gateway.api.openai.parsed import parsed_generation
 from services.gateway.api.openai.predicted import predicted_text
@@ -60,8 +61,8 @@ class Preparer:
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
         return await self.of_chat(parse_json(body.take()), origin)
 
-    async def of_chat(self, chat: dict[str, Any], origin: Origin, prompt: Prompt | None = None) -> Plan:
-        """chat: a body, of whatever API it was made. prompt: what its messages have come to, where that is known."""
+    async def of_chat(self, chat: dict[str, Any], origin: Origin, settled: Settled | None = None) -> Plan:
+        """chat: a body, of whatever API it was made. settled: see ChatPreparer."""
         request = parse_chat(chat, origin)
         if request.stream:
             origin.wants_stream()
@@ -70,26 +71,28 @@ class Preparer:
         request = request.model_copy(update={"messages": (), "prediction": None})  # they may be 64 MiB, and are copied
         _call_it(request, origin, None)
         model = await self._generating_model(request.model)
+        model = model if settled is None else settled.of(model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
         _check_turn(generation, 1)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
-        room = for_an_answer(model, generation.session is not None)
-        if prompt is None:
-            fitting = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        if settled is not None:
+            prompt, formats, marks = settled.prompt, settled.formats, settled.reasoning_marks
         else:
-            await self._tokenizer.ready(model.source)  # which knows its formats
-            fitting = prompt
-        known = self._tokenizer.formats(model.source)
-        formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
-        generation = parsed_generation(generation, use, formats.after(fitting.rendered_end), self._parsing_of(model))
-        (part,) = _parts([fitting], generation, request, origin)
+            room = for_an_answer(model, generation.session is not None)
+            prompt = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+            known, marks = self._tokenizer.formats(model.source), self._tokenizer.reasoning_marks(model.source)
+            formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
+            formats = formats.after(prompt.rendered_end)
+        generation = parsed_generation(generation, use, formats, self._parsing(marks))
+        (part,) = _parts([prompt], generation, request, origin)
         if predicted is not None:
-            part = replace(part, prediction=await self._ids_of(predicted, model, origin))
+            ids = () if request.speculative is False else await self._ids_of(predicted, model, origin)
+            part = replace(part, prediction=ids)
         return Plan(model, [part])
 
     async def _ids_of(self, predicted: str, model: ModelInfo, origin: Origin) -> Sequence[int]:
-        """None where nobody would read them."""
+        """Empty where nobody would read them."""
         if not self._models.reads_predictions(model):
             return ()
         return await prompts.of_prediction(predicted, self._tokenizer, model, origin)
@@ -145,8 +148,7 @@ class Preparer:
         special = begins(request.session_params) if request.add_special_tokens is None else request.add_special_tokens
         return await prompts.of_completion(request.prompt, model, self._tokenizer, origin, "prompt", room, root, special)
 
-    def _parsing_of(self, model: ModelInfo) -> MakeParsing:
-        marks = self._tokenizer.reasoning_marks(model.source)
+    def _parsing(self, marks: Sequence[int]) -> MakeParsing:
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
     async def _generating_model(self, name: str | None) -> ModelInfo:

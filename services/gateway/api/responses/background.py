@@ -18,6 +18,7 @@ from services.gateway.request.origin import Origin
 from services.gateway.state.background_record import BackgroundOrder, Status
 from services.gateway.state.owner import owner_of
 from services.shared.limits import MAX_RECORD_BYTES
+from services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 
@@ -95,6 +96,8 @@ class DetachedCall(Detached):
 
     def _order(self, plan: Plan) -> BackgroundOrder:
         response, caller, (part,) = self._record["response"], self._origin.caller, plan.parts
+        parsing = part.generation.parsing
+        formats = OutputFormats() if parsing is None else parsing.formats
         return BackgroundOrder(
             id=response["id"],
             owner=owner_of(caller.key),
@@ -105,6 +108,10 @@ class DetachedCall(Detached):
             ends_at=response["created_at"] + self._background.timeout_s,
             model=plan.model.name,
             asked=self._asked.model_dump(mode="json", exclude_unset=True),
-            rendered_end=part.prompt.rendered_end,
             context_bytes=self._context_bytes,
+            tokenizer=plan.model.tokenizer,
+            formats=[formats.tools, formats.reasoning],
+            reasoning_marks=[] if parsing is None else list(parsing.reasoning_marks),
+            context_len=plan.model.context_len,
+            defaults=plan.model.defaults.as_dict(),
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
-from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.chat_preparer import ChatPreparer, Settled
 from services.gateway.api.responses.output import numbered
 from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
@@ -24,16 +23,16 @@ from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.observe.log import fields
+from services.shared.output_formats import OutputFormats
+from services.shared.sampling_defaults import API_DEFAULTS
 
 logger = logging.getLogger(__name__)
 
-SLICE = 200  # events or texts that are read again before others have their turn
-
 Json = dict[str, Any]
-T = TypeVar("T")
 
 # In place of what the prompt was made of: that is stored as ids, whatever has become of the responses before it.
 _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "."}]}]
@@ -42,20 +41,13 @@ _INPUT: list[Json] = [{"type": "message", "role": "user", "content": [{"type": "
 class BackgroundStory:
     """Of one response, told from where it stands on."""
 
-    def __init__(self, draft: Draft, stored: Stored) -> None:
+    def __init__(self, draft: Draft, told: int) -> None:
+        """told: events, which are stored."""
         self._draft = draft
-        self._stored: Stored | None = stored
-        self._told = len(stored.events)
+        self._told = told
 
-    async def catch_up(self) -> None:
-        assert self._stored is not None
-        stored, self._stored = self._stored, None
-        for events in _slices(stored.events):
-            self._draft.restore(map(orjson.loads, events), ())
-            await asyncio.sleep(0)
-        for texts in _slices(stored.texts):
-            self._draft.restore((), texts)
-            await asyncio.sleep(0)
+    def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
+        self._draft.restore(map(orjson.loads, events), texts)
 
     def begins(self) -> list[bytes]:
         self._draft.response["status"] = "in_progress"
@@ -84,19 +76,29 @@ class BackgroundAnswers:
     def prepare(self, stored: Stored) -> Prepare:
         """As it was prepared at first, with the prompt that is stored."""
         order = stored.order
-        prompt = Prompt(array("I", stored.prompt), None, rendered_end=order.rendered_end)
+        settled = Settled(
+            Prompt(array("I", stored.prompt), None),
+            OutputFormats(*order.formats),
+            order.reasoning_marks,
+            order.context_len,
+            API_DEFAULTS.over(order.defaults),
+        )
 
         async def prepared(_body: ReceivedBody, origin: Origin) -> Plan:
             chat = {**chat_of(_asked(order), _INPUT), "model": order.model}
-            return own_fields(await self._preparer.of_chat(chat, origin, prompt), streams=True)
+            plan = own_fields(await self._preparer.of_chat(chat, origin, settled), streams=True)
+            if plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
+                raise ApiError(503, "The model that it was asked of is not served any more.", code="weights_not_served")
+            return plan
 
         return prepared
 
     def story(self, stored: Stored, request: ClientRequest, token_texts: ModelTexts) -> BackgroundStory:
-        """Begins where the stored events end."""
+        """Goes on where the stored events end, once it has been told of them."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}
-        return BackgroundStory(Draft(request, token_texts, response, output_items(order.id, asked)), stored)
+        draft = Draft(request, token_texts, response, output_items(order.id, asked))
+        return BackgroundStory(draft, stored.past.lengths.events)
 
     async def record(self, order: BackgroundOrder, response: Json) -> Kept:
         """What is kept of a response that is over; of one that is gone: 404. One without output is kept whatever it has: its
@@ -122,22 +124,16 @@ class BackgroundAnswers:
         if len(kept.record) > MAX_RECORD_BYTES:
             response["output"] = []
         events.append({"type": end_of(response), "response": response})
-        return response, numbered(events, len(stored.events))
+        return response, numbered(events, stored.past.lengths.events)
 
     async def _ended(self, stored: Stored) -> tuple[Json, list[Json]]:
         order, asked = stored.order, _asked(stored.order)
         output = output_items(order.id, asked)
-        for events in _slices(stored.events):
+        async for events in pages(stored.past.events):
             output.restore(map(orjson.loads, events))
-            await asyncio.sleep(0)
         last = list(output.finish("incomplete"))
         return {**begun(order.id, order.created_at, order.model, asked), "output": output.items}, last
 
 
 def _asked(order: BackgroundOrder) -> ResponsesRequest:
     return ResponsesRequest.model_validate(order.asked)
-
-
-def _slices(stored: Sequence[T]) -> Iterator[Sequence[T]]:
-    for first in range(0, len(stored), SLICE):
-        yield stored[first : first + SLICE]

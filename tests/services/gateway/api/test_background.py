@@ -389,27 +389,47 @@ def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
             )
 
 
-def test_who_takes_over_waits_until_the_models_formats_are_known() -> None:
-    """And what has been counted is not counted again."""
+def test_who_takes_over_goes_on_as_it_was_begun() -> None:
+    """Whatever the model's tokenizers and workers say by then; and what has been counted is not counted again."""
     answer = "<think>Hm.</think>" + CALL.replace("weather", "wether")
     seen, answer = len(answer), answer + "It rains.\n" + CALL
     with redis_server() as own:
-        asked: Any = {"formats": ("hermes", "think"), "state_redis_url": own.url}
-        with System(**asked) as first:
+        marks = ord("<"), ord(">")
+        with System(formats=("hermes", "think"), reasoning_marks=marks, state_redis_url=own.url) as first:
             first.worker.answer = lambda submit: answer
             first.allow(seen)
             response = begin(first.openai(), tools=[WEATHER])
             key = f"state:background:ids:{owner_of('')}:{response.id}"
             wait_until(lambda: own.client.strlen(key) == 4 * seen, "its tokens to be stored")
-        with System(**asked, down=("tokenizer",)) as second:
+            (began,) = first.worker.submits
+
+        def other(workers: list[FakeWorker]) -> None:
+            workers[0].info.context_len *= 2
+            workers[0].info.sampling_defaults.top_k = 5
+
+        with System(formats=("pythonic", ""), state_redis_url=own.url, configure=other) as second:
             second.worker.answer = lambda submit: answer
-            second.gateway._background._runner._is_ready = lambda: True  # as where another model's tokenizers are there
-            wait_until(lambda: bool(own.client.exists(lease_of(response, ""))), "it to be taken")
-            time.sleep(0.3)
-            second.call(second.tokenizers[0].start())
             last = over(second.openai(), response)
             assert [item.type for item in last.output] == ["reasoning", "message", "function_call"]
+            assert last.usage is not None and last.usage.output_tokens_details.reasoning_tokens == len("<think>")
+            (submit,) = second.worker.submits
+            assert submit.output_ids and submit.sampling == began.sampling
             assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
+
+
+def test_a_prompt_of_a_tokenizer_that_is_gone_is_not_gone_on_with() -> None:
+    def other(workers: list[FakeWorker]) -> None:
+        workers[0].info.tokenizer = "another"
+
+    with redis_server() as own:
+        with System(state_redis_url=own.url) as first:
+            first.allow(0)
+            response = begin(first.openai())
+            wait_until(lambda: bool(first.worker.submits), "a worker to have it")
+        with System(state_redis_url=own.url, configure=other) as second:
+            last = over(second.openai(), response)
+            assert last.status == "failed" and last.error is not None and "not served any more" in last.error.message
+            assert not second.worker.submits
 
 
 def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:

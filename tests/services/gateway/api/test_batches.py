@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from rootstock.v1 import common_pb2 as pb
-from services.gateway.batches import batch_run, batch_runner
+from services.gateway.batches import batch_run, batch_runner, lanes
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_record import Status
 from services.gateway.state.batch_store import batch_lease
@@ -323,8 +324,9 @@ def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: Re
     assert over(client, batch).status == "completed"
 
 
-def test_a_line_that_waits_for_a_worker_is_overtaken() -> None:
-    """With no priorities set, and though it came first."""
+def test_a_line_that_waits_for_a_worker_is_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no priorities set, and though it came first, so long ago that it is not given up."""
+    monkeypatch.setattr(lanes, "YOUNG_S", 0.0)
 
     def one_at_a_time(workers: list[FakeWorker]) -> None:
         workers[0].info.max_running_requests = 1  # of three that it is given
@@ -343,6 +345,21 @@ def test_a_line_that_waits_for_a_worker_is_overtaken() -> None:
             system.allow(None)
             assert chat.result().status_code == 200
         assert over(client, batch).status == "completed"
+
+
+def test_a_line_begins_in_the_gap_behind_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "HELD_S", 60.0)
+    with redis_server() as own, System(state_redis_url=own.url) as system, ThreadPoolExecutor(1) as pool:
+        client = system.openai()
+        system.allow(0)
+        chat = pool.submit(system.chat, max_tokens=7)
+        wait_until(lambda: system.running() == [1], "the chat to be at the worker")
+        batch = begin(client, [line(1)])
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", "the line's turn")
+        time.sleep(4 * lanes.LOOK_S)
+        assert system.running() == [1]
+        system.allow(None)
+        assert chat.result().status_code == 200 and over(client, batch).status == "completed"
 
 
 def test_lines_that_run_when_a_gateway_ends_are_answered_first() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,9 +15,8 @@ from services.gateway.background.background_run import BackgroundRun, First
 from services.gateway.background.background_runner import BackgroundRunner
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY
-from services.gateway.request.choice_output import Progress
 from services.gateway.request.errors import ApiError
-from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, Kept, Status
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease
 from services.gateway.state.owner import owner_of
@@ -79,7 +77,7 @@ class Gateway:
 
     async def put(self, name: str) -> Work:
         now = int(time.time())
-        order = BackgroundOrder(name, ALICE, "alice", "r", "", now, now + 60, "demo", {}, "", 0)
+        order = BackgroundOrder(name, ALICE, "alice", "r", "", now, now + 60, "demo", {}, 0, "", ["", ""], [], 4096, {})
         work = Work(new_lease(ALICE, name), order)
         assert await self.store.begin(work.lease, order, b"{}", b"", [b"{}"]) is Begun.YES
         return work
@@ -189,7 +187,7 @@ def test_a_drain_leaves_each_once_and_what_has_not_begun_is_refused(server: Redi
         for work in works:
             await gateway.runner.begin(work)
         order = works[0].order
-        stored = Stored(order, Status.QUEUED, array("I").tobytes(), False, 1, 0, [], (), Progress())
+        stored = gateway.store.asked(order, b"", 0)
         first = First(stored, cast(Any, None), NOBODY, place, cast(Any, None))
         late = BackgroundRun(cast(Any, None), new_lease(ALICE, "resp_late"), order, first)
         asking = asyncio.create_task(gateway.runner.begin(late))

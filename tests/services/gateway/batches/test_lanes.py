@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.batches.lanes import QUIET_S, YOUNG_S, Lanes
+from services.gateway.batches.lanes import HELD_S, LOOK_S, MOST_GIVEN_UP, QUIET_S, RISE_S, YOUNG_S, Lanes
 from services.gateway.observe.attendance import Attendance
 from tests.services.redis_server import until
 
@@ -30,10 +30,10 @@ class Others:
         await self.lanes.answer(ask)
 
 
-def among(use: Callable[[Others], Awaitable[None]]) -> None:
+def among(use: Callable[[Others], Awaitable[None]], num_lines: int = 8) -> None:
     async def run() -> None:
         others = Others()
-        lines = [asyncio.create_task(others.line()) for _ in range(8)]
+        lines = [asyncio.create_task(others.line()) for _ in range(num_lines)]
         try:
             await use(others)
         finally:
@@ -58,6 +58,8 @@ def test_all_lanes_are_open_while_nobody_waits() -> None:
 def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
     async def use(others: Others) -> None:
         others.attendance.begin(True)
+        await asyncio.sleep(2 * LOOK_S)
+        others.now += HELD_S
         await until(lambda: others.lanes.used == 1)
         assert not others.lanes.is_open
         others.now += 10 * QUIET_S
@@ -66,7 +68,10 @@ def test_few_are_open_beside_others_and_for_a_while_after_them() -> None:
         others.now += QUIET_S / 2
         assert not others.lanes.is_open
         others.attendance.begin(False)  # a line's own request is nobody's
-        others.now += QUIET_S
+        others.now += QUIET_S / 2
+        await until(lambda: others.lanes.used == 2)
+        assert not others.lanes.is_open, "one after the other"
+        others.now += RISE_S
         await until(lambda: others.lanes.used == 3)
 
     among(use)
@@ -87,24 +92,57 @@ def test_none_begins_while_anything_waits_for_a_worker_or_the_gateway_ends() -> 
     among(use)
 
 
+def test_a_lane_stays_empty_for_a_moment_while_others_have_requests_open() -> None:
+    async def use(others: Others) -> None:
+        others.attendance.begin(True)
+        await asyncio.sleep(2 * LOOK_S)
+        assert others.lanes.is_open and others.lanes.used == 0
+        others.now += HELD_S / 2
+        await asyncio.sleep(2 * LOOK_S)
+        assert others.lanes.used == 0
+        others.now += HELD_S / 2
+        await until(lambda: others.lanes.used == 1)
+        others.attendance.begin(True)
+        await asyncio.sleep(2 * LOOK_S)
+        assert others.lanes.used == 1, "it goes on beside who comes"
+        others.attendance.end(True)
+        others.attendance.end(True)
+
+    among(use)
+
+
+def test_a_line_is_given_up_a_number_of_times() -> None:
+    async def use(others: Others) -> None:
+        await until(lambda: others.asked == 1)
+        for times in range(1, MOST_GIVEN_UP + 1):
+            others.attendance.begin(True)
+            await until(lambda: others.lanes.used == 0)
+            others.attendance.end(True)
+            others.now += QUIET_S
+            await until(lambda: others.asked == times + 1)  # noqa: B023
+        others.attendance.begin(True)
+        await asyncio.sleep(2 * LOOK_S)
+        assert (others.lanes.used, others.asked) == (1, MOST_GIVEN_UP + 1)
+
+    among(use, num_lines=1)
+
+
 def test_what_has_just_begun_makes_way_and_comes_again() -> None:
     async def use(others: Others) -> None:
         await until(lambda: others.asked == 3)
         others.now += YOUNG_S / 2
         others.attendance.begin(True)
-        others.attendance.begin(True)
-        await until(lambda: others.lanes.used == 1)
+        await until(lambda: others.lanes.used == 0)
         others.attendance.end(True)
-        others.attendance.end(True)
-        others.now += QUIET_S
-        await until(lambda: others.asked == 5)
+        others.now += QUIET_S + RISE_S
+        await until(lambda: others.asked == 6)
         others.now += YOUNG_S
         others.attendance.begin(True)
-        await asyncio.sleep(0)
+        await asyncio.sleep(2 * LOOK_S)
         assert others.lanes.used == 3, "what is older goes on"
         others.attendance.end(True)
-        others.now += QUIET_S
+        others.now += QUIET_S + RISE_S
         others.leave.set()
-        await until(lambda: others.asked == 8 + 2 and others.lanes.used == 0)
+        await until(lambda: others.asked == 8 + 3 and others.lanes.used == 0)
 
     among(use)

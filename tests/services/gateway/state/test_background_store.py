@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from services.gateway.state import background_store
+from rootstock.v1 import worker_pb2
+from services.gateway.state import background_past, background_store
+from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Talk
 from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
@@ -34,7 +37,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def order(name: str = "resp_a") -> BackgroundOrder:
-    return BackgroundOrder(name, ALICE, "alice", "request", "", NOW, NOW + 60, "demo", {"seed": 7}, "", 0)
+    about = ("", ["hermes", "think"], [7, 8], 4096, {"top_k": 5})
+    return BackgroundOrder(name, ALICE, "alice", "request", "", NOW, NOW + 60, "demo", {"seed": 7}, 0, *about)
 
 
 ORDER = order()
@@ -73,6 +77,10 @@ async def begin(store: BackgroundStore, asked: BackgroundOrder = ORDER) -> Lease
     return lease
 
 
+async def whole(page: Callable[[int], Awaitable[Sequence[Any]]]) -> list[Any]:
+    return [item async for items in pages(page) for item in items]
+
+
 def run_out(server: RedisServer, lease: Lease) -> None:
     """As if its time were over."""
     server.client.delete(lease.key)
@@ -97,11 +105,10 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
             assert await store.write(lease, ORDER, each) is Room.YES
         found = await store.read(ALICE, ORDER.id)
         assert found is not None and (found.order, found.status, found.pieces) == (ORDER, Status.IN_PROGRESS, 2)
-        assert (found.prompt, found.events, found.texts) == (b"prompt", events(0, 4), ["text 1", "text 2"])
-        progress = found.progress
-        assert list(progress.ids) == [0, 1, 2, 3, 4]
-        assert (progress.decoded, progress.chars, progress.shown) == (5, 9, 4)
-        assert (progress.weights, progress.numerics) == (weights, "n")
+        assert (found.prompt, found.decoded, found.chars, found.shown) == (b"prompt", 5, 9, 4)
+        assert (found.weights, found.numerics) == (weights, "n")
+        assert await whole(found.past.events) == events(0, 4) and await whole(found.past.texts) == ["text 1", "text 2"]
+        assert await whole(found.past.ids) == [0, 1, 2, 3, 4]
         monkeypatch.setattr(background_store, "PAGE_BYTES", len(events(0, 3)[0]) * 2)
         page = await store.follow(ALICE, ORDER.id, 0)
         assert page is not None and (page.total, page.events) == (4, events(0, 2))
@@ -114,6 +121,41 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
         (record,) = await records.get(ALICE, [ORDER.id])
         assert record is not None and (record.content, record.version) == (b"whole", 2)
         assert await store.read(ALICE, ORDER.id) is None and await store.free(9) == []
+
+    with_stores(server, use)
+
+
+def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is larger than a page may be, but for a single item; and nobody goes on from half of it."""
+    monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
+
+    async def use(store: BackgroundStore, _records: RedisStore) -> None:
+        lease, sizes = await begin(store), list[int]()
+        rows = [worker_pb2.LogprobRows(values=[number] * 2) for number in range(300)]
+        for number in range(300):
+            text = "x" * (9000 if number == 150 else 300)
+            ids = range(2 * number, 2 * number + 2)
+            new = Piece(number + 1, Status.IN_PROGRESS, [text.encode()], ids.start, array("I", ids).tobytes(), text)
+            assert await store.write(lease, ORDER, replace(new, logprobs=rows[number].SerializeToString())) is Room.YES
+        found, called = await store.read(ALICE, ORDER.id), StateRedis.call
+
+        async def measured(redis: StateRedis, *of: Any) -> Any:
+            page = await called(redis, *of)
+            sizes.append(sum(map(len, page)) if isinstance(page, list) else len(page))
+            return page
+
+        assert found is not None
+        past = found.past
+        with monkeypatch.context() as patch:
+            patch.setattr(StateRedis, "call", measured)
+            assert await whole(past.ids) == list(range(600)) and await whole(past.logprobs) == rows
+            for page in (past.events, past.texts):
+                assert [len(each) for each in await whole(page)][-300:] == [300] * 150 + [9000] + [300] * 149
+        assert max(sizes) == 9000 and sorted(sizes)[-3] <= 4000 and len(sizes) > 50
+        await store.finish(lease, ORDER, 301, Status.CANCELLED, Kept(b"cancelled"), [])
+        for gone in (past.ids, past.texts, past.logprobs):
+            with pytest.raises(LeaseLost):
+                await gone(128)
 
     with_stores(server, use)
 
@@ -134,7 +176,9 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
                 await call
         assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
         await store.leave(lease, ALICE, ORDER.id)
-        assert await store.read(ALICE, ORDER.id) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
+        again = await store.read(ALICE, ORDER.id)
+        assert before is not None and again is not None and again.past.lengths == before.past.lengths
+        assert replace(again, past=before.past) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
         await store.finish(other, ORDER, 2, Status.COMPLETED, Kept(b"whole"), events(3, 1))
         for number in (1, 2, 3):
             with pytest.raises(LeaseLost):
@@ -288,7 +332,8 @@ def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
         server.kill()
         await asyncio.to_thread(server.start)
         found = await store.read(ALICE, ORDER.id)
-        assert found is not None and list(found.progress.ids) == list(range(19)) and found.events == events(0, 21)
+        assert found is not None
+        assert await whole(found.past.ids) == list(range(19)) and await whole(found.past.events) == events(0, 21)
         assert await store.keep({lease: ORDER}) == [] and await store.free(9) == []
         run_out(server, lease)
         assert await store.free(9) == [(ALICE, ORDER.id)]

@@ -104,7 +104,7 @@ def test_a_line_has_the_result_that_came_first(server: RedisServer) -> None:
         for done in (True, False):
             assert await batches.finish(other, found, Status.COMPLETED, made, LATER) is done
         assert await read(stores, made[0]) == b"2 of one\n3 of two\n" and await read(stores, made[1]) == b"1 failed\n"
-        assert await stores.files.get(ALICE, ORDER.output_id) == made[0] and not await batches.open_batches(9)
+        assert await stores.files.get(ALICE, ORDER.output_id) == made[0] and not await batches.is_read(ALICE, "file-in")
         with pytest.raises(LeaseLost):
             await batches.record(other, ORDER, results_of("after its end", 3))
         assert await stores.files.delete(ALICE, made[0]) and server.client.hget(f"state:filebytes:{ALICE}", "!") == b"9"
@@ -156,6 +156,6 @@ def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
         await asyncio.to_thread(server.start)
         assert await stores.leases.keep(lease) and await stores.batches.done(ORDER) == {1, 3}
         assert await read(stores, file_of("file-in", b"one", b"two")) == b"onetwo"
-        assert await stores.batches.open_batches(9) == [(ALICE, ORDER.id)]
+        assert await stores.batches.is_read(ALICE, "file-in") and not await stores.batches.is_read(owner_of("bob"), "file-in")
 
     with_stores(server, use)
