@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, SessionTurn, Submit
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
@@ -72,6 +72,7 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
+        self.ready: list[PagesReady] = []
         self.index: set[bytes] = set()
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
@@ -298,6 +299,7 @@ class Engine:
         output = self.core.take_output()
         for peer in output.peers if output else ():
             at = 0
+            self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 assert handle not in self.finishes, "tokens after the terminal output"
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])

@@ -46,7 +46,7 @@ class SchedulerConfig:
     in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most.
     host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
     hicache_write_policy: see WritePolicy. reads_peers: requests may come with a source of their KV in another worker.
-    disaggregation_hold_s: that a room stands for such a reader.
+    disaggregation_hold_s: that a room stands for such a reader, and that what was read ahead is kept.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
     sessions that name none. random_seed: of the random policy.

@@ -52,7 +52,7 @@ class Request:
     flow: the same while there are any to be planned, but for those that wait at a gate. page_keys: of the first pages of its key,
     where there are tiers. num_looks: how often other tiers were asked for its prefix since it last began to wait. imported: pages
     that came from each. cached_from: num_cached_tokens, by where they were. hand_over, source: see Submit; source is None once
-    nothing more is wanted of it.
+    nothing more is wanted of it. num_announced: pages that are, or were, in its room.
     """
 
     seq: int
@@ -103,6 +103,7 @@ class Request:
     cached_from: dict[Tier, int] = field(default_factory=dict)
     hand_over: Room | None = None
     source: Source | None = None
+    num_announced: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,6 +5,7 @@ Plain data: ids, keys and counts; bytes are the executor's. A worker without tie
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -12,11 +13,12 @@ from itertools import count
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier, WritePolicy
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import TierStats, Wanted
+from services.worker.core.kv.other_tiers import Asker, TierStats, Wanted
 from services.worker.core.tiers.backups import Backups
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.imports import Imports
 from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.prefetches import Prefetches
 from services.worker.core.tiers.rates import Rates
 
 SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
@@ -27,17 +29,18 @@ OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is
 @dataclass(frozen=True, slots=True)
 class TierLimits:
     """host_pages: of the host tier, 0 for none. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
-    WritePolicy."""
+    WritePolicy. hold_s: that what was read ahead is kept after the last news of it."""
 
     host_pages: int
     has_storage: bool
     page_bytes: int
     page_size: int
     policy: WritePolicy
+    hold_s: float
 
 
 class Tiers:
-    """Implements OtherTiers."""
+    """Implements OtherTiers. prefetches: written by the scheduler's calls, through it."""
 
     def __init__(self, limits: TierLimits, keys: PageKeys) -> None:
         self.queue = _queue_of(limits.policy) if limits.host_pages else BackupQueue(False, False, 0)
@@ -47,6 +50,7 @@ class Tiers:
         self.rates = Rates(limits.page_bytes, limits.page_size)
         ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
         self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
+        self.prefetches = Prefetches(self._imports, limits.hold_s)
         self._backups = Backups(self.queue, keys, self._host, stored, at_once, ids)
 
     @property
@@ -67,13 +71,16 @@ class Tiers:
         return self._imports.consider(wanted, memory)
 
     def waiting(self) -> set[int]:
-        return self._imports.waiting()
+        return self._imports.waiting() - self.prefetches.seqs()
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
         self._imports.admitted(seq, keys, hit)
 
     def leave(self, seq: int) -> None:
         self._imports.leave(seq)
+
+    def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
+        return self.prefetches.take(asker, seq)
 
     def let_go(self) -> bool:
         return self._imports.let_go()
@@ -86,7 +93,11 @@ class Tiers:
     def plan(self, memory: KVMemory, now: float, in_flight: bool, begins: bool) -> tuple[tuple[PageOperation, ...], list[int]]:
         """Operations that begin now; and which requests need not wait any more, by seq. in_flight: a step is. begins: copies may
         begin; they may not where somebody waits for the device's pages to be nobody's."""
-        imports, ready = self._imports.plan(memory, now, in_flight)
+        if now >= self.prefetches.next_look:
+            self.prefetches.expire(now)
+        imports, moved = self._imports.plan(memory, now, in_flight)
+        ahead = self.prefetches.seqs() if moved else set()
+        ready = [seq for seq in moved if seq not in ahead]
         copies = self._backups.plan(memory) if begins and self._host.num_pages else []
         return (*imports, *copies), ready
 
@@ -126,6 +137,7 @@ class Tiers:
     def forget_tree(self) -> None:
         """The device's pages are given up. Only while no operation runs."""
         assert not self.num_running, "an operation reads or writes the pages"
+        self.prefetches.clear()
         self._imports.end_all()
         self._backups.clear()
 
@@ -152,6 +164,7 @@ class Tiers:
             loaded_pages_total=imports.imported_pages_total[Tier.HOST],
             fetched_pages_total=imports.imported_pages_total[Tier.STORAGE],
             pulled_pages_total=imports.imported_pages_total[Tier.PEER],
+            prefetched_pages_total=imports.prefetched_pages_total,
             refused_pulls_total=imports.refused_pulls_total,
             load_bytes_s=self.rates.bytes_s(Tier.HOST),
             fetch_bytes_s=self.rates.bytes_s(Tier.STORAGE),
