@@ -47,11 +47,13 @@ class Fleet:
         return self._clients.submit(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=120))
 
     def slow(self, names: tuple[str, ...], seconds: float, but: str = "") -> None:
+        def is_slow(name: str) -> bool:
+            body = {"worker": name, "forward_sleep_time": seconds, "timeout_s": 5}
+            return bool(httpx.post(f"{self.admin}/slow_down", json=body, timeout=10).json().get("success"))
+
         for name in names:
             if name != but:
-                body = {"worker": name, "forward_sleep_time": seconds, "timeout_s": 5}
-                answer = httpx.post(f"{self.admin}/slow_down", json=body, timeout=10)
-                assert answer.json()["success"], answer.text
+                wait_until(lambda: is_slow(name), 20, f"{name} to hear of its pace")  # noqa: B023
 
     @property
     def admin(self) -> str:
@@ -76,12 +78,23 @@ class Fleet:
     def rests(self) -> bool:
         return rests(self.system)
 
+    def restore(self) -> None:
+        """All are there again, and none is slow."""
+        for name in (*PREFILL, *DECODE, "gateway-0", "gateway-1"):
+            if self.system.children[name].exit_code is not None:
+                self.system.start(name)
+            else:
+                self.signal(name, signal.SIGCONT)
+        wait_until(self.is_whole, 90, "all of them")
+        self.slow((*PREFILL, *DECODE), 0.0)
+        wait_until(self.rests, 40, "all pages to be nobody's")
+
     def close(self) -> None:
         self._clients.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     flags = f"--disaggregation-hold-s {HOLD_S} --chunked-prefill-size 64"
     more = {"gateways": 2, "admin_port": free_ports(1)[0]}
     with apart(tmp_path_factory.mktemp("states"), 1, 2, flags, **more) as system:
@@ -89,6 +102,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         wait_until(made.is_whole, 60, "all of them")
         yield made
         made.close()
+
+
+@pytest.fixture
+def fleet(started: Fleet) -> Iterator[Fleet]:
+    yield started
+    started.restore()
 
 
 def body(seed: int, length: int, tokens: int) -> dict[str, Any]:
@@ -149,7 +168,10 @@ class Case:
         """Returns the decode worker that has the request, or will: of one that is queued any."""
         fleet, of = self.fleet, self.fleet.of
         if state in ("queued", "computing"):
-            fleet.slow(PREFILL, SLOW_S / 2)
+            if state == "queued":  # behind another one, and not at a decode worker that has nothing to do
+                fleet.slow(DECODE, SLOW_S)
+                self.begin_beside(0, 1)
+            fleet.slow(PREFILL, SLOW_S if state == "queued" else SLOW_S / 2)
             if state == "queued":
                 self.begin_beside(2)
                 self.begin()
@@ -201,31 +223,22 @@ def test_nobody_notices(fleet: Fleet, state: str, who: str, how: signal.Signals)
     fleet.slow((*PREFILL, *DECODE), 0.0, but=still)
     case.end(lost_gateway)
     assert_free(fleet, {victim, still}, lost_at)
-    restore(fleet, victim, how)
-    wait_until(fleet.rests, 40, "all pages to be nobody's")
+    if how is KILL:
+        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 5, "its end")
+    fleet.restore()
 
 
 def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
     """Of workers that live nothing is kept beyond the last deadline: of a room, or of a read of who stands still."""
     survivors = [name for name in (*PREFILL, *DECODE) if name not in lost]
     answered_at = time.monotonic()
-    until = max(lost_at + READ_S, answered_at + HOLD_S) + FREE_S
+    until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a read may begin when its worker's pause is over
 
     def is_free() -> bool:
         kept = ("rootstock_worker_rooms", "rootstock_worker_quarantined_tokens", "rootstock_worker_importing_requests")
         return not any(fleet.of(name, metric) for name in survivors for metric in (*kept, "sglang:kv_used_tokens"))
 
     wait_until(is_free, until - time.monotonic(), "what was kept to be free")
-
-
-def restore(fleet: Fleet, victim: str, how: signal.Signals) -> None:
-    if how is STOP:
-        fleet.signal(victim, signal.SIGCONT)
-    else:
-        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 5, "its end")
-        fleet.system.start(victim)
-    wait_until(fleet.is_whole, 60, "all of them")
-    fleet.slow((*PREFILL, *DECODE), 0.0)
 
 
 def test_a_room_whose_time_is_over_is_refused_once_and_its_prompt_is_computed(fleet: Fleet) -> None:
