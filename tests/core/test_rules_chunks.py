@@ -84,10 +84,12 @@ class TestAnnounced:
         assert sum(pulled(pair.second)) == 15 and pair.second.core.stats().prefetched_pages_total == 12
 
 
-def preempting(hold_s: float = 10.0, num_pages: int = 32) -> Relayed:
-    """Whose second chunk is in flight when somebody more urgent needs the only slot."""
+def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | None = None) -> Relayed:
+    """Whose second chunk is in flight when somebody more urgent needs the only slot. before: a prompt that is kept by then."""
     first = {"enable_priority_scheduling": True, "max_running_requests": 1, "disaggregation_hold_s": hold_s}
     pair = Relayed(first={**first, "num_pages": num_pages})
+    if before is not None:
+        pair.compute(9, before, max_new_tokens=4)
     pair.begin(0, PROMPT, max_new_tokens=4)
     pair.until(lambda: bool(pair.told))
     pair.first.submit(1, [7] * 40, priority=9, max_new_tokens=30, ignore_eos=True)
@@ -121,17 +123,25 @@ class TestPutBack:
         pair.assert_all_is_free()
 
     def test_not_where_who_computes_needs_its_pages(self) -> None:
-        pair = preempting(num_pages=18)
+        pair = preempting(num_pages=20, before=[5] * 8)
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
-        assert rooms(pair) == 0 and pair.first.core.stats().expired_rooms_total == 0, "it was ended for them"
+        whole = pair.first.finishes[9].room
+        assert whole is not None and pair.first.core.table.rooms.stands(whole), "what is kept as a whole is not given up"
+        assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, "it was ended for them"
+        pair.first.abort(9)
         pair.finish(0, max_new_tokens=4)
         pair.assert_all_is_free()
 
-    def test_while_it_computes_its_time_does_not_run(self) -> None:
-        pair = Relayed(first={"disaggregation_hold_s": 0.5})
-        pair.begin(0, PROMPT, max_new_tokens=4)
-        pair.until(lambda: bool(pair.told))
+    @pytest.mark.parametrize("put_back", [False, True], ids=["at first", "again"])
+    def test_while_it_computes_its_time_does_not_run(self, put_back: bool) -> None:
+        if put_back:
+            pair = preempting(hold_s=1.0)
+            pair.until(lambda: [request.handle for request in pair.first.core.table.extending] == [0])
+        else:
+            pair = Relayed(first={"disaggregation_hold_s": 0.5})
+            pair.begin(0, PROMPT, max_new_tokens=4)
+            pair.until(lambda: bool(pair.told))
         pair.first.now += 5.0
         pair.turn()
         assert rooms(pair) == 1
@@ -217,16 +227,32 @@ class TestRead:
         assert sum(pulled(pair.second)) == 10 and finish.cached_from[Tier.PEER] == 40
         pair.assert_all_is_free()
 
+    def test_what_has_come_is_kept_for_the_request_while_that_waits(self) -> None:
+        """All of it was read before: it looks nowhere else."""
+        pair = Relayed(max_running_requests=1)
+        pair.second.submit(5, [9] * 5, max_new_tokens=60, ignore_eos=True)
+        pair.begin(0, PROMPT[:34], max_new_tokens=4)
+        pair.until(lambda: 0 in pair.first.finishes and pair.second.core.stats().pulled_pages_total == 8)
+        pair.go_on(0, pair.prompts[0], max_new_tokens=4)
+        pair.turn()
+        memory = pair.second.core.table.memory
+        memory.flush()
+        assert not pair.second.core.table.importing and memory.tree.num_pages >= 8
+        pair.second.abort(0)
+        memory.flush()
+        assert memory.tree.num_pages < 8
+
     def test_said_twice_late_and_of_another_room_it_changes_nothing(self) -> None:
         pair = Relayed()
-        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.begin(0, list(range(74)), max_new_tokens=4)
         pair.until(lambda: len(pair.told.get(0, ())) == 2)
+        assert 0 not in pair.first.finishes
         first, second = pair.told[0]
-        for ready in (second, first, replace(second, room=pair.new_room(), num_pages=10), PagesReady(77, first.room, 4)):
+        for ready in (second, first, replace(second, room=pair.new_room(), num_pages=18), PagesReady(77, first.room, 4)):
             pair.second.core.prefetch_more(0, ready, pair.second.now)
             pair.tell(first)
         pair.finish(0, max_new_tokens=4)
-        assert pulled(pair.second) == [4, 4, 2]
+        assert sum(pulled(pair.second)) == 18 and pair.second.core.stats().refused_pulls_total == 0
 
     def test_a_room_that_says_it_has_more_than_the_prompt_is_read_to_its_end(self) -> None:
         pair = Relayed()

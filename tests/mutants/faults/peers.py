@@ -12,10 +12,8 @@ PEERS = (
         ("self._imports.take_over(prefetch.wanted.seq, seq)", "self._imports.leave(prefetch.wanted.seq)"),
         ("return prefetch.wanted.arrived", "return Counter()"),
         ("for asker in [each for each in self._prefetches if each[0] == peer]:", "for asker in ():"),
-        ("if not wanted.let_go and not", "if not"),
         (" and len(self._prefetches) < MOST_PREFETCHES", ""),
         ("max(0, min(source.num_pages, memory.usable_pages(num_tokens, num_tokens)))", "source.num_pages"),
-        (".until <= now:", ".until < now:"),
         only="test_rules_chunks",
     ),
     *of(
