@@ -197,7 +197,10 @@ class WorkerSettings(ServiceSettings):
         " memory instead of TCP: the same on both sides. Empty: never.",
     )
     disaggregation_hold_s: float = Field(
-        10.0, gt=0, description="Seconds for which a prefill worker keeps a prompt's KV that nobody comes for."
+        10.0,
+        gt=0,
+        description="Seconds for which a prefill worker keeps a prompt's KV that nobody comes for, and a decode worker what it "
+        "has read of a prompt of which nothing more is heard.",
     )
     enable_jump_forward: bool = Field(True, description="Take over text that a grammar leaves no choice about, unsampled.")
     schedule_conservativeness: float = Field(1.0, gt=0, description="Factor on the KV reserved for running requests' output.")

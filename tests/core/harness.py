@@ -12,7 +12,7 @@ import numpy as np
 
 from services.shared.index.block_tier import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, SessionTurn, Submit, Verified
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, SessionTurn, Submit, Verified
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
@@ -73,6 +73,7 @@ class Engine:
         self.finishes: dict[int, Finish] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
+        self.ready: list[PagesReady] = []
         self.predicted: dict[int, Verified] = {}  # as told last
         self.index: set[bytes] = set()  # blocks on the device, as told
         self.below: dict[bytes, BlockTier] = {}  # and in tiers below it alone
@@ -314,6 +315,7 @@ class Engine:
         output = self.core.take_output()
         for peer in output.peers if output else ():
             at = 0
+            self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 assert handle not in self.finishes, "tokens after the terminal output"
                 self.outputs.setdefault(handle, []).extend(peer.tokens[at : at + count])

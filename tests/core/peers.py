@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from services.worker.core.contracts.messages import Finish, FinishReason
+import numpy as np
+
+from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, Prefetch
 from services.worker.core.contracts.rooms import Room, Source
 from tests.core.harness import Engine, slow, small
 
@@ -62,6 +65,63 @@ class Pair:
             memory = engine.core.table.memory
             assert memory.num_available == memory.pages.num_pages, "a page is held by nobody"
             assert not len(engine.core.table.rooms) and not memory.quarantined
+
+
+class Relayed(Pair):
+    """And a front end that tells the second worker what the first has computed so far. told: what it has, by handle."""
+
+    def __init__(self, page_moved_s: float = 0.0, first: dict[str, Any] | None = None, **second: Any) -> None:
+        super().__init__(page_moved_s, first, **second)
+        self.prompts: dict[int, list[int]] = {}
+        self.told: dict[int, list[PagesReady]] = {}
+
+    def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
+        """Without a word to the second worker."""
+        finish = super().compute(handle, prompt, **params)
+        self.first.ready.clear()
+        return finish
+
+    def begin(self, handle: int, prompt: list[int], **params: Any) -> None:
+        """At the first worker."""
+        self.prompts[handle] = prompt
+        self.first.submit(handle, prompt, hand_over=self.new_room(), ignore_eos=True, **params)
+
+    def turn(self) -> None:
+        self.first.turn()
+        self.relay()
+        self.second.turn()
+
+    def relay(self) -> None:
+        while self.first.ready:
+            self.tell(self.first.ready.pop(0))
+
+    def tell(self, ready: PagesReady) -> None:
+        told = self.told.setdefault(ready.handle, [])
+        if told:
+            self.second.core.prefetch_more(0, ready, self.second.now)
+        else:
+            ids, source = np.array(self.prompts[ready.handle], dtype=np.int32), Source(ready.room, ADDRESS, ready.num_pages)
+            self.second.core.prefetch(Prefetch(0, ready.handle, ids, source), self.second.now)
+        told.append(ready)
+        self.second.check()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(400):
+            if holds():
+                return
+            self.turn()
+        raise AssertionError("it does not come about")
+
+    def finish(self, handle: int, **params: Any) -> Finish:
+        """By both, whole."""
+        self.until(lambda: handle in self.first.finishes)
+        self.first.check_answer(handle)
+        self.go_on(handle, self.prompts[handle], **params)
+        self.until(lambda: handle in self.second.finishes)
+        self.second.check_answer(handle)
+        for _ in range(3):
+            self.turn()
+        return self.second.finishes[handle]
 
 
 def computed_tokens(engine: Engine) -> int:

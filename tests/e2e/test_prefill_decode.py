@@ -86,21 +86,24 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
 
 @pytest.mark.needs("openssl")
 def test_what_is_moved_over_tls_and_what_is_computed(tmp_path: Path) -> None:
-    """Whole pages are moved, once each; the rest of a page and the output are computed where they are decoded."""
+    """Whole pages are moved, once each, some while later ones are computed; the rest of a page and the output are computed where
+    they are decoded."""
     certificate, key, authority = Authority(tmp_path / "authority").files("workers")
     tls = f"--disaggregation-tls-cert-file {certificate} --disaggregation-tls-key-file {key}"
     tls += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
     asked = bodies(12, 1)
-    with apart(tmp_path / "apart", worker_flags=tls) as system:
+    with apart(tmp_path / "apart", worker_flags=f"--chunked-prefill-size 64 {tls}") as system:
         wait_until(lambda: workers(system) == 2, 60, "both workers")
         for body in asked:
             status, answer = system.post("/v1/completions", body)
             assert status == 200, answer
         pages = [len(body["prompt"]) // PAGE for body in asked]
         assert pulled(system) == PAGE * sum(pages)
-        assert system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
+        assert 0 < system.metric("decode-0", "rootstock_worker_prefetched_tokens_total") < pulled(system)
         assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") == 0
-        assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls") > 0
+        read = system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tls")
+        assert read == system.metric("prefill-0", "rootstock_worker_kv_served_bytes_total") > 0
+        assert read % pulled(system) == 0, "so many bytes a token, and no page twice"
         wait_until(lambda: system.metric("prefill-0", "rootstock_worker_rooms") == 0, 5, "the rooms to end")
         prefill = system.metric("prefill-0", "sglang:prompt_tokens_total")
         assert prefill == sum(len(body["prompt"]) for body in asked)
@@ -147,7 +150,7 @@ def test_nobody_notices_who_is_lost(fleet: System, who: str, how: signal.Signals
         else:
             fleet.start(who)
         wait_until(lambda: workers(fleet) == 3, 60, "all workers")
-        wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+        wait_until(lambda: rests(fleet), 40, "all pages to be nobody's")
 
 
 def test_what_is_kept_for_a_lost_gateway_is_free_and_others_do_not_notice(fleet: System) -> None:
@@ -167,20 +170,20 @@ def test_what_is_kept_for_a_lost_gateway_is_free_and_others_do_not_notice(fleet:
             return answers
 
         assert [ids_of(answer.json()) for answer in asyncio.run(under_loss())] == expected
-        wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+        wait_until(lambda: rests(fleet), 40, "all pages to be nobody's")
         fleet.start("gateway-1")
         url = fleet.parts["gateway-1"].url
-        wait_until(lambda: _is_ready(url), 60, "the gateway again")  # noqa: B023
+        wait_until(lambda: is_ready(url), 60, "the gateway again")  # noqa: B023
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
     try:
         return httpx.get(f"{url}/readiness", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def _rests(system: System) -> bool:
+def rests(system: System) -> bool:
     """Nothing is kept, read or running anywhere."""
     try:
         for name in ("prefill-0", "decode-0", "decode-1"):
@@ -204,7 +207,7 @@ def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
 
     asyncio.run(_answers(fleet, bodies(1, 8)))
     for number in range(9, 9 + TRIES):
-        wait_until(lambda: workers(fleet) == 3 and _rests(fleet), 60, "all workers, and that they have turned")
+        wait_until(lambda: workers(fleet) == 3 and rests(fleet), 60, "all workers, and that they have turned")
         expired = rooms("_expired_total")
         for name in ("decode-0", "decode-1"):
             fleet.children[name].signal(signal.SIGSTOP)
@@ -215,7 +218,7 @@ def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
         finally:
             for name in ("decode-0", "decode-1"):
                 fleet.children[name].signal(signal.SIGCONT)
-        wait_until(lambda: _rests(fleet), 40, "all pages to be nobody's")
+        wait_until(lambda: rests(fleet), 40, "all pages to be nobody's")
         if rooms("_expired_total") > expired:
             return
     raise AssertionError("no room has expired")

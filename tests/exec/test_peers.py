@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from services.worker.core.contracts.messages import FinishReason
+from services.worker.core.contracts.messages import FinishReason, Prefetch
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.transfers import I32, Tier
 from services.worker.exec.contracts.options import PeerOptions
@@ -42,11 +45,15 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """first computes prompts, second reads them. before, after: are called around each copy of pages, on the server's threads."""
+    """first computes prompts, second reads them, also ahead where the first says what it has so far. before, after: are called
+    around each copy of pages, on the server's threads. heard: whether the second hears an announcement."""
 
     def __init__(self, folder: Path) -> None:
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
+        self.heard: Callable[[], bool] = lambda: True
+        self._prompts: dict[int, list[int]] = {}  # by the first one's handle, as is:
+        self._ahead: dict[int, int] = {}  # the second one's, of what it reads ahead
         self._left: queue.SimpleQueue[Room] = queue.SimpleQueue()
         self._rooms = 0
         self.first = Served(*build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve)), poisoned=True)
@@ -57,6 +64,8 @@ class Apart:
         self.address = f"127.0.0.1:{server.port}"
 
     def _serve(self, layout: bytes, page_bytes: int, read_pages: ReadPages) -> RoomServer:
+        self.page_bytes = page_bytes
+
         def late(pages: I32, out: memoryview) -> None:
             self.before()
             read_pages(pages, out)
@@ -68,12 +77,35 @@ class Apart:
         while not self._left.empty():
             self.first.core.leave_room(self._left.get_nowait())
         self.first.turn()
+        self._relay()
         self.second.turn()
+
+    def _relay(self) -> None:
+        for ready in self.first.ready:
+            now = time.monotonic()
+            if not self.heard():
+                continue
+            if ready.handle in self._ahead:
+                self.second.core.prefetch_more(0, replace(ready, handle=self._ahead[ready.handle]), now)
+            else:
+                ids = np.array(self._prompts[ready.handle], dtype=np.int32)
+                self._ahead[ready.handle] = self.second.reserve()
+                source = Source(ready.room, self.address, ready.num_pages)
+                self.second.core.prefetch(Prefetch(0, self._ahead[ready.handle], ids, source, revision="r1"), now)
+        self.first.ready.clear()
 
     def compute(self, ids: list[int], seed: int) -> int:
         self._rooms += 1
         room = Room(self._rooms, 1, self._rooms.to_bytes(ROOM_SECRET_BYTES, "little"))
-        return self.first.submit(ids, seed, hand_over=room, **SAMPLED)
+        handle = self.first.submit(ids, seed, hand_over=room, **SAMPLED)
+        self._prompts[handle] = ids
+        return handle
+
+    def abort(self, handle: int) -> None:
+        """At the first one, and the second one hears of it."""
+        self.first.abort(handle)
+        if handle in self._ahead:
+            self.second.abort(self._ahead.pop(handle))
 
     def go_on(self, handle: int, ids: list[int], seed: int) -> int | None:
         """The handle at the second one; None if it has ended, or been aborted, at the first."""
@@ -83,7 +115,8 @@ class Apart:
             return None
         room = answer.finish.room
         source = None if room is None else Source(room, self.address, answer.finish.room_pages)
-        return self.second.submit(ids, seed, output=answer.tokens, source=source, **SAMPLED)
+        ahead = self._ahead.pop(handle, None)
+        return self.second.submit(ids, seed, output=answer.tokens, source=source, handle=ahead, **SAMPLED)
 
     def whole(self, handle: int, second: int) -> Answer:
         first, rest = self.first.answers[handle], self.second.answers[second]
@@ -130,7 +163,47 @@ def test_it_goes_on_with_the_same_bits(apart: Apart, plain: Served) -> None:
         assert answer.bits == plain.ask(prompt(number), seed=number, **SAMPLED).bits
         assert answer.finish is not None
         assert answer.finish.cached_from[Tier.PEER] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
-    assert apart.second.core.stats().refused_pulls_total == 0
+    stats, reader = apart.second.core.stats(), apart.second.executor.peer_reader
+    assert stats.refused_pulls_total == 0 < stats.prefetched_pages_total
+    assert reader is not None
+    pages = 4 * (PROMPT_TOKENS // PAGE_SIZE)
+    assert stats.pulled_pages_total == pages and reader.read_bytes() == {"tcp": pages * apart.page_bytes}, "each page once"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart: Apart, plain: Served, when: str) -> None:
+    """The first chunk is being read, and its pages are another prompt's by the time that it has been."""
+    ids, begun = prompt(0), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        time.sleep(0.3)
+
+    setattr(apart, when, wait)
+    handle = apart.compute(ids, 0)
+    until(apart, begun.is_set)
+    assert apart.first.answers[handle].finish is None, "it is computed still"
+    apart.first.abort(handle)
+    apart.first.core.flush_cache()
+    other = apart.first.submit(prompt(5), 5, **SAMPLED)
+    until(apart, lambda: apart.first.answers[other].finish is not None)
+    until(apart, lambda: apart.second.core.settled)
+    stats = apart.second.core.stats()
+    assert stats.pulled_pages_total == 0 < stats.refused_pulls_total
+    assert apart.second.ask(ids, seed=0, **SAMPLED).bits == plain.ask(ids, seed=0, **SAMPLED).bits
+
+
+def test_where_the_first_worker_dies_between_chunks_the_second_computes_what_has_not_come(apart: Apart, plain: Served) -> None:
+    ids = prompt(0)
+    handle = apart.compute(ids, 0)
+    until(apart, lambda: apart.second.core.stats().pulled_pages_total > 0)
+    assert apart.first.answers[handle].finish is None, "it is computed still"
+    server = apart.first.executor.room_server
+    assert server is not None
+    server.close()
+    answer = apart.second.ask(ids, seed=0, **SAMPLED)
+    assert answer.bits == plain.ask(ids, seed=0, **SAMPLED).bits
+    assert answer.finish is not None and 0 < answer.finish.cached_tokens < PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -139,6 +212,7 @@ def test_a_page_that_is_written_while_it_is_read_is_never_published(
     apart: Apart, plain: Served, when: str, late_s: float
 ) -> None:
     """The room ends, and its pages are another prompt's, while a read of them is under way."""
+    apart.heard = lambda: False  # all of them are read when the prompt is whole
     ids = prompt(0)
     handle = apart.compute(ids, 0)
     until(apart, lambda: apart.first.answers[handle].finish is not None)
@@ -162,8 +236,10 @@ def test_a_page_that_is_written_while_it_is_read_is_never_published(
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Served, seed: int) -> None:
-    """Late reads, aborts on either side, flushes, prompts that share beginnings, pools of one prompt and a half."""
+    """Late reads, also of prompts that are computed still, aborts on either side, flushes, prompts that share beginnings, pools
+    of one prompt and a half."""
     rng = random.Random(seed)
+    apart.heard = lambda: rng.random() < 0.7
     apart.before = apart.after = lambda: time.sleep(rng.choice(LATE_S))
     asked: dict[int, tuple[list[int], int]] = {}
     gone_on: dict[int, int] = {}
@@ -181,7 +257,7 @@ def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Se
         asked[apart.compute(prompt(number, length), number)] = prompt(number, length), number
         turns(rng.randrange(12))
         if rng.random() < 0.2:
-            apart.first.abort(rng.choice(list(asked)))
+            apart.abort(rng.choice(list(asked)))
         if rng.random() < 0.2 and apart.second.answers:
             apart.second.abort(rng.choice(list(apart.second.answers)))
         if rng.random() < 0.1:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.core.contracts.messages import Finish, Submit
+from services.worker.core.contracts.messages import Finish, PagesReady, Submit
 from services.worker.core.contracts.plan import RowLogprobs
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
@@ -82,6 +82,7 @@ class Served:
     def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True, poisoned: bool = False) -> None:
         self.executor, self.core = executor, core
         self.answers: dict[int, Answer] = {}
+        self.ready: list[PagesReady] = []
         self._next, self._poisoned = 0, poisoned
         self._has_facts = threading.Event()
         executor.wake_on_facts(self._has_facts.set)
@@ -98,16 +99,22 @@ class Served:
         hand_over: Room | None = None,
         source: Source | None = None,
         salt: str = "",
+        handle: int | None = None,
         **params: Any,
     ) -> int:
-        """output, hand_over, source, salt: see Submit."""
-        handle, self._next = self._next, self._next + 1
+        """output, hand_over, source, salt: see Submit. handle: that was reserved for it."""
+        handle = self.reserve() if handle is None else handle
         self.answers[handle] = Answer()
         sampling = SamplingParams(**{"max_new_tokens": 8, "ignore_eos": True, "top_logprobs": 2, "seed": seed, **params})
         ids = np.array(prompt, dtype=np.int32)
         more = {"output_ids": tuple(output), "hand_over": hand_over, "source": source, "salt": salt}
         self.core.submit(Submit(0, handle, f"r{handle}", ids, sampling, **more), time.monotonic())  # type: ignore[arg-type]
         return handle
+
+    def reserve(self) -> int:
+        """The handle of a request that comes later."""
+        self._next += 1
+        return self._next - 1
 
     def turn(self, wait_s: float = 0.0) -> bool:
         """Whether anything was done or is under way. wait_s: where there is nothing to do, until an operation ends, at most."""
@@ -167,6 +174,7 @@ class Served:
         output = self.core.take_output()
         for peer in output.peers if output else ():
             at = 0
+            self.ready += peer.ready
             for handle, count in zip(peer.handles, peer.counts, strict=True):
                 self.answers[handle].tokens += peer.tokens[at : at + count]
                 at += count

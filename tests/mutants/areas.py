@@ -65,7 +65,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "peers": (
         "tests/core/test_rules_peers.py",
+        "tests/core/test_rules_chunks.py",
         "tests/services/gateway/dispatch/test_dispatch_prefill.py",
+        "tests/services/gateway/dispatch/test_dispatch_ahead.py",
         "tests/services/gateway/routing/test_prefill.py",
         "tests/exec/test_page_mover.py",
         "tests/exec/peers/test_room_server.py",

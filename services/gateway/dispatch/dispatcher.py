@@ -19,11 +19,11 @@ from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
-from services.gateway.dispatch.handover import kept_by
+from services.gateway.dispatch.handover import kept_by, read_ahead
 from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.model_pool import PromptBlocks
 from services.gateway.dispatch.pace import Pace
-from services.gateway.dispatch.placement import Link, Placement, Pool
+from services.gateway.dispatch.placement import Ahead, Link, Placement, Pool
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.waiting import Waiting
 from services.gateway.observe.metrics import GatewayMetrics
@@ -33,6 +33,7 @@ from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.request import Choice, ClientRequest
 from services.gateway.routing import session_home
+from services.gateway.routing.columns import Pick
 from services.shared.observe import log
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_CRASHES = 3  # workers that a choice may lose soon after they got it: one that kills its workers does not kill them all
 SHORT_LIFE_S = 10.0
 CROWDED_S = 1.0  # a worker tells its load as often
-SESSION, RETRY, HEDGE = "session", "retry", "hedge"
+SESSION, RETRY, HEDGE, READER = "session", "retry", "hedge", "reader"
 
 
 class Dispatcher:
@@ -168,19 +169,25 @@ class Dispatcher:
                 return False
             self._submit(placement, links[index], SESSION, 0)
             return True
+        if (reader := placement.reader) is not None and pool.takes(reader.link, placement):
+            self._submit(placement, reader.link, READER, 0)
+            return True
         now = asyncio.get_running_loop().time()
         pick = pool.pick(placement, now)
         if pick is None:
             return False
-        prefill = None
-        if not placement.prefilled and placement.choice.generates:
-            prefill = pool.pick_prefill(placement, now, pick, self._settings.disaggregation_min_tokens)
+        prefill = self._pick_prefill(placement, pick, now)
         at = prefill or pick
         self._submit(placement, pool.links[at.row], at.reason, at.predicted_tokens, hands_over=prefill is not None)
         return True
 
+    def _pick_prefill(self, placement: Placement, pick: Pick, now: float, without: Link | None = None) -> Pick | None:
+        if placement.prefilled or not placement.choice.generates:
+            return None
+        return placement.pool.pick_prefill(placement, now, pick, self._settings.disaggregation_min_tokens, without)
+
     def _submit(self, placement: Placement, link: Link, reason: str, predicted_tokens: int, hands_over: bool = False) -> None:
-        handle, request = next(self._handles), placement.choice.request
+        handle, request = placement.handle_at(link) or next(self._handles), placement.choice.request
         placement.place(link, handle, predicted_tokens, request.clock())
         self._send(placement, link, handle, reason, predicted_tokens, hands_over)
         self._metrics.other_numerics.inc(placement.changes_numerics)
@@ -229,15 +236,19 @@ class Dispatcher:
         self._metrics.decisions.labels(reason).inc()
 
     def _hedge(self, placement: Placement) -> None:
-        """Makes the copy, unless the first token has come or nobody else has room."""
+        """Makes the copy, unless the first token has come or nobody else has room. It, too, may go through a prefill worker, and
+        has a room of its own then."""
         if placement.link is None or placement.has_begun or len(placement.choice.output.prompt_logprobs):
             return
         pool = placement.pool
-        pick = pool.pick(placement, asyncio.get_running_loop().time(), without=placement.link)
+        now = asyncio.get_running_loop().time()
+        pick = pool.pick(placement, now, without=placement.link)
         if pick is not None:
-            link, handle = pool.links[pick.row], next(self._handles)
+            prefill = self._pick_prefill(placement, pick, now, without=placement.link)
+            at = prefill or pick
+            link, handle = pool.links[at.row], next(self._handles)
             placement.copy_to(link, handle)
-            self._send(placement, link, handle, HEDGE, pick.predicted_tokens)
+            self._send(placement, link, handle, HEDGE, at.predicted_tokens, hands_over=prefill is not None)
 
     def _settle(self, placement: Placement, link: Link) -> None:
         """This link's copy goes on alone."""
@@ -310,6 +321,9 @@ class Dispatcher:
         for handle, accepted, rejected in zip(*predicted, strict=True):
             if (placement := link.open.get(handle)) is not None:
                 placement.choice.output.predicted(accepted, rejected)
+        for ready in step.ready:
+            if (placement := link.open.get(ready.handle)) is not None:
+                self._on_ready(link, placement, ready)
         for finish in step.finishes:
             placement = link.close(finish.handle)
             if placement is not None:
@@ -327,6 +341,17 @@ class Dispatcher:
         except ValueError as error:
             raise StreamBroken(str(error)) from None
 
+    def _on_ready(self, link: Link, placement: Placement, ready: worker_pb2.PagesReady) -> None:
+        """The link's worker has computed further pages of a prompt: who will go on with it reads them meanwhile."""
+        ahead = placement.ahead_of(ready.handle)
+        if ahead is not None:
+            ahead.link.more_ready(ahead.handle, ready.room)
+            return
+        reader = placement.pool.pick_reader(placement, asyncio.get_running_loop().time(), link)
+        if reader is not None:
+            placement.read_ahead(ready.handle, read_ahead(placement, link, reader, next(self._handles), ready.room))
+            self._metrics.prefetches.inc()
+
     def _finish(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
         choice = placement.choice
         self._judge(link, choice, finish)
@@ -335,11 +360,14 @@ class Dispatcher:
         elif placement.survives(link):
             self._has_room(placement.pool, link)
             return
+        ahead = placement.take_ahead(finish.handle)
         placement.leave()
         if finish.reason == pb.FINISH_REASON_HANDED_OVER:
-            self._handed_over(link, placement, finish)
+            self._handed_over(link, placement, finish, ahead)
             self._has_room(placement.pool, link)
             return
+        if ahead is not None:
+            ahead.leave()
         self.pace.completed()
         self._waiting.charge(placement)
         if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
@@ -353,9 +381,9 @@ class Dispatcher:
                 self._detoks.touch(choice.text.decoding)
         self._has_room(placement.pool, link)
 
-    def _handed_over(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
+    def _handed_over(self, link: Link, placement: Placement, finish: worker_pb2.Finish, ahead: Ahead | None) -> None:
         kept = kept_by(link, finish, asyncio.get_running_loop().time())
-        placement.hand_over(kept)
+        placement.hand_over(kept, ahead)
         placement.choice.output.handed_over(finish)
         self._metrics.handovers.labels("none" if kept is None else "room").inc()
         self.fleet.refresh(link)

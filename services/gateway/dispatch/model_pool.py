@@ -15,7 +15,7 @@ from services.gateway.peers.worker_link import Occupant, WorkerLink
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.routing.columns import HOST_SAVES, STORAGE_SAVES, Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import Policy, has_room
+from services.gateway.routing.policies import Policy, has_room, rows_with_room
 from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
@@ -245,12 +245,33 @@ class ModelPool(Generic[C]):
             return None
         return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
 
-    def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int) -> Pick | None:
-        """Who computes its prompt for the worker that was picked for it; None: that one itself (routing/prefill.py)."""
+    def pick_reader(self, one: C, now: float, prefill: AnyLink) -> WorkerLink[C] | None:
+        """Who will go on with what the link's worker computes of its prompt, as things are now. None: nobody who could read that
+        has room."""
+        info = prefill.info
+        if info is None or prefill.weights != one.weights:
+            return None
+        allowed = self._same_numerics(one)
+        for row, link in self.links.items():
+            allowed[row] &= reads(link, info.kv_layout)
+        pick = self._policy.pick(self._ask(one, now, allowed), self.columns)
+        return None if pick is None else self.links[pick.row]
+
+    def takes(self, link: WorkerLink[C], one: C) -> bool:
+        """Whether it is one of those that may go on with what has begun, and has room."""
+        row = self._rows.get(link)
+        return row is not None and bool(self._same_weights(one)[row]) and row in rows_with_room(Ask(0), self.columns)
+
+    def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int, without: AnyLink | None = None) -> Pick | None:
+        """Who computes its prompt for the worker that was picked for it; None: that one itself (routing/prefill.py). without: one
+        that it must not be."""
         link = self.links[decode.row]
         if not self._prefill or one.num_tokens < min_tokens or link.info is None or link.info.role != DECODE:
             return None
-        ask = self._ask(one, now, self._exchanging(link, link.info, one))
+        allowed = self._exchanging(link, link.info, one)
+        if without is not None and without in self._rows:
+            allowed[self._rows[without]] = False
+        ask = self._ask(one, now, allowed)
         pick = pick_prefill(self._policy, self.columns, ask, decode, min_tokens)
         return pick if pick is not None and self._reads_well(link) else None
 

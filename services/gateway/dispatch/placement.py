@@ -47,6 +47,23 @@ class Kept:
         self.link.leave_room(self.handle)
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The link's worker reads pages of a prompt that another one still computes. handle: of its submit, if it is the one that
+    goes on."""
+
+    link: Link
+    handle: int
+
+    @property
+    def stands(self) -> bool:
+        return self.link.reads_ahead(self.handle)
+
+    def leave(self) -> None:
+        """It is not, or nobody goes on."""
+        self.link.leave_prefetch(self.handle)
+
+
 def numerics_of(link: Link | None) -> str:
     """Fingerprint of what decides its results' bits beside the weights; "" where these may differ from one time to the next."""
     return "" if link is None or link.info is None else link.info.numerics
@@ -61,6 +78,7 @@ class Placement:
     fault. blocks: shared by all choices of a prompt. batch: a number of the request's own where it has several prompts, or 0."""
 
     __slots__ = (
+        "_ahead",
         "_hedge_timer",
         "_kept",
         "_taken",
@@ -102,6 +120,7 @@ class Placement:
         self.refused_by = set(refused_by)
         self.retried = False
         self.prefilled = False
+        self._ahead: dict[int, Ahead] = {}  # by the handle under which its prompt is computed; 0: it has been
         self._kept: Kept | None = None
         self._taken: tuple[int, Kept] | None = None  # by the submit of this handle
 
@@ -122,6 +141,10 @@ class Placement:
     def num_tokens(self) -> int:
         """Of prompt and output."""
         return len(self.choice.prompt.ids) + len(self.choice.output.ids)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return [*self.choice.prompt.ids, *self.choice.output.ids]
 
     @property
     def has_begun(self) -> bool:
@@ -166,6 +189,7 @@ class Placement:
         """Its worker has ended it, or is gone, and no copy goes on."""
         self.link = None
         self.cancel_hedge()
+        self._leave_ahead()
 
     def withdraw(self) -> list[Link]:
         """From wherever it is. Returns the links that have lost it."""
@@ -176,6 +200,7 @@ class Placement:
         if link is not None:
             self.link = None
             self._abort(link, self.handle)
+        self._leave_ahead()
         return [each for each in (copy, link) if each is not None]
 
     def hedge_after(self, seconds: float, make: Callable[[], None]) -> None:
@@ -204,6 +229,7 @@ class Placement:
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return False
+        self._leave_ahead_of(hedge.handle if hedge.link is link else self.handle)
         if hedge.link is not link:
             self._go_on_as(hedge)
         return True
@@ -245,12 +271,51 @@ class Placement:
 
     def _abort(self, link: Link, handle: int) -> None:
         """A worker that has not heard of it cannot leave what it was to read."""
+        self._leave_ahead_of(handle)
         if link.abort(handle) and self._taken is not None and self._taken[0] == handle:
             self._taken[1].leave()
 
-    def hand_over(self, kept: Kept | None) -> None:
-        """Its worker has computed the prompt, and said the first token. kept: its pages; None: there is none."""
+    def hand_over(self, kept: Kept | None, ahead: Ahead | None = None) -> None:
+        """Its worker has computed the prompt, and said the first token. kept: its pages; None: there is none. ahead: who has
+        begun to read them; None: nobody."""
         self._kept, self.prefilled = kept, True
+        if ahead is not None:
+            self._ahead[0] = ahead
+
+    def read_ahead(self, handle: int, ahead: Ahead) -> None:
+        """handle: under which the prompt is computed."""
+        self._leave_ahead_of(handle)
+        self._ahead[handle] = ahead
+
+    def ahead_of(self, handle: int) -> Ahead | None:
+        """Who reads what is computed under this handle, while that is so."""
+        ahead = self._ahead.get(handle)
+        return ahead if ahead is not None and ahead.stands else None
+
+    def take_ahead(self, handle: int) -> Ahead | None:
+        return self._ahead.pop(handle, None)
+
+    @property
+    def reader(self) -> Ahead | None:
+        """Who has begun to read what has been computed of it, and so is to go on with it."""
+        return self.ahead_of(0)
+
+    def handle_at(self, link: Link) -> int | None:
+        """It goes there. The handle under which that worker has read its pages ahead; None: it has not."""
+        ahead = self.reader
+        if ahead is None or ahead.link is not link:
+            self._leave_ahead()
+            return None
+        del self._ahead[0]
+        return ahead.handle
+
+    def _leave_ahead(self) -> None:
+        for handle in list(self._ahead):
+            self._leave_ahead_of(handle)
+
+    def _leave_ahead_of(self, handle: int) -> None:
+        if (ahead := self._ahead.pop(handle, None)) is not None:
+            ahead.leave()
 
     @property
     def source_layout(self) -> bytes:

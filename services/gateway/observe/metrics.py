@@ -85,6 +85,9 @@ class GatewayMetrics:
         self.handovers = self._counter(
             "handovers", "Choices whose prompt a prefill worker had computed, and with which another worker went on.", "source"
         )
+        self.prefetches = self._counter(
+            "prefetches", "Prompts whose pages a decode worker was told to read while a prefill worker computed the rest."
+        )
         for source in HANDOVERS:
             self.handovers.labels(source)
         self.predicted_tokens = self._counter("predicted_cached_tokens", "Prompt tokens that routing took to be cached.")

@@ -48,6 +48,10 @@ class Occupant(Protocol):
     def num_tokens(self) -> int:
         """Of prompt and output."""
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of prompt and output."""
+
     def write_sampling(self, into: common_pb2.SamplingParams) -> None:
         """Its parameters, into a message that goes out."""
 
@@ -107,6 +111,9 @@ class WorkerLink(Generic[Open]):
         self._events = events
         self._submits: dict[int, worker_pb2.Submit] = {}  # without what Occupant gives
         self._aborts: list[int] = []
+        self._ahead: set[int] = set()  # handles of submits to come, whose pages are read ahead
+        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # of these; to be sent, without the tokens
+        self._ready: dict[int, worker_pb2.PagesReady] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -121,6 +128,7 @@ class WorkerLink(Generic[Open]):
 
     def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
         """submit: all but prompt, prediction and sampling parameters, which are copied once, into the message that goes out."""
+        self._forget_ahead(submit.handle)
         self.open[submit.handle] = occupant
         self.open_tokens += occupant.num_tokens
         self._submits[submit.handle] = submit
@@ -144,6 +152,36 @@ class WorkerLink(Generic[Open]):
             self._aborts.append(handle)
             self._wake.set()
         return unsent
+
+    def prefetch(self, occupant: Open, prefetch: worker_pb2.Prefetch) -> None:
+        """prefetch: all but the tokens. Until its submit, or until it is left."""
+        self._ahead.add(prefetch.handle)
+        self._prefetches[prefetch.handle] = occupant, prefetch
+        self._wake.set()
+
+    def reads_ahead(self, handle: int) -> bool:
+        """It has been told to, and is connected still."""
+        return handle in self._ahead
+
+    def more_ready(self, handle: int, room: worker_pb2.KvRoom) -> None:
+        """Of what it reads ahead there are more pages."""
+        if handle in self._prefetches:
+            self._prefetches[handle][1].source.room.CopyFrom(room)
+        else:
+            self._ready[handle] = worker_pb2.PagesReady(handle=handle, room=room)
+            self._wake.set()
+
+    def leave_prefetch(self, handle: int) -> None:
+        """Its submit will not come."""
+        if handle in self._ahead and self._forget_ahead(handle):
+            self._aborts.append(handle)
+            self._wake.set()
+
+    def _forget_ahead(self, handle: int) -> bool:
+        """Whether the worker has heard of it, if there was one."""
+        self._ahead.discard(handle)
+        self._ready.pop(handle, None)
+        return self._prefetches.pop(handle, None) is None
 
     def leave_room(self, handle: int) -> None:
         """Of what its worker has handed over: nobody will come for the pages that it keeps of it."""
@@ -208,8 +246,8 @@ class WorkerLink(Generic[Open]):
         self.info = self.load = None
         self.open.clear()
         self.open_tokens, self.kept_until = 0, 0.0
-        self._submits.clear()
-        self._aborts.clear()
+        for unsent in (self._submits, self._aborts, self._ahead, self._prefetches, self._ready):
+            unsent.clear()
         self._events.on_down(self, orphans)
 
     def _words_due(self) -> int | None:
@@ -232,10 +270,17 @@ class WorkerLink(Generic[Open]):
         return message
 
     def _next_message(self) -> worker_pb2.GenerateRequest:
-        """All aborts, and submits up to about MESSAGE_BYTES, the first one in any case."""
-        message = worker_pb2.GenerateRequest(aborts=self._aborts)
+        """All aborts, and prefetches and submits up to about MESSAGE_BYTES, the first one in any case."""
+        message = worker_pb2.GenerateRequest(aborts=self._aborts, ready=self._ready.values())
         self._aborts.clear()
+        self._ready.clear()
         size, predicts = 0, self.info is not None and self.info.reads_predictions
+        while self._prefetches and size < MESSAGE_BYTES:
+            occupant, prefetch = self._prefetches.pop(next(iter(self._prefetches)))
+            added = message.prefetches.add()
+            added.CopyFrom(prefetch)
+            added.prompt_ids.extend(occupant.token_ids)
+            size += ID_BYTES * len(added.prompt_ids)
         while self._submits and size < MESSAGE_BYTES:
             handle = next(iter(self._submits))
             submit = message.submits.add()
@@ -253,7 +298,7 @@ class WorkerLink(Generic[Open]):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._submits or self._aborts:
+                while self._submits or self._aborts or self._prefetches or self._ready:
                     await call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, with its reason

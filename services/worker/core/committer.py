@@ -114,6 +114,8 @@ class Committer:
                 committed = int(self._table.columns.committed[request.lease.slot])
                 assert committed * TOKEN_BYTES <= len(request.key), "an extend row computed tokens that are known"
                 self._table.memory.publish(request.lease, request.key[: committed * TOKEN_BYTES])
+                if request.hand_over is not None and not step.plan.sample[row]:
+                    self._table.announce(request)
 
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """A chunk that its request lost is computed again, unless the token sampled after it counts."""

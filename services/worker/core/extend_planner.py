@@ -160,7 +160,11 @@ class ExtendPlanner:
         match = table.memory.match(request.namespace, request.key, request.prefix_limit())
         table.memory.lock(match)  # its own hit is no room for it
         if self._could_be_let_in(request, match, victims):
-            while victims and not self._has_room(request, match, ratio):
+            while not self._has_room(request, match, ratio):
+                if self._free_slots(request) > 0 and table.free_imported():
+                    continue
+                if not victims:
+                    break
                 table.retract(victims.pop(0), flight_step, step_id, preempted=True)
             table.batch_is_full = False
         table.memory.unlock(match)

@@ -12,7 +12,15 @@ from dataclasses import replace
 from services.worker.core.committer import Committer
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
-from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, StepOutput, Submit
+from services.worker.core.contracts.messages import (
+    ErrorCode,
+    FinishReason,
+    PagesReady,
+    PauseMode,
+    Prefetch,
+    StepOutput,
+    Submit,
+)
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
 from services.worker.core.contracts.rooms import Room, RoomEvents
 from services.worker.core.contracts.sampling import GrammarSpec
@@ -22,7 +30,7 @@ from services.worker.core.draft_controller import DraftController
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.planner import Planner
-from services.worker.core.queue.admission import make_request, refusal
+from services.worker.core.queue.admission import make_request, refusal, wanted_ahead
 from services.worker.core.queue.finish import FinishDecision, TextRules, refused
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
@@ -39,8 +47,8 @@ class Scheduler:
     """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks.
     closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need. revision: of
     the weights that steps compute with, "" where they have no name; requests for others are turned away, and what is cached is
-    kept by it. begins_copies: to other tiers; not while somebody waits for none to be under way. keys: of pages that are kept in
-    other tiers; None where the configuration has none."""
+    kept by it. begins_copies: to other tiers, and reads ahead of requests; not while somebody waits for none to be
+    under way. keys: of pages that are kept in other tiers; None where the configuration has none."""
 
     def __init__(
         self,
@@ -98,26 +106,48 @@ class Scheduler:
         resolved = self._resolve(message, now)
         if not isinstance(resolved, Submit):
             self.table.refuse(message.peer, message.handle, message.request_id, resolved)
+            self._leave_prefetch((message.peer, message.handle))
             if message.source is not None and self.config.reads_peers:
                 self.table.rooms.done_with(message.source)
             return
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
         self.table.enqueue(request)
+        if self._tiers is not None:
+            request.imported += self._tiers.take_prefetched((message.peer, message.handle), request.seq)
         self._begin_waiting(request, now)
+
+    def prefetch(self, message: Prefetch, now: float) -> None:
+        """Reads what another worker has computed of a prompt, for the request that will come under the message's handle; as far
+        as that pays. One for other weights, or of a handle in use, is passed over: it is a hint."""
+        is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.table.by_key
+        if self._tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
+            return
+        self._next_seq += 1
+        wanted = wanted_ahead(message, self._next_seq, self.config, self.revision)
+        self._tiers.prefetches.begin((message.peer, message.handle), wanted, self.table.memory, now)
+
+    def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
+        """Of a prompt that prefetch() was called for so many pages can be read by now. One that has ended is passed over."""
+        if self._tiers is not None and self.begins_copies:
+            asker = peer, ready.handle
+            self._tiers.prefetches.more(asker, ready.room, ready.num_pages, self.table.memory, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before; of one
-        that was handed over the room ends."""
+        that was handed over the room ends, of one that was to come what was read ahead is not kept."""
         request = self.table.by_key.get((peer, handle))
         if request is not None:
             self.table.end(request, _CANCELLED, now)
         else:
             self.table.rooms.leave_asker((peer, handle))
+            self._leave_prefetch((peer, handle))
 
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends every request of a front end that has gone, and what it was told to be kept."""
         self.table.rooms.leave_peer(peer)
+        if self._tiers is not None:
+            self._tiers.prefetches.leave_peer(peer)
         for request in [r for r in self.table.by_key.values() if r.peer == peer]:
             self.table.end(request, _CANCELLED, now)
 
@@ -366,6 +396,10 @@ class Scheduler:
             self._committer.take_given(request, now)
         self._look_elsewhere(request)
 
+    def _leave_prefetch(self, asker: tuple[int, int]) -> None:
+        if self._tiers is not None:
+            self._tiers.prefetches.leave(asker)
+
     def _look_elsewhere(self, request: Request) -> None:
         if self._tiers is not None and request.phase is Phase.WAITING:
             self.table.look_elsewhere(request)
@@ -417,4 +451,5 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
         policy=config.hicache_write_policy,
         salt_pages=config.host_salt_pages,
         stored_salt_pages=config.stored_salt_pages,
+        hold_s=config.disaggregation_hold_s,
     )

@@ -117,6 +117,14 @@ class StepStats:
     pulled_pages_total: Annotated[
         int, Told("rootstock_worker_pulled_tokens", "Tokens of KV read from prefill workers.", True)
     ] = 0
+    prefetched_pages_total: Annotated[
+        int,
+        Told(
+            "rootstock_worker_prefetched_tokens",
+            "Tokens of KV read from prefill workers that still computed the rest of their prompts.",
+            True,
+        ),
+    ] = 0
     refused_pulls_total: Annotated[
         int, Told("rootstock_worker_refused_pulls", "Reads from prefill workers that brought nothing.")
     ] = 0

@@ -22,16 +22,23 @@ from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_SESSION_ID_CHARS
 from services.shared.observe.log import fields
 from services.shared.observe.tracing import trace_fields
 from services.shared.sampling_defaults import SamplingDefaults
-from services.worker.core.contracts.messages import PromptKeys, Submit
+from services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.front.busyness import LoadReport
 from services.worker.front.outbox import PeerStream, ProtocolError, StreamOutbox, unavailable
 from services.worker.front.spans import RequestSpans
-from services.worker.front.wire import InvalidRequest, ModelLimits, refusal_to_pb, submit_from_pb
+from services.worker.front.wire import (
+    InvalidRequest,
+    ModelLimits,
+    prefetch_from_pb,
+    ready_from_pb,
+    refusal_to_pb,
+    submit_from_pb,
+)
 from services.worker.identity.model_identity import ModelIdentity
-from services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone
+from services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone, PrefetchMore
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +138,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, requests: AsyncIterator[worker_pb2.GenerateRequest], peer: int, stream: PeerStream) -> None:
         async for request in requests:
+            self._read_ahead(request, peer)
             for submit in request.submits:
                 self._submit(submit, peer, stream)
             for handle in request.aborts:
                 self._inbox.put(Abort(peer, handle))
             self._load.changed()
+
+    def _read_ahead(self, request: worker_pb2.GenerateRequest, peer: int) -> None:
+        """Hints: of one that says nothing, it and those behind it are passed over."""
+        try:
+            for message in request.prefetches:
+                prefetch = prefetch_from_pb(message, peer, self._model)
+                self._inbox.put(replace(prefetch, page_keys=self._page_keys(prefetch)))
+            for ready in request.ready:
+                self._inbox.put(PrefetchMore(peer, ready_from_pb(ready)))
+        except InvalidRequest as error:
+            logger.info("nothing is read ahead: %s", error, extra=fields(peer=peer))
 
     def _submit(self, message: worker_pb2.Submit, peer: int, stream: PeerStream) -> None:
         stream.opened(message.handle)
@@ -164,12 +183,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     def _with_keys(self, submit: Submit) -> Submit:
         """A session's turn has a prompt that only the core knows."""
-        if self._keys is None or submit.session is not None:
-            return submit
-        tree = tree_name(self._info.revision, cache_namespace(submit.lora, submit.salt))
-        tokens = submit.prompt_ids.tobytes()
-        keys = self._keys.after(self._keys.root(tree), tokens)
-        return replace(submit, page_keys=PromptKeys(tree, tuple(keys)))
+        return submit if submit.session is not None else replace(submit, page_keys=self._page_keys(submit))
+
+    def _page_keys(self, prompt: Submit | Prefetch) -> PromptKeys | None:
+        if self._keys is None:
+            return None
+        tree = tree_name(self._info.revision, cache_namespace(prompt.lora, prompt.salt))
+        keys = self._keys.after(self._keys.root(tree), prompt.prompt_ids.tobytes())
+        return PromptKeys(tree, tuple(keys))
 
 
 def _who(message: worker_pb2.Submit) -> dict[str, str]:

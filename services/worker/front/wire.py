@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.v1 import common_pb2, worker_pb2
 from services.shared import limits
 from services.shared.field_refusal import worded
-from services.worker.core.contracts.messages import Finish, PeerOutput, SessionTurn, Submit
+from services.worker.core.contracts.messages import Finish, PagesReady, PeerOutput, Prefetch, SessionTurn, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.transfers import Tier
 from services.worker.front.invalid_request import InvalidRequest
 from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, within
 
-__all__ = ["InvalidRequest", "ModelLimits", "output_to_pb", "refusal_to_pb", "submit_from_pb"]
+__all__ = [
+    "InvalidRequest",
+    "ModelLimits",
+    "output_to_pb",
+    "prefetch_from_pb",
+    "ready_from_pb",
+    "refusal_to_pb",
+    "submit_from_pb",
+]
 
 
 def submit_from_pb(
@@ -59,6 +69,21 @@ def submit_from_pb(
     )
 
 
+def prefetch_from_pb(message: worker_pb2.Prefetch, peer: int, model: ModelLimits) -> Prefetch:
+    """Raises InvalidRequest."""
+    within(len(message.cache_salt), limits.MAX_CACHE_SALT_CHARS, "cache_salt")
+    within(len(message.revision), limits.MAX_REVISION_CHARS, "revision")
+    if not message.HasField("source"):
+        raise InvalidRequest("source", "is missing")
+    prompt, source = _ids_from_pb(message.prompt_ids, model), _kv_source_from_pb(message.source)
+    return Prefetch(peer, message.handle, prompt, source, message.cache_salt, revision=message.revision)
+
+
+def ready_from_pb(message: worker_pb2.PagesReady) -> PagesReady:
+    """Raises InvalidRequest."""
+    return PagesReady(message.handle, _room_from_pb(message.room, "room"), message.room.pages)
+
+
 def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
     if not message.hand_over:
         return None
@@ -72,15 +97,22 @@ def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
 def _source_from_pb(message: worker_pb2.Submit) -> Source | None:
     if not message.HasField("source"):
         return None
-    source = message.source
     if message.HasField("session") or message.sampling.HasField("embedding"):
         raise InvalidRequest("source", "neither in a session nor for an embedding")
+    return _kv_source_from_pb(message.source)
+
+
+def _kv_source_from_pb(source: worker_pb2.KvSource) -> Source:
     within(len(source.address), limits.MAX_ADDRESS_CHARS, "source.address")
-    if len(source.room.secret) != ROOM_SECRET_BYTES:
-        raise InvalidRequest("source.room.secret", f"has {ROOM_SECRET_BYTES} bytes")
-    if not source.room.pages:
-        raise InvalidRequest("source.room.pages", "a room has a page at least")
-    return Source(Room(source.room.room, source.room.epoch, source.room.secret), source.address, source.room.pages)
+    return Source(_room_from_pb(source.room, "source.room"), source.address, source.room.pages)
+
+
+def _room_from_pb(room: worker_pb2.KvRoom, field: str) -> Room:
+    if len(room.secret) != ROOM_SECRET_BYTES:
+        raise InvalidRequest(f"{field}.secret", f"has {ROOM_SECRET_BYTES} bytes")
+    if not room.pages:
+        raise InvalidRequest(f"{field}.pages", "a room has a page at least")
+    return Room(room.room, room.epoch, room.secret)
 
 
 def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
@@ -111,13 +143,19 @@ def _prediction_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArr
 def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[np.int32]:
     """int32[n], n >= 1. Cut to leave room for what is to be made where the model's limits say so; never in a session, whose
     context only the core knows."""
-    prompt = np.array(message.prompt_ids, dtype=np.uint32)
+    prompt = _ids_from_pb(message.prompt_ids, model)
+    if model.allow_auto_truncate and not message.HasField("session"):
+        prompt = prompt[: model.context_len - (0 if message.sampling.HasField("embedding") else 1)]
+    return prompt
+
+
+def _ids_from_pb(ids: Sequence[int], model: ModelLimits) -> NDArray[np.int32]:
+    """int32[n], n >= 1."""
+    prompt = np.array(ids, dtype=np.uint32)
     if not len(prompt):
         raise InvalidRequest("prompt_ids", "the prompt is empty")
     if int(prompt.max()) >= model.vocab_size:
         raise InvalidRequest("prompt_ids", f"a token id is not below the vocabulary's size, {model.vocab_size}")
-    if model.allow_auto_truncate and not message.HasField("session"):
-        prompt = prompt[: model.context_len - (0 if message.sampling.HasField("embedding") else 1)]
     return prompt.astype(np.int32)
 
 
@@ -156,6 +194,7 @@ def output_to_pb(output: PeerOutput) -> worker_pb2.StepOutput:
         predicted_handles=[handle for handle, _ in output.predicted],
         accepted_prediction_tokens=[verified.right_predicted for _, verified in output.predicted],
         rejected_prediction_tokens=[verified.predicted - verified.right_predicted for _, verified in output.predicted],
+        ready=[worker_pb2.PagesReady(handle=each.handle, room=_room_to_pb(each.room, each.num_pages)) for each in output.ready],
     )
 
 
@@ -204,8 +243,11 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         cached_peer_tokens=finish.cached_from.get(Tier.PEER, 0),
     )
     if finish.room is not None:
-        room = finish.room
-        pb.room.CopyFrom(worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=finish.room_pages))
+        pb.room.CopyFrom(_room_to_pb(finish.room, finish.room_pages))
     if finish.matched_token >= 0:
         pb.matched_token = finish.matched_token
     return pb
+
+
+def _room_to_pb(room: Room, pages: int) -> worker_pb2.KvRoom:
+    return worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=pages)

@@ -7,7 +7,7 @@ import concurrent.futures
 import queue
 from dataclasses import dataclass
 
-from services.worker.core.contracts.messages import Submit
+from services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
 from services.worker.core.contracts.rooms import Room
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.loop.barrier import Command
@@ -64,6 +64,14 @@ class FactsReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchMore:
+    """Of a prompt that a Prefetch of this peer has told of."""
+
+    peer: int
+    ready: PagesReady
+
+
+@dataclass(frozen=True, slots=True)
 class RoomLeft:
     """Its reader wants no more of it, or is gone."""
 
@@ -76,7 +84,19 @@ class Stop:
 
 
 Message = (
-    Submit | Abort | PeerGone | OpenSession | CloseSession | GrammarReady | GrammarFailed | FactsReady | RoomLeft | Command | Stop
+    Submit
+    | Prefetch
+    | PrefetchMore
+    | Abort
+    | PeerGone
+    | OpenSession
+    | CloseSession
+    | GrammarReady
+    | GrammarFailed
+    | FactsReady
+    | RoomLeft
+    | Command
+    | Stop
 )
 
 

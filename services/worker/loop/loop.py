@@ -14,7 +14,7 @@ from typing import Protocol
 
 from services.shared.observe.log import fields
 from services.worker.core.contracts.grammar import Matcher
-from services.worker.core.contracts.messages import StepOutput, Submit
+from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.kv.cache_events import CacheEvents
@@ -34,6 +34,7 @@ from services.worker.loop.inbox import (
     Message,
     OpenSession,
     PeerGone,
+    PrefetchMore,
     RoomLeft,
     Stop,
 )
@@ -236,6 +237,10 @@ class Loop:
         match message:
             case Submit():
                 self._submit(message, now)
+            case Prefetch():
+                core.prefetch(message, now)
+            case PrefetchMore(peer, ready):
+                core.prefetch_more(peer, ready, now)
             case Abort(peer, handle):
                 core.abort(peer, handle, now)
             case PeerGone(peer):

@@ -321,6 +321,22 @@ class TestLeaving:
         served.server.close()  # its threads are done
         assert served.left == [OURS.room]
 
+    def test_one_that_grows_is_read_as_far_as_it_goes_and_left_anew(self, served: Served) -> None:
+        """Who left it knew of no more pages than there were."""
+        whole = room(7, (3, 8, 13))
+        served.server.open(replace(whole, pages=whole.pages[:2]))
+        leave = frames.pack_request(Request(RequestKind.LEAVE, whole.room))
+        with Asking(served.server.port) as asking:
+            assert asking.ask(read_request(whole, 1, 2))[0] is Status.OUT_OF_RANGE
+            assert asking.ask(read_request(whole, 0, 2)) == (Status.OK, served.pool.bytes_of([3, 8]))
+            asking.socket.sendall(leave)
+            until(lambda: served.left == [whole.room])
+            served.server.open(whole)
+            assert asking.ask(read_request(whole, 1, 2)) == (Status.OK, served.pool.bytes_of([8, 13]))
+            asking.socket.sendall(leave * 2)
+            until(lambda: served.left == [whole.room] * 2)
+            assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
+
     def test_the_end_of_a_connection_leaves_what_it_has_read_last(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
         assert first.ask(READ)[0] is first.ask(read_request(OTHERS, 0, 1))[0] is Status.OK

@@ -336,6 +336,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._kick = asyncio.Event()
         self.ended = 0  # streams
         self._loads = 0  # told
+        self._ready: list[worker_pb2.PagesReady] = []  # to be told
         self._hello_due = False
         self._refused: list[worker_pb2.Finish] = []  # of the newest stream
 
@@ -343,6 +344,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Its load, now and first on every stream to come."""
         self.load = worker_pb2.WorkerLoad(**fields)
         self._loads += 1
+        self._kick.set()
+
+    def announce(self, pages: int) -> None:
+        """So much is computed of what is to be handed over."""
+        for handle, running in self.running.items():
+            if running.submit.hand_over:
+                room = worker_pb2.KvRoom(room=handle + 1, epoch=1, secret=SECRET, pages=pages)
+                self._ready.append(worker_pb2.PagesReady(handle=handle, room=room))
         self._kick.set()
 
     def renew(self, revision: str) -> None:
@@ -380,6 +389,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 if told != self._loads and self.load is not None:
                     told = self._loads
                     yield worker_pb2.GenerateResponse(load=self.load)
+                if self._ready:
+                    yield worker_pb2.GenerateResponse(step=worker_pb2.StepOutput(ready=self._ready))
+                    self._ready.clear()
                 early = self._early_prompts(running)
                 if early.prompt_logprobs:
                     yield worker_pb2.GenerateResponse(step=early)

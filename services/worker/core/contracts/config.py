@@ -47,7 +47,7 @@ class SchedulerConfig:
     host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
     hicache_write_policy: see WritePolicy. host_salt_pages, stored_salt_pages: of the host tier, and of the one below it, that one
     salt may have, 0 for no limit. reads_peers: requests may come with a source of their KV in another worker.
-    disaggregation_hold_s: that a room stands for such a reader.
+    disaggregation_hold_s: that a room stands for such a reader, and that what was read ahead is kept.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
     sessions that name none. random_seed: of the random policy.

@@ -98,6 +98,32 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Pages of a prompt that another worker computes just now, to be read before the request comes that goes on with it, under
+    this handle. prompt_ids: int32[n], n >= 1. salt, lora, revision, page_keys: as of a Submit. source: with the pages that can
+    be read."""
+
+    peer: int
+    handle: int
+    prompt_ids: NDArray[np.int32]
+    source: Source
+    salt: str = ""
+    lora: str = ""
+    revision: str = ""
+    page_keys: PromptKeys | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PagesReady:
+    """Of the prompt of this handle so many pages, from its first on, can be read from the room: what a prefill worker has
+    computed of it so far."""
+
+    handle: int
+    room: Room
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """Of a request: decode rows that verified guesses, the guesses in them, and those that were right. predicted,
     right_predicted: those of both that were of the request's prediction."""
@@ -158,7 +184,7 @@ class PeerOutput:
 
     logprobs: (handle, values of each of that row's new tokens), for rows whose request wants them. prompt_logprobs:
     (handle, values) of the next prompt tokens, in order of position. predicted: (handle, what its guesses have come to up to
-    these tokens), for requests with a prediction.
+    these tokens), for requests with a prediction. ready: of prompts that are still computed.
     """
 
     peer: int
@@ -169,6 +195,7 @@ class PeerOutput:
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     predicted: list[tuple[int, Verified]] = field(default_factory=list)
+    ready: list[PagesReady] = field(default_factory=list)
 
 
 class PauseMode(enum.StrEnum):

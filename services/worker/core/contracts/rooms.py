@@ -1,7 +1,8 @@
 """Rooms: what a prefill worker keeps of a prompt that it has computed, until a decode worker has read it (docs/pd.md).
 
-A room is a lock on the prompt's pages in the tree, under a number that is never used again. Who names number, epoch and secret
-may read those pages while the room is open, and nothing else.
+A room is a lock on the prompt's pages in the tree, under a number that is never used again. It opens with the first pages that
+are computed and grows with each chunk. Who names number, epoch and secret may read those pages while the room is open, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class OpenRoom:
 @dataclass(frozen=True, slots=True)
 class RoomEvents:
     """Of the rooms since the last look, in this order. opened, closed: of this worker; left: others' that nothing more is wanted
-    of. What is closed is closed before any step is launched that may write its pages."""
+    of. One of the opened may stand already: it has got further pages behind those that it had. What is closed is closed before
+    any step is launched that may write its pages."""
 
     opened: Sequence[OpenRoom] = ()
     closed: Sequence[Room] = ()

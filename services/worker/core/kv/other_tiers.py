@@ -10,9 +10,16 @@ from typing import Protocol
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.memory import KVMemory
 
+Asker = tuple[int, int]
+"""(peer, handle) of a request."""
+
 
 class PeerSource(Protocol):
     """Of pages in another worker."""
+
+    @property
+    def room(self) -> object:
+        """Equal where it is the same one."""
 
     @property
     def address(self) -> str: ...
@@ -25,7 +32,8 @@ class PeerSource(Protocol):
 class Wanted:
     """A prompt of a request: the tree that it is matched in, its tokens as bytes, how many pages of it a hit may cover. keys: of
     its first pages; more are made as they are needed. rank: see TreeNode. arrived: pages that came while it waited, by tier.
-    let_go: it does not wait for more. source: another worker that has its first pages."""
+    let_go: it does not wait for more. source: another worker that has its first pages. ahead: they are read before its request
+    comes."""
 
     seq: int
     tree: str
@@ -36,6 +44,7 @@ class Wanted:
     arrived: Counter[str] = field(default_factory=Counter)
     let_go: bool = False
     source: PeerSource | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,7 @@ class TierStats:
     loaded_pages_total: int
     fetched_pages_total: int
     pulled_pages_total: int
+    prefetched_pages_total: int
     refused_pulls_total: int
     load_bytes_s: float
     fetch_bytes_s: float
@@ -96,6 +106,9 @@ class OtherTiers(Protocol):
 
     def leave(self, seq: int) -> None:
         """The request has ended: what was kept for it is not any more."""
+
+    def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
+        """The request has come: what was read ahead for it is kept for it. Returns the pages that came, by tier."""
 
     def let_go(self) -> bool:
         """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""

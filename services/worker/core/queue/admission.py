@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from services.shared.index.cache_namespace import cache_namespace
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.messages import ErrorCode, Submit
+from services.worker.core.contracts.messages import ErrorCode, Prefetch, Submit
 from services.worker.core.contracts.plan import no_tokens
 from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL
 from services.worker.core.contracts.tree_name import tree_name
+from services.worker.core.kv.other_tiers import Wanted
 from services.worker.core.queue.finish import FinishDecision, refused, tail_tokens
 from services.worker.core.queue.request import Request
 
@@ -57,7 +58,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         prompt_ids=message.prompt_ids,
         params=params,
         stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-        namespace=tree_name(revision, cache_namespace(message.lora, message.salt)),
+        namespace=_namespace(message, revision),
         priority=message.priority,
         rank=config.rank(message.priority),
         interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
@@ -82,3 +83,18 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         request.page_keys = list(message.page_keys.keys)
     request.rekey()
     return request
+
+
+def wanted_ahead(message: Prefetch, seq: int, config: SchedulerConfig, revision: str) -> Wanted:
+    """What its request will look for. Of a prompt that no request can have here no page is wanted."""
+    namespace = _namespace(message, revision)
+    fits = len(message.prompt_ids) < config.context_len
+    tokens = message.prompt_ids.tobytes() if fits else b""
+    wanted = Wanted(seq, namespace, tokens, 0, config.rank(0), source=message.source, ahead=True)
+    if message.page_keys is not None and message.page_keys.tree == namespace:
+        wanted.keys = list(message.page_keys.keys)
+    return wanted
+
+
+def _namespace(message: Submit | Prefetch, revision: str) -> str:
+    return tree_name(revision, cache_namespace(message.lora, message.salt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.core.contracts.messages import Finish, PeerOutput
+from services.worker.core.contracts.messages import Finish, PagesReady, PeerOutput
 from services.worker.core.contracts.plan import PromptLogprobs
 from services.worker.core.queue.request import Request
 
@@ -52,6 +52,9 @@ class Outputs:
 
     def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))
+
+    def add_ready(self, peer: int, ready: PagesReady) -> None:
+        self._peer(peer).ready.append(ready)
 
     def add_finish(self, request: Request, finish: Finish) -> None:
         """The terminal output, after the tokens that were not told yet."""

@@ -52,7 +52,7 @@ class Request:
     flow: the same while there are any to be planned, but for those that wait at a gate. page_keys: of the first pages of its key,
     where there are tiers. num_looks: how often other tiers were asked for its prefix since it last began to wait. imported: pages
     that came from each. cached_from: num_cached_tokens, by where they were. hand_over, source,
-    prediction: see Submit; source is None once nothing more is wanted of it.
+    prediction: see Submit; source is None once nothing more is wanted of it. num_announced: pages that are, or were, in its room.
     """
 
     seq: int
@@ -104,6 +104,7 @@ class Request:
     hand_over: Room | None = None
     source: Source | None = None
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
+    num_announced: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.grammar import GrammarBook
-from services.worker.core.contracts.messages import Finish, FinishReason
+from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady
 from services.worker.core.contracts.rooms import OpenRoom
 from services.worker.core.contracts.trace import TraceKind, TraceLog
 from services.worker.core.contracts.transfers import Tier
@@ -164,14 +164,15 @@ class RequestTable:
         assert self._adds_up, "each request stands in one queue"
 
     def free_imported(self) -> bool:
-        """Who runs is short of pages: what was imported for those who wait is theirs no more than what others left. Whether that
-        may have freed any."""
-        return self.tiers is not None and self.tiers.let_go()
+        """Who runs is short of pages: what was imported for those who wait is theirs no more than what others left, nor are the
+        pages in rooms of prompts that wait to be computed on. Whether that may have freed any."""
+        imported = self.tiers is not None and self.tiers.let_go()
+        return self.rooms.let_go() or imported
 
     @property
     def pages_may_come_back(self) -> bool:
         """An operation holds some, or a reader who comes or is given up."""
-        return len(self.rooms) > 0 or (self.tiers is not None and self.tiers.num_running > 0)
+        return self.rooms.may_end or (self.tiers is not None and self.tiers.num_running > 0)
 
     def begin(self, request: Request, match: Match, now: float) -> Lease:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
@@ -187,6 +188,9 @@ class RequestTable:
         self.columns.begin(lease.slot, request, cached)
         request.flight_step = -1
         request.prefix_seen, request.prefix_passes = -1, 0
+        if request.hand_over is not None:
+            self.rooms.go_on(request.hand_over)
+            self.announce(request)
         self.extending.append(request)
         if request.queue_s < 0:
             request.queue_s = now - request.arrival
@@ -199,6 +203,19 @@ class RequestTable:
                 self._watch(now + self.config.running_timeout_s, request, waiting=False)
         assert self._adds_up, "each request stands in one queue, the running ones with a slot each"
         return lease
+
+    def announce(self, request: Request) -> None:
+        """What is computed of a prompt that another worker goes on with can be read from now on."""
+        room, lease = request.hand_over, request.lease
+        assert room is not None and lease is not None, "who computes for others runs, and has a room"
+        count = int(self.memory.slots.num_shared[lease.slot])
+        if count <= request.num_announced or (request.num_announced and not self.rooms.stands(room)):
+            return
+        pages = self.memory.slots.page_table[lease.slot, :count].copy()
+        opened = OpenRoom(room, request.namespace, request.key, pages)
+        self.rooms.open(opened, (request.peer, request.handle), lease.node, self.memory)
+        request.num_announced = count
+        self.outputs.add_ready(request.peer, PagesReady(request.handle, room, count))
 
     def decode(self, request: Request) -> None:
         """EXTEND to DECODE: the last chunk is planned."""
@@ -254,6 +271,8 @@ class RequestTable:
         kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
         self.trace.add(request.request_id, kind, len(request.output_ids))
         request.num_looks = 0
+        if request.hand_over is not None:
+            self.rooms.wait(request.hand_over, self.trace.now)
         self.waiting.add(request, back=True)
         self.preemptions_total += preempted
         if not preempted:
@@ -288,6 +307,8 @@ class RequestTable:
         self._leave_source(request)
         if ending.reason is FinishReason.HANDED_OVER:
             room_pages = self._open_room(request, now)
+        elif request.num_announced:
+            self.rooms.leave_asker((request.peer, request.handle))
         self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
@@ -298,13 +319,16 @@ class RequestTable:
         self.outputs.add_finish(request, self._finish(request, ending, now, room_pages))
 
     def _open_room(self, request: Request, now: float) -> int:
-        """Its computed pages are kept for who goes on with it. Returns how many."""
+        """Its computed pages are kept for who goes on with it. Returns how many; none where its room has ended meanwhile."""
         room, tokens = request.hand_over, request.tokens().tobytes()
         assert room is not None, "who is handed over has a room"
+        if request.num_announced and not self.rooms.stands(room):
+            return 0
         match = self.memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if len(match.pages):
             opened = OpenRoom(room, request.namespace, tokens, match.pages.copy())
-            self.rooms.open(opened, (request.peer, request.handle), match.node, self.memory, now)
+            self.rooms.open(opened, (request.peer, request.handle), match.node, self.memory)
+            self.rooms.complete(room, now)
         return len(match.pages)
 
     def _leave_source(self, request: Request) -> None:

@@ -1,7 +1,9 @@
 """The rooms of this worker, and those of others that its requests were to be read from.
 
-A room is a pin on the pages of a prompt, and holds no slot. It ends when its reader or its front end has left, when its time is
-over, or when the device's pages are given up; what is pinned by nobody else may be evicted then. Single owner: RequestTable.
+A room is a pin on the pages of a prompt, and holds no slot. It opens with the first pages of a prompt that are computed, grows
+with further ones, and is *whole* once the prompt is. It ends when its reader or its front end has left, when its time is over, or
+when the device's pages are given up; what is pinned by nobody else may be evicted then. One that still grows is not ended by
+readers, but with its request; its time runs, and its pins are wishes, only while that waits. Single owner: RequestTable.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
+    """until: inf while its request computes. node: where its pages end in the tree."""
+
     room: Room
     asker: tuple[int, int]
     node: TreeNode
     memory: KVMemory
     until: float
+    whole: bool
 
 
 class Rooms:
@@ -29,7 +34,7 @@ class Rooms:
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._held: dict[int, _Held] = {}  # by number, in the order in which they expire
+        self._held: dict[int, _Held] = {}  # by number
         self._opened: list[OpenRoom] = []
         self._closed: list[Room] = []
         self._left: list[Source] = []
@@ -40,21 +45,56 @@ class Rooms:
     def __len__(self) -> int:
         return len(self._held)
 
-    def open(self, opened: OpenRoom, asker: tuple[int, int], node: TreeNode, memory: KVMemory, now: float) -> None:
-        """node: where its pages end in the tree. asker: peer and handle of the request whose room it is."""
-        room = opened.room
-        assert room.number not in self._held, "a room's number is used once"
+    @property
+    def may_end(self) -> bool:
+        """There is one whose time runs."""
+        return any(held.until < inf for held in self._held.values())
+
+    def stands(self, room: Room) -> bool:
+        return room.number in self._held
+
+    def open(self, opened: OpenRoom, asker: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
+        """With the first pages of a prompt that is being computed; or one that stands, with further ones. node: where its pages
+        end in the tree. asker: peer and handle of the request whose room it is."""
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
         memory.pin(node)
-        self._held[room.number] = _Held(room, asker, node, memory, until := now + self._hold_s)
-        self.next_look = min(self.next_look, until)
+        held = self._held.get(opened.room.number)
+        if held is None:
+            self._held[opened.room.number] = _Held(opened.room, asker, node, memory, inf, False)
+            self.opened_total += 1
+        else:
+            assert not held.whole and node.depth >= held.node.depth, "a room grows while its prompt is computed"
+            held.memory.unpin(held.node)
+            held.node, held.until = node, inf
         self._opened.append(opened)
-        self.opened_total += 1
+
+    def complete(self, room: Room, now: float) -> None:
+        """The room, which stands, gets no more pages: from here on its time runs, and its reader may end it."""
+        held = self._held[room.number]
+        held.whole = True
+        self._run_out(held, now)
+
+    def wait(self, room: Room, now: float) -> None:
+        """The request of a room that grows, if there is one, has been put back: it may not come to its further pages in time."""
+        if (held := self._held.get(room.number)) is not None:
+            self._run_out(held, now)
+
+    def go_on(self, room: Room) -> None:
+        """It computes again."""
+        if (held := self._held.get(room.number)) is not None:
+            held.until = inf
+
+    def let_go(self) -> bool:
+        """Pages are wanted by who computes: rooms of prompts that wait are ended. Whether there were any."""
+        waiting = [held for held in self._held.values() if not held.whole and held.until < inf]
+        for held in waiting:
+            self._end(held)
+        return bool(waiting)
 
     def leave(self, room: Room) -> None:
-        """Its reader has left. One that has ended is none any more."""
+        """Its reader has left. One that has ended is none any more; one that grows may have another reader yet."""
         held = self._held.get(room.number)
-        if held is not None and held.room == room:
+        if held is not None and held.room == room and held.whole:
             self._end(held)
 
     def leave_asker(self, asker: tuple[int, int]) -> None:
@@ -69,10 +109,10 @@ class Rooms:
 
     def expire(self, now: float) -> bool:
         """Ends those whose time is over. Whether pages may have become evictable since the last call."""
-        while self._held and (first := next(iter(self._held.values()))).until <= now:
-            self._end(first)
+        for held in [each for each in self._held.values() if each.until <= now]:
+            self._end(held)
             self.expired_total += 1
-        self.next_look = next((held.until for held in self._held.values()), inf)
+        self.next_look = min((held.until for held in self._held.values()), default=inf)
         freed, self._freed = self._freed, False
         return freed
 
@@ -92,6 +132,10 @@ class Rooms:
         events = RoomEvents(tuple(self._opened), tuple(self._closed), tuple(self._left))
         self._opened, self._closed, self._left = [], [], []
         return events
+
+    def _run_out(self, held: _Held, now: float) -> None:
+        held.until = now + self._hold_s
+        self.next_look = min(self.next_look, held.until)
 
     def _end(self, held: _Held) -> None:
         self._freed = True

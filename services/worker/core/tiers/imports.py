@@ -61,7 +61,8 @@ class _Operation:
 
 class Imports:
     """stored: keys that the storage holds; None: there is none. at_once: pages of one operation. imported_pages_total: that came,
-    by where from. recomputed_pages_total: that were there when their request began, and computed all the same."""
+    by where from. prefetched_pages_total: of these, those that were read before their request came. recomputed_pages_total: that
+    were there when their request began, and computed all the same."""
 
     def __init__(
         self, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, rates: Rates, at_once: int, ids: Iterator[int]
@@ -75,6 +76,7 @@ class Imports:
         self._coming: dict[bytes, _Operation] = {}
         self._free_at: dict[str, float] = {}  # when a lane had its last operation done, of those that have some under way
         self.imported_pages_total: Counter[Tier] = Counter()
+        self.prefetched_pages_total = 0
         self.recomputed_pages_total = self.failed_total = self.given_up_total = self.refused_pulls_total = 0
 
     def __len__(self) -> int:
@@ -91,6 +93,9 @@ class Imports:
 
     def waiting(self) -> set[int]:
         return set(self._waits)
+
+    def is_waiting(self, seq: int) -> bool:
+        return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
         """Whether more of the prompt than the tree has is elsewhere, and sooner here than computed: the request waits, then."""
@@ -132,12 +137,15 @@ class Imports:
 
     def leave(self, seq: int) -> None:
         """The request has ended, or begins: what was kept for it is not any more."""
-        wanted = self._waits.pop(seq, None)
-        if wanted is not None:
-            self._due.pop(seq, None)
-            for running in self._running.values():
-                running.waits = [other for other in running.waits if other is not wanted]
+        self._stop_waiting(seq)
         self._unpin(seq)
+
+    def take_over(self, seq: int, by: int) -> None:
+        """Who waited ahead of a request gives what is kept for it to that, which begins to look for itself."""
+        assert by not in self._pinned, "a request that has just come has nothing yet"
+        self._stop_waiting(seq)
+        if (pinned := self._pinned.pop(seq, None)) is not None:
+            self._pinned[by] = pinned
 
     def ended(self, fact: Fact, now: float) -> bool:
         """Takes in a fact. False: it is of no operation of these."""
@@ -157,16 +165,16 @@ class Imports:
             del self._free_at[lane]
         self.rates.moved(tier, fact.count, fact.seconds, lane)
         count = self._published(running, fact.count if running.counts else 0)
+        self.prefetched_pages_total += count if running.wanted.ahead else 0
         if count < len(operation.keys):
             memory.free_quarantined(operation.pages[count:])
         memory.unpin(running.node)
         self.imported_pages_total[tier] += count
-        asked = running.wanted if running.wanted.seq in self._waits else None
-        for wanted in dict.fromkeys((*running.waits, *([] if asked is None else [asked]))):
-            if shared := _shared(operation.keys[:count], wanted.keys[running.first :]):
+        for wanted in self._waits.values():
+            if shared := _shared(operation.keys[:count], wanted.keys, running.first):
                 wanted.arrived[tier] += shared
         for wanted in running.waits:
-            if count == len(operation.keys) or wanted.source is not running.wanted.source:
+            if count == len(operation.keys) or _room_of(wanted) != _room_of(running.wanted):
                 self._due[wanted.seq] = wanted  # of another room than the one that had less
             else:
                 self._let_go(wanted)
@@ -340,6 +348,13 @@ class Imports:
             self.rates.given_up(tier, count, elapsed, lane)
             self.given_up_total += 1
 
+    def _stop_waiting(self, seq: int) -> None:
+        wanted = self._waits.pop(seq, None)
+        if wanted is not None:
+            self._due.pop(seq, None)
+            for running in self._running.values():
+                running.waits = [other for other in running.waits if other is not wanted]
+
     def _let_go(self, wanted: Wanted) -> None:
         """It does not wait any more: the next plan says so."""
         wanted.let_go = True
@@ -362,7 +377,11 @@ def _prover(wanted: Wanted) -> Prover | None:
     return Prover(source.room.secret, wanted.tree, wanted.tokens) if isinstance(source, Source) else None
 
 
-def _shared(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """How many of the first ones are the same."""
-    count = min(len(keys), len(others))
-    return next((at for at in range(count) if keys[at] != others[at]), count)
+def _room_of(wanted: Wanted) -> object:
+    return None if wanted.source is None else wanted.source.room
+
+
+def _shared(keys: Sequence[bytes], others: Sequence[bytes], first: int) -> int:
+    """How many of the first ones are the same as the others' from `first` on."""
+    count = min(len(keys), len(others) - first)
+    return next((at for at in range(count) if keys[at] != others[first + at]), max(count, 0))

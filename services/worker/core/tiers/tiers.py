@@ -5,6 +5,7 @@ Plain data: ids, keys and counts; bytes are the executor's. A worker without tie
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -13,12 +14,13 @@ from services.worker.core.contracts.transfers import NO_USE, Fact, PageOperation
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.kv.other_tiers import TierStats, Wanted
+from services.worker.core.kv.other_tiers import Asker, TierStats, Wanted
 from services.worker.core.tiers.backups import Backups
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.imports import Imports
 from services.worker.core.tiers.kept_blocks import KeptBlocks
 from services.worker.core.tiers.page_keys import PageKeys
+from services.worker.core.tiers.prefetches import Prefetches
 from services.worker.core.tiers.rates import Rates
 
 SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
@@ -30,7 +32,7 @@ OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is
 class TierLimits:
     """host_pages: of the host tier, 0 for none. has_storage: there is a tier below it. page_bytes: of one page's KV. policy: see
     WritePolicy. salt_pages, stored_salt_pages: of the host tier, and of the tier below it, that one salt may have, 0 for no
-    limit."""
+    limit. hold_s: that what was read ahead is kept after the last news of it."""
 
     host_pages: int
     has_storage: bool
@@ -39,10 +41,12 @@ class TierLimits:
     policy: WritePolicy
     salt_pages: int
     stored_salt_pages: int
+    hold_s: float
 
 
 class Tiers:
-    """Implements OtherTiers. events: told of blocks in tiers below the device; None: nobody asks. revision: of the weights."""
+    """Implements OtherTiers. prefetches: written by the scheduler's calls, through it. events: told of blocks in tiers below the
+    device; None: nobody asks. revision: of the weights."""
 
     def __init__(self, limits: TierLimits, keys: PageKeys, events: CacheEventLog | None = None, revision: str = "") -> None:
         self.queue = _queue_of(limits.policy) if limits.host_pages else BackupQueue(False, False, 0)
@@ -53,6 +57,7 @@ class Tiers:
         self._use = NO_USE
         ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
         self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
+        self.prefetches = Prefetches(self._imports, limits.hold_s)
         self._blocks = None
         if events is not None and limits.host_pages:
             told = self._stored if events.tells_storage else ()
@@ -77,13 +82,16 @@ class Tiers:
         return self._imports.consider(wanted, memory)
 
     def waiting(self) -> set[int]:
-        return self._imports.waiting()
+        return self._imports.waiting() - self.prefetches.seqs()
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
         self._imports.admitted(seq, keys, hit)
 
     def leave(self, seq: int) -> None:
         self._imports.leave(seq)
+
+    def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
+        return self.prefetches.take(asker, seq)
 
     def let_go(self) -> bool:
         return self._imports.let_go()
@@ -96,7 +104,11 @@ class Tiers:
     def plan(self, memory: KVMemory, now: float, in_flight: bool, begins: bool) -> tuple[tuple[PageOperation, ...], list[int]]:
         """Operations that begin now; and which requests need not wait any more, by seq. in_flight: a step is. begins: copies may
         begin; they may not where somebody waits for the device's pages to be nobody's."""
-        imports, ready = self._imports.plan(memory, now, in_flight)
+        if now >= self.prefetches.next_look:
+            self.prefetches.expire(now)
+        imports, moved = self._imports.plan(memory, now, in_flight)
+        ahead = self.prefetches.seqs() if moved else set()
+        ready = [seq for seq in moved if seq not in ahead]
         copies = self._backups.plan(memory) if begins and self._host.num_pages else []
         return (*imports, *copies), ready
 
@@ -169,6 +181,7 @@ class Tiers:
     def forget_tree(self) -> None:
         """The device's pages are given up. Only while no operation runs."""
         assert not self.num_running, "an operation reads or writes the pages"
+        self.prefetches.clear()
         self._imports.end_all()
         self._backups.clear()
 
@@ -203,6 +216,7 @@ class Tiers:
             loaded_pages_total=imports.imported_pages_total[Tier.HOST],
             fetched_pages_total=imports.imported_pages_total[Tier.STORAGE],
             pulled_pages_total=imports.imported_pages_total[Tier.PEER],
+            prefetched_pages_total=imports.prefetched_pages_total,
             refused_pulls_total=imports.refused_pulls_total,
             load_bytes_s=self.rates.bytes_s(Tier.HOST),
             fetch_bytes_s=self.rates.bytes_s(Tier.STORAGE),

@@ -61,7 +61,7 @@ class RoomServer(Protocol):
         """That it listens on."""
 
     def open(self, room: OpenRoom) -> None:
-        """Called on the loop's thread; returns at once."""
+        """Or, of one that stands, has more of its pages read. Called on the loop's thread; returns at once."""
 
     def shut(self, rooms: Sequence[Room]) -> None:
         """Nobody gets anything that is copied from these rooms later; what was copied before may still be on its way."""

@@ -21,8 +21,8 @@ from services.worker.exec.peers.frames import pack_room
 
 @dataclass(slots=True, eq=False)
 class StandingRoom:
-    """key: all that a reader has to know. reader: by what it was read last. left: who reads it wants nothing more. Of OpenRooms
-    alone but for `room`; one that is shut never stands again."""
+    """room: with the pages that it has by now. key: all that a reader has to know. reader: by what it was read last. left: who
+    reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands again."""
 
     room: OpenRoom
     key: bytes
@@ -40,10 +40,13 @@ class OpenRooms:
         self._changed = threading.Condition()
 
     def open(self, room: OpenRoom) -> None:
-        standing = StandingRoom(room, pack_room(room.room))
+        """One that stands gets further pages, and may be left once more: who left it knew of no more than it had."""
+        key = pack_room(room.room)
         with self._changed:
-            assert room.room.number not in self._standing, "a room's number is never used again"
-            self._standing[room.room.number] = standing
+            standing = self._standing.setdefault(room.room.number, StandingRoom(room, key))
+            assert standing.key == key, "a room's number is never used again"
+            assert len(room.pages) >= len(standing.room.pages), "a room that stands only grows"
+            standing.room, standing.left = room, False
 
     def shut(self, rooms: Sequence[Room]) -> None:
         """Those that do not stand are passed over."""

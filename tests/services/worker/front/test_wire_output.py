@@ -9,11 +9,11 @@ import pytest
 
 from rootstock.v1 import common_pb2, worker_pb2
 from services.gateway.request.logprobs import LogprobTable, TokenLogprob
-from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
+from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, PeerOutput, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.contracts.transfers import Tier
-from services.worker.front.wire import InvalidRequest, output_to_pb, refusal_to_pb
+from services.worker.front.wire import InvalidRequest, output_to_pb, ready_from_pb, refusal_to_pb
 
 
 def entries_of(rows: worker_pb2.LogprobRows) -> list[TokenLogprob]:
@@ -92,6 +92,13 @@ def test_what_guesses_by_a_prediction_have_come_to_goes_in_columns() -> None:
     pb = output_to_pb(PeerOutput(1, predicted=[(8, verified), (9, Verified())]))
     assert list(pb.predicted_handles) == [8, 9]
     assert (list(pb.accepted_prediction_tokens), list(pb.rejected_prediction_tokens)) == ([3, 0], [3, 0])
+
+
+def test_what_is_computed_of_a_prompt_says_where_it_is() -> None:
+    ready = PagesReady(3, Room(9, 5, b"s" * ROOM_SECRET_BYTES), 7)
+    (pb,) = output_to_pb(PeerOutput(1, ready=[ready])).ready
+    assert (pb.handle, pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == (3, 9, 5, b"s" * 16, 7)
+    assert ready_from_pb(pb) == ready
 
 
 def test_finish_by_a_pattern_after_retractions() -> None:

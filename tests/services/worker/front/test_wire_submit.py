@@ -16,7 +16,7 @@ from services.shared.sampling_parameters import SCALARS
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, GrammarKind, GrammarSpec, SamplingParams
-from services.worker.front.wire import InvalidRequest, ModelLimits, submit_from_pb
+from services.worker.front.wire import InvalidRequest, ModelLimits, prefetch_from_pb, submit_from_pb
 from tests.services.parameter_values import NUMERIC, outside, typical
 
 VOCAB = 1000
@@ -328,6 +328,31 @@ class TestApart:
         found = self.submit(source=self.source()).source
         assert found == Source(Room(9, 5, b"s" * ROOM_SECRET_BYTES), "10.0.0.1:7103", 3)
         assert self.submit().source is None
+
+    def test_what_is_to_be_read_ahead_arrives(self) -> None:
+        message = worker_pb2.Prefetch(handle=4, prompt_ids=PROMPT, cache_salt="s", revision="r", source=self.source())
+        found = prefetch_from_pb(message, 2, MODEL)
+        assert (found.peer, found.handle, found.salt, found.revision) == (2, 4, "s", "r")
+        assert found.prompt_ids.tolist() == PROMPT and found.source == self.submit(source=self.source()).source
+
+    @pytest.mark.parametrize(
+        ("fields", "field"),
+        [
+            ({"source": None}, "source"),
+            ({"source": source(secret=b"short")}, "source.room.secret"),
+            ({"source": source(pages=0)}, "source.room.pages"),
+            ({"source": worker_pb2.KvSource(address="a" * 257, room=source().room)}, "source.address"),
+            ({"prompt_ids": []}, "prompt_ids"),
+            ({"prompt_ids": [VOCAB]}, "prompt_ids"),
+            ({"cache_salt": "s" * (limits.MAX_CACHE_SALT_CHARS + 1)}, "cache_salt"),
+            ({"revision": "r" * (limits.MAX_REVISION_CHARS + 1)}, "revision"),
+        ],
+        ids=["no source", "secret", "pages", "address", "no prompt", "vocabulary", "salt", "revision"],
+    )
+    def test_what_cannot_be_read_ahead_is_not(self, fields: dict[str, Any], field: str) -> None:
+        with pytest.raises(InvalidRequest) as refusal:
+            prefetch_from_pb(worker_pb2.Prefetch(**{"prompt_ids": PROMPT, "source": self.source(), **fields}), 1, MODEL)
+        assert refusal.value.field == field
 
     def test_who_is_to_be_handed_over_has_the_room_that_was_made_for_it(self) -> None:
         room = Room(1, 2, b"r" * ROOM_SECRET_BYTES)

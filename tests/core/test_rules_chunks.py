@@ -1,0 +1,410 @@
+"""Pages of a prompt that are read while others are computed: what is announced and how long it stands, who keeps what came."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.contracts.messages import FinishReason, PagesReady, Prefetch
+from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.transfers import OperationKind, Tier
+from services.worker.core.tiers.prefetches import MOST_PREFETCHES
+from tests.core.harness import Engine
+from tests.core.peers import ADDRESS, Relayed, computed_tokens
+from tests.night import NIGHTLY
+
+PROMPT = list(range(42))  # ten pages and a half, in chunks of four
+
+
+def pulled(engine: Engine) -> list[int]:
+    """Pages of each read."""
+    return [len(op.keys) for plan in engine.plans for op in plan.operations if op.kind is OperationKind.PULL]
+
+
+def rooms(pair: Relayed) -> int:
+    return len(pair.first.core.table.rooms)
+
+
+class TestAnnounced:
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_each_chunk_is_read_while_the_next_one_is_computed(self, overlap: bool) -> None:
+        pair = Relayed(overlap=overlap, first={"overlap": overlap})
+        pair.begin(0, list(range(74)), max_new_tokens=8)
+        pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
+        assert 0 not in pair.first.finishes, "its last chunk is not computed"
+        finish = pair.finish(0, max_new_tokens=8)
+        assert [ready.num_pages for ready in pair.told[0]] == [4, 8, 12, 16]
+        assert sum(pulled(pair.second)) == 18 == pair.second.core.stats().pulled_pages_total, "each page once"
+        assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 72} and computed_tokens(pair.second) <= 3 + 8
+        assert pair.second.core.stats().prefetched_pages_total >= 12
+        assert pair.first.core.stats().rooms_total == 1, "one room, which has grown"
+        pair.assert_all_is_free()
+
+    def test_only_what_is_not_there_is_read(self) -> None:
+        pair = Relayed()
+        pair.answer(1, PROMPT[:24], max_new_tokens=2)
+        pair.begin(0, PROMPT, max_new_tokens=2)
+        pair.finish(0, max_new_tokens=2)
+        assert [ready.num_pages for ready in pair.told[0]] == [6, 10], "what was cached is announced at once"
+        assert sum(pulled(pair.second)) == 10
+        pair.assert_all_is_free()
+
+    def test_a_prompt_of_one_chunk_is_read_when_it_is_whole(self) -> None:
+        pair = Relayed()
+        pair.begin(0, PROMPT[:14], max_new_tokens=2)
+        pair.finish(0, max_new_tokens=2)
+        assert not pair.told and pair.second.core.stats().prefetched_pages_total == 0
+
+    def test_a_request_that_stays_announces_nothing(self) -> None:
+        pair = Relayed()
+        pair.first.submit(0, PROMPT, max_new_tokens=2, ignore_eos=True)
+        pair.first.drain()
+        assert not pair.first.ready and pair.first.core.stats().rooms_total == 0
+
+    def test_with_output_from_elsewhere_that_is_computed_and_read_too(self) -> None:
+        pair = Relayed()
+        pair.first.submit(9, PROMPT, max_new_tokens=30, ignore_eos=True)
+        pair.first.drain()
+        pair.first.core.flush_cache()
+        said = pair.first.outputs[9][:20]
+        pair.begin(0, PROMPT, output=said, max_new_tokens=30)
+        pair.prompts[0] = [*PROMPT, *said]
+        pair.until(lambda: 0 in pair.first.finishes)
+        output, finish = [*said, *pair.first.outputs[0]], pair.first.finishes[0]
+        assert finish.room is not None and finish.room_pages == 15
+        source = Source(finish.room, ADDRESS, finish.room_pages)
+        pair.second.submit(0, PROMPT, output=output, source=source, max_new_tokens=30, ignore_eos=True)
+        pair.until(lambda: 0 in pair.second.finishes)
+        pair.second.check_answer(0)
+        assert sum(pulled(pair.second)) == 15 and pair.second.core.stats().prefetched_pages_total == 12
+
+
+def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | None = None) -> Relayed:
+    """Whose second chunk is in flight when somebody more urgent needs the only slot. before: a prompt that is kept by then."""
+    first = {"enable_priority_scheduling": True, "max_running_requests": 1, "disaggregation_hold_s": hold_s}
+    pair = Relayed(first={**first, "num_pages": num_pages})
+    if before is not None:
+        pair.compute(9, before, max_new_tokens=4)
+    pair.begin(0, PROMPT, max_new_tokens=4)
+    pair.until(lambda: bool(pair.told))
+    pair.first.submit(1, [7] * 40, priority=9, max_new_tokens=30, ignore_eos=True)
+    pair.first.turn()
+    assert pair.first.core.stats().preemptions_total == 1
+    return pair
+
+
+class TestPutBack:
+    def test_what_was_announced_stands(self) -> None:
+        pair = preempting()
+        pair.second.executor.peers.clear()  # nothing is read before it comes back
+        room = pair.first.core.table.rooms
+        assert len(room) == 1 and room.may_end
+        pair.until(lambda: 1 in pair.first.finishes)
+        pair.second.executor.peers[ADDRESS] = pair.first.executor
+        pair.finish(0, max_new_tokens=4)
+        assert pair.first.core.stats().expired_rooms_total == 0
+        assert pair.second.core.stats().pulled_pages_total == 10
+        pair.assert_all_is_free()
+
+    def test_not_longer_than_a_room_is_held(self) -> None:
+        pair = preempting(hold_s=0.05)
+        pair.until(lambda: rooms(pair) == 0)
+        assert pair.first.core.stats().expired_rooms_total == 1 and 1 not in pair.first.finishes
+        pair.until(lambda: 0 in pair.first.finishes)
+        finish = pair.first.finishes[0]
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room is None, "the number of a room is not used again"
+        pair.finish(0, max_new_tokens=4)
+        assert pair.second.core.stats().refused_pulls_total == 0
+        pair.assert_all_is_free()
+
+    def test_not_where_who_computes_needs_its_pages(self) -> None:
+        pair = preempting(num_pages=20, before=[5] * 8)
+        pair.until(lambda: 1 in pair.first.finishes)
+        pair.first.check_answer(1)
+        whole = pair.first.finishes[9].room
+        assert whole is not None and pair.first.core.table.rooms.stands(whole), "what is kept as a whole is not given up"
+        assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, "it was ended for them"
+        pair.first.abort(9)
+        pair.finish(0, max_new_tokens=4)
+        pair.assert_all_is_free()
+
+    @pytest.mark.parametrize("put_back", [False, True], ids=["at first", "again"])
+    def test_while_it_computes_its_time_does_not_run(self, put_back: bool) -> None:
+        if put_back:
+            pair = preempting(hold_s=1.0)
+            pair.until(lambda: [request.handle for request in pair.first.core.table.extending] == [0])
+        else:
+            pair = Relayed(first={"disaggregation_hold_s": 0.5})
+            pair.begin(0, PROMPT, max_new_tokens=4)
+            pair.until(lambda: bool(pair.told))
+        pair.first.now += 5.0
+        pair.turn()
+        assert rooms(pair) == 1
+        pair.finish(0, max_new_tokens=4)
+        assert pair.first.core.stats().expired_rooms_total == 0
+
+    def test_its_readers_word_does_not_end_it_before_it_is_whole(self) -> None:
+        """Another one may have been told to read it."""
+        pair = Relayed()
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: bool(pair.told))
+        pair.first.core.leave_room(pair.told[0][0].room)
+        assert rooms(pair) == 1
+        pair.finish(0, max_new_tokens=4)
+        assert pair.second.core.stats().pulled_pages_total == 10
+        pair.assert_all_is_free()
+
+
+class TestEnds:
+    @pytest.mark.parametrize("how", ["abort", "front end", "failed step", "flush"])
+    def test_with_its_request_or_its_pages(self, how: str) -> None:
+        pair = Relayed(page_moved_s=0.05)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: bool(pulled(pair.second)))
+        match how:
+            case "abort":
+                pair.first.abort(0)
+            case "front end":
+                pair.first.core.abort_peer(0, pair.first.now)
+            case "flush":
+                pair.first.core.flush_cache()
+            case "failed step":
+                pair.first.executor.fail_steps.add(pair.first.plans[-1].step_id)
+                assert pair.first.prev is not None
+                pair.first.core.fail(pair.first.prev.plan.step_id, "made to fail", pair.first.now)
+                pair.first.prev = None
+        assert rooms(pair) == 0
+        for _ in range(20):
+            pair.turn()
+        assert pair.second.core.stats().pulled_pages_total == 0 < pair.second.core.stats().refused_pulls_total
+        if how == "flush":
+            pair.finish(0, max_new_tokens=4)
+            assert pulled(pair.second) == [4], "nothing was read from a room that had ended"
+        else:
+            pair.second.abort(0)
+        pair.assert_all_is_free()
+
+    @pytest.mark.parametrize("how", ["abort", "front end", "time"])
+    def test_what_came_for_a_request_that_does_not_is_kept_no_longer(self, how: str) -> None:
+        pair = Relayed(disaggregation_hold_s=0.5)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: pair.second.core.stats().pulled_pages_total > 0)
+        memory = pair.second.core.table.memory
+        pair.second.turn()
+        assert memory.num_available < memory.pages.num_pages and not memory.quarantined, "it is kept"
+        if how == "time":
+            pair.second.now += 0.5
+            pair.second.turn()
+        elif how == "abort":
+            pair.second.abort(0)
+        else:
+            pair.second.core.abort_peer(0, pair.second.now)
+        assert memory.num_available == memory.pages.num_pages and memory.tree.num_pages
+        assert not len(pair.second.core.table.importing)
+
+    def test_while_pages_are_on_their_way_they_come_back_with_the_fact(self) -> None:
+        pair = Relayed(page_moved_s=0.1)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: bool(pair.second.core.table.memory.quarantined))
+        pair.second.abort(0)
+        assert pair.second.core.table.memory.quarantined, "a read is under way"
+        pair.second.now += 5.0
+        pair.second.turn()
+        memory = pair.second.core.table.memory
+        assert memory.num_available == memory.pages.num_pages
+
+
+class TestRead:
+    def test_a_request_that_comes_while_pages_are_read_waits_for_those_and_reads_the_rest(self) -> None:
+        pair = Relayed(page_moved_s=0.04)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        finish = pair.finish(0, max_new_tokens=4)
+        assert sum(pulled(pair.second)) == 10 and finish.cached_from[Tier.PEER] == 40
+        pair.assert_all_is_free()
+
+    def test_what_has_come_is_kept_for_the_request_while_that_waits(self) -> None:
+        """All of it was read before: it looks nowhere else."""
+        pair = Relayed(max_running_requests=1)
+        pair.second.submit(5, [9] * 5, max_new_tokens=60, ignore_eos=True)
+        pair.begin(0, PROMPT[:34], max_new_tokens=4)
+        pair.until(lambda: 0 in pair.first.finishes and pair.second.core.stats().pulled_pages_total == 8)
+        pair.go_on(0, pair.prompts[0], max_new_tokens=4)
+        pair.turn()
+        memory = pair.second.core.table.memory
+        memory.flush()
+        assert not pair.second.core.table.importing and memory.tree.num_pages >= 8
+        pair.second.abort(0)
+        memory.flush()
+        assert memory.tree.num_pages < 8
+
+    def test_said_twice_late_and_of_another_room_it_changes_nothing(self) -> None:
+        pair = Relayed()
+        pair.begin(0, list(range(74)), max_new_tokens=4)
+        pair.until(lambda: len(pair.told.get(0, ())) == 2)
+        assert 0 not in pair.first.finishes
+        first, second = pair.told[0]
+        for ready in (second, first, replace(second, room=pair.new_room(), num_pages=18), PagesReady(77, first.room, 4)):
+            pair.second.core.prefetch_more(0, ready, pair.second.now)
+            pair.tell(first)
+        pair.finish(0, max_new_tokens=4)
+        assert sum(pulled(pair.second)) == 18 and pair.second.core.stats().refused_pulls_total == 0
+
+    def test_a_room_that_says_it_has_more_than_the_prompt_is_read_to_its_end(self) -> None:
+        pair = Relayed()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        room = pair.first.finishes[0].room
+        assert room is not None
+        ids = np.array(PROMPT[:23], dtype=np.int32)
+        pair.second.core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 1 << 31)), pair.second.now)
+        for _ in range(4):
+            pair.turn()
+        assert pulled(pair.second) == [5] and pair.second.core.stats().pulled_pages_total == 5
+
+    def test_a_read_that_fails_is_the_last_before_the_request(self) -> None:
+        pair = Relayed()
+        pair.second.executor.peers.clear()
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: 0 in pair.first.finishes)
+        assert pulled(pair.second) == [4] and len(pair.told[0]) == 2
+        pair.second.executor.peers[ADDRESS] = pair.first.executor
+        pair.finish(0, max_new_tokens=4)
+        assert pulled(pair.second) == [4, 10]
+        pair.assert_all_is_free()
+
+    def test_where_reading_does_not_pay_nothing_is_read_ahead(self) -> None:
+        pair = Relayed()
+        tiers = pair.second.core._tiers
+        assert tiers is not None
+        tiers.rates.moved(Tier.PEER, 1, 1e6, ADDRESS)
+        tiers.rates._token_s = 1e-9
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.finish(0, max_new_tokens=4)
+        assert pair.told[0] and not pulled(pair.second)
+
+    def test_two_of_one_prompt_read_it_once(self) -> None:
+        pair = Relayed(page_moved_s=0.02)
+        for handle in (0, 1):
+            pair.begin(handle, PROMPT, max_new_tokens=4, seed=handle)
+        pair.until(lambda: {0, 1} <= set(pair.first.finishes))
+        for handle in (0, 1):
+            pair.finish(handle, max_new_tokens=4, seed=handle)
+        assert sum(pulled(pair.second)) == 10
+        pair.assert_all_is_free()
+
+    def test_who_runs_takes_what_is_kept_for_who_is_to_come(self) -> None:
+        pair = Relayed(num_pages=16)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
+        pair.second.submit(5, [9] * 30, max_new_tokens=30, ignore_eos=True)
+        for _ in range(60):
+            pair.second.turn()
+        pair.second.check_answer(5)
+        pair.finish(0, max_new_tokens=4)
+        pair.assert_all_is_free()
+
+    @pytest.mark.parametrize("why", ["weights", "too long", "in use", "going away", "reads nobody", "settling"])
+    def test_is_passed_over(self, why: str) -> None:
+        pair = Relayed()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        room = pair.first.finishes[0].room
+        assert room is not None
+        prompt, second = list(PROMPT), pair.second
+        match why:
+            case "too long":
+                prompt = [*PROMPT, *range(100)]
+            case "in use":
+                second.submit(0, [1, 2, 3], max_new_tokens=40, ignore_eos=True)
+            case "going away":
+                second.core.closed = "going away"
+            case "reads nobody":
+                second = pair.first
+            case "settling":
+                second.core.begins_copies = False
+        ids, revision = np.array(prompt, dtype=np.int32), "others" if why == "weights" else ""
+        second.core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 10), revision=revision), second.now)
+        second.core.prefetch_more(0, PagesReady(0, room, 11), second.now)
+        for _ in range(4):
+            second.turn()
+        assert not pulled(second)
+
+    def test_no_more_than_so_many_are_read_ahead(self) -> None:
+        pair = Relayed()
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        room = pair.first.finishes[0].room
+        assert room is not None
+        ids, tiers = np.array(PROMPT, dtype=np.int32), pair.second.core._tiers
+        assert tiers is not None
+        for handle in range(MOST_PREFETCHES + 9):
+            pair.second.core.prefetch(Prefetch(0, handle, ids, Source(room, ADDRESS, 10)), pair.second.now)
+        assert len(tiers.prefetches) == MOST_PREFETCHES
+        pair.second.core.abort_peer(0, pair.second.now)
+        assert not len(tiers.prefetches) and not tiers.waiting()
+
+
+@settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
+@given(st.data())
+def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st.DataObject) -> None:
+    """Announcements that come late, twice or never, prompts that share prefixes, preemption, pools too small, rooms that end."""
+    draw = data.draw
+    first: dict[str, Any] = {"num_pages": draw(st.sampled_from([14, 20, 40])), "enable_priority_scheduling": True}
+    first["disaggregation_hold_s"] = draw(st.sampled_from([0.03, 0.5, 10.0]))
+    second: dict[str, Any] = {"num_pages": draw(st.sampled_from([14, 24, 48])), "host_pages": draw(st.sampled_from([0, 40]))}
+    second["disaggregation_hold_s"] = draw(st.sampled_from([0.03, 10.0]))
+    pair = Relayed(draw(st.sampled_from([0.0, 0.02, 0.3])), first, **second)
+    late: list[PagesReady] = []
+    gone: set[int] = set()
+
+    def turn() -> None:
+        pair.first.turn()
+        for ready in pair.first.ready:
+            match draw(st.sampled_from(["now", "now", "late", "twice", "never"])):
+                case "now":
+                    pair.tell(ready)
+                case "late":
+                    late.append(ready)
+                case "twice":
+                    pair.tell(ready)
+                    late.append(ready)
+        pair.first.ready.clear()
+        if late and draw(st.booleans()):
+            pair.tell(late.pop(0))
+        pair.second.turn()
+        for handle, finish in pair.first.finishes.items():
+            if finish.reason is FinishReason.HANDED_OVER and handle not in pair.second.submitted and handle not in gone:
+                pair.go_on(handle, pair.prompts[handle], max_new_tokens=6)
+
+    for handle in range(draw(st.integers(1, 6))):
+        head, tail = draw(st.integers(0, 1)), draw(st.integers(0, 9))
+        prompt = [head] * draw(st.integers(3, 38)) + [handle] * tail
+        pair.begin(handle, prompt, max_new_tokens=6, priority=draw(st.integers(0, 1)))
+        for _ in range(draw(st.integers(0, 5))):
+            match draw(st.sampled_from(["", "", "", "abort", "leave", "flush", "flush the other"])):
+                case "abort":
+                    pair.first.abort(victim := draw(st.integers(0, handle)))
+                    pair.second.abort(victim)
+                    gone.add(victim)
+                case "leave" if pair.told:
+                    pair.first.core.leave_room(next(reversed(pair.told.values()))[-1].room)
+                case "flush":
+                    pair.first.core.flush_cache()
+                case "flush the other":
+                    pair.second.core.flush_cache()
+            turn()
+    for _ in range(600):
+        pair.second.now += 0.1
+        turn()
+        if pair.first.core.idle and pair.second.core.idle and not late:
+            break
+    assert set(pair.prompts) <= set(pair.first.finishes) and set(pair.second.submitted) <= set(pair.second.finishes)
+    for _ in range(40):
+        pair.first.now += 1.0
+        pair.second.now += 1.0
+        pair.turn()
+    for handle in pair.second.finishes:
+        pair.second.check_answer(handle)
+    pair.assert_all_is_free()

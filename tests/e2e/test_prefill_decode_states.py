@@ -1,0 +1,257 @@
+"""Prefill and decode apart: each of the processes is killed, or stands still, in each state that a request goes through. States
+are reached by operators' pace (docs/control.md), a worker that waits between two steps, and by a prefill worker that stands still
+while it is read; metrics say when they are. No request fails but the killed gateway's, every text is right, every page comes
+back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+
+from services.local.ports import free_ports
+from tests.e2e.system import System, wait_until
+from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, is_ready, rests, workers
+from tests.night import NIGHTLY
+
+HOLD_S = 4.0
+READ_S = 10.0  # that a read of a worker that stands still may take
+FREE_S = 1.0  # after the last deadline
+PREFILL, DECODE = ("prefill-0",), ("decode-0", "decode-1")
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+STATES = ("queued", "computing", "held", "pulling", "published", "decoding")
+CELLS = [(state, who, how) for state in STATES for who in ("prefill", "decode", "gateway") for how in (KILL, STOP)]
+OF_THE_DAY = [("computing", "prefill", KILL), ("pulling", "decode", KILL)]
+SLOW_S = 2.0
+SHORT, LONG = 12, 250  # tokens of prompts: beside the one that is looked at, and its own
+
+pytestmark = pytest.mark.timeout(900)  # a restart of a worker on a slow machine
+salts = count()
+
+
+class Fleet:
+    """One prefill worker, two decode workers, two gateways."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self._clients = ThreadPoolExecutor(16)
+
+    def ask(self, body: dict[str, Any], gateway: str = "gateway-0") -> Future[httpx.Response]:
+        url = self.system.parts[gateway].url
+        return self._clients.submit(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=120))
+
+    def slow(self, names: tuple[str, ...], seconds: float, but: str = "") -> None:
+        def is_slow(name: str) -> bool:
+            body = {"worker": name, "forward_sleep_time": seconds, "timeout_s": 5}
+            return bool(httpx.post(f"{self.admin}/slow_down", json=body, timeout=10).json().get("success"))
+
+        for name in names:
+            if name != but:
+                wait_until(lambda: is_slow(name), 20, f"{name} to hear of its pace")  # noqa: B023
+
+    @property
+    def admin(self) -> str:
+        flags = self.system.parts["gateway-0"].command.argv
+        return f"http://127.0.0.1:{flags[flags.index('--admin-port') + 1]}"
+
+    def of(self, name: str, metric: str) -> float:
+        return self.system.metric(name, metric)
+
+    def handovers(self) -> float:
+        return sum(self.of(name, "rootstock_gateway_handovers_total") for name in self.alive("gateway-0", "gateway-1"))
+
+    def alive(self, *names: str) -> list[str]:
+        return [name for name in names if self.system.children[name].exit_code is None]
+
+    def signal(self, name: str, how: signal.Signals) -> None:
+        self.system.children[name].signal(how)
+
+    def is_whole(self) -> bool:
+        return workers(self.system) == 3 and all(is_ready(self.system.parts[name].url) for name in ("gateway-0", "gateway-1"))
+
+    def rests(self) -> bool:
+        return rests(self.system)
+
+    def restore(self) -> None:
+        """All are there again, and none is slow."""
+        for name in (*PREFILL, *DECODE, "gateway-0", "gateway-1"):
+            if self.system.children[name].exit_code is not None:
+                self.system.start(name)
+            else:
+                self.signal(name, signal.SIGCONT)
+        wait_until(self.is_whole, 90, "all of them")
+        self.slow((*PREFILL, *DECODE), 0.0)
+        wait_until(self.rests, 40, "all pages to be nobody's")
+
+    def close(self) -> None:
+        self._clients.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    flags = f"--disaggregation-hold-s {HOLD_S} --chunked-prefill-size 64"
+    more = {"gateways": 2, "admin_port": free_ports(1)[0]}
+    with apart(tmp_path_factory.mktemp("states"), 1, 2, flags, **more) as system:
+        made = Fleet(system)
+        wait_until(made.is_whole, 60, "all of them")
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def fleet(started: Fleet) -> Iterator[Fleet]:
+    yield started
+    started.restore()
+
+
+def body(seed: int, length: int, tokens: int) -> dict[str, Any]:
+    made = bodies(1, seed)[0]
+    prompt = [(seed * 131 + at * at) % 1100 + 50 for at in range(length)]
+    return {**made, "prompt": prompt, "max_tokens": tokens, "cache_salt": f"states {next(salts)}"}
+
+
+class Case:
+    """One request on its way, through one gateway or several, and others beside it, with what each says when nothing happens."""
+
+    def __init__(self, fleet: Fleet, through: tuple[str, ...] = ("gateway-0",)) -> None:
+        self.fleet = fleet
+        self._asked, self._others = body(5, LONG, 24), [body(10, SHORT, 30), body(11, SHORT, 30), body(12, LONG, 8)]
+        self._expected, *self._of_others = [self._alone(each) for each in (self._asked, *self._others)]
+        wait_until(fleet.rests, 40, "rest")
+        self._before = {name: fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
+        self._handed = fleet.handovers()
+        self._through = through
+        self._answers: dict[str, Future[httpx.Response]] = {}
+        self._beside: list[tuple[Future[httpx.Response], list[int]]] = []
+
+    def _alone(self, asked: dict[str, Any]) -> list[int]:
+        answer = self.fleet.ask({**asked, "cache_salt": f"alone {next(salts)}"}).result()
+        assert answer.status_code == 200, answer.text
+        return ids_of(answer.json())
+
+    def begin(self) -> None:
+        self._answers = {name: self.fleet.ask({**self._asked, "cache_salt": f"{next(salts)}"}, name) for name in self._through}
+
+    def begin_beside(self, *others: int) -> None:
+        """They run when it returns, each on a worker of its own."""
+        running = (*PREFILL, *DECODE)
+        for other in others:
+            before = sum(map(self._runs, running))
+            self._beside.append((self.fleet.ask(self._others[other]), self._of_others[other]))
+            wait_until(lambda: sum(map(self._runs, running)) > before, 20, "another request")  # noqa: B023
+        assert max(map(self._runs, running)) == 1, "each on one of its own"
+
+    def _runs(self, name: str) -> float:
+        return self.fleet.of(name, "sglang:num_running_reqs")
+
+    def pulled(self, name: str) -> float:
+        return self.fleet.of(name, "rootstock_worker_pulled_tokens_total") - self._before[name]
+
+    def reader(self) -> str:
+        """Which decode worker has the request, or reads ahead for it."""
+
+        def has_it(name: str) -> bool:
+            of = self.fleet.of
+            waits = of(name, "rootstock_worker_importing_requests") + of(name, "sglang:num_queue_reqs")
+            return waits > 0 or self.pulled(name) > 0 or self._runs(name) > 1
+
+        wait_until(lambda: any(map(has_it, DECODE)), 20, "a reader")
+        return next(filter(has_it, DECODE))
+
+    def reach(self, state: str) -> str:
+        """Returns the decode worker that has the request, or will: of one that is queued any."""
+        fleet, of = self.fleet, self.fleet.of
+        if state in ("queued", "computing"):
+            if state == "queued":  # behind another one, and not at a decode worker that has nothing to do
+                fleet.slow(DECODE, SLOW_S)
+                self.begin_beside(0, 1)
+            fleet.slow(PREFILL, SLOW_S if state == "queued" else SLOW_S / 2)
+            if state == "queued":
+                self.begin_beside(2)
+                self.begin()
+                wait_until(lambda: of("prefill-0", "sglang:num_queue_reqs") >= 1, 20, "the queue")
+                return DECODE[0]
+            self.begin()
+            wait_until(lambda: of("prefill-0", "rootstock_worker_rooms") >= 1, 20, "its first chunk")
+            assert of("prefill-0", "sglang:num_running_reqs") >= 1, "it is computed still"
+            return self.reader()
+        fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
+        self.begin_beside(0, 1)
+        self.begin()
+        wait_until(lambda: fleet.handovers() == self._handed + len(self._answers), 20, "the hand-over")
+        if state == "held":
+            return self.reader()
+        if state == "pulling":
+            fleet.signal("prefill-0", STOP)
+            wait_until(lambda: any(of(name, "rootstock_worker_quarantined_tokens") for name in DECODE), 20, "a read")
+            return next(name for name in DECODE if of(name, "rootstock_worker_quarantined_tokens"))
+        wait_until(lambda: sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers), 20, "the pages")
+        reader = self.reader()
+        if state == "decoding":
+            wait_until(lambda: self._runs(reader) >= 2, 20, "its turn")
+        return reader
+
+    def end(self, lost_gateway: str = "") -> None:
+        """All is as it would have been."""
+        answers = [(answer, self._expected) for name, answer in self._answers.items() if name != lost_gateway]
+        for answer, expected in (*answers, *self._beside):
+            assert answer.result().status_code == 200, answer.result().text
+            assert ids_of(answer.result().json()) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "who", "how"),
+    CELLS if NIGHTLY else OF_THE_DAY,
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
+)
+def test_nobody_notices(fleet: Fleet, state: str, who: str, how: signal.Signals) -> None:
+    lost_gateway = "gateway-1" if who == "gateway" else ""
+    case = Case(fleet, ("gateway-0", "gateway-1") if lost_gateway else ("gateway-0",))
+    reader = case.reach(state)
+    victim = {"prefill": "prefill-0", "decode": reader, "gateway": "gateway-1"}[who]
+    fleet.signal(victim, how)
+    lost_at = time.monotonic()
+    if state == "pulling" and victim != "prefill-0":
+        fleet.signal("prefill-0", signal.SIGCONT)
+    still = "prefill-0" if state == "pulling" and victim == "prefill-0" else victim
+    fleet.slow((*PREFILL, *DECODE), 0.0, but=still)
+    case.end(lost_gateway)
+    assert_free(fleet, {victim, still}, lost_at)
+    if how is KILL:
+        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 5, "its end")
+    fleet.restore()
+
+
+def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
+    """Of workers that live nothing is kept beyond the last deadline: of a room, or of a read of who stands still."""
+    survivors = [name for name in (*PREFILL, *DECODE) if name not in lost]
+    answered_at = time.monotonic()
+    until = max(lost_at + SLOW_S + READ_S, answered_at + HOLD_S) + FREE_S  # a read may begin when its worker's pause is over
+
+    def is_free() -> bool:
+        kept = ("rootstock_worker_rooms", "rootstock_worker_quarantined_tokens", "rootstock_worker_importing_requests")
+        return not any(fleet.of(name, metric) for name in survivors for metric in (*kept, "sglang:kv_used_tokens"))
+
+    wait_until(is_free, until - time.monotonic(), "what was kept to be free")
+
+
+def test_a_room_whose_time_is_over_is_refused_once_and_its_prompt_is_computed(fleet: Fleet) -> None:
+    case = Case(fleet)
+    refused = {name: fleet.of(name, "rootstock_worker_refused_pulls_total") for name in DECODE}
+    expired = fleet.of("prefill-0", "rootstock_worker_rooms_expired_total")
+    fleet.slow(DECODE, 2 * HOLD_S)
+    case.begin_beside(0, 1)
+    case.begin()
+    reader = case.reader()
+    wait_until(lambda: fleet.of("prefill-0", "rootstock_worker_rooms_expired_total") == expired + 1, HOLD_S + 10, "its end")
+    fleet.slow(DECODE, 0.0)
+    case.end()
+    assert fleet.of(reader, "rootstock_worker_refused_pulls_total") == refused[reader] + 1
+    assert case.pulled(reader) == 0
+    wait_until(fleet.rests, 10, "all pages to be nobody's")

@@ -1,0 +1,159 @@
+"""Prompts whose pages are read while they are computed: who is told to, under which handle, and who that it was in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rootstock.v1 import worker_pb2
+from tests.services.gateway.dispatch.test_dispatch_prefill import submits, system_of, text_of_answer
+from tests.services.gateway.dispatch.test_dispatch_queue import COMPLETIONS
+from tests.services.gateway.dispatch.test_faults import ANSWER, Pending
+from tests.services.gateway.fakes import SECRET, FakeWorker
+from tests.services.gateway.system import RawClient, System, wait_until
+
+AFTER_S = 0.1
+
+
+def waiting(*prefill: int, **more: Any) -> Any:
+    """Those who compute prompts compute nothing before they are allowed to."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        for at in prefill or (0,):
+            workers[at].allow(0)
+
+    return {"then": configure, **more}
+
+
+def prefetches(system: System, worker: int) -> list[worker_pb2.Prefetch]:
+    return [each for message in system.workers[worker].servicer.messages for each in message.prefetches]
+
+
+def told(system: System, worker: int) -> list[tuple[int, int]]:
+    """(handle, pages) of what has become ready later."""
+    messages = system.workers[worker].servicer.messages
+    return [(each.handle, each.room.pages) for message in messages for each in message.ready]
+
+
+def announce(system: System, pages: int, worker: int = 0) -> None:
+    servicer = system.workers[worker].servicer
+    wait_until(lambda: bool(servicer.running), "the prompt")
+    system.do(lambda: servicer.announce(pages))
+
+
+def reader_of(system: System, among: tuple[int, ...]) -> int:
+    wait_until(lambda: any(prefetches(system, at) for at in among), "a reader")
+    return next(at for at in among if prefetches(system, at))
+
+
+def test_who_goes_on_with_it_reads_it_meanwhile() -> None:
+    with system_of(**waiting()) as system:
+        pending = Pending(system, stream=False)
+        announce(system, 2)
+        wait_until(lambda: len(prefetches(system, 1)) == 1, "the first pages")
+        announce(system, 3)
+        (prefetch,) = prefetches(system, 1)
+        wait_until(lambda: told(system, 1) == [(prefetch.handle, 3)], "the next")
+        system.allow(None)
+        assert text_of_answer(pending.result()) == ANSWER
+        (first,), (second,) = submits(system, 0), submits(system, 1)
+        host = system.workers[0].address.rpartition(":")[0]
+        assert prefetch.prompt_ids == first.prompt_ids and prefetch.cache_salt == first.cache_salt
+        assert (prefetch.source.address, prefetch.source.room.pages) == (f"{host}:7103", 2)
+        assert prefetch.source.room.secret == SECRET and prefetch.source.room.room == second.source.room.room
+        assert second.handle == prefetch.handle and second.source.room.pages == len(first.prompt_ids) // 4
+        assert system.workers[1].servicer.aborted == []
+        assert system.metric("rootstock_gateway_prefetches_total") == 1
+        assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 1
+
+
+@pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
+def test_who_reads_in_vain_is_told(why: str) -> None:
+    """The client leaves, the prefill worker dies, the answer ends with its first token."""
+    with system_of(**waiting()) as system:
+        body: dict[str, Any] = {"prompt": "a long enough prompt"} | ({"max_tokens": 1} if why == "first token" else {})
+        client = RawClient(system, COMPLETIONS, body)
+        announce(system, 2)
+        reader = system.workers[1].servicer
+        wait_until(lambda: len(prefetches(system, 1)) == 1, "the first pages")
+        if why == "client":
+            client.vanish()
+        elif why == "prefill worker":
+            system.call(system.workers[0].stop())
+        else:
+            system.allow(None)
+        wait_until(lambda: reader.aborted != [], "the word")
+        assert reader.aborted == [prefetches(system, 1)[0].handle]
+        if why != "client":
+            client.read_until(b'"usage"')
+            assert [submit.HasField("source") for submit in submits(system, 1)] == ([False] if why == "prefill worker" else [])
+
+
+@pytest.mark.parametrize("how", ["dies", "drains"])
+def test_a_reader_that_is_lost_leaves_it_to_another(how: str) -> None:
+    """Before the prompt is computed: the next pages are another one's to read. One that takes nothing new is told."""
+    with system_of(workers=3, **waiting()) as system:
+        pending = Pending(system, stream=False)
+        announce(system, 2)
+        lost = reader_of(system, (1, 2))
+        other = 3 - lost
+        if how == "dies":
+            system.call(system.workers[lost].stop())
+            wait_until(lambda: system.links[lost].info is None, "the loss")
+            announce(system, 3)
+            wait_until(lambda: len(prefetches(system, other)) == 1, "the other reader")
+            assert prefetches(system, other)[0].source.room.pages == 3
+        else:
+            system.workers[lost].servicer.tell(draining=True)
+            wait_until(lambda: system.links[lost].draining, "its word")
+        system.allow(None)
+        assert text_of_answer(pending.result()) == ANSWER
+        (second,) = submits(system, other)
+        assert second.HasField("source")
+        if how == "dies":
+            assert second.handle == prefetches(system, other)[0].handle
+        else:
+            wait_until(lambda: system.workers[lost].servicer.aborted != [], "the word")
+            assert system.workers[lost].servicer.aborted == [prefetches(system, lost)[0].handle]
+
+
+def test_nobody_reads_who_could_not_go_on_with_it() -> None:
+    """Of other weights, or of other pages."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].allow(0)
+        workers[2].info.revision = "other"
+        workers[3].info.role = ""
+
+    with system_of(workers=4, then=configure, routing_policy="round_robin") as system:
+        pending = [Pending(system, stream=False) for _ in range(9)]
+        wait_until(lambda: len(system.workers[0].servicer.running) >= 2, "prompts")
+        announce(system, 2)
+        wait_until(lambda: bool(prefetches(system, 1)), "a reader")
+        system.allow(None)
+        assert all(text_of_answer(each.result()) == ANSWER for each in pending)
+        assert not prefetches(system, 2) and not prefetches(system, 3)
+
+
+def test_a_copy_has_a_room_of_its_own_and_the_losers_is_left() -> None:
+    """Of a request that is slow to begin, on two prefill workers."""
+    with system_of(workers=4, prefill=2, hedge_after_s=AFTER_S, **waiting(0, 1)) as system:
+        pending = Pending(system, stream=False)
+        wait_until(lambda: all(submits(system, at) for at in (0, 1)), "the copy")
+        (original,), (copy,) = submits(system, 0), submits(system, 1)
+        assert original.hand_over and copy.hand_over and original.handle != copy.handle
+        for at in (0, 1):
+            announce(system, 2, at)
+        wait_until(lambda: len(prefetches(system, 2) + prefetches(system, 3)) == 2, "both are read")
+        read = {each.source.address: (at, each.handle) for at in (2, 3) for each in prefetches(system, at)}
+        host = system.workers[0].address.rpartition(":")[0]
+        system.do(lambda: system.workers[1].servicer.allow(None))
+        assert text_of_answer(pending.result()) == ANSWER
+        wait_until(lambda: not system.workers[0].servicer.running, "the loser's end")
+        assert system.workers[0].servicer.aborted == [original.handle] and system.workers[1].servicer.aborted == []
+        at, handle = read[f"{host}:7104"]
+        (second,) = submits(system, at)
+        assert second.handle == handle and second.source.address == f"{host}:7104"
+        at, handle = read[f"{host}:7103"]
+        wait_until(lambda: system.workers[at].servicer.aborted == [handle], "the word to who reads the loser's")
