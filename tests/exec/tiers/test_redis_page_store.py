@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.contracts.transfers import Deleted, Selection
 from services.worker.core.tiers.page_keys import UNSALTED
-from services.worker.exec.contracts.page_store import Deleted, News, Selection, Written
+from services.worker.exec.contracts.page_store import News, Written
 from services.worker.exec.tiers import redis_page_store
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.tiers.pages import PAGE, A, B, Hours, keys, read, write

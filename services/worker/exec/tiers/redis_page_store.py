@@ -27,9 +27,9 @@ from redis.retry import Retry
 
 from services.shared.index.redis_client import FollowedSyncConnection, follow_files
 from services.shared.observe.log import fields
-from services.worker.core.contracts.transfers import StorageUse
+from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 from services.worker.core.tiers.page_keys import KEY_BYTES, UNSALTED, tag_of
-from services.worker.exec.contracts.page_store import ALL, Deleted, News, Selection, StoreCounts, Written
+from services.worker.exec.contracts.page_store import News, StoreCounts, Written
 from services.worker.exec.tiers.known_keys import KnownKeys
 from services.worker.exec.tiers.write_pause import WritePause
 
