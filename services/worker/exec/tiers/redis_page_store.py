@@ -321,7 +321,7 @@ class RedisPageStore:
         rest = [key for key in keys if key not in meant and any(each.tag in (None, tag_of(key)) for each in due)]
         written = zip(rest, self._ages(rest) if rest else (), strict=True)
         meant |= {key for key, ms in written if ms is not None and any(each.takes(key, ms) for each in due)}
-        return list(meant)
+        return [key for key in keys if key in meant]
 
     def use(self) -> StorageUse:
         size = len(self._known) * self._value_bytes
