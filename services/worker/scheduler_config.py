@@ -9,7 +9,6 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.settings import BY_DEVICE, BY_DEVICE_CHUNK, WorkerSettings
 
-GB = 10**9
 RANDOM_SEED = 0  # of the random policy: it has to differ from arrival to arrival, not from worker to worker
 
 
@@ -61,18 +60,10 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         has_storage=info.has_storage,
         page_bytes=info.page_bytes,
         hicache_write_policy=settings.hicache_write_policy,
-        host_salt_pages=_quota_pages(settings, "hicache_salt_quota", info) if info.host_pages else 0,
-        stored_salt_pages=_quota_pages(settings, "hicache_storage_salt_quota", info) if info.has_storage else 0,
+        hicache_salt_quota=settings.hicache_salt_quota,
+        hicache_storage_salt_quota=settings.hicache_storage_salt_quota,
         reads_peers=info.reads_peers,
         disaggregation_hold_s=settings.disaggregation_hold_s,
         retract_interval=settings.retract_interval,
         random_seed=RANDOM_SEED,
     )
-
-
-def _quota_pages(settings: WorkerSettings, name: str, info: LoadedInfo) -> int:
-    """0 for no quota. name: of the setting, in GB. Raises ValueError for one without room for a page."""
-    quota = int(getattr(settings, name) * GB)
-    if 0 < quota < info.page_bytes:
-        raise ValueError(f"--{name.replace('_', '-')} of {quota} bytes has no room for a page of {info.page_bytes}")
-    return quota // max(info.page_bytes, 1)

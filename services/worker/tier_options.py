@@ -95,7 +95,7 @@ def _place(url: str) -> tuple[str, int]:
 
 
 def _salt_bytes(settings: WorkerSettings) -> int:
-    return int(settings.hicache_storage_salt_quota * GB)
+    return round(settings.hicache_storage_salt_quota * GB)
 
 
 def _open(folder: Path, max_bytes: int, salt_bytes: int, page_bytes: int, identity: bytes) -> PageStore | None:

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import Finish, SessionTurn
-from services.worker.core.contracts.transfers import UNASKED, Fact, Tier
+from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, Selection, Tier
 from services.worker.core.contracts.tree_name import is_retired, retired_name
 from services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import DeleteStored
-from services.worker.exec.contracts.page_store import Deleted, Selection
 from tests.core.harness import Engine, slow, small
 
 EVERYWHERE = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
@@ -24,6 +23,10 @@ EVERYWHERE = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
 
 def tiered(**changes: Any) -> Engine:
     return small(True, changes.pop("page_moved_s", 0.0), **{"host_pages": 64, "has_storage": True, "num_pages": 48, **changes})
+
+
+def gb(pages: int, page_bytes: int = 64) -> float:
+    return pages * page_bytes / 1e9
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
@@ -153,7 +156,7 @@ def test_without_tiers_the_pool_alone_forgets() -> None:
 
 
 def test_a_salt_over_its_quota_makes_room_among_its_own_and_holds_nobody_up() -> None:
-    engine = slow(tiered(has_storage=False, host_salt_pages=12, num_pages=24))
+    engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(12), num_pages=24))
     ask(engine, 0, prompt(0), "b")
     for number in range(1, 5):
         ask(engine, number, prompt(number), "a")
@@ -165,16 +168,20 @@ def test_a_salt_over_its_quota_makes_room_among_its_own_and_holds_nobody_up() ->
 
 
 def test_of_a_prompt_longer_than_the_quota_the_beginning_is_kept() -> None:
-    engine = slow(tiered(has_storage=False, host_salt_pages=4))
-    for handle in range(3):
+    engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
+    tiers = engine.core._tiers
+    assert tiers is not None
+    ask(engine, 0, prompt(0), "a")
+    begin = set(tiers._host._cached)
+    for handle in range(1, 3):
         ask(engine, handle, prompt(0), "a")
-        assert kept(engine, "a") == 4
+        assert set(tiers._host._cached) == begin and len(begin) == 4
     engine.core.flush_cache()
     assert ask(engine, 3, prompt(0), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
 
 
 def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> None:
-    engine = slow(tiered(has_storage=False, host_salt_pages=4))
+    engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
     ask(engine, 0, prompt(0), "a")
     tiers = engine.core._tiers
     assert tiers is not None
@@ -191,7 +198,7 @@ def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> Non
 
 @pytest.mark.parametrize("salt", ["a", ""])
 def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt: str) -> None:
-    engine = slow(tiered(stored_salt_pages=8, page_bytes=8 << 20))
+    engine = slow(tiered(hicache_storage_salt_quota=gb(8, 8 << 20), page_bytes=8 << 20))
     ask(engine, 0, prompt(0), salt)
     stored = 4 if salt else 10
     assert len(engine.executor.storage) == stored

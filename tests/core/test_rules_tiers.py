@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import Finish
-from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation, Tier, WritePolicy
+from services.worker.core.contracts.transfers import ALL, UNASKED, Fact, OperationKind, PageOperation, Tier, WritePolicy
 from services.worker.core.tiers.backups import MOST_BACK_UPS
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.contracts.operations import DeleteStored
-from services.worker.exec.contracts.page_store import ALL
 from tests.core.harness import Engine, slow, small
 
 MIB = 1 << 20  # an operation moves 16 of them at most

@@ -176,8 +176,8 @@ configs = st.builds(
     pooling_reuses_prefix=st.booleans(),
     max_sessions=st.integers(1, 3),
     host_pages=st.sampled_from([0, 6, 40, 400]),
-    host_salt_pages=st.sampled_from([0, 5]),
-    stored_salt_pages=st.sampled_from([0, 5]),
+    hicache_salt_quota=st.sampled_from([0.0, 2e-6]),
+    hicache_storage_salt_quota=st.sampled_from([0.0, 2e-6]),
     has_storage=st.booleans(),
     hicache_write_policy=st.sampled_from(WritePolicy),
 )

@@ -13,9 +13,19 @@ import pytest
 import torch
 
 from services.worker.core.contracts.rooms import Room, Source
-from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, KeptBlock, OperationKind, PageOperation, Pull
+from services.worker.core.contracts.transfers import (
+    ALL,
+    NO_PAGES,
+    UNASKED,
+    Deleted,
+    Fact,
+    KeptBlock,
+    OperationKind,
+    PageOperation,
+    Pull,
+    Selection,
+)
 from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
-from services.worker.exec.contracts.page_store import ALL, Deleted, Selection
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.tiers import page_mover

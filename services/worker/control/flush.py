@@ -8,10 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from services.shared.limits import MAX_CACHE_SALT_CHARS
-from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.transfers import Deleted, Selection, Tier
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.operations import DeleteStored
-from services.worker.exec.contracts.page_store import Deleted, Selection
 from services.worker.exec.contracts.protocol import Executor
 
 USUAL = (Tier.DEVICE, Tier.HOST)  # a prefix that was forgotten must not come back; what a storage keeps is there to outlive this

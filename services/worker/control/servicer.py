@@ -23,9 +23,9 @@ from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.operations import BARRIERS
 from services.worker.control.profiles import Profiles
 from services.worker.core.contracts.messages import PauseMode
+from services.worker.core.contracts.transfers import Deleted
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.operations import OperationRefused
-from services.worker.exec.contracts.page_store import Deleted
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.identity.model_identity import ServedWeights

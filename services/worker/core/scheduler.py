@@ -449,7 +449,7 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
         page_bytes=config.page_bytes,
         page_size=config.page_size,
         policy=config.hicache_write_policy,
-        salt_pages=config.host_salt_pages,
-        stored_salt_pages=config.stored_salt_pages,
+        salt_pages=config.pages_within(config.hicache_salt_quota),
+        stored_salt_pages=config.pages_within(config.hicache_storage_salt_quota),
         hold_s=config.disaggregation_hold_s,
     )

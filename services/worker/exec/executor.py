@@ -11,9 +11,8 @@ from torch.profiler import ProfilerActivity
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.rooms import RoomEvents
-from services.worker.core.contracts.transfers import Fact, PageOperation
+from services.worker.core.contracts.transfers import Deleted, Fact, PageOperation
 from services.worker.exec.contracts.operations import DeleteStored, Operation, OperationRefused, ReleaseMemory
-from services.worker.exec.contracts.page_store import Deleted
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 from services.worker.exec.operator import Operator, Releasable

@@ -18,7 +18,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits, step_reread
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
 from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, proof
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
+from services.worker.core.contracts.transfers import Deleted, Fact, OperationKind, PageOperation, Pull
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import (
     DeleteStored,
@@ -28,7 +28,6 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from services.worker.exec.contracts.page_store import Deleted
 from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Guesses, Masks, Run
 
 I32 = NDArray[np.int32]

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from services.worker.exec.contracts.page_store import Selection
+from services.worker.core.contracts.transfers import Selection
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import keys, write
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.contracts.transfers import Deleted, Selection
 from services.worker.core.tiers.page_keys import UNSALTED, tag_of
-from services.worker.exec.contracts.page_store import Deleted, Selection
 from services.worker.exec.tiers import segment_store
 from services.worker.exec.tiers.segment_format import HEADER_BYTES
 from services.worker.exec.tiers.segment_store import SegmentStore

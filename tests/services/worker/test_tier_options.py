@@ -47,6 +47,7 @@ def test_by_default_there_are_none() -> None:
         ({"enable_hierarchical_cache": True, "enable_radix_cache": False}, "means nothing without the radix cache"),
         ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "need each other"),
         ({"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}, "need each other"),
+        ({"enable_hierarchical_cache": True, "hicache_storage_salt_quota": 1.0}, "without --hicache-storage-backend"),
         ({**SHARED, "hicache_storage_secret_file": ""}, "needs --hicache-storage-url and"),
         ({**SHARED, "redis_url": "redis://store"}, "prefix index's Redis"),
         ({**SHARED, "hicache_storage_url": "http://store"}, "no redis://"),
@@ -79,6 +80,18 @@ def test_who_shares_a_storage_shares_its_secret(tmp_path: Path) -> None:
     store = first.open_storage(PAGE, IDENTITY)
     assert store is not None and store.shared and store.page_bytes == PAGE
     store.close()
+
+
+def test_a_quota_of_a_salt_is_the_stores_and_refused_where_no_page_fits(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"one" * 32)
+    shared = SHARED | {"hicache_storage_secret_file": str(tmp_path / "one")}
+    for found in (in_files(tmp_path, hicache_storage_salt_quota=1e-6), options(**shared, hicache_storage_salt_quota=1e-6)):
+        assert found is not None and found.open_storage is not None
+        with pytest.raises(ValueError, match="1000 bytes has no room for a page"):
+            found.open_storage(PAGE, IDENTITY)
+        store = found.open_storage(100, IDENTITY)
+        assert store is not None
+        store.close()
 
 
 def test_without_files_no_two_workers_have_one_secret() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.transfers import WritePolicy
 
+GB = 10**9
+
 
 class SchedulePolicy(enum.StrEnum):
     """The order of the waiting queue (docs/scheduler.md#policies; named as SGLang's --schedule-policy)."""
@@ -45,8 +47,8 @@ class SchedulerConfig:
     graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
     in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most.
     host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
-    hicache_write_policy: see WritePolicy. host_salt_pages, stored_salt_pages: of the host tier, and of the one below it, that one
-    salt may have, 0 for no limit. reads_peers: requests may come with a source of their KV in another worker.
+    hicache_write_policy: see WritePolicy. hicache_salt_quota, hicache_storage_salt_quota: GB of the host tier, and of the one
+    below it, that one salt may have, 0 for no limit. reads_peers: requests may come with a source of their KV in another worker.
     disaggregation_hold_s: that a room stands for such a reader, and that what was read ahead is kept.
     retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
     running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
@@ -92,8 +94,8 @@ class SchedulerConfig:
     has_storage: bool
     page_bytes: int
     hicache_write_policy: WritePolicy
-    host_salt_pages: int
-    stored_salt_pages: int
+    hicache_salt_quota: float
+    hicache_storage_salt_quota: float
     reads_peers: bool
     disaggregation_hold_s: float
     retract_interval: int
@@ -112,12 +114,18 @@ class SchedulerConfig:
             raise ValueError("context_len is at least 2: one token in, one out")
         if min(self.graph_rows, self.graph_rereads, self.eager_step_cost) < 0:
             raise ValueError("graph_rows, graph_rereads and eager_step_cost are not negative")
+        for quota in (self.hicache_salt_quota, self.hicache_storage_salt_quota):
+            if quota and self.page_bytes and not self.pages_within(quota):
+                raise ValueError(f"a quota of {quota} GB for each salt has no room for a page of {self.page_bytes} bytes")
         if self.max_drafts < 0:
             raise ValueError("max_drafts is not negative")
 
     @property
     def max_pages_per_request(self) -> int:
         return -(-self.context_len // self.page_size)
+
+    def pages_within(self, gb: float) -> int:
+        return round(gb * GB) // max(self.page_bytes, 1)
 
     @property
     def graphs(self) -> GraphLimits:

@@ -87,6 +87,28 @@ class PageOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Pages that are to go. tag: of their salt; None: of any. older_than_s: that were written so long ago or longer, by the wall
+    clock; None: whenever they were."""
+
+    tag: bytes | None = None
+    older_than_s: float | None = None
+
+
+ALL = Selection()
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What a deletion came to. pages: that are gone. dropped: keys that were held here and are not. pending: why some are still
+    there, "" if none is."""
+
+    pages: int
+    dropped: tuple[bytes, ...] = ()
+    pending: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StorageUse:
     """Of a storage, as its owner last saw it. num_bytes: of its pages, with what is kept beside them. num_salts: with a page in
     it. over_quota_pages, deleted_pages: that went since it was opened because their salt had more than it may, and because

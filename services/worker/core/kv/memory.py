@@ -8,6 +8,7 @@ Writes to page tables are recorded and handed to the next plan by `take_table_up
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,7 @@ class KVShape:
 
 class KVMemory:
     """order: of eviction. enable_radix_cache: whether anything is shared. events: told of what is cached; None: nobody.
-    backups: see RadixCache. quarantined: pages that operations write."""
+    backups, is_retired: see RadixCache. quarantined: pages that operations write."""
 
     def __init__(
         self,
@@ -67,11 +68,12 @@ class KVMemory:
         enable_radix_cache: bool,
         events: CacheEventLog | None = None,
         backups: BackupQueue | None = None,
+        is_retired: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.page_size = shape.page_size
         self.pages = TokenToKVPool(shape.num_pages)
         self.slots = ReqToTokenPool(shape.num_slots, shape.pages_per_slot)
-        self.tree = RadixCache(shape.page_size, order, events, backups)
+        self.tree = RadixCache(shape.page_size, order, events, backups, is_retired)
         self.quarantined: set[int] = set()
         self.evicted_pages_total = 0
         self._num_pins = 0

@@ -9,12 +9,12 @@ Recency is a counter. Single owner: KVMemory.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
@@ -35,7 +35,8 @@ class Match:
 
 class RadixCache:
     """order: which unlocked leaf goes first. events: told of blocks that come and go; None: nobody listens, nothing is hashed.
-    backups: told of what could be copied down the tiers; None: there is one tier. num_locks: paths that are locked."""
+    backups: told of what could be copied down the tiers; None: there is one tier. is_retired: whether a namespace is called as
+    those that retire() has renamed. num_locks: paths that are locked."""
 
     def __init__(
         self,
@@ -43,11 +44,13 @@ class RadixCache:
         order: EvictionOrder = lru,
         events: CacheEventLog | None = None,
         backups: BackupQueue | None = None,
+        is_retired: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = order
         self._events = events
         self._backups = backups
+        self._is_retired = is_retired
         self._roots: dict[str, TreeNode] = {}
         self._empty_roots: list[TreeNode] = []  # that may have to go
         self._retired: list[TreeNode] = []  # roots; nobody new finds what is below
@@ -65,7 +68,7 @@ class RadixCache:
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
             self._empty_roots.append(node)
-            if is_retired(namespace):
+            if self._is_retired(namespace):
                 self._retired.append(node)
         return node
 
@@ -87,7 +90,7 @@ class RadixCache:
         root = self._roots.pop(namespace, None)
         if root is None:
             return
-        assert is_retired(name) and name not in self._roots, "a retired tree has a name of its own"
+        assert name not in self._roots, "a retired tree has a name of its own"
         root.key = name.encode()
         self._roots[name] = root
         self._retired.append(root)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.worker.exec.contracts.page_store import Deleted, Selection
+from services.worker.core.contracts.transfers import Deleted, Selection
 
 
 @dataclass(frozen=True, slots=True)

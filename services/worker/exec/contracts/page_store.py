@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.core.contracts.transfers import StorageUse
+from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +30,6 @@ class News:
     stored: tuple[bytes, ...]
     dropped: tuple[bytes, ...]
     more: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Pages that are to go. tag: of their salt; None: of any. older_than_s: that were written so long ago or longer, by the wall
-    clock; None: whenever they were."""
-
-    tag: bytes | None = None
-    older_than_s: float | None = None
-
-    @property
-    def is_all(self) -> bool:
-        return self.tag is None and self.older_than_s is None
-
-
-ALL = Selection()
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """What a deletion came to. pages: that are gone. dropped: keys that were held here and are not. pending: why some are still
-    there, "" if none is."""
-
-    pages: int
-    dropped: tuple[bytes, ...] = ()
-    pending: str = ""
 
 
 @dataclass(frozen=True, slots=True)

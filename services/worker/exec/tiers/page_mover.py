@@ -23,8 +23,8 @@ from torch import Tensor
 
 from services.shared.observe.log import fields
 from services.worker.core.contracts.rooms import Source
-from services.worker.core.contracts.transfers import UNASKED, Fact, OperationKind, PageOperation
-from services.worker.exec.contracts.page_store import Deleted, PageStore, Selection
+from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
+from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.streams.cuda_streams import Mark, Streams
 from services.worker.exec.tiers.block_log import BlockLog

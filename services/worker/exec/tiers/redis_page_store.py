@@ -27,9 +27,9 @@ from redis.retry import Retry
 
 from services.shared.index.redis_client import FollowedSyncConnection, follow_files
 from services.shared.observe.log import fields
-from services.worker.core.contracts.transfers import StorageUse
+from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 from services.worker.core.tiers.page_keys import KEY_BYTES, UNSALTED, tag_of
-from services.worker.exec.contracts.page_store import ALL, Deleted, News, Selection, StoreCounts, Written
+from services.worker.exec.contracts.page_store import News, StoreCounts, Written
 from services.worker.exec.tiers.known_keys import KnownKeys
 from services.worker.exec.tiers.write_pause import WritePause
 
@@ -321,7 +321,7 @@ class RedisPageStore:
         rest = [key for key in keys if key not in meant and any(each.tag in (None, tag_of(key)) for each in due)]
         written = zip(rest, self._ages(rest) if rest else (), strict=True)
         meant |= {key for key, ms in written if ms is not None and any(each.takes(key, ms) for each in due)}
-        return list(meant)
+        return [key for key in keys if key in meant]
 
     def use(self) -> StorageUse:
         size = len(self._known) * self._value_bytes

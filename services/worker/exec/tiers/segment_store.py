@@ -19,9 +19,9 @@ from itertools import groupby, takewhile
 from pathlib import Path
 
 from services.shared.observe.log import fields
-from services.worker.core.contracts.transfers import StorageUse
+from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 from services.worker.core.tiers.page_keys import UNSALTED, tag_of
-from services.worker.exec.contracts.page_store import ALL, Deleted, News, Selection, StoreCounts, Written
+from services.worker.exec.contracts.page_store import News, StoreCounts, Written
 from services.worker.exec.tiers import segment_file
 from services.worker.exec.tiers.disk import Disk
 from services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace

@@ -24,7 +24,7 @@ from services.shared.rpc import grpc_server
 from services.worker.control.operations import BARRIERS
 from services.worker.control.server import ControlAddress, start_control
 from services.worker.core.contracts.messages import PauseMode
-from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.transfers import ALL, Deleted, Selection, Tier
 from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.operations import (
     DeleteStored,
@@ -35,7 +35,6 @@ from services.worker.exec.contracts.operations import (
     StartProfile,
     StopProfile,
 )
-from services.worker.exec.contracts.page_store import ALL, Deleted, Selection
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
 from tests.services.worker.control.address import control_at
