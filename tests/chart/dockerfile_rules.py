@@ -107,13 +107,19 @@ def installs(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
             words = shlex.split(part)
             if not ("install" in words and any(word == "pip" or word.endswith("/pip") for word in words)):
                 continue
-            if "--no-deps" not in words or "--requirement" not in words:
+            option = next((word for word in words if word in ("--requirement", "--constraint")), "")
+            if "--no-deps" not in words or not option:
                 yield f"line {run.line}: pip installs a list of pinned distributions with --no-deps"
                 continue
-            listed = root / words[words.index("--requirement") + 1]
-            for line in listed.read_text().splitlines():
-                if not line.startswith("#") and not PIN.match(line):
-                    yield f"{listed.name}: {line} is not pinned"
+            listed = root / words[words.index(option) + 1]
+            lines = [line for line in listed.read_text().splitlines() if not line.startswith("#")]
+            yield from (f"{listed.name}: {line} is not pinned" for line in lines if not PIN.match(line))
+            named = words[words.index(option) + 2 :]
+            yield from (f"line {run.line}: {listed.name} pins no {name}" for name in named if not _pinned(name, lines))
+
+
+def _pinned(name: str, lines: list[str]) -> bool:
+    return any(line.startswith(f"{name}==") for line in lines)
 
 
 def secrets(dockerfile: Dockerfile) -> Iterator[str]:

@@ -23,16 +23,13 @@ PYTHON = frozenset(f"/usr/local/bin/{name}" for name in ("python", "python3", "p
 # By a base's name without registry and tag: its programs and its PATH.
 BASES = {
     "python": (DEBIAN | PYTHON, f"/usr/local/bin:{DEFAULT_PATH}"),
-    "nvidia/cuda": (DEBIAN, f"/usr/local/nvidia/bin:/usr/local/cuda/bin:{DEFAULT_PATH}"),
+    "debian": (DEBIAN, DEFAULT_PATH),
 }
 PACKAGES = {
     "g++": ("/usr/bin/g++", "/usr/bin/gcc"),
     "gcc": ("/usr/bin/gcc",),
-    "python3.12": ("/usr/bin/python3.12",),
-    "python3.12-venv": (),
-    "python3-pip": ("/usr/bin/pip",),
+    "python3": ("/usr/bin/python3",),
     "libc6-dev": (),
-    "libpython3.12-dev": (),
 }
 RUNS = {"apt-get install": ("dpkg", "sh", "ldconfig", "start-stop-daemon")}
 MERGED = re.compile(r"^/(bin|sbin)/")  # of these bases' /usr
