@@ -2,14 +2,16 @@
 
     .venv/bin/python docker/wheels.py [--machine aarch64] [service.txt ...]
 
-By pip, with the indexes that it is set to use: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's. Nothing is installed; from 23.3
-on pip downloads no more than what an index tells of its wheels. An index that is not reached is an error (2), not a missing wheel.
+By pip, with the indexes that it is set to use: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's. Nothing is installed. An old
+pip downloads the wheels, one from 23.3 on no more than what the index tells of them. An index that is not reached is an error
+(2), not a missing wheel.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +34,9 @@ def asked(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
     options = ["--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     options += ["--target", str(folder / "none"), "--report", str(report), "--requirement", str(listed)]
     options += ["--implementation", "cp", "--python-version", PYTHON, *(f"--platform={tag}" for tag in tags)]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *options], capture_output=True, text=True, check=False)
+    env = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # the pins are all there is to say
+    command = [sys.executable, "-m", "pip", "install", *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return [each["download_info"]["url"].rpartition("/")[2] for each in json.loads(report.read_text())["install"]], ""
     absent = _ABSENT.search(done.stderr)

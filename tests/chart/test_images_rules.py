@@ -214,6 +214,9 @@ def test_no_compiler_of_cuda_is_in_an_image() -> None:
     copied = [each for stage in read(DOCKERFILE).lineage("worker-cuda") for each in stage.all("COPY") if "from" in each.flags]
     assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
     assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
+    assert "PYTHONPATH" in variables("cuda-libraries") and "PYTHONPATH" not in variables("cuda-compiler"), (
+        "pip would take what it shares with the workers' libraries for installed, and nvcc not find it"
+    )
 
 
 def variables(stage: str) -> dict[str, str]:
