@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.chart.dockerfile import Dockerfile, Instruction, Stage
+from tests.chart.dockerfile import Dockerfile, Instruction, Stage, commands
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEBIAN = frozenset(
@@ -116,11 +114,3 @@ class Programs:
     def _look(self, name: str, each: Instruction, place: Place) -> None:
         if place.find(name) is None:
             self.missing.append(f"line {each.line}: {name} is not on {place.path}")
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """A shell's line as its simple commands."""
-    for part in re.split(r"&&|\|\||;|\|", text):
-        words = shlex.split(part)
-        assert words and "=" not in words[0], f"not a simple command: {part}"
-        yield words
