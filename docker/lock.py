@@ -5,7 +5,7 @@
 Follows the metadata of installed distributions from what pyproject.toml asks for. What torch and FlashInfer need beside a GPU is
 not installed on a machine without one: it is taken from the resolver's report, or kept from the present worker-cuda.txt:
 
-    pip install --dry-run --ignore-installed --report report.json --target x --only-binary=:all: --python-version 3.12 \\
+    pip install --dry-run --ignore-installed --report report.json --target x --only-binary=:all: --python-version 3.11 \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 ... torch==VERSION flashinfer-python==VERSION
 """
 
@@ -23,11 +23,13 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docker" / "requirements"
-# Markers are read as in the images: Linux, and the oldest Python among them, whose list suits the newer ones.
+# Markers are read as in the images: Linux, and their Python.
 ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
 ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
 NOT_ON_CPU = ("triton",)  # a gigabyte that xgrammar asks for and imports for GPUs alone
 OF_CUDA_TORCH = ("triton",)  # torch for CUDA needs one version of it
+# GPU architectures that FlashInfer's own wheels of compiled kernels are made for.
+KERNELS = ("sm80", "sm89", "sm90a", "sm100a", "sm103a", "sm110a", "sm120f", "sm121a")
 
 
 def wanted() -> dict[str, list[Requirement]]:
@@ -75,6 +77,11 @@ def cuda_extras(report: Path | None, known: dict[str, str]) -> dict[str, str]:
     return {name: version for name, version in found.items() if name not in known or name in OF_CUDA_TORCH}
 
 
+def write(name: str, versions: dict[str, str]) -> None:
+    pinned = sorted(f"{each}=={version}" for each, version in versions.items())
+    (FOLDER / name).write_text("\n".join(["# Written by docker/lock.py from pyproject.toml.", *pinned]) + "\n")
+
+
 def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     report = Path(sys.argv[1]) if len(sys.argv) > 1 else None
@@ -89,8 +96,9 @@ def main() -> int:
         if name == "worker-cuda.txt":
             versions["torch"] = versions["torch"].partition("+")[0]
             versions |= cuda_extras(report, versions)
-        pinned = sorted(f"{each}=={version}" for each, version in versions.items())
-        (FOLDER / name).write_text("\n".join(["# Written by docker/lock.py from pyproject.toml.", *pinned]) + "\n")
+            names = ["flashinfer-jit-cache", *(f"flashinfer-jit-cache-{architecture}" for architecture in KERNELS)]
+            write("cuda-kernels.txt", dict.fromkeys(names, versions["flashinfer-python"]))
+        write(name, versions)
     return 0
 
 

@@ -42,6 +42,7 @@ DECIDED: dict[str, set[str]] = {
 }
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
+_REGISTRY = r"^([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$"  # and a folder in it; no scheme
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 _SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]*(/.*)?)?$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
@@ -95,7 +96,14 @@ def _definitions() -> dict[str, Schema]:
     return {
         "quantity": quantity,
         "resources": closed({"requests": quantities, "limits": quantities}),
-        "image": closed({"repository": string(r"^[a-z0-9][a-z0-9._/:-]*$"), "tag": string(r"^[A-Za-z0-9_.-]*$")}),
+        "image": closed(
+            {
+                "registry": string(_REGISTRY),
+                "repository": string(r"^[a-z0-9][a-z0-9._/:-]*$"),
+                "tag": string(r"^[A-Za-z0-9_.-]*$"),
+                "digest": string(r"^(sha256:[0-9a-f]{64})?$"),
+            }
+        ),
         "env": closed({"name": string(r"^[A-Za-z_][A-Za-z0-9_]*$"), "value": string(), "valueFrom": ANY_OBJECT}, ("name",)),
         "labels": {"type": "object", "additionalProperties": string(_LABEL_VALUE)},
         "toleration": toleration,
@@ -302,7 +310,7 @@ def _model() -> Schema:
 
 def _top() -> dict[str, Schema]:
     image = {
-        "registry": string(),
+        "registry": string(_REGISTRY),
         "tag": string(r"^[A-Za-z0-9_.-]*$"),
         "pullPolicy": ref("pullPolicy"),
         "pullSecrets": array(string()),

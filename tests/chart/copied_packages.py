@@ -18,7 +18,6 @@ from tests.chart.image_build import Image
 
 _INSTALL = re.compile(r"pip --python (\S+) install --no-deps --requirement (\S+)")
 _VENV = re.compile(r"python -m venv( --without-pip)? (\S+)")
-BUILD = "/opt/build"  # whose pip installs what is linked here
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -26,8 +25,7 @@ def copy_packages(text: str, image: Image) -> bool:
     """In place of a RUN instruction that installs, or makes environments. False: it is none."""
     if all(map(_VENV.fullmatch, text.split(" && "))):
         for flag, folder in _VENV.findall(text):
-            flags = ["--without-pip"] if flag or folder == BUILD else []
-            subprocess.run([sys.executable, "-m", "venv", *flags, image.place(folder)], check=True, timeout=60)
+            subprocess.run([sys.executable, "-m", "venv", *flag.split(), image.place(folder)], check=True, timeout=60)
         return True
     found = _INSTALL.match(text)
     if found is None:

@@ -66,6 +66,20 @@ class Dockerfile:
         return [stage.base for stage in self.stages if stage.base not in names]
 
 
+def commands(text: str) -> list[list[str]]:
+    """A shell's line as its simple commands, each as its words."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if set(word) <= set(";&|"):
+            found.append([])
+        else:
+            found[-1].append(word)
+    assert all(found) and all("=" not in words[0] for words in found), f"not simple commands: {text}"
+    return found
+
+
 def _lines(text: str) -> list[tuple[int, str]]:
     """Instructions with their first line's number; continuations joined, comments left out."""
     found: list[tuple[int, str]] = []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.chart.dockerfile import Dockerfile, Instruction, context_files
+from tests.chart.dockerfile import Dockerfile, Instruction, commands, context_files
 
 LABELS = ("title", "description", "licenses", "vendor", "version", "revision")
 SECRET = re.compile(r"(token|secret|password|passwd|credential|api_?key|private)", re.IGNORECASE)
@@ -19,7 +18,7 @@ def complaints(
     dockerfile: Dockerfile, root: Path, published: list[str], compiling: Mapping[str, frozenset[str]] | None = None
 ) -> list[str]:
     """published: the stages that become images. root: the build context. compiling: by image, what it may compile with."""
-    found = [*bases(dockerfile), *stage_names(dockerfile), *arguments(dockerfile), *commands(dockerfile)]
+    found = [*bases(dockerfile), *stage_names(dockerfile), *arguments(dockerfile), *steps(dockerfile)]
     found += [*copies(dockerfile, root), *installs(dockerfile, root), *secrets(dockerfile)]
     for name in published:
         found += images(dockerfile, name, (compiling or {}).get(name, frozenset()))
@@ -53,7 +52,7 @@ def _runs(dockerfile: Dockerfile) -> Iterator[Instruction]:
         yield from stage.all("RUN")
 
 
-def commands(dockerfile: Dockerfile) -> Iterator[str]:
+def steps(dockerfile: Dockerfile) -> Iterator[str]:
     for run in _runs(dockerfile):
         where = f"line {run.line}"
         if re.search(r"\b(sudo|ssh|vim|nano)\b", run.text):
@@ -103,17 +102,22 @@ def copies(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
 
 def installs(dockerfile: Dockerfile, root: Path) -> Iterator[str]:
     for run in _runs(dockerfile):
-        for part in re.split(r"&&|;", run.text):
-            words = shlex.split(part)
+        for words in commands(run.text):
             if not ("install" in words and any(word == "pip" or word.endswith("/pip") for word in words)):
                 continue
-            if "--no-deps" not in words or "--requirement" not in words:
+            option = next((word for word in words if word in ("--requirement", "--constraint")), "")
+            if "--no-deps" not in words or not option:
                 yield f"line {run.line}: pip installs a list of pinned distributions with --no-deps"
                 continue
-            listed = root / words[words.index("--requirement") + 1]
-            for line in listed.read_text().splitlines():
-                if not line.startswith("#") and not PIN.match(line):
-                    yield f"{listed.name}: {line} is not pinned"
+            listed = root / words[words.index(option) + 1]
+            lines = [line for line in listed.read_text().splitlines() if not line.startswith("#")]
+            yield from (f"{listed.name}: {line} is not pinned" for line in lines if not PIN.match(line))
+            named = words[words.index(option) + 2 :]
+            yield from (f"line {run.line}: {listed.name} pins no {name}" for name in named if not _pinned(name, lines))
+
+
+def _pinned(name: str, lines: list[str]) -> bool:
+    return any(line.startswith(f"{name}==") for line in lines)
 
 
 def secrets(dockerfile: Dockerfile) -> Iterator[str]:

@@ -70,7 +70,8 @@ class Builder:
             return Image(files)
         base = self.build(stage.base)
         shutil.copytree(base.files, files, symlinks=True, copy_function=os.link)
-        return Image(files, base.folder, dict(base.env), list(base.entrypoint), list(base.healthcheck), list(base.ports))
+        inherited = (list(base.entrypoint), list(base.healthcheck), list(base.ports))
+        return Image(files, base.folder, dict(base.env), dict(base.arguments), *inherited)
 
     def _do(self, each: Instruction, image: Image) -> None:
         match each.name:
@@ -120,7 +121,8 @@ class Builder:
         if self._instead(text, image):
             return
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` and `pip` of the base image
-        env = {**os.environ, **image.arguments, **image.env, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        own = {key: image.here(value) for key, value in image.env.items()}
+        env = {**os.environ, **image.arguments, **own, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         command = ["sh", "-euc", image.here(text)]
         done = subprocess.run(command, cwd=image.place("."), env=env, capture_output=True, text=True, timeout=1200, check=False)
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.chart.dockerfile import Dockerfile, Instruction, Stage
+from tests.chart.dockerfile import Dockerfile, Instruction, Stage, commands
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEBIAN = frozenset(
@@ -23,16 +21,13 @@ PYTHON = frozenset(f"/usr/local/bin/{name}" for name in ("python", "python3", "p
 # By a base's name without registry and tag: its programs and its PATH.
 BASES = {
     "python": (DEBIAN | PYTHON, f"/usr/local/bin:{DEFAULT_PATH}"),
-    "nvidia/cuda": (DEBIAN, f"/usr/local/nvidia/bin:/usr/local/cuda/bin:{DEFAULT_PATH}"),
+    "debian": (DEBIAN, DEFAULT_PATH),
 }
 PACKAGES = {
     "g++": ("/usr/bin/g++", "/usr/bin/gcc"),
     "gcc": ("/usr/bin/gcc",),
-    "python3.12": ("/usr/bin/python3.12",),
-    "python3.12-venv": (),
-    "python3-pip": ("/usr/bin/pip",),
+    "python3": ("/usr/bin/python3",),
     "libc6-dev": (),
-    "libpython3.12-dev": (),
 }
 RUNS = {"apt-get install": ("dpkg", "sh", "ldconfig", "start-stop-daemon")}
 MERGED = re.compile(r"^/(bin|sbin)/")  # of these bases' /usr
@@ -119,11 +114,3 @@ class Programs:
     def _look(self, name: str, each: Instruction, place: Place) -> None:
         if place.find(name) is None:
             self.missing.append(f"line {each.line}: {name} is not on {place.path}")
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """A shell's line as its simple commands."""
-    for part in re.split(r"&&|\|\||;|\|", text):
-        words = shlex.split(part)
-        assert words and "=" not in words[0], f"not a simple command: {part}"
-        yield words

@@ -25,6 +25,7 @@ from tests.chart.image_build import Builder, Image
 from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "docker/Dockerfile"
 FRONT = ["gateway", "tokenizer", "detokenizer"]
 START_S = 60
 
@@ -32,14 +33,14 @@ START_S = 60
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     """Its packages are installed by night, which takes longer than all else."""
-    dockerfile, work = read(ROOT / "docker/Dockerfile.service"), tmp_path_factory.mktemp("service")
+    dockerfile, work = read(DOCKERFILE), tmp_path_factory.mktemp("service")
     return Builder(dockerfile, ROOT, work) if NIGHTLY else Builder(dockerfile, ROOT, work, instead=copy_packages)
 
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     arguments, folder = torch_index(os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL"))
-    dockerfile, work = read(ROOT / "docker/Dockerfile.worker", arguments), tmp_path_factory.mktemp("worker")
+    dockerfile, work = read(DOCKERFILE, arguments), tmp_path_factory.mktemp("worker")
     with pytest.MonkeyPatch.context() as patch:
         if folder:
             patch.setenv("PIP_FIND_LINKS", folder, prepend=" ")
@@ -156,19 +157,19 @@ def test_an_index_for_torch_is_asked_only_if_there_is_one(asked: str | None, opt
     """What pip is given by the step as a shell runs it."""
     arguments, folder = torch_index(asked)
     assert folder == (asked if asked == str(ROOT) else "")
-    stage = read(ROOT / "docker/Dockerfile.worker", arguments).stage("cpu-builder")
+    stage = read(DOCKERFILE, arguments).stage("cpu-libraries")
     (step,) = [each.text for each in stage.all("RUN") if "worker-cpu.txt" in each.text]
     (tmp_path / "pip").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "pip").chmod(0o755)
     env = {"PATH": str(tmp_path), **dict(each.text.split("=", 1) for each in stage.all("ARG"))}
     said = subprocess.run(["/bin/sh", "-euc", step], env=env, capture_output=True, text=True, check=True).stdout.split()
-    expected = ["--python", "/opt/venv/bin/python", "install", "--no-deps", *options, "--requirement"]
+    expected = ["--python", "/opt/venv/bin/python", "install", "--no-deps", "--prefix", "/opt/worker", *options, "--requirement"]
     assert said[: len(expected)] == expected
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_the_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:
-    image = worker.build("cpu")
+    image = worker.build("worker")
     python = image.place("/opt/venv/bin/python")
     with running("worker", image, python, tmp_path, max_total_tokens="4096", num_threads="1") as (probe, env, log):
         healthy([*probe, "--service", "worker"], env, image.place("."), log)

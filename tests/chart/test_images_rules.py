@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -16,31 +17,65 @@ from services.gateway.config.settings import GatewaySettings
 from services.local.reference import SERVICES
 from services.worker.exec.attention.flashinfer_limits import HEAD_DIMS
 from services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, parse
-from tests.chart.dockerfile import context_files, read
+from tests.chart.dockerfile import Stage, context_files, read
 from tests.chart.dockerfile_rules import complaints
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICE, WORKER = ROOT / "docker/Dockerfile.service", ROOT / "docker/Dockerfile.worker"
-PUBLISHED = {SERVICE: ["gateway", "tokenizer", "detokenizer", "dev"], WORKER: ["cpu", "cuda", "dev"]}
+DOCKERFILE = ROOT / "docker/Dockerfile"
+IMAGES = ["gateway", "tokenizer", "detokenizer", "worker", "worker-cuda"]
 # Triton compiles its launcher, a file of C, in the pod.
-COMPILING = {"cuda": frozenset({"gcc", "libc6-dev", "libpython3.12-dev"})}
+COMPILING = {"worker-cuda": frozenset({"gcc", "libc6-dev"})}
 REQUIREMENTS = ROOT / "docker/requirements"
+SITE_PACKAGES = "lib/python3.11/site-packages"
+LAYERED = ("COPY", "RUN", "WORKDIR")
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)
-def test_the_rules_are_kept(path: Path) -> None:
-    assert complaints(read(path), ROOT, PUBLISHED[path], COMPILING) == []
+@pytest.mark.parametrize("kernels", ["compiled", "wheels"])
+def test_the_rules_are_kept(kernels: str) -> None:
+    dockerfile = read(DOCKERFILE, {"FLASHINFER_KERNELS": kernels})
+    assert dockerfile.stage("cuda-kernels").base == f"kernels-{kernels}"
+    assert complaints(dockerfile, ROOT, [*IMAGES, "dev"], COMPILING) == []
 
 
-@pytest.mark.parametrize("service", ["gateway", "tokenizer", "detokenizer"])
+@pytest.mark.parametrize("service", ["gateway", "worker"])
 def test_the_build_argument_chooses_the_image(service: str) -> None:
-    dockerfile = read(SERVICE, {"SERVICE": service})
+    dockerfile = read(DOCKERFILE, {"SERVICE": service})
     assert dockerfile.stages[-1].base == service
     assert dockerfile.stage("dev").base == service
 
 
-def test_the_worker_is_built_for_cpus_unless_told_otherwise() -> None:
-    assert read(WORKER).stages[-1].base == "cpu"
+def layers(lineage: list[Stage]) -> list[str]:
+    """What each layer of an image is made of, in their order."""
+    return [f"{each.name} {each.flags} {each.text}" for stage in lineage for each in stage.instructions if each.name in LAYERED]
+
+
+def shared(images: list[list[str]]) -> list[str]:
+    """What they all begin with."""
+    return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*images, strict=False))]
+
+
+def test_all_images_begin_with_the_same_layers() -> None:
+    """The base, the account and what services need, so that a node has them once. No build argument makes them differ."""
+    dockerfile = read(DOCKERFILE)
+    assert len(set(dockerfile.images())) == 1
+    made = [layers(dockerfile.lineage(name)) for name in IMAGES]
+    assert shared(made) == layers([dockerfile.stage("runtime")])
+    assert shared(made[:3]) == layers(dockerfile.lineage("front")), "of the front all but a service's own"
+    assert not dockerfile.stage("runtime").all("ARG") and not dockerfile.stage("front").all("ARG")
+    assert "/opt/venv /opt/venv" in shared(made)[-1] and "worker" not in str(shared(made))
+
+
+def test_a_workers_libraries_hold_nothing_that_the_services_have() -> None:
+    """They are a layer of their own above the services', with the same versions: what pip finds there it does not install."""
+    services = pins("service.txt").items()
+    assert services <= pins("worker-cpu.txt").items() and services <= pins("worker-cuda.txt").items()
+    dockerfile = read(DOCKERFILE)
+    for image, libraries in (("worker", "cpu-libraries"), ("worker-cuda", "cuda-libraries")):
+        assert dockerfile.lineage(libraries)[0] is dockerfile.stage("libraries")
+        (step,) = [each.text for each in dockerfile.stage(libraries).all("RUN") if "--requirement" in each.text]
+        assert "--prefix /opt/worker" in step
+        copied = [each.text for each in dockerfile.stage(image).all("COPY") if each.flags.get("from") == libraries]
+        assert copied[0] == "/opt/worker /opt/venv"
 
 
 GOOD = """
@@ -89,6 +124,11 @@ WRONG = {
         "RUN apt-get update && apt-get install --yes --no-install-recommends cuda-nvcc-13-0 && rm -rf /var/lib/apt/lists/*\nUSER",
     ),
     "unpinned packages": ("--no-deps", "USER", "RUN pip install numpy\nUSER"),
+    "a name that its list does not pin": (
+        "pins no numpy",
+        "USER",
+        "RUN pip install --no-deps --constraint docker/requirements/build.txt grpcio numpy\nUSER",
+    ),
     "a missing source": ("does not exist", "COPY LICENSE LICENSE", "COPY nothing nothing"),
     "an ignored source": ("keeps docs out", "COPY LICENSE LICENSE", "COPY docs docs"),
     "everything": ("names what it copies", "COPY LICENSE LICENSE", "COPY . ."),
@@ -116,18 +156,9 @@ def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
     assert any(expected in each for each in found), found
 
 
-@pytest.mark.parametrize(
-    ("path", "stage", "service"),
-    [
-        (SERVICE, "gateway", "gateway"),
-        (SERVICE, "tokenizer", "tokenizer"),
-        (SERVICE, "detokenizer", "detokenizer"),
-        (WORKER, "cpu", "worker"),
-        (WORKER, "cuda", "worker"),
-    ],
-)
-def test_images_expose_and_probe_the_services_own_ports(path: Path, stage: str, service: str) -> None:
-    lineage = read(path).lineage(stage)
+@pytest.mark.parametrize(("stage", "service"), [*((name, name) for name in IMAGES[:4]), ("worker-cuda", "worker")], ids=IMAGES)
+def test_images_expose_and_probe_the_services_own_ports(stage: str, service: str) -> None:
+    lineage = read(DOCKERFILE).lineage(stage)
     fields = SERVICES[service].model_fields
     health = fields["health_port" if SERVICES[service] is GatewaySettings else "port"].default
     exposed = {int(word) for each in lineage for line in each.all("EXPOSE") for word in line.words}
@@ -166,35 +197,70 @@ def test_the_pinned_lists_are_closed(name: str) -> None:
 
 
 def test_the_compiler_is_of_the_cuda_that_the_image_has() -> None:
-    dockerfile, compiler, libraries = read(WORKER), pins("cuda-compiler.txt"), pins("worker-cuda.txt")
-    image = dockerfile.stage("cuda").base.partition(":")[2]
+    compiler, libraries, kernels = pins("cuda-compiler.txt"), pins("worker-cuda.txt"), pins("cuda-kernels.txt")
+    cuda = libraries["cuda-toolkit"].split(".")[:2]
     wheels = [version for name, version in compiler.items() if name != "nvidia-curand"]  # which counts by itself
-    assert {tuple(version.split(".")[:2]) for version in wheels} == {tuple(image.split(".")[:2])}
+    assert {tuple(version.split(".")[:2]) for version in wheels} == {tuple(cuda)}
     shared = compiler.keys() & libraries.keys()
     assert {"nvidia-cuda-runtime", "nvidia-curand"} <= shared
     assert all(compiler[name] == libraries[name] for name in shared)
+    assert set(kernels.values()) == {libraries["flashinfer-python"]}, "its own wheels are of one version with it"
+    index = dict(each.text.split("=", 1) for each in read(DOCKERFILE).stage("kernels-wheels").all("ARG"))["FLASHINFER_INDEX_URL"]
+    assert index.endswith(f"/cu{''.join(cuda)}")
 
 
 def test_no_compiler_of_cuda_is_in_an_image() -> None:
     """It is beside the environment that is copied, in the stage that FlashInfer's kernels are compiled in."""
-    copied = [each for stage in read(WORKER).lineage("cuda") for each in stage.all("COPY") if "from" in each.flags]
-    assert [each.words[0] for each in copied if each.flags["from"] == "cuda-attention"] == ["/opt/attention"]
+    copied = [each for stage in read(DOCKERFILE).lineage("worker-cuda") for each in stage.all("COPY") if "from" in each.flags]
+    assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
     assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
+    assert "PYTHONPATH" in variables("cuda-libraries") and "PYTHONPATH" not in variables("cuda-compiler"), (
+        "pip would take what it shares with the workers' libraries for installed, and nvcc not find it"
+    )
+
+
+def variables(stage: str) -> dict[str, str]:
+    lineage = read(DOCKERFILE).lineage(stage)
+    return dict(word.split("=", 1) for each in lineage for line in each.all("ENV") for word in line.words)
 
 
 def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
     """Below the library, where it takes them as they are; what is missing there is refused at once, not compiled."""
-    dockerfile = read(WORKER)
-    place = next(each.words[1] for each in dockerfile.stage("cuda").all("COPY") if each.words[0] == "/opt/attention")
-    assert re.fullmatch(r"/opt/venv/lib/python3\.12/site-packages/flashinfer/data/aot", place)
-    variables = dict(word.split("=", 1) for each in dockerfile.stage("cuda").all("ENV") for word in each.words)
-    assert variables["FLASHINFER_DISABLE_JIT"] == "1"
-    assert variables["FLASHINFER_WORKSPACE_BASE"] == "/tmp" and variables["TRITON_CACHE_DIR"].startswith("/tmp/")
-    (command,) = [each.words for each in dockerfile.stage("cuda-attention").all("RUN") if "flashinfer_prebuild" in each.text]
+    dockerfile = read(DOCKERFILE)
+    place = next(each.words[1] for each in dockerfile.stage("worker-cuda").all("COPY") if each.words[0] == "/opt/kernels")
+    (command,) = [each.words for each in dockerfile.stage("kernels-compiled").all("RUN") if "flashinfer_prebuild" in each.text]
     options = parse(command[command.index("--out") :])
-    assert str(options.out) == "/opt/attention"
+    below = options.out.relative_to("/opt/kernels")
+    assert place == "/opt/venv" and str(below) == f"{SITE_PACKAGES}/flashinfer/data/aot"
     assert set(options.head_dims.split(",")) <= {str(size) for size in HEAD_DIMS}
     assert set(options.dtypes.split(",")) <= DTYPES_BY_NAME.keys()
+    given = variables("worker-cuda")
+    assert given["FLASHINFER_DISABLE_JIT"] == "1"
+    assert given["FLASHINFER_WORKSPACE_BASE"] == "/tmp" and given["TRITON_CACHE_DIR"].startswith("/tmp/")
+    (check,) = [each.words for each in dockerfile.stage("kernels-wheels").all("RUN") if "flashinfer_prebuild" in each.text]
+    assert parse(check[check.index("--check") :]).check and variables("kernels-wheels")["PYTHONPATH"].endswith(
+        f":/opt/kernels/{SITE_PACKAGES}"
+    )
+
+
+def test_the_cuda_worker_is_given_its_driver() -> None:
+    """By what NVIDIA's own base images set: which devices, which of the driver's libraries, where those may lie, how new."""
+    given = variables("worker-cuda")
+    assert given["NVIDIA_VISIBLE_DEVICES"] == "all" and set(given["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {
+        "compute",
+        "utility",
+    }
+    assert given["LD_LIBRARY_PATH"].split(":") == ["/usr/local/nvidia/lib", "/usr/local/nvidia/lib64"]
+    assert given["NVIDIA_REQUIRE_CUDA"] == f"cuda>={'.'.join(pins('worker-cuda.txt')['cuda-toolkit'].split('.')[:2])}"
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables("worker"), "no other image asks for a GPU"
+
+
+def test_paths_of_packages_are_of_the_bases_python() -> None:
+    """Which the prefixes name: libraries, kernels and what is copied into the environment."""
+    text = DOCKERFILE.read_text()
+    (base,) = re.findall(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)\.", text, re.MULTILINE)
+    assert set(re.findall(r"python(3\.\d+)", text)) == {base}
+    assert f"lib/python{base}/site-packages" == SITE_PACKAGES
 
 
 def test_the_cpu_worker_imports_without_what_is_left_out() -> None:

@@ -57,7 +57,7 @@ def test_dockerfiles_and_targets_exist(profile: str) -> None:
 
 
 def test_the_gpu_profile_builds_the_worker_for_gpus() -> None:
-    assert patched("gpu")["build"]["artifacts"][3]["docker"]["target"] == "cuda"
+    assert patched("gpu")["build"]["artifacts"][3]["docker"]["target"] == "worker-cuda"
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])

@@ -33,6 +33,7 @@ def cache(**over: Any) -> Values:
 
 CACHED = [model(path="/models/demo")]
 PREFILL = {"replicas": 1}
+DIGEST = f"sha256:{'ab' * 32}"
 
 # One of each kind that Helm enforces; which fields have which is one file, compared by tests/contracts/test_chart_schema.py.
 # Name of the case → values, what the refusal says. A place in the values is written /as/a/path.
@@ -94,6 +95,8 @@ SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
         gateway(pod={"env": []}),
         ("/gateway/pod", "additional properties 'env' not allowed"),
     ),
+    "digest that is none": (gateway(image={"digest": "9f86d081"}), ("/gateway/image/digest", "does not match pattern")),
+    "registry with a scheme": ({"image": {"registry": "https://mirror"}}, ("/image/registry", "does not match pattern")),
     "label that is none": (worker(podLabels={"team": "a b"}), ("/worker/podLabels/team", "does not match pattern")),
     "scale-to-zero of a front service": (
         gateway(autoscaling={"enabled": True, "minReplicas": 0}),
@@ -116,6 +119,10 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "several hosts": (worker(kind="LeaderWorkerSet", hosts=2), "worker.hosts is 2, and a worker of this version runs on one GPU"),
     "several GPUs": (worker(gpus=8), "worker.gpus is 8, and a worker of this version runs on one GPU of one host. Set it to 1"),
     "a GPU with the demo's memory": (worker(gpus=1), "worker.resources are those of the demo model on a CPU"),
+    "one digest of two images": (
+        {"models": [model("a"), model("b", worker={"gpus": 1, "resources": GPU_RESOURCES})], **worker(image={"digest": DIGEST})},
+        "model b: worker.image.digest is also that of workers on the other kind of device, and GPUs have an image of their own.",
+    ),
     "disk of a Deployment": (worker(cacheSize="10Gi"), "which only worker.kind StatefulSet has; it is Deployment."),
     "disk without a source": (
         worker(kind="StatefulSet", cacheSize="10Gi"),

@@ -1,8 +1,8 @@
 """python -m tests.cluster [ARGUMENTS OF PYTEST]: tests on a real Kubernetes, begun and ended here.
 
 CLUSTER names a command that starts one on this machine (tests/cluster/kubernetes.py says what it must do), BASE_IMAGE another one
-that is run where no image registry is reached. Images are built from the Dockerfiles by buildah. Or CLUSTER_TEST_KUBECONFIG names
-the kubeconfig of one that is there, and CLUSTER_TEST_LOAD a command that gives it an archive; no node of it is touched.
+that is run where no image registry is reached. Images are built from docker/Dockerfile by buildah. Or CLUSTER_TEST_KUBECONFIG
+names the kubeconfig of one that is there, and CLUSTER_TEST_LOAD a command that gives it an archive; no node of it is touched.
 Of a whole run it writes docs/kubernetes/proof.md, and proof.json beside it.
 """
 

@@ -1,4 +1,4 @@
-"""The images that a cluster without a registry is given: ours by buildah from the Dockerfiles as they are, and a Redis."""
+"""The images that a cluster without a registry is given: ours by buildah from the Dockerfile as it is, and a Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def release() -> str:
 
 def redis_image(component: str = "redis") -> str:
     """That of the index, or of the store of `state`."""
-    wanted = rf"^{component}:.*?image: \{{repository: (\S+), tag: (\S+)\}}"
+    wanted = rf"^{component}:.*?image: \{{.*?repository: (\S+), tag: (\S+?)[,}}]"
     found = re.search(wanted, (CHART / "values.yaml").read_text(), re.M | re.S)
     assert found
     return f"docker.io/{found[1] if '/' in found[1] else f'library/{found[1]}'}:{found[2]}"
@@ -34,9 +34,8 @@ def redis_image(component: str = "redis") -> str:
 def build_all(folder: Path) -> Iterator[tuple[str, Path, float]]:
     """(image, archive, seconds) of each of ours but that for GPUs."""
     for service in FRONT:
-        arguments = ["-f", "docker/Dockerfile.service", "--build-arg", f"SERVICE={service}", "--target", service]
-        yield _build(service, arguments, folder)
-    arguments = ["-f", "docker/Dockerfile.worker", "--target", "cpu"]
+        yield _build(service, [], folder)
+    arguments: list[str] = []
     index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
     if index is not None:
         arguments += ["--build-arg", f"TORCH_INDEX_URL={f'file://{index}' if os.path.isdir(index) else index}"]
@@ -49,7 +48,7 @@ def _build(service: str, arguments: list[str], folder: Path) -> tuple[str, Path,
     archive.unlink(missing_ok=True)
     env = {"BUILDAH_ISOLATION": "chroot"}
     fixed = ["--layers", "--pull-never", "--network=host", *_wheel_folders()]
-    command = ["buildah", "bud", *fixed, *arguments, "-t", name, str(ROOT)]
+    command = ["buildah", "bud", *fixed, "-f", "docker/Dockerfile", "--target", service, *arguments, "-t", name, str(ROOT)]
     run(*command, env=env, limit_s=1800)
     run("buildah", "push", f"localhost/{name}", f"docker-archive:{archive}:docker.io/{name}", env=env)
     return name, archive, time.monotonic() - begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,31 @@ def test_the_command_names_what_is_missing(
     assert not library.env.FLASHINFER_AOT_DIR.exists()
     assert main(arguments) == 0
     assert len(list(library.env.FLASHINFER_AOT_DIR.glob("*/*.so"))) == 6
+
+
+def test_the_command_names_what_wheels_lack_for_each_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fa3 is Hopper's alone; a module that a wheel has is not loaded to find that out."""
+    library = Compiler(tmp_path, set())
+    wheels = {"8.0": {"decode_64_False", "decode_64_True", "fa2_64_False"}, "9.0a": {f"fa3_64_{each}" for each in (False, True)}}
+    library.env.FLASHINFER_AOT_PROVIDERS = ("both",)
+
+    def artifacts(name: str) -> tuple[str, ...]:
+        return library.env.FLASHINFER_AOT_PROVIDERS if name in wheels[os.environ["FLASHINFER_CUDA_ARCH_LIST"]] else ()
+
+    library.env.get_aot_artifacts = artifacts
+    monkeypatch.setitem(sys.modules, "flashinfer", cast(ModuleType, library))
+    for name in ("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_DISABLE_JIT"):
+        monkeypatch.setenv(name, "")
+    arguments = ["--check", "--head-dims", "64", "--dtypes", "float16", "--archs"]
+    assert main([*arguments, "8.0,9.0a"]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "8.0 fa2_64_True",
+        *(f"9.0a {kernels}_64_{each}" for kernels in (DECODE, "fa2") for each in (False, True)),
+    ]
+    wheels["8.0"].add("fa2_64_True")
+    assert main([*arguments, "8.0"]) == 0 and library.env.FLASHINFER_AOT_PROVIDERS == ("both",)
 
 
 def test_what_is_not_compiled_is_only_missed_where_it_must_not_be_compiled(

@@ -114,15 +114,16 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Takes {root, image, variant}: image is {repository, tag}; variant, if any, ends a tag that the image does not name itself. */}}
+{{/* Takes {root, image, variant}: image is {registry, repository, tag, digest}; variant, if any, ends a tag that the image does not name itself. */}}
 {{- define "rootstock.image" -}}
-{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-{{ .image.repository }}:
+{{- with default .root.Values.image.registry .image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ .image.repository }}
 {{- if .image.tag -}}
-{{ .image.tag }}
-{{- else -}}
-{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ with .variant }}-{{ . }}{{ end }}
+:{{ .image.tag }}
+{{- else if not .image.digest -}}
+:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ with .variant }}-{{ . }}{{ end }}
 {{- end -}}
+{{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end }}
 
 {{/* Image of a scope's container: the CUDA executor has one of its own. */}}

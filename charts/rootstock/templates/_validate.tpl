@@ -6,6 +6,7 @@
 {{- end -}}
 {{- $names := dict -}}
 {{- $slugs := dict -}}
+{{- $digests := dict -}}
 {{- range $model := include "rootstock.models" . | fromJsonArray -}}
   {{- if hasKey $names .name -}}
     {{- fail (printf "models: two entries have the name %q. Names must differ: clients choose a model by its name." .name) -}}
@@ -23,6 +24,11 @@
   {{- if and (include "rootstock.usesGpu" (dict "values" .worker)) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
     {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/kubernetes/sizing.md)." .name) -}}
   {{- end -}}
+  {{- $device := ternary "GPUs" "CPUs" (eq (include "rootstock.worker.executor" (dict "values" .worker)) "cuda") -}}
+  {{- if ne (get $digests (default "none" .worker.image.digest) | default $device) $device -}}
+    {{- fail (printf "model %s: worker.image.digest is also that of workers on the other kind of device, and %s have an image of their own. Say it for each model, in models[].worker.image." .name $device) -}}
+  {{- end -}}
+  {{- with .worker.image.digest }}{{ $_ := set $digests . $device }}{{ end -}}
   {{- $size := toString .worker.cacheSize -}}
   {{- if and (ne $size "0") .worker.cacheVolume -}}
     {{- fail (printf "model %s: worker.cacheSize and worker.cacheVolume both say what its cache is. Set cacheSize to 0, or remove cacheVolume." .name) -}}

@@ -122,6 +122,19 @@ def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
     return found
 
 
+def lacking(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
+    """Names of the modules that no installed wheel of compiled ones has for GPUs of an architecture. Nothing is loaded: that
+    would take a driver. Compiling must be forbidden, and the library of 0.7 or newer, which takes modules from several wheels."""
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = arch
+    environment = library.jit.env
+    wheels, environment.FLASHINFER_AOT_PROVIDERS = environment.FLASHINFER_AOT_PROVIDERS, ()
+    try:
+        specs = missing(library, modules)
+    finally:
+        environment.FLASHINFER_AOT_PROVIDERS = wheels
+    return [spec.name for spec in specs if not environment.get_aot_artifacts(spec.name)]
+
+
 def build(library: Any, specs: Sequence[Any], folder: Path, log: Callable[[str], None]) -> None:
     """Compiles all at once, then copies each to folder/NAME/NAME.so. Raises RuntimeError with the compiler's output."""
     library.jit.build_jit_specs(list(specs), verbose=False)
@@ -139,6 +152,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtypes", default=",".join(DTYPES_BY_NAME))
     parser.add_argument("--out", type=Path, help="default: where the library looks for compiled modules")
     parser.add_argument("--list", action="store_true", help="name the modules that are missing, and end")
+    parser.add_argument("--check", action="store_true", help="name those that installed wheels lack, and end: 1 if there are any")
     return parser.parse_args(arguments)
 
 
@@ -150,8 +164,13 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     import flashinfer as library
 
+    head_dims = [int(size) for size in options.head_dims.split(",")]
     dtypes = [DTYPES_BY_NAME[name] for name in options.dtypes.split(",")]
-    modules = asked_for(map(int, options.head_dims.split(",")), dtypes, archs)
+    if options.check:
+        absent = [(arch, name) for arch in archs for name in lacking(library, asked_for(head_dims, dtypes, [arch]), arch)]
+        print("\n".join([f"{len(absent)} modules for {options.archs} are in no wheel", *map(" ".join, absent)]))
+        return 1 if absent else 0
+    modules = asked_for(head_dims, dtypes, archs)
     specs = missing(library, modules)
     print(f"{len(modules)} modules for {options.archs}, {len(specs)} to be compiled", flush=True)
     if options.list:

@@ -1,0 +1,79 @@
+"""Asks the package index whether every pin of docker/requirements/ has a wheel for a kind of machine. 1 where one has none.
+
+    .venv/bin/python docker/wheels.py [--machine aarch64] [service.txt ...]
+
+By pip, with the indexes that it is set to use: PIP_INDEX_URL, and PIP_EXTRA_INDEX_URL for torch's. Nothing is installed. An old
+pip downloads the wheels, one from 23.3 on no more than what the index tells of them. An index that is not reached is an error
+(2), not a missing wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent / "requirements"
+PYTHON, GLIBC_MINOR = "3.11", 36  # of the images' base
+LISTS = ("service.txt", "build.txt", "worker-cpu.txt", "worker-cuda.txt", "cuda-compiler.txt")
+_ABSENT = re.compile(r"No matching distribution found for (\S+)")
+_NOT_REACHED = ("Retrying (", "Could not fetch URL")
+
+
+def asked(pins: list[str], machine: str, folder: Path) -> tuple[list[str], str]:
+    """What pip would install of these pins (the wheels' file names), or the first one that has no wheel. Raises SystemExit."""
+    listed, report = folder / "pins.txt", folder / "report.json"
+    listed.write_text("\n".join(pins))
+    minors = range(GLIBC_MINOR, 4, -1)
+    tags = [*(f"manylinux_2_{minor}_{machine}" for minor in minors), f"manylinux2014_{machine}", f"linux_{machine}"]
+    options = ["--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    options += ["--target", str(folder / "none"), "--report", str(report), "--requirement", str(listed)]
+    options += ["--implementation", "cp", "--python-version", PYTHON, *(f"--platform={tag}" for tag in tags)]
+    env = {**os.environ, "PIP_CONSTRAINT": os.devnull}  # the pins are all there is to say
+    command = [sys.executable, "-m", "pip", "install", *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return [each["download_info"]["url"].rpartition("/")[2] for each in json.loads(report.read_text())["install"]], ""
+    absent = _ABSENT.search(done.stderr)
+    if absent is None or absent[1] not in pins or any(word in done.stderr for word in _NOT_REACHED):
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(2)
+    return [], absent[1]
+
+
+def split(pins: list[str], machine: str) -> tuple[list[str], list[str]]:
+    """The wheels that there are, and the pins that have none. Raises SystemExit."""
+    absent: list[str] = []
+    while True:
+        with tempfile.TemporaryDirectory() as folder:
+            wheels, missing = asked([pin for pin in pins if pin not in absent], machine, Path(folder))
+        if not missing:
+            return wheels, absent
+        absent.append(missing)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="wheels", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--machine", default="aarch64", help="as uname -m prints it; %(default)s")
+    parser.add_argument(
+        "lists", nargs="*", default=LISTS, help="names in docker/requirements, or whole paths; all but cuda-kernels.txt"
+    )
+    options = parser.parse_args(arguments)
+    lacking = False
+    for name in options.lists:
+        pins = [line for line in (FOLDER / name).read_text().splitlines() if "==" in line]
+        wheels, absent = split(pins, options.machine)
+        own = [wheel for wheel in wheels if not wheel.endswith("-any.whl")]
+        print(f"{name}: {len(wheels)} of {len(pins)} pins have a wheel for {options.machine}, {len(own)} of them its own")
+        print("".join(f"  none: {pin}\n" for pin in absent), end="", flush=True)
+        lacking |= bool(absent)
+    return int(lacking)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

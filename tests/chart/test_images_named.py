@@ -1,0 +1,89 @@
+"""How pods name their images: registry, repository, tag, digest, of every image that values.yaml has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from tests.chart.pods import pod, pods
+from tests.chart.release import CHART, Release, Values, merged, render
+from tests.chart.variants import APART, GPU_RESOURCES, SHARED_CACHE, model
+
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+MIRROR = "registry.example.com:5000/mirror"
+# Every kind of pod: both Redis servers, the prefetch Job, pods that wait for it, tests, workers of both kinds.
+ALL_PODS = merged(
+    merged(SHARED_CACHE, APART),
+    {
+        "modelCache": {"prefetch": {"enabled": True}},
+        "models": [model(path="/models/demo", source="org/demo")],
+        "state": {"embedded": True},
+    },
+)
+
+
+def places(values: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Of images: maps that have a repository."""
+    if isinstance(values, dict):
+        if "repository" in values:
+            yield way
+        for key, value in values.items():
+            yield from places(value, (*way, key))
+
+
+def everywhere(**image: str) -> Values:
+    found: Values = {}
+    for way in places(VALUES):
+        over: Any = image
+        for key in reversed(way):
+            over = {key: over}
+        found = merged(found, over)
+    return found
+
+
+def images(release: Release) -> set[str]:
+    return {each["image"] for found in pods(release) for each in found.containers()}
+
+
+def repositories() -> set[str]:
+    found = set()
+    for way in places(VALUES):
+        value: Any = VALUES
+        for key in way:
+            value = value[key]
+        found.add(value["repository"])
+    return found
+
+
+def test_every_image_comes_from_the_registry_redis_included() -> None:
+    found = images(render(merged(ALL_PODS, {"image": {"registry": f"{MIRROR}/"}})))
+    assert {each.removeprefix(f"{MIRROR}/").partition(":")[0] for each in found} == repositories()
+
+
+def test_an_image_may_come_from_elsewhere() -> None:
+    over: Values = {"image": {"registry": MIRROR}, "redis": {"image": {"registry": "docker.io"}}}
+    found = images(render(merged(ALL_PODS, over)))
+    redis = VALUES["redis"]["image"]
+    assert [each for each in found if not each.startswith(f"{MIRROR}/")] == [f"docker.io/{redis['repository']}:{redis['tag']}"]
+
+
+def test_every_image_may_be_named_by_its_digest() -> None:
+    digest = f"sha256:{'ab' * 32}"
+    found = images(render(merged(ALL_PODS, everywhere(digest=digest))))
+    assert {each.partition("@")[2] for each in found} == {digest}
+    assert {each.partition("@")[0].partition(":")[0] for each in found} == repositories()
+    named = {each.partition("@")[0] for each in found if ":" in each.partition("@")[0]}
+    assert named == {f"{VALUES[key]['image']['repository']}:{VALUES[key]['image']['tag']}" for key in ("redis", "state")}, (
+        "a tag that is said stays beside it, for people; one that is not said would be a guess"
+    )
+
+
+def test_the_digest_of_a_model_decides_over_the_tag_for_gpus() -> None:
+    digest = f"sha256:{'cd' * 32}"
+    over = {"gpus": 1, "resources": GPU_RESOURCES, "image": {"digest": digest}}
+    release = render({"models": [model("a"), model("b", worker=over)], "image": {"tag": "1.2.3"}})
+    repository = VALUES["worker"]["image"]["repository"]
+    assert pod(release, "worker", "b").container()["image"] == f"{repository}@{digest}"
+    assert pod(release, "worker", "a").container()["image"] == f"{repository}:1.2.3"
