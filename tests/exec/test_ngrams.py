@@ -11,6 +11,7 @@ import pytest
 from services.worker.core.contracts.plan import I32, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
+from services.worker.exec.drafting import ngram
 from services.worker.exec.drafting.ngram import MOST_INDEXES, NgramDrafter
 from services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 
@@ -111,6 +112,46 @@ class TestPrediction:
         lines.sampled(0, [7, 8])
         lines.know(0, len(PROMPT) - 1, [PROMPT[-1], 7, 8, 1])
         assert guess(lines, 1) == ([9], True), "what was known before counts once"
+
+    def test_its_place_is_the_outputs_length_however_the_text_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the whole text, of which the drafter has the last tokens alone: after chunks from anywhere on, after a grammar's
+        tokens, some of them in the place of others. Where some went or were replaced it is in doubt, until all are told again."""
+        monkeypatch.setattr(ngram, "MOST_TOKENS", 6)
+        rng, seen = random.Random(7), set()
+        for _ in range(300):
+            prediction = [rng.randrange(3) for _ in range(40)]
+            drafter, output, doubt = drafter_of(prediction), list[int](), False
+            for _ in range(12):
+                kind = rng.choice(("sampled", "told", "grammar", "admitted"))
+                more = prediction[len(output) : len(output) + rng.randrange(1, 5)]
+                more = [rng.randrange(3) if rng.random() < 0.03 else token for token in more]
+                if kind == "sampled":
+                    output += more
+                    drafter.sampled(0, more)
+                elif kind == "grammar":
+                    kept = rng.randrange(max(0, len(output) - 3), len(output) + 1)
+                    replaced = output[kept:]
+                    output = [*output[:kept], *more]
+                    drafter.know(0, len(PROMPT) + kept, more)
+                    doubt = bool(output) and (doubt or len(more) < len(replaced) or replaced != more[: len(replaced)])
+                else:
+                    text = [*PROMPT, *output]
+                    if kind == "admitted":
+                        params = SlotParams(0, len(PROMPT), SamplingParams(max_new_tokens=99), (), i32(text), i32(prediction))
+                        drafter.admit(params)
+                        doubt = False
+                    ends = [*sorted(rng.sample(range(1, len(text)), rng.randrange(3))), len(text)]
+                    begin = rng.randrange(ends[0])
+                    told = ends[0] - len(PROMPT)
+                    doubt = told > 0 and (doubt or told < len(output))
+                    for end in ends:
+                        drafter.know(0, begin, text[begin:end])
+                        begin = end
+                ahead = prediction[len(output) :][:3] if not doubt and output == prediction[: len(output)] else []
+                known = drafter._texts[0].prediction
+                assert known is not None and known.ahead(3) == ahead
+                seen.add((kind, doubt, bool(ahead), drafter._texts[0].first > len(PROMPT)))
+        assert len(seen) >= 20, seen
 
     def test_the_longer_end_goes_first_whosever_text_it_stands_in(self) -> None:
         drafter = drafter_of([1, 2, 3, 40, 9, 8, 7, 6, 2, 3, 41])

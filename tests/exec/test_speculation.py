@@ -147,11 +147,13 @@ def test_an_operators_texts_save_steps_too(folder: Path, monkeypatch: pytest.Mon
     said = alone(World(), plain, target)
     plain.close()
     text = [*target.prompt[-3:], *said.tokens[:9], WORLD.vocab_size, *said.tokens[9:20], BETWEEN_TEXTS, *said.tokens[20:]]
-    drafting = made_of(folder, 4, "float32", np.array(text, dtype=np.int32))
+    corpus = np.array(text, dtype=np.int32)
+    drafting = made_of(folder, 4, "float32", corpus)
     answer = alone(WORLD, drafting, target)
     drafting.close()
     assert answer.bits() == said.bits()
     assert answer.verified.accepted > NEW_TOKENS // 2 and answer.verified.predicted == 0
+    assert int(corpus.max()) < WORLD.vocab_size, "replaced where it stood: a second array would be kept for good"
 
 
 @of_one_dtype_by_day

@@ -33,7 +33,8 @@ async def of_chat(
 
 
 async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:
-    """Ids of a text that an answer may turn out to be: of a longer one the first. Raises ApiError."""
+    """Ids of a text that an answer may turn out to be: of a longer one the first, and none that the model has no row for, which
+    a tokenizer may know. Raises ApiError."""
     if not text:
         return ()
     most = min(limits.MAX_PREDICTION_TOKENS, model.context_len)
@@ -44,7 +45,8 @@ async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo,
         response = await tokenizer.encode(call, "prediction", model.source)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of texts.")
-    ids: Sequence[int] = tokenizer_pb2.TokenIds(ids=response.prompts[0].ids[:most]).ids
+    known = [token for token in response.prompts[0].ids[:most] if token < model.vocab_size]
+    ids: Sequence[int] = tokenizer_pb2.TokenIds(ids=known).ids
     return ids
 
 

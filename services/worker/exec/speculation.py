@@ -96,9 +96,10 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
 
 
 def _index_of(corpus: I32, vocab_size: int) -> NgramIndex:
-    """A tokenizer may know tokens that its model has no row for."""
-    known = corpus < vocab_size
-    return NgramIndex(corpus if known.all() else np.where(known, corpus, BETWEEN_TEXTS).astype(np.int32))
+    """A tokenizer may know tokens that its model has no row for. They are replaced where they stand: a second array would be kept
+    as long as the first."""
+    np.copyto(corpus, BETWEEN_TEXTS, where=corpus >= vocab_size)
+    return NgramIndex(corpus)
 
 
 class Drafting:

@@ -26,7 +26,7 @@ class PromptTokensDetails(Answer):
 class CompletionTokensDetails(Answer):
     reasoning_tokens: Count = absent("Of a model that reasons between marks.")
     accepted_prediction_tokens: Count = absent("With prediction: guesses by it that were right, over all choices.")
-    rejected_prediction_tokens: Count = absent("With prediction: guesses by it that were verified and did not come.")
+    rejected_prediction_tokens: Count = absent("With prediction: guesses by it that a step had and that were not accepted in it.")
 
 
 class Usage(Answer):

@@ -55,7 +55,8 @@ class DeviceOptions:
     weights for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of
     a decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm:
     who guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own.
-    draft_corpus: int32[n], texts in which n-grams are sought where a request's own have none, with BETWEEN_TEXTS among them.
+    draft_corpus: int32[n], texts in which n-grams are sought where a request's own have none, with BETWEEN_TEXTS among them; the
+    executor's to change.
     tiers: of KV below the device's pool; None: there are none. peers: other workers that read KV here, or whose KV is read;
     None: there are none."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import ne
 
 from services.worker.core.contracts.plan import SlotParams
 from services.worker.exec.contracts.drafter import Computed
@@ -87,10 +88,10 @@ class NgramDrafter:
 
     def know(self, slot: int, start: int, ids: Sequence[int]) -> None:
         text = self._texts[slot]
-        if text.prediction is not None:
-            text.prediction.know(text.first + len(text.tokens), start, ids)
         skipped = max(0, text.first - start)
         begin, given = start + skipped - text.first, list(ids[skipped:])
+        if text.prediction is not None:
+            text.prediction.know(start, ids, any(map(ne, text.tokens[begin:], given)))
         if text.tokens[begin:] != given:
             text.tokens[begin:] = given
             text.indexed = min(text.indexed, begin)

@@ -21,22 +21,27 @@ class Prediction:
         self._tokens, self._output_at = tokens, output_at
         self._index: NgramIndex | None = None
         self._place, self._along = 0, True
+        self._had = 0  # the output's tokens that it has been told of
 
     def follow(self, tokens: Sequence[int]) -> None:
         """The output's next ones."""
         for token in tokens:
             self._along = self._along and self._place < len(self._tokens) and int(self._tokens[self._place]) == token
             self._place += 1
+        self._had += len(tokens)
 
-    def know(self, end: int, start: int, ids: Sequence[int]) -> None:
-        """The text of its slot, which had `end` tokens, has these from position `start` on, and nothing behind them."""
-        had, has = (max(0, length - self._output_at) for length in (end, start + len(ids)))
+    def know(self, start: int, ids: Sequence[int], replaces: bool) -> None:
+        """The text of its slot has these from position `start` on, and nothing behind them. replaces: where others stood, as far
+        as that is known."""
+        had, has = self._had, max(0, start + len(ids) - self._output_at)
+        if not has:
+            self._place, self._along, self._had = 0, True, 0
+            return
+        self._along = self._along and not replaces and has >= had
         if has > had:
             self.follow(ids[had - has :])
-        elif not has:
-            self._place, self._along = 0, True
-        elif has < had:
-            self._place, self._along = max(0, self._place - (had - has)), False
+        else:
+            self._place, self._had = max(0, self._place - (had - has)), has
 
     def ahead(self, most: int) -> list[int]:
         """What comes next in it; nothing where the output does not go along, and at its end."""

@@ -10,7 +10,7 @@ import pytest
 from services.shared import limits
 from tests.services.gateway.dispatch.test_dispatch_lost import begun, stopped
 from tests.services.gateway.dispatch.test_faults import Pending
-from tests.services.gateway.fakes import CONTEXT_LEN, FakeWorker, ids_of
+from tests.services.gateway.fakes import CONTEXT_LEN, VOCAB_SIZE, FakeWorker, ids_of
 from tests.services.gateway.system import System, events, wait_until
 
 TEXT = "Hello, reader!"
@@ -70,6 +70,19 @@ def test_workers_that_guess_otherwise_are_told_nothing_and_count_nothing(shared:
     usage = shared.chat(prediction=predicted(TEXT)).json()["usage"]
     assert usage["completion_tokens_details"] == counts(0, 0)
     assert len(shared.tokenizer.calls) == calls + 1 and not shared.worker.submits[-1].prediction_ids
+
+
+def test_who_wants_no_guesses_has_no_text_encoded_for_them(readers: System) -> None:
+    calls = len(readers.tokenizer.calls)
+    usage = readers.chat(prediction=predicted(TEXT), speculative=False).json()["usage"]
+    assert usage["completion_tokens_details"] == counts(0, 0)
+    assert len(readers.tokenizer.calls) == calls + 1 and not readers.worker.submits[-1].prediction_ids
+
+
+def test_tokens_that_the_model_has_no_row_for_are_left_out(readers: System) -> None:
+    """A worker refuses them, and what is no more than a hint must not get a request refused."""
+    assert readers.chat(prediction=predicted(f"a{chr(VOCAB_SIZE)}b{chr(VOCAB_SIZE - 1)}")).status_code == 200
+    assert list(readers.worker.submits[-1].prediction_ids) == [*ids_of("ab"), VOCAB_SIZE - 1]
 
 
 @pytest.mark.parametrize(
