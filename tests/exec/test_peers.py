@@ -101,6 +101,9 @@ class Apart:
         self._prompts[handle] = ids
         return handle
 
+    def reads_ahead(self, handle: int) -> bool:
+        return handle in self._ahead
+
     def abort(self, handle: int) -> None:
         """At the first one, and the second one hears of it."""
         self.first.abort(handle)
@@ -150,11 +153,11 @@ def ended(apart: Apart, handle: int, ids: list[int], seed: int) -> Answer:
     return apart.whole(handle, second)
 
 
-def until(apart: Apart, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(turning: Apart | Served, holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it does not come about"
-        apart.turn()
+        turning.turn()
 
 
 def test_it_goes_on_with_the_same_bits(apart: Apart, plain: Served) -> None:
@@ -181,7 +184,8 @@ def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart
 
     setattr(apart, when, wait)
     handle = apart.compute(ids, 0)
-    until(apart, begun.is_set)
+    until(apart, lambda: apart.reads_ahead(handle))
+    until(apart.second, begun.is_set)  # the first one stands still meanwhile
     assert apart.first.answers[handle].finish is None, "it is computed still"
     apart.first.abort(handle)
     apart.first.core.flush_cache()
