@@ -224,6 +224,12 @@ def test_a_key_names_the_salt_that_its_requests_have(body: dict[str, str], asked
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+def test_where_keys_are_parted_a_salt_alone_is_nobodys(name: str) -> None:
+    refused, worker = one("POST", "/flush_cache", json.dumps({name: "a"}).encode(), settings={"salt_cache_by_key": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
+
+
 def test_every_operation_has_a_route() -> None:
     methods = pb.DESCRIPTOR.services_by_name["Control"].methods
     assert {operation.rpc for operation in CONTROL.values()} == {method.name for method in methods}
