@@ -110,7 +110,7 @@ TIERS = (
         ("if not entries or _text(entries[0][0]) != self._last_news:", "if not entries:"),
         ("                self._lost[key] = None\n", ""),
         ("        self._last_news = None\n        seconds", "        seconds"),
-        ('f"pages:{identity[:_IDENTITY_BYTES].hex()}:"', '"pages:"'),
+        ('f"pages:{VERSION}:{identity[:_IDENTITY_BYTES].hex()}:"', '"pages:"'),
         ("(self._pause.over and self._write_pause.over)", "self._pause.over"),
         only="redis_page_store",
     ),
