@@ -27,7 +27,7 @@ class KnownKeys:
 
     @property
     def num_salts(self) -> int:
-        return len(self._of_tag.keys() - {UNSALTED})
+        return len(self._of_tag) - (UNSALTED in self._of_tag)
 
     def num_of(self, tag: bytes) -> int:
         return len(self._of_tag.get(tag, ()))
