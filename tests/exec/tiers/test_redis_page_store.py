@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.tiers.page_keys import UNSALTED
+from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
 from services.worker.exec.contracts.page_store import Deleted, News, Selection, Written
 from services.worker.exec.tiers import redis_page_store
+from services.worker.exec.tiers.known_keys import KnownKeys
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.tiers.pages import PAGE, A, B, Hours, keys, read, write
 from tests.night import NIGHTLY
@@ -414,3 +415,42 @@ def test_whatever_three_workers_do_each_reads_what_is_there_and_sums_come_right(
         assert len(there(server, A)) <= 4
     for it in workers:
         it.close()
+
+
+KNOWN_STEPS = st.tuples(
+    st.sampled_from(["add", "add", "hear of", "learn", "drop"]),
+    st.sampled_from([A, B, UNSALTED]),
+    st.integers(0, 9),
+    st.integers(1, 4),
+)
+
+
+@given(st.lists(KNOWN_STEPS, max_size=40))
+def test_what_is_known_of_keys_is_what_one_list_of_them_would_say(steps: list[tuple[str, bytes, int, int]]) -> None:
+    """(key, when it was written), in the order in which they became known."""
+    known, listed = KnownKeys(12), list[tuple[bytes, int | None]]()
+    for call, tag, number, when in steps:
+        (key,) = keys(number, tag=tag)
+        held = [each for each, _ in listed]
+        if call in ("add", "hear of"):
+            age = when if call == "add" else None
+            listed = [*(each for each in listed if each[0] != key), (key, age)]
+            assert known.add([key], age) == [each for each, _ in listed[:-12]]
+            listed = listed[-12:]
+        elif call == "learn" and key in held:
+            known.learn({key: when})
+            listed[held.index(key)] = (key, when)
+        elif call == "drop":
+            known.drop(key)
+            listed = [each for each in listed if each[0] != key]
+        assert list(known) == [each for each, _ in listed]
+        for mine in (A, B, UNSALTED):
+            own = [each for each in listed if each[0].startswith(mine)]
+            assert known.num_of(mine) == len(own) and set(known.of_no_age(mine)) == {each for each, age in own if age is None}
+            oldest = [each for each, _ in sorted(own, key=lambda each: each[1] or 0)]
+            ages = dict(own)
+            for count in (-1, 1, 3, 12):
+                found = known.oldest(mine, count)
+                assert [ages[each] or 0 for each in found] == [ages[each] or 0 for each in oldest[: max(count, 0)]]
+                assert len(set(found)) == len(found)
+        assert known.num_salts == len({each[:TAG_BYTES] for each, _ in listed} - {UNSALTED})
