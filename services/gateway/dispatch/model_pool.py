@@ -288,9 +288,10 @@ class ModelPool(Generic[C]):
     def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
         """A tier that says that reading it does not pay is given something to read now and then: it may pay by now, and its
         worker finds that out by being asked alone."""
-        hits = hits_of(reach, self.columns)
-        if decides and len(reach) > 1:
-            tried = hits_of(reach, self.columns, tries=True)
+        columns = self.columns
+        hits = hits_of(reach, columns)
+        if decides and len(reach) > 1 and ((columns.owner >= 0) & (columns.host_saves * columns.storage_saves <= 0)).any():
+            tried = hits_of(reach, columns, tries=True)
             if (tried.matched > hits.matched).any():
                 self._passed_over += 1
                 return tried if self._passed_over % TRIES_ONE_IN == 0 else hits

@@ -60,6 +60,8 @@ TIERS = (
         "services/worker/core/queue/request_table.py",
         ("            request.namespace = retired_name(request.namespace, number)\n", "            pass\n"),
         ("            self.tiers.retired(names)\n", "            pass\n"),
+        ("        self.rooms.end_retired()\n", ""),
+        ("        if is_retired(request.namespace):\n", "        if False:\n"),
         only="test_rules_salts",
     ),
     *of(
