@@ -10,6 +10,8 @@ from typing import Any
 
 Scalar = bool | int | float | str
 
+SELECTED = "selected"  # beside the tiers of a flush of one salt or age: a worker that would flush all refuses it
+
 _VALUE = "rootstock.v1.Value"
 _KINDS: Mapping[type, str] = {bool: "flag", int: "whole", float: "real", str: "text"}
 

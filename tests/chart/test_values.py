@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import yaml
 
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.make_tiers import MOST_FREE, NoRoomForTiers, host_pages
 from tests.chart.release import CHART, merged, refusal, render, title
 from tests.chart.variants import ALL, GPU_RESOURCES, KEDA, SHARED_CACHE, TIERS_MEMORY, model, values_of
 
@@ -161,7 +165,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "memory without room for KV": (
         tiers(2, resources={"requests": {"memory": "4G"}, "limits": {"memory": 4000000000}}),
         "hostGB is 2, and resources.limits.memory is 4000000000: with the worker itself, and in a limit with sharedMemory (1Gi),"
-        " it is 3956Mi at least.",
+        " it is 4433Mi at least.",
     ),
     "tiers in settings too": (
         tiers(2, settings={"hicache_size": 4}),
@@ -379,6 +383,17 @@ def test_workers_that_compute_prompts_are_checked_as_others_are() -> None:
     assert "of which there may be none: worker.autoscaling.minReplicas is 0." in refusal(from_zero)
     assert refusal(merged(from_zero, worker(autoscaling={"minReplicas": 1}))) == ""
     assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # what is refused with it alone
+
+
+def test_a_limit_of_memory_that_is_taken_has_room_for_the_tier_by_the_workers_own_reckoning() -> None:
+    host, beside = 2_000_000_000, 2 << 30  # sharedMemory, and the worker itself
+    least = math.ceil(host / MOST_FREE) + beside
+    options = TierOptions(0.0, host, None, b"")
+    for limit, fits in ((least, True), (least - 1, False)):
+        resources = {"requests": {"memory": "4Gi"}, "limits": {"memory": limit}}
+        assert (refusal(tiers(2, resources=resources)) == "") is fits
+        with nullcontext() if fits else pytest.raises(NoRoomForTiers):
+            assert host_pages(options, 0, 1, limit - beside) == host
 
 
 def test_a_release_whose_name_no_service_can_have_is_refused() -> None:

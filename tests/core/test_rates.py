@@ -97,6 +97,21 @@ def test_what_brought_nothing_says_nothing_of_the_rate(pages: int, seconds: floa
     assert bytes_s(known, Tier.HOST) == pytest.approx(FIRST_BYTES_S[Tier.HOST])
 
 
+def test_reading_saves_a_share_of_computing_and_never_less_than_nothing() -> None:
+    """100 pages: 27 ms to read from the host, 110 ms from the storage; what they take to compute says the rest."""
+    assert rates().saves(Tier.HOST, 100) is None and rates().saves(Tier.STORAGE, 100) is None
+    known = rates(1e-4)  # 160 ms
+    for tier in (Tier.HOST, Tier.STORAGE):
+        assert known.saves(tier, 100) == pytest.approx(1 - known.reading_s(tier, 100) / 0.16)
+    host, storage = known.saves(Tier.HOST, 100), known.saves(Tier.STORAGE, 100)
+    assert host is not None and storage is not None and 0 < storage < host < 1
+    assert known.saves(Tier.HOST, 1) < host, "the way there is part of it"  # type: ignore[operator]
+    assert rates(1e-5).saves(Tier.HOST, 100) == rates(1e-5).saves(Tier.STORAGE, 100) == 0.0
+    before = known.bytes_s(Tier.STORAGE)
+    known.saves(Tier.STORAGE, 1)
+    assert known.bytes_s(Tier.STORAGE) == before, "who is told has not asked for it"
+
+
 def test_each_refusal_makes_the_next_yes_likelier() -> None:
     known = rates(1e-5)
     refusals = 0

@@ -17,6 +17,7 @@ from services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import DeleteStored
 from tests.core.harness import Engine, slow, small
+from tests.core.peers import Pair, computed_tokens
 
 EVERYWHERE = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
 
@@ -145,6 +146,29 @@ def test_a_session_goes_on_without_what_was_cached_of_it() -> None:
     assert ask(engine, 2, prompt(2, 4), "a", session=SessionTurn("s")).cached_tokens > 20
     engine.core.close_session("s")
     engine.check()
+
+
+@pytest.mark.parametrize("turns", [1, 9], ids=["while it is computed", "when it waits to be read"])
+def test_what_a_prefill_worker_kept_for_another_is_not_read_after_it(turns: int) -> None:
+    """Deleted on both: the request goes on without it, and nobody finds anything there."""
+    pair = Pair()
+    for handle, salt in enumerate("ab"):
+        pair.first.submit(handle, prompt(0), hand_over=pair.new_room(), ignore_eos=True, max_new_tokens=4, salt=salt)
+    for _ in range(turns):
+        pair.first.turn()
+    assert len(pair.first.core.table.rooms) == (2 if turns > 1 else 0)
+    for engine in (pair.first, pair.second):
+        engine.core.forget_salt("a", EVERYWHERE)
+        engine.drain()
+    assert len(pair.first.core.table.rooms) == 1, "another salt's"
+    for handle, salt in enumerate("ab"):
+        pair.go_on(handle, prompt(0), max_new_tokens=4, salt=salt)
+    pair.second.drain()
+    pair.turn()
+    pair.assert_all_is_free()
+    cached = [pair.second.finishes[handle].cached_tokens for handle in (0, 1)]
+    assert cached == [0, 40] and computed_tokens(pair.second) > 40
+    assert ask(pair.first, 3, prompt(0), "a").cached_tokens == 0
 
 
 def test_without_tiers_the_pool_alone_forgets() -> None:

@@ -27,8 +27,10 @@
   {{- fail (printf "%s.files.claimSize is %v, and sizeGB is %v: files and what belongs to them take up to %d bytes. Raise claimSize, or lower sizeGB." $at $tiers.files.claimSize $tiers.files.sizeGB $files) -}}
 {{- end -}}
 {{- if $tiers.hostGB -}}
-  {{- $host := add (mul (int64 $tiers.hostGB) 1000000000) 1073741824 -}}
-  {{- $leasts := dict "requests" $host "limits" (add $host (include "rootstock.bytes" .values.sharedMemory | int64)) -}}
+  {{- /* A worker's tier takes four fifths at most of what its limit leaves free (MOST_FREE of make_tiers.py), or it does not start. */}}
+  {{- $host := mul (int64 $tiers.hostGB) 1000000000 -}}
+  {{- $least := add (mul (int64 $tiers.hostGB) 1250000000) 1073741824 (include "rootstock.bytes" .values.sharedMemory | int64) -}}
+  {{- $leasts := dict "requests" (add $host 1073741824) "limits" $least -}}
   {{- range $kind := list "limits" "requests" -}}
     {{- $memory := dig $kind "memory" "" $values.resources -}}
     {{- $least := index $leasts $kind -}}

@@ -14,7 +14,7 @@ from rootstock.v1 import control_pb2 as pb
 from services.gateway.api.cache_key import cache_key
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError, bad_request
-from services.shared.control_values import put_values
+from services.shared.control_values import SELECTED, put_values
 from services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
 MAX_TIMEOUT_S = 3600.0
@@ -51,7 +51,9 @@ class SelectedPages(ControlBody):
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     def of(self, tiers: Sequence[str]) -> Message:
-        return pb.FlushCacheRequest(tiers=tiers, cache_salt=self._salt(), older_than_s=self.older_than_s)
+        salt = self._salt()
+        selects = [] if salt is None and self.older_than_s is None else [SELECTED]
+        return pb.FlushCacheRequest(tiers=[*tiers, *selects], cache_salt=salt, older_than_s=self.older_than_s)
 
     def _salt(self) -> str | None:
         """As workers know it; None: any."""

@@ -81,10 +81,18 @@ class Operations:
         return await self._abort(body) if isinstance(body, Abort) else self._load(body)
 
     async def _control(self, rpc: str, body: ControlBody) -> Answer:
-        if isinstance(body, SelectedPages) and body.api_key is not None and not self._salts_by_key:
-            raise bad_request("api_key", "api_key: Keys share cached prefixes here; --salt-cache-by-key parts them.")
+        if isinstance(body, SelectedPages):
+            self._check_key(body)
         meant = self._directory.find(body.worker)
         return _answer(await self._workers.ask(meant, rpc, body.request(), body.timeout_s or self._timeout_s))
+
+    def _check_key(self, body: SelectedPages) -> None:
+        """A salt is one with the key that it came with, where keys are parted, and one without elsewhere. Raises ApiError."""
+        if body.api_key is not None and not self._salts_by_key:
+            raise bad_request("api_key", "api_key: Keys share cached prefixes here; --salt-cache-by-key parts them.")
+        salted = body.cache_salt is not None or body.extra_key is not None
+        if salted and body.api_key is None and self._salts_by_key:
+            raise bad_request("api_key", "api_key: Each key has salts of its own here (--salt-cache-by-key): name the key too.")
 
     def _load(self, body: AdminBody) -> Answer:
         away = (grpc.StatusCode.UNAVAILABLE, "it is not connected to this gateway")

@@ -19,7 +19,7 @@ from services.gateway.routing.policies import Policy, has_room, rows_with_room
 from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
-from services.gateway.routing.tier_hits import hits_of
+from services.gateway.routing.tier_hits import Hits, hits_of
 from services.shared.index.block_hash import block_hashes
 from services.shared.index.prefix_index import split_hashes
 
@@ -122,7 +122,7 @@ class ModelPool(Generic[C]):
         self._slack = slack
         self._leases_count = True  # not while no worker at all seems to have one: that is the index's trouble, not theirs
         self._breakers_count = True  # not while they would leave nobody
-        self._kept_back = 0
+        self._kept_back = self._passed_over = 0
         self._has_decoded = False  # a worker that serves whole requests has been here
         self._prefill: set[int] = set()  # rows of workers that compute prompts for others
         self._picks = 0
@@ -302,9 +302,21 @@ class ModelPool(Generic[C]):
                 self._sharing.decided(bool(reach.any()))
             if blocks:
                 first_block = blocks[0] if self._sharing.seen else b""
-            hits = hits_of(reach, self.columns)
+            hits = self._hits(reach, decides)
             matched, saved = hits.matched, hits.saved
         return Ask(one.num_tokens, matched, one.routing_key, allowed=allowed, first_block=first_block, saved=saved)
+
+    def _hits(self, reach: NDArray[np.int64], decides: bool) -> Hits:
+        """A tier that says that reading it does not pay is given something to read now and then: it may pay by now, and its
+        worker finds that out by being asked alone."""
+        columns = self.columns
+        hits = hits_of(reach, columns)
+        if decides and len(reach) > 1 and ((columns.owner >= 0) & (columns.host_saves * columns.storage_saves <= 0)).any():
+            tried = hits_of(reach, columns, tries=True)
+            if (tried.matched > hits.matched).any():
+                self._passed_over += 1
+                return tried if self._passed_over % TRIES_ONE_IN == 0 else hits
+        return hits
 
     def picked(self, one: C, link: AnyLink, until: float) -> None:
         """It goes there; what it computes there will be cached, which others are told before the worker says so."""

@@ -12,6 +12,8 @@ from services.gateway.routing.columns import WorkerColumns
 from services.shared.index.block_hash import BLOCK_TOKENS
 from services.shared.index.block_tier import BlockTier
 
+TRIED_SAVES = 0.1  # that a tier is taken to save that is asked although it saved nothing lately
+
 
 @dataclass(frozen=True, slots=True)
 class Hits:
@@ -22,8 +24,9 @@ class Hits:
     saved: NDArray[np.float64] | None
 
 
-def hits_of(reach: NDArray[np.int64], workers: WorkerColumns) -> Hits:
-    """reach: see PrefixIndex. What a worker reads no faster than it computes, and what is behind that, it computes: no hit."""
+def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = False) -> Hits:
+    """reach: see PrefixIndex. What a worker reads no faster than it computes, and what is behind that, it computes: no hit.
+    tries: reading that saves nothing is taken to save TRIED_SAVES."""
     num_owners = reach.shape[1]
     if not num_owners:
         return Hits(np.zeros(workers.capacity, np.int64), None)
@@ -33,8 +36,11 @@ def hits_of(reach: NDArray[np.int64], workers: WorkerColumns) -> Hits:
     if len(tokens) == 1:
         return Hits(device, None)
     to_host, to_storage = tokens[BlockTier.HOST], tokens[BlockTier.STORAGE]
-    to_host = np.where(workers.host_saves > 0, to_host, device)
-    reads_on = (workers.storage_saves > 0) & (to_host == tokens[BlockTier.HOST])
+    host_saves, storage_saves = workers.host_saves, workers.storage_saves
+    if tries:
+        host_saves, storage_saves = (np.where(saves > 0, saves, TRIED_SAVES) for saves in (host_saves, storage_saves))
+    to_host = np.where(host_saves > 0, to_host, device)
+    reads_on = (storage_saves > 0) & (to_host == tokens[BlockTier.HOST])
     to_storage = np.where(reads_on, to_storage, to_host)
-    saved = device + (to_host - device) * workers.host_saves + (to_storage - to_host) * workers.storage_saves
+    saved = device + (to_host - device) * host_saves + (to_storage - to_host) * storage_saves
     return Hits(to_storage, saved)

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
-from services.shared.control_values import Scalar, as_json, put_values
+from services.shared.control_values import SELECTED, Scalar, as_json, put_values
 from services.shared.rpc.control_token import authorization
 from services.shared.rpc.dialer import Dialer
 from services.shared.rpc.token_check import METADATA_KEY
@@ -85,6 +85,8 @@ def _flush(words: Sequence[str]) -> Message:
             request.tiers.append(word)
         else:
             raise WrongWords(f"takes some of {', '.join(OF_SALT)}, cache_salt=SALT and older_than_s=SECONDS, not {word}")
+    if request.HasField("cache_salt") or request.HasField("older_than_s"):
+        request.tiers.append(SELECTED)
     return request
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from services.shared.control_values import SELECTED
 from services.shared.limits import MAX_CACHE_SALT_CHARS
 from services.worker.core.contracts.transfers import Deleted, Selection, Tier
 from services.worker.core.scheduler import Scheduler
@@ -37,7 +38,9 @@ class Flushed:
 
 
 def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) -> Flush:
-    """names: of tiers; none: the usual ones. Raises ValueError naming the field."""
+    """names: of tiers, and SELECTED; none: the usual ones. Raises ValueError naming the field."""
+    selects = salt is not None or older_than_s is not None
+    names = [name for name in names if not (selects and name == SELECTED)]
     unknown = [name for name in names if name not in set(Tier) - {Tier.PEER}]
     if unknown:
         raise ValueError(f"tiers: {unknown[0]} is none of {', '.join(OF_SALT)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +133,43 @@ def test_a_full_disk_costs_names_and_nothing_else(tmp_path: Path, monkeypatch: p
     log.append(BLOCKS[2:3])
     log.close()
     assert found(tmp_path, BLOCKS) == [BLOCKS[0], BLOCKS[2]]
+
+
+class Stuck(Disk):
+    """Says of each file that was written to that it was not closed as it should, which a disk on a network may. closed: its
+    descriptors, each of which the system has let go of."""
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+        self._written: set[int] = set()
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        self._written.add(fd)
+        return super().write(fd, parts, offset)
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        if fd in self._written:
+            self._written.remove(fd)
+            self.closed.append(fd)
+            raise OSError(errno.EIO, "not all was written")
+
+
+def test_a_file_that_is_not_closed_as_it_should_is_closed_once_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that was closed twice would be somebody else's."""
+    monkeypatch.setattr("services.worker.exec.tiers.write_pause.FIRST_SECONDS", 0.0)
+    disk = Stuck()
+    log = log_of(tmp_path, BLOCKS, disk=disk)
+    log.append(BLOCKS[:2])
+    log.sweep()
+    log.append(BLOCKS[2:])
+    assert len(disk.closed) == 1
+    with pytest.raises(OSError, match="not all was written"):
+        log.close()
+    log.close()
+    assert len(disk.closed) == 2 and found(tmp_path, BLOCKS) == BLOCKS
 
 
 def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.transfers import Deleted, Selection
-from services.worker.core.tiers.page_keys import UNSALTED
+from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
 from services.worker.exec.contracts.page_store import News, Written
 from services.worker.exec.tiers import redis_page_store
+from services.worker.exec.tiers.known_keys import KnownKeys
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.tiers.pages import PAGE, A, B, Hours, keys, read, write
 from tests.night import NIGHTLY
@@ -74,6 +75,18 @@ def test_no_token_and_nothing_for_ever_is_in_it(server: RedisServer) -> None:
     pages = [name for name in server.client.scan_iter() if b":p:" in name]
     assert len(pages) == 2 and all(0 < server.client.pttl(name) <= 60_000 for name in pages)
     assert all(len(server.client.get(name)) == PAGE + redis_page_store.HEAD_BYTES for name in pages)
+
+
+def test_what_workers_of_another_version_have_there_is_left_alone(server: RedisServer) -> None:
+    """Those before had keys of 32 bytes under the same words: to read their news in keys of another size would make keys up."""
+    older = f"pages:{IDENTITY[:16].hex()}:"
+    server.client.set(f"{older}p:".encode() + bytes(32), bytes(PAGE), px=60_000)
+    server.client.xadd(f"{older}news", {"h": ""})
+    it = store(server)
+    server.client.xadd(f"{older}news", {"k": bytes(range(160))})
+    assert it.news() == NOTHING and write(it, keys(1)).stored == tuple(keys(1))
+    assert it.delete() == Deleted(1, tuple(keys(1))) and not it.keys()
+    assert server.client.xlen(f"{older}news") == 2 and server.client.pttl(f"{older}p:".encode() + bytes(32)) > 0
 
 
 def test_reading_keeps_a_page(server: RedisServer) -> None:
@@ -404,3 +417,42 @@ def test_whatever_three_workers_do_each_reads_what_is_there_and_sums_come_right(
         assert len(there(server, A)) <= 4
     for it in workers:
         it.close()
+
+
+KNOWN_STEPS = st.tuples(
+    st.sampled_from(["add", "add", "hear of", "learn", "drop"]),
+    st.sampled_from([A, B, UNSALTED]),
+    st.integers(0, 9),
+    st.integers(1, 4),
+)
+
+
+@given(st.lists(KNOWN_STEPS, max_size=40))
+def test_what_is_known_of_keys_is_what_one_list_of_them_would_say(steps: list[tuple[str, bytes, int, int]]) -> None:
+    """(key, when it was written), in the order in which they became known."""
+    known, listed = KnownKeys(12), list[tuple[bytes, int | None]]()
+    for call, tag, number, when in steps:
+        (key,) = keys(number, tag=tag)
+        held = [each for each, _ in listed]
+        if call in ("add", "hear of"):
+            age = when if call == "add" else None
+            listed = [*(each for each in listed if each[0] != key), (key, age)]
+            assert known.add([key], age) == [each for each, _ in listed[:-12]]
+            listed = listed[-12:]
+        elif call == "learn" and key in held:
+            known.learn({key: when})
+            listed[held.index(key)] = (key, when)
+        elif call == "drop":
+            known.drop(key)
+            listed = [each for each in listed if each[0] != key]
+        assert list(known) == [each for each, _ in listed]
+        for mine in (A, B, UNSALTED):
+            own = [each for each in listed if each[0].startswith(mine)]
+            assert known.num_of(mine) == len(own) and set(known.of_no_age(mine)) == {each for each, age in own if age is None}
+            oldest = [each for each, _ in sorted(own, key=lambda each: each[1] or 0)]
+            ages = dict(own)
+            for count in (-1, 1, 3, 12):
+                found = known.oldest(mine, count)
+                assert [ages[each] or 0 for each in found] == [ages[each] or 0 for each in oldest[: max(count, 0)]]
+                assert len(set(found)) == len(found)
+        assert known.num_salts == len({each[:TAG_BYTES] for each, _ in listed} - {UNSALTED})

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.transfers import Deleted, Selection
 from services.worker.core.tiers.page_keys import UNSALTED, tag_of
 from services.worker.exec.tiers import segment_store
+from services.worker.exec.tiers.segment_file import SegmentFile
 from services.worker.exec.tiers.segment_format import HEADER_BYTES
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers import killed_writer
@@ -155,6 +156,54 @@ def test_a_file_that_could_not_be_read_goes_with_any_deletion(tmp_path: Path) ->
     it = store(tmp_path, disk=Blind())
     assert it.keys() == [] and size_of(tmp_path) > 0
     assert it.delete(Selection(B)) == Deleted(0) and size_of(tmp_path) == 0 and not disk.broken
+
+
+def test_a_file_that_could_be_neither_read_nor_deleted_goes_before_anything_is_written(tmp_path: Path) -> None:
+    it = store(tmp_path)
+    write(it, keys(1, tag=A))
+    it.close()
+    disk, clock = SickDisk(), Hours()
+    disk.broken["open"] = errno.EIO
+    it = store(tmp_path, disk=disk, clock=clock)
+    disk.broken.clear()
+    assert write(it, keys(1, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {A, B}, "nobody has asked for it to go"
+    disk.broken["unlink"] = errno.EIO
+    assert it.delete(Selection(C)).pending and it.delete(Selection(B)).pending
+    clock.pass_by()
+    assert not write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {A, B}
+    disk.broken.clear()
+    clock.pass_by()
+    assert write(it, keys(2, tag=B)).stored and set(bytes_by_tag(tmp_path)) == {B} and readable(it) == keys(2, tag=B)
+
+
+def test_a_write_costs_what_it_cost_when_there_was_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many segments and salts there are: sizes are kept, not added up."""
+    looked = 0
+
+    def counted(name: str) -> property:
+        read = getattr(SegmentFile, name).fget
+
+        def look(segment: SegmentFile) -> int:
+            nonlocal looked
+            looked += 1
+            return int(read(segment))
+
+        return property(look)
+
+    for name in ("charge", "bytes_on_disk"):
+        monkeypatch.setattr(SegmentFile, name, counted(name))
+    it, most = store(tmp_path, segments=300, salt_bytes=100 * SEGMENT), 0
+    for number in range(200):
+        looked = 0
+        write(
+            it,
+            [*keys(*range(number * SLOTS, (number + 1) * SLOTS), tag=A), *keys(number, tag=struct.pack("<Q", number % 90 + 1))],
+        )
+        it.use()
+        it.counts()
+        most = max(most, looked) if number < 10 else most
+        assert looked <= 2 * most
+    assert it.counts().bytes_on_disk == size_of(tmp_path) and it.use().num_salts == 91
 
 
 def test_of_many_salts_few_files_are_open_and_all_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

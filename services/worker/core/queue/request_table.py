@@ -319,10 +319,11 @@ class RequestTable:
         self.outputs.add_finish(request, self._finish(request, ending, now, room_pages))
 
     def _open_room(self, request: Request, now: float) -> int:
-        """Its computed pages are kept for who goes on with it. Returns how many; none where its room has ended meanwhile."""
+        """Its computed pages are kept for who goes on with it. Returns how many; none where its room has ended meanwhile, nor
+        of those that are its own alone since its salt was deleted: others would find them where they are read."""
         room, tokens = request.hand_over, request.tokens().tobytes()
         assert room is not None, "who is handed over has a room"
-        if request.num_announced and not self.rooms.stands(room):
+        if is_retired(request.namespace) or (request.num_announced and not self.rooms.stands(room)):
             return 0
         match = self.memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if len(match.pages):
@@ -361,6 +362,7 @@ class RequestTable:
             request.namespace = retired_name(request.namespace, number)
         if self.tiers is not None:
             self.tiers.retired(names)
+        self.rooms.end_retired()
         return self.memory.forget_retired()
 
     def refuse(self, peer: int, handle: int, request_id: str, ending: FinishDecision) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, Source
+from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
 
@@ -121,6 +122,11 @@ class Rooms:
         for held in list(self._held.values()):
             self._end(held)
 
+    def end_retired(self) -> None:
+        """What is in trees that are retired counts no more: others would find it again with whoever came to read it."""
+        for held in [each for each in self._held.values() if is_retired(_tree_of(each.node))]:
+            self._end(held)
+
     def done_with(self, source: Source) -> None:
         """Nothing more is wanted of another worker's room."""
         self._left.append(source)
@@ -143,3 +149,10 @@ class Rooms:
         del self._held[held.room.number]
         held.memory.unpin(held.node)
         self._closed.append(held.room)
+
+
+def _tree_of(node: TreeNode) -> str:
+    """The name of the tree that it is in."""
+    while node.parent is not None:
+        node = node.parent
+    return node.key.decode()

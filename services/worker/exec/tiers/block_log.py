@@ -74,9 +74,10 @@ class BlockLog:
             self._failed(error)
 
     def close(self) -> None:
-        if self._fd is not None:
-            self._disk.close(self._fd)
-            self._fd = None
+        """Nothing is appended any more. Raises OSError; it is closed all the same."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._disk.close(fd)
 
     def _found(self) -> list[KeptBlock]:
         """All of this identity, up to what is torn; of a name the newest. Raises OSError."""
@@ -101,13 +102,15 @@ class BlockLog:
         fd = self._disk.create(part)
         try:
             self._all_written(fd, b"".join((self._header, *map(_record, blocks))), 0)
+            size = self._disk.size(fd)
             self._disk.rename(part, self._path)
         except OSError:
             self._disk.close(fd)
             raise
-        self.close()
-        self._fd, self._size = fd, self._disk.size(fd)
-        self._most = 2 * self._size + SPARE_BYTES
+        before, self._fd, self._size = self._fd, fd, size
+        self._most = 2 * size + SPARE_BYTES
+        if before is not None:
+            self._disk.close(before)
 
     def _write(self, records: bytes) -> None:
         assert self._fd is not None, "what is written to is open"

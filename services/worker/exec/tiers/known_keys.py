@@ -4,6 +4,7 @@ RedisPageStore."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from heapq import nsmallest
 
 from services.worker.core.tiers.page_keys import UNSALTED, tag_of
 
@@ -15,6 +16,7 @@ class KnownKeys:
         self._most = most
         self._keys: dict[bytes, None] = {}
         self._of_tag: dict[bytes, dict[bytes, int | None]] = {}  # when they were written, in ms; None: nobody has asked
+        self._of_no_age: dict[bytes, dict[bytes, None]] = {}  # those of None, by tag; none is empty
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
@@ -27,7 +29,7 @@ class KnownKeys:
 
     @property
     def num_salts(self) -> int:
-        return len(self._of_tag.keys() - {UNSALTED})
+        return len(self._of_tag) - (UNSALTED in self._of_tag)
 
     def num_of(self, tag: bytes) -> int:
         return len(self._of_tag.get(tag, ()))
@@ -38,6 +40,8 @@ class KnownKeys:
             self.drop(key)
             self._keys[key] = None
             self._of_tag.setdefault(tag_of(key), {})[key] = written_ms
+            if written_ms is None:
+                self._of_no_age.setdefault(tag_of(key), {})[key] = None
         forgotten: list[bytes] = []
         while len(self._keys) > self._most:
             forgotten.append(oldest := next(iter(self._keys)))
@@ -53,16 +57,25 @@ class KnownKeys:
         del self._of_tag[tag][key]
         if not self._of_tag[tag]:
             del self._of_tag[tag]
+        self._has_age(tag, key)
 
     def of_no_age(self, tag: bytes) -> list[bytes]:
         """Those of which it is not known when they were written."""
-        return [key for key, written_ms in self._of_tag.get(tag, {}).items() if written_ms is None]
+        return list(self._of_no_age.get(tag, ()))
 
     def learn(self, written_ms: Mapping[bytes, int]) -> None:
         for key, when in written_ms.items():
             self._of_tag[tag_of(key)][key] = when
+            self._has_age(tag_of(key), key)
 
     def oldest(self, tag: bytes, count: int) -> list[bytes]:
         """So many at most, by when they were written."""
         own = self._of_tag.get(tag, {})
-        return sorted(own, key=lambda key: own[key] or 0)[: max(count, 0)]
+        return nsmallest(count, own, key=lambda key: own[key] or 0)
+
+    def _has_age(self, tag: bytes, key: bytes) -> None:
+        """Or is not known any more."""
+        of_no_age = self._of_no_age.get(tag, {})
+        of_no_age.pop(key, None)
+        if not of_no_age:
+            self._of_no_age.pop(tag, None)

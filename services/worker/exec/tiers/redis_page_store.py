@@ -1,14 +1,14 @@
 """A storage tier that several workers share: pages of KV by key in Redis or Valkey. A PageStore; single owner, one thread.
 
-    pages:IDENTITY:p:KEY   string   checksum 16 | written 8, in ms | page; goes when nobody has written or read it for so long
-    pages:IDENTITY:news    stream   {k: keys that were written, one behind another}, {d: that were deleted}, {h: ""}: one came
+    pages:2:IDENTITY:p:KEY   string   checksum 16 | written 8, in ms | page; goes when nobody has written or read it for so long
+    pages:2:IDENTITY:news    stream   {k: keys that were written, one behind another}, {d: that were deleted}, {h: ""}: one came
 
-IDENTITY is of layout and secret: whoever has another one has nothing to do with these pages. KEY is a keyed digest behind a tag
-of its salt, so that neither names nor values tell tokens. Which keys there are every worker knows from one look at all of them
-and from the news behind it; what it does not know of it computes, and what is not there any more a read finds out. The server
-decides what goes when it is full. While it does not answer it is left in peace for a while, and afterwards all is looked at
-again. A quota is kept by who writes, by the keys that he knows: what several write within a second may pass it until one of them
-writes again.
+2 is the version of keys and values, IDENTITY of layout and secret: whoever has another one has nothing to do with these pages.
+KEY is a keyed digest behind a tag of its salt, so that neither names nor values tell tokens. Which keys there are every worker
+knows from one look at all of them and from the news behind it; what it does not know of it computes, and what is not there any
+more a read finds out. The server decides what goes when it is full. While it does not answer it is left in peace for a while,
+and afterwards all is looked at again. A quota is kept by who writes, by the keys that he knows: what several write within a
+second may pass it until one of them writes again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from services.worker.exec.tiers.known_keys import KnownKeys
 from services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
+VERSION = 2  # of keys and values; 1 had keys without a tag, and no time in values
 CHECKSUM_BYTES = 16
 WRITTEN_BYTES = 8
 HEAD_BYTES = CHECKSUM_BYTES + WRITTEN_BYTES  # of a value, in front of the page
@@ -86,7 +87,7 @@ class RedisPageStore:
         self._redis = page_client(url)
         self._clock, self._wall = clock, wall
         self._ttl_ms = ttl_s * 1000
-        prefix = f"pages:{identity[:_IDENTITY_BYTES].hex()}:"
+        prefix = f"pages:{VERSION}:{identity[:_IDENTITY_BYTES].hex()}:"
         self._page_prefix, self._news_key = f"{prefix}p:".encode(), f"{prefix}news"
         self._known = KnownKeys(MOST_KEYS)
         self._lost: dict[bytes, None] = {}

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.worker.exec.tiers.segment_file import SegmentFile
 from services.worker.exec.tiers.segment_format import SegmentFormat
 
 
 class SegmentLog:
-    """segments: oldest first; the last one may be open. capacity: slots of one that is made."""
+    """segments: oldest first; the last one may be open. capacity: slots of one that is made. num_bytes: their charges."""
 
     def __init__(self, form: SegmentFormat, capacity: int) -> None:
         self._form = form
         self.capacity = capacity
         self.segments: list[SegmentFile] = []
+        self.num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.charge for segment in self.segments)
+    def add(self, segment: SegmentFile) -> None:
+        self.segments.append(segment)
+        self.num_bytes += segment.charge
+
+    def drop(self, segment: SegmentFile) -> None:
+        self.segments.remove(segment)
+        self.num_bytes -= segment.charge
+
+    def append(self, records: Sequence[tuple[bytes, memoryview]]) -> int:
+        """To the one that is writable, as it does."""
+        segment = self.segments[-1]
+        before = segment.charge
+        count = segment.append(records)
+        self.num_bytes += segment.charge - before
+        return count
 
     @property
     def writable(self) -> SegmentFile | None:

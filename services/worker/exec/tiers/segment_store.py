@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby, takewhile
 from pathlib import Path
 
@@ -77,10 +78,13 @@ class SegmentStore:
         self._open: dict[SegmentFile, None] = {}  # that have room, the one that was appended to last behind
         self._leftovers: list[SegmentFile] = []  # that hold nothing, and an error kept from being deleted
         self._unread: list[int] = []  # numbers of files that an error kept from being read
+        self._deletes_unread = False  # a deletion meant them, and an error kept them from it
         self._places: dict[bytes, Place] = {}  # by key, oldest first
         self._lost: dict[bytes, None] = {}
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
+        self._num_charged = 0  # bytes that all segments may come to have
+        self._num_on_disk = 0  # bytes of all files, leftovers among them
         self._next_number = 0
         self._folder = StoreFolder(folder, self._disk)
         try:
@@ -133,9 +137,9 @@ class SegmentStore:
         dropped = [key for segment in meant for key in self._drop(segment)]
         self._deleted_pages += len(dropped)
         self._leftovers += meant
+        self._deletes_unread = True
         try:
-            self._clear_leftovers()
-            self._clear_unread()
+            self._clear()
             self._folder.sync()
         except OSError as error:
             self._write_failed("segments were not deleted", error)
@@ -143,21 +147,17 @@ class SegmentStore:
         return Deleted(len(dropped), tuple(dropped))
 
     def use(self) -> StorageUse:
-        salts = len(self._logs.keys() - {UNSALTED})
-        return StorageUse(self._bytes_on_disk, salts, self._over_quota_pages, self._deleted_pages)
+        salts = len(self._logs) - (UNSALTED in self._logs)
+        return StorageUse(self._num_on_disk, salts, self._over_quota_pages, self._deleted_pages)
 
     def counts(self) -> StoreCounts:
         pages = len(self._places)
-        return StoreCounts(self._corrupt_pages, self._failed_reads, self._failed_writes, self._bytes_on_disk, pages)
+        return StoreCounts(self._corrupt_pages, self._failed_reads, self._failed_writes, self._num_on_disk, pages)
 
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
         self._folder.close()
-
-    @property
-    def _bytes_on_disk(self) -> int:
-        return sum(segment.bytes_on_disk for segment in (*self._leftovers, *self._segments))
 
     def _recover(self) -> None:
         foreign = 0
@@ -206,7 +206,8 @@ class SegmentStore:
         while at < len(records):
             segment = self._writable(tag, len(records) - at, dropped)
             slot = len(segment.keys)
-            count = segment.append(records[at : at + segment.room])
+            with self._measured(segment):
+                count = self._logs[tag].append(records[at : at + segment.room])
             self._open.pop(segment)
             self._open[segment] = None
             for key, _ in records[at : at + count]:
@@ -235,18 +236,18 @@ class SegmentStore:
     def _makes_room(self, tag: bytes, size: int, dropped: list[bytes]) -> bool:
         """Deletes what is left over, and the oldest segment, if `size` bytes more of that tag are beyond its quota or the cap:
         whether one was, and it is to be asked again. dropped: grows by its keys. Raises OSError."""
-        self._clear_leftovers()
+        self._clear()
         log = self._logs.get(tag)
         over = log is not None and tag != UNSALTED and 0 < self._salt_bytes < log.num_bytes + size
         if over and log is not None:
             oldest = log.segments[0]
-        elif sum(segment.charge for segment in self._segments) + size > self._max_bytes:
+        elif self._num_charged + size > self._max_bytes:
             assert self._segments, "the cap has room for a segment"
             oldest = self._segments[0]
         else:
             return False
         self._open.pop(oldest, None)
-        oldest.remove()
+        self._remove(oldest)
         gone = self._drop(oldest)
         self._over_quota_pages += len(gone) if over else 0
         dropped += gone
@@ -262,7 +263,9 @@ class SegmentStore:
     def _add(self, segment: SegmentFile) -> None:
         tag = segment.head.tag
         self._segments.append(segment)
-        self._logs.setdefault(tag, self._log(tag)).segments.append(segment)
+        self._logs.setdefault(tag, self._log(tag)).add(segment)
+        self._num_charged += segment.charge
+        self._num_on_disk += segment.bytes_on_disk
         if segment.room:
             self._open[segment] = None
 
@@ -270,7 +273,8 @@ class SegmentStore:
         """It is none of the store's any more. Returns the keys that it held."""
         tag = segment.head.tag
         self._segments.remove(segment)
-        self._logs[tag].segments.remove(segment)
+        self._logs[tag].drop(segment)
+        self._num_charged -= segment.charge
         if not self._logs[tag].segments:
             del self._logs[tag]
         self._open.pop(segment, None)
@@ -282,7 +286,8 @@ class SegmentStore:
     def _finish(self, segment: SegmentFile) -> None:
         """Raises OSError; nothing is appended to it any more all the same."""
         self._open.pop(segment, None)
-        segment.finish()
+        with self._measured(segment):
+            segment.finish()
 
     def _finish_found(self, segment: SegmentFile) -> None:
         try:
@@ -300,7 +305,7 @@ class SegmentStore:
             self._lost.update(dict.fromkeys(self._drop(segment)))
             self._leftovers.append(segment)
             try:
-                self._clear_leftovers()
+                self._clear()
             except OSError as failure:
                 self._write_failed("a segment was not deleted", failure)
         else:
@@ -308,23 +313,41 @@ class SegmentStore:
             segment.keys[slot] = None
             self._lost[key] = None
 
-    def _clear_leftovers(self) -> None:
-        """Files that hold nothing. Raises OSError for the first that stays, when all have been tried."""
+    def _clear(self) -> None:
+        """Files that hold nothing, and if a deletion meant them those of which nobody knows what they hold. Raises OSError for
+        the first that stays, when all have been tried."""
         failed: OSError | None = None
         for segment in list(self._leftovers):
             try:
-                segment.remove()
+                self._remove(segment)
                 self._leftovers.remove(segment)
+            except OSError as error:
+                failed = failed or error
+        for number in list(self._unread) if self._deletes_unread else ():
+            try:
+                self._unlink(number)
+                self._unread.remove(number)
             except OSError as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+        self._deletes_unread = False
 
-    def _clear_unread(self) -> None:
-        """Files of which nobody knows what they hold. Raises OSError."""
-        while self._unread:
-            self._unlink(self._unread[-1])
-            self._unread.pop()
+    def _remove(self, segment: SegmentFile) -> None:
+        """Its file. Raises OSError if that stays."""
+        with self._measured(segment):
+            segment.remove()
+        self._num_on_disk -= segment.bytes_on_disk
+
+    @contextmanager
+    def _measured(self, segment: SegmentFile) -> Iterator[None]:
+        """Its size changes, whatever is raised."""
+        charge, size = segment.charge, segment.bytes_on_disk
+        try:
+            yield
+        finally:
+            self._num_charged += segment.charge - charge
+            self._num_on_disk += segment.bytes_on_disk - size
 
     def _unlink(self, number: int) -> None:
         self._disk.unlink(self._folder.index(number))

@@ -162,10 +162,10 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
             "/clear_hicache_storage_backend",
             '{"older_than_s": 60}',
             "FlushCache",
-            pb.FlushCacheRequest(tiers=["storage"], older_than_s=60),
+            pb.FlushCacheRequest(tiers=["storage", "selected"], older_than_s=60),
         ),
-        ("POST", "/flush_cache", '{"cache_salt": ""}', "FlushCache", pb.FlushCacheRequest(cache_salt="")),
-        ("POST", "/flush_cache", '{"extra_key": "a"}', "FlushCache", pb.FlushCacheRequest(cache_salt="a")),
+        ("POST", "/flush_cache", '{"cache_salt": ""}', "FlushCache", pb.FlushCacheRequest(tiers=["selected"], cache_salt="")),
+        ("POST", "/flush_cache", '{"extra_key": "a"}', "FlushCache", pb.FlushCacheRequest(tiers=["selected"], cache_salt="a")),
         ("GET", "/get_server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
         ("GET", "/server_info", "", "GetInternalState", pb.GetInternalStateRequest()),
         ("GET", "/set_internal_state", "", "GetInternalState", pb.GetInternalStateRequest()),
@@ -221,6 +221,12 @@ def test_a_key_names_the_salt_that_its_requests_have(body: dict[str, str], asked
     ((_, sent, _, _),) = worker.calls
     assert sent.cache_salt == Caller(key="team-a", salts_cache=True).cache_salt_of(salted)
     refused, worker = one("POST", "/flush_cache", content)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+def test_where_keys_are_parted_a_salt_alone_is_nobodys(name: str) -> None:
+    refused, worker = one("POST", "/flush_cache", json.dumps({name: "a"}).encode(), settings={"salt_cache_by_key": True})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
 
 

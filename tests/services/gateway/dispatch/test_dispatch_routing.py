@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.gateway.dispatch.model_pool import TRIES_ONE_IN
 from services.gateway.routing.config import RoutingPolicy
 from services.shared.index.block_hash import block_hashes, root_hash
 from services.shared.index.block_tier import BlockTier
@@ -139,6 +140,9 @@ def test_what_is_below_devices_counts_by_what_workers_say_that_reading_saves() -
         assert decisions(system, "prefix") == 4
         assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 4 * len(names) * 64
         assert sum(kept_in_hosts(6, (0.0, 0.0))) == 1 and decisions(system, "prefix") == 4
+        looks = range(3, TRIES_ONE_IN + 1)  # at a tier that saves nothing: those before were of the last two
+        tried = [kept_in_hosts(4 + look, (0.0, 0.0)) and decisions(system, "prefix") for look in looks]
+        assert tried == [4] * (len(looks) - 1) + [5], "it may pay by now"
 
 
 def test_one_worker_by_two_addresses() -> None:

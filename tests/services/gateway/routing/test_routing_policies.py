@@ -18,7 +18,7 @@ from services.gateway.routing.policies import (
     make_policy,
     rows_with_room,
 )
-from services.gateway.routing.tier_hits import hits_of
+from services.gateway.routing.tier_hits import TRIED_SAVES, hits_of
 from tests.all_pairs import each_value
 
 
@@ -237,6 +237,17 @@ def test_a_hit_is_worth_what_reading_it_saves(
     request = Ask(1000, hits.matched, saved=hits.saved)
     chosen = pick("prefix_aware", workers, request)
     assert (chosen.row, chosen.predicted_tokens) == (row, predicted)
+
+
+def test_what_saves_nothing_is_worth_little_where_it_is_tried() -> None:
+    workers = fleet([10, 10])
+    workers.owner[:2] = range(2)
+    workers.host_saves[:2], workers.storage_saves[:2] = (0.0, 0.9), (0.0, 0.0)
+    reach = np.cumsum(np.array([(1, 2, 4), (1, 2, 4)]), axis=1).T
+    kept, tried = hits_of(reach, workers), hits_of(reach, workers, tries=True)
+    assert kept.saved is not None and tried.saved is not None
+    assert (kept.matched[:2] // 64).tolist() == [1, 3] and (tried.matched[:2] // 64).tolist() == [7, 7]
+    assert tried.saved[:2] / 64 == pytest.approx([1 + 6 * TRIED_SAVES, 1 + 2 * 0.9 + 4 * TRIED_SAVES])
 
 
 def test_an_index_that_knows_of_devices_alone_says_what_it_always_said() -> None:

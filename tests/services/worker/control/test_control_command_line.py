@@ -87,9 +87,9 @@ def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> N
         (
             "FlushCache",
             ["storage", "cache_salt=a=b", "older_than_s=60"],
-            pb.FlushCacheRequest(tiers=["storage"], cache_salt="a=b", older_than_s=60),
+            pb.FlushCacheRequest(tiers=["storage", "selected"], cache_salt="a=b", older_than_s=60),
         ),
-        ("FlushCache", ["cache_salt="], pb.FlushCacheRequest(cache_salt="")),
+        ("FlushCache", ["cache_salt="], pb.FlushCacheRequest(tiers=["selected"], cache_salt="")),
         ("SlowDown", [], pb.SlowDownRequest()),
         ("SlowDown", ["0.5"], pb.SlowDownRequest(step_delay_s=0.5)),
         ("Pause", [], pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT)),

@@ -258,11 +258,11 @@ EVERYWHERE = ("device", "host", "storage")
 @pytest.mark.parametrize(
     ("request_", "forgotten", "deleted", "pages"),
     [
-        (pb.FlushCacheRequest(cache_salt="a"), [("forget", "a", *EVERYWHERE)], [Selection(b"tag a")], 12),
+        (pb.FlushCacheRequest(cache_salt="a", tiers=["selected"]), [("forget", "a", *EVERYWHERE)], [Selection(b"tag a")], 12),
         (pb.FlushCacheRequest(cache_salt=""), [("forget", "", *EVERYWHERE)], [Selection(b"tag ")], 12),
         (pb.FlushCacheRequest(cache_salt="a", tiers=["device"]), [("forget", "a", "device")], [], 5),
-        (pb.FlushCacheRequest(older_than_s=9.5), [], [Selection(None, 9.5)], 7),
-        (pb.FlushCacheRequest(older_than_s=0, cache_salt="a", tiers=["storage"]), [], [Selection(b"tag a", 0)], 7),
+        (pb.FlushCacheRequest(older_than_s=9.5, tiers=["selected"]), [], [Selection(None, 9.5)], 7),
+        (pb.FlushCacheRequest(older_than_s=0, cache_salt="a", tiers=["storage", "selected"]), [], [Selection(b"tag a", 0)], 7),
     ],
 )
 def test_a_flush_is_of_the_salt_and_the_age_that_it_names(
@@ -286,6 +286,7 @@ def test_a_flush_is_of_the_salt_and_the_age_that_it_names(
         (pb.FlushCacheRequest(older_than_s=float("inf")), "older_than_s"),
         (pb.FlushCacheRequest(older_than_s=1, tiers=["storage", "host"]), "tiers"),
         (pb.FlushCacheRequest(tiers=["peer"]), "tiers"),
+        (pb.FlushCacheRequest(tiers=["device", "selected"]), "tiers"),
         (pb.FlushCacheRequest(cache_salt="x" * 257), "cache_salt"),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rootstock.v1 import worker_pb2
 from services.worker.core.contracts.plan import StepResult
+from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.protocol import Run
 from services.worker.front.busyness import GAP_S, LoadReport, NoIndex
 from services.worker.front.outbox import StreamOutbox
@@ -157,6 +158,26 @@ def test_it_tells_what_the_index_knows() -> None:
         index.lease_held, index.generation, index.seq = True, 4, 9
         report.tell()
         assert (stream.told.lease_held, stream.told.index_generation, stream.told.index_seq) == (True, 4, 9)
+
+    run(check)
+
+
+def test_what_reading_saves_is_told_where_it_is_known() -> None:
+    """Nothing says nothing: gateways then have a default, which 0 is not."""
+
+    async def check() -> None:
+        outbox = StreamOutbox(asyncio.get_running_loop())
+        report = LoadReport(outbox, 4, NoIndex(1), *idle())
+        for saves in ((None, None), (0.75, None), (0.0, 0.5)):
+            said = dict(zip(("host_saves", "storage_saves"), saves, strict=True))
+            report.turned(StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0) | said))  # type: ignore[arg-type]
+            report.greet(stream := outbox.open(1))
+            message = await stream.take()
+            assert message is not None
+            load = message.load
+            assert said == {name: getattr(load, name) if load.HasField(name) else None for name in said}
+            stream.end()
+            assert await stream.take() is None
 
     run(check)
 

@@ -195,6 +195,9 @@ def test_one_step_may_clear_store_and_remove() -> None:
     assert ledger.held() == {block(3)} and ledger.take(10) == [BlockMove(block(3), None, BlockTier.DEVICE)]
 
 
+THOUSAND = CacheEvents(False, *(blocks(*range(at, 1000, 4)) for at in range(4)))
+
+
 def test_a_thread_hands_over_everything_in_order() -> None:
     async def body() -> None:
         got: list[bytes] = []
@@ -204,6 +207,28 @@ def test_a_thread_hands_over_everything_in_order() -> None:
         await until(lambda: len(got) == 2000)
         thread.join()
         assert got == list(map(block, range(2000)))
+
+    run(body)
+
+
+def test_a_turn_of_the_loop_takes_many_small_messages_and_few_large_ones() -> None:
+    async def body() -> None:
+        turns, taken, got = 0, list[int](), 0
+
+        def deliver(_: CacheEvents) -> None:
+            nonlocal got
+            got += 1
+
+        handover = CacheEventHandover(asyncio.get_running_loop(), deliver)
+        for messages in ([CacheEvents(False, blocks(number), ()) for number in range(1000)], [THOUSAND] * 12):
+            got, before = 0, turns
+            for each in messages:
+                handover.put(each)
+            while got < len(messages) and turns < before + 100:
+                await asyncio.sleep(0)
+                turns += 1
+            taken.append(turns - before)
+        assert taken[0] <= 2 and 3 <= taken[1] <= 4, "a queue of small ones is empty after a turn, whatever a turn takes"
 
     run(body)
 
