@@ -26,7 +26,7 @@ def read_ahead(placement: Placement, prefill: Link, decode: Link, handle: int, r
         source=_source(prefill, info, room),
     )
     decode.prefetch(placement, prefetch)
-    return Ahead(decode, handle)
+    return Ahead(decode, handle, placement.pool)
 
 
 def _source(link: Link, info: worker_pb2.WorkerInfo, room: worker_pb2.KvRoom) -> worker_pb2.KvSource:

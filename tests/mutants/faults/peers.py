@@ -58,9 +58,28 @@ PEERS = (
     ),
     *of(
         "peers",
+        "services/gateway/dispatch/model_pool.py",
+        ("requests[row] <= self.columns.limit[row]", "requests[row] < self.columns.limit[row]"),
+        only="test_dispatch_ahead",
+    ),
+    *of(
+        "peers",
+        "services/gateway/dispatch/waiting.py",
+        ("if full and placement.reader is None:", "if full:"),
+        only="test_dispatch_ahead",
+    ),
+    *of(
+        "peers",
+        "services/gateway/routing/prefill.py",
+        ("(columns.limit + columns.ahead - columns.requests)", "(columns.limit - columns.requests)"),
+        only="test_dispatch_ahead",
+    ),
+    *of(
+        "peers",
         "services/gateway/dispatch/dispatcher.py",
         ("        if ahead is not None:\n            ahead.leave()\n", ""),
         ("HEDGE, at.predicted_tokens, hands_over=prefill is not None)", "HEDGE, at.predicted_tokens)"),
+        ("            pool.recount(reader)\n", ""),
         only="test_dispatch_ahead",
     ),
     *of(
