@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.rooms import OpenRoom, Source
 from services.worker.core.contracts.transfers import OperationKind, Tier
 from services.worker.core.tiers.prefetches import MOST_PREFETCHES
 from tests.core.harness import Engine
@@ -117,10 +117,27 @@ class TestPutBack:
         assert pair.first.core.stats().expired_rooms_total == 1 and 1 not in pair.first.finishes
         pair.until(lambda: 0 in pair.first.finishes)
         finish = pair.first.finishes[0]
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room is None, "the number of a room is not used again"
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 10, "it opens once more, whole"
+        assert len(pair.told[0]) == 1, "and is announced no more"
         pair.finish(0, max_new_tokens=4)
-        assert pair.second.core.stats().refused_pulls_total == 0
+        assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
         pair.assert_all_is_free()
+
+    def test_a_room_that_ends_before_anybody_is_told_of_it_is_never_opened(self) -> None:
+        pair = Relayed()
+        pair.answer(0, PROMPT, max_new_tokens=2)
+        core, room = pair.first.core, pair.new_room()
+        match = core.table.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
+        opened = OpenRoom(room, "", b"", match.pages)
+        for times in (1, 2):
+            for _ in range(times):
+                core.table.rooms.leave_asker((0, 9))
+                core.table.rooms.open(opened, (0, 9), match.node, core.table.memory)
+            if times == 1:
+                core.table.rooms.leave_asker((0, 9))
+            events = core.take_rooms()
+            assert events is not None and events.closed == (room,)
+            assert events.opened == ((opened,) if times == 2 else ()), "the one that stands"
 
     def test_not_where_who_computes_needs_its_pages(self) -> None:
         pair = preempting(num_pages=20, before=[5] * 8)
@@ -179,13 +196,13 @@ class TestEnds:
                 pair.first.core.fail(pair.first.prev.plan.step_id, "made to fail", pair.first.now)
                 pair.first.prev = None
         assert rooms(pair) == 0
-        for _ in range(20):
-            pair.turn()
-        assert pair.second.core.stats().pulled_pages_total == 0 < pair.second.core.stats().refused_pulls_total
         if how == "flush":
             pair.finish(0, max_new_tokens=4)
-            assert pulled(pair.second) == [4], "nothing was read from a room that had ended"
+            assert pair.second.core.stats().pulled_pages_total == 10, "from the room that was opened once more"
         else:
+            for _ in range(20):
+                pair.turn()
+            assert pair.second.core.stats().pulled_pages_total == 0 < pair.second.core.stats().refused_pulls_total
             pair.second.abort(0)
         pair.assert_all_is_free()
 

@@ -27,6 +27,7 @@ PEERS = (
         ("if not held.whole and held.until < inf]", "if held.until < inf]"),
         ("if not held.whole and held.until < inf]", "if False]"),
         ("            held.until = inf\n", "            pass\n"),
+        ("if opened.room.number != held.room.number]", "]"),
         only="test_rules_chunks",
     ),
     *of(
