@@ -224,6 +224,27 @@ class TestEnds:
         assert memory.num_available == memory.pages.num_pages and memory.tree.num_pages
         assert not len(pair.second.core.table.importing)
 
+    @pytest.mark.parametrize("how", ["abort", "front end", "time"])
+    def test_who_waits_for_these_pages_gets_them_at_once(self, how: str) -> None:
+        pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
+        second = pair.second
+        for handle, prompt in ((5, [9] * 5), (6, [8] * 60)):
+            second.submit(handle, prompt, peer=1, max_new_tokens=6 if handle == 6 else 20, ignore_eos=True)
+            second.turn()
+        second.turn()
+        table = second.core.table
+        assert table.batch_is_full and len(table.waiting) == 1 and table.num_running == 1
+        if how == "time":
+            second.now += 5.0
+        elif how == "abort":
+            second.abort(0)
+        else:
+            second.core.abort_peer(0, second.now)
+        second.turn()
+        assert not len(table.waiting) and table.num_running == 2
+
     def test_while_pages_are_on_their_way_they_come_back_with_the_fact(self) -> None:
         pair = Relayed(page_moved_s=0.1)
         pair.begin(0, PROMPT, max_new_tokens=4)

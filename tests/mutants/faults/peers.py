@@ -13,6 +13,7 @@ PEERS = (
         ("return prefetch.wanted.arrived", "return Counter()"),
         ("for asker in [each for each in self._prefetches if each[0] == peer]:", "for asker in ():"),
         (" and len(self._prefetches) < MOST_PREFETCHES", ""),
+        ("            self._freed = True\n", ""),
         ("max(0, min(source.num_pages, memory.usable_pages(num_tokens, num_tokens)))", "source.num_pages"),
         only="test_rules_chunks",
     ),
