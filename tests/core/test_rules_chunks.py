@@ -320,9 +320,13 @@ class TestRead:
         assert tiers is not None
         tiers.rates.moved(Tier.PEER, 1, 1e6, ADDRESS)
         tiers.rates._token_s = 1e-9
+        rate = tiers.rates.bytes_s(Tier.PEER, ADDRESS)
         pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: 0 in pair.first.finishes)
+        assert len(pair.told[0]) == 2 and tiers.rates.bytes_s(Tier.PEER, ADDRESS) == rate, "a look ahead forgives nothing"
         pair.finish(0, max_new_tokens=4)
-        assert pair.told[0] and not pulled(pair.second)
+        assert not pulled(pair.second)
+        assert rate < tiers.rates.bytes_s(Tier.PEER, ADDRESS) < rate * 1.2, "the request's own does"
 
     def test_two_of_one_prompt_read_it_once(self) -> None:
         pair = Relayed(page_moved_s=0.02)

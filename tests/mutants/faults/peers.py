@@ -87,6 +87,12 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/tiers/imports.py",
+        (", forgives=not wanted.ahead)", ")"),
+        only="test_rules_chunks",
+    ),
+    *of(
+        "peers",
+        "services/worker/core/tiers/imports.py",
         ("stuck = any(running.late and running.place.lane == place.lane for", "stuck = any(running.late for"),
         ("return here or (source is not None and at < source.num_pages)", "return here or source is not None"),
         ("self.refused_pulls_total += tier is Tier.PEER and not fact.count", "pass"),
