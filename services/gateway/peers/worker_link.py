@@ -113,6 +113,7 @@ class WorkerLink(Generic[Open]):
         self._submits: dict[int, worker_pb2.Submit] = {}  # without what Occupant gives
         self._aborts: list[int] = []
         self._ahead: dict[int, int] = {}  # tokens by handle, of submits to come, whose pages are read ahead
+        self._heard_ahead: set[int] = set()  # of submits that are to be sent, those whose pages are read ahead
         self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # of these; to be sent, without the tokens
         self._ready: dict[int, worker_pb2.PagesReady] = {}
         self._wake = asyncio.Event()
@@ -134,7 +135,8 @@ class WorkerLink(Generic[Open]):
 
     def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
         """submit: all but prompt, prediction and sampling parameters, which are copied once, into the message that goes out."""
-        self._forget_ahead(submit.handle)
+        if submit.handle in self._ahead and self._forget_ahead(submit.handle):
+            self._heard_ahead.add(submit.handle)
         self.open[submit.handle] = occupant
         self.open_tokens += occupant.num_tokens
         self._submits[submit.handle] = submit
@@ -148,13 +150,15 @@ class WorkerLink(Generic[Open]):
         return occupant
 
     def abort(self, handle: int) -> bool:
-        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it."""
+        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it; it may
+        have read ahead for it, and is told not to keep that."""
         occupant = self.close(handle)
         if occupant is None:
             return False
         occupant.aborted(handle)
         unsent = self._submits.pop(handle, None) is not None
-        if not unsent:
+        if not unsent or handle in self._heard_ahead:
+            self._heard_ahead.discard(handle)
             self._aborts.append(handle)
             self._wake.set()
         return unsent
@@ -253,7 +257,7 @@ class WorkerLink(Generic[Open]):
         self.info = self.load = None
         self.open.clear()
         self.open_tokens, self.ahead_tokens, self.kept_until = 0, 0, 0.0
-        for unsent in (self._submits, self._aborts, self._ahead, self._prefetches, self._ready):
+        for unsent in (self._submits, self._aborts, self._ahead, self._heard_ahead, self._prefetches, self._ready):
             unsent.clear()
         self._events.on_down(self, orphans)
 
@@ -292,6 +296,7 @@ class WorkerLink(Generic[Open]):
             handle = next(iter(self._submits))
             submit = message.submits.add()
             submit.CopyFrom(self._submits.pop(handle))
+            self._heard_ahead.discard(handle)
             self.open[handle].write_sampling(submit.sampling)
             submit.prompt_ids.extend(self.open[handle].prompt_ids)
             if predicts:
