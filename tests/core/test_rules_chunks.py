@@ -303,6 +303,18 @@ class TestRead:
             pair.turn()
         assert pulled(pair.second) == [5] and pair.second.core.stats().pulled_pages_total == 5
 
+    def test_pages_are_kept_by_the_priority_of_the_request_to_come(self) -> None:
+        pair = Relayed(enable_priority_scheduling=True)
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        room = pair.first.finishes[0].room
+        assert room is not None
+        ids, core = np.array(PROMPT, dtype=np.int32), pair.second.core
+        core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 10), priority=5), pair.second.now)
+        for _ in range(4):
+            pair.turn()
+        match = core.table.memory.match("", ids.tobytes(), len(ids))
+        assert len(match.pages) == 10 and match.node.rank == core.config.rank(5) != core.config.rank(0)
+
     def test_a_read_that_fails_is_the_last_before_the_request(self) -> None:
         pair = Relayed()
         pair.second.executor.peers.clear()

@@ -170,7 +170,7 @@ class Dispatcher:
             self._submit(placement, links[index], SESSION, 0)
             return True
         if (reader := placement.reader) is not None and pool.takes(reader.link, placement):
-            self._submit(placement, reader.link, READER, 0)
+            self._submit(placement, reader.link, READER, reader.predicted_tokens)
             return True
         now = asyncio.get_running_loop().time()
         pick = pool.pick(placement, now)
@@ -348,9 +348,10 @@ class Dispatcher:
             ahead.link.more_ready(ahead.handle, ready.room)
             return
         pool, now = placement.pool, asyncio.get_running_loop().time()
-        reader = pool.pick_reader(placement, now, link)
-        if reader is not None:
-            placement.read_ahead(ready.handle, read_ahead(placement, link, reader, next(self._handles), ready.room))
+        pick = pool.pick_reader(placement, now, link)
+        if pick is not None:
+            reader, handle = pool.links[pick.row], next(self._handles)
+            placement.read_ahead(ready.handle, read_ahead(placement, link, reader, handle, ready.room, pick.predicted_tokens))
             pool.picked(placement, reader, now + self._settings.speculative_s)
             pool.recount(reader)
             self._metrics.prefetches.inc()

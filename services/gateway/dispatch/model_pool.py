@@ -252,7 +252,7 @@ class ModelPool(Generic[C]):
             return None
         return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
 
-    def pick_reader(self, one: C, now: float, prefill: AnyLink) -> WorkerLink[C] | None:
+    def pick_reader(self, one: C, now: float, prefill: AnyLink) -> Pick | None:
         """Who will go on with what the link's worker computes of its prompt, as things are now. None: nobody who could read that
         has room."""
         info = prefill.info
@@ -261,8 +261,7 @@ class ModelPool(Generic[C]):
         allowed = self._same_numerics(one)
         for row, link in self.links.items():
             allowed[row] &= reads(link, info.kv_layout)
-        pick = self._policy.pick(self._ask(one, now, allowed), self.columns)
-        return None if pick is None else self.links[pick.row]
+        return self._policy.pick(self._ask(one, now, allowed), self.columns)
 
     def takes(self, link: WorkerLink[C], one: C) -> bool:
         """Whether it, which reads ahead for what has begun, is one of those that may go on with that, and has room: at least the

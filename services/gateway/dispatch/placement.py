@@ -50,11 +50,12 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """The link's worker reads pages of a prompt that another one still computes, and counts on it. handle: of its submit, if it
-    is the one that goes on."""
+    is the one that goes on. predicted_tokens: that it was thought to have cached before."""
 
     link: Link
     handle: int
     pool: Pool
+    predicted_tokens: int
 
     @property
     def stands(self) -> bool:

@@ -68,6 +68,21 @@ def test_who_goes_on_with_it_reads_it_meanwhile() -> None:
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 1
 
 
+def test_a_reader_gets_the_request_with_what_it_was_thought_to_have_before_and_its_priority() -> None:
+    """What it reads meanwhile is no guess of routing."""
+    with system_of(**waiting()) as system:
+        for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
+            client = RawClient(system, COMPLETIONS, {"prompt": prompt, "priority": 3})
+            announce(system, 2)
+            wait_until(lambda count=count: len(prefetches(system, 1)) == count, "the first pages")  # type: ignore[misc]
+            system.allow(None)
+            client.read_until(b'"usage"')
+            system.do(lambda: system.workers[0].servicer.allow(0))
+        assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 2
+        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 256
+        assert [each.priority for each in prefetches(system, 1)] == [3, 3] == [each.priority for each in submits(system, 1)]
+
+
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
 def test_who_reads_in_vain_is_told(why: str) -> None:
     """The client leaves, the prefill worker dies, the answer ends with its first token."""
