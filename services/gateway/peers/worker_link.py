@@ -150,8 +150,8 @@ class WorkerLink(Generic[Open]):
         return occupant
 
     def abort(self, handle: int) -> bool:
-        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it; it may
-        have read ahead for it, and is told not to keep that."""
+        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it; what
+        it has read ahead for it, it is told not to keep."""
         occupant = self.close(handle)
         if occupant is None:
             return False
