@@ -196,7 +196,7 @@ PEERS = (
         ("None if waits and is_idle else pick", "None if waits else pick"),
         ("None if waits and is_idle else pick", "pick"),
         ("columns.requests[columns.used & ~columns.serves]", "columns.requests[columns.used]"),
-        ("- int(columns.requests[takes].sum())", ""),
+        ("columns.ahead - columns.requests)", "columns.ahead)"),
         ("columns.tokens <= MOST_QUEUED_TOKENS", "columns.tokens < MOST_QUEUED_TOKENS"),
         only="test_prefill",
     ),
