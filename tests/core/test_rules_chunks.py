@@ -206,6 +206,16 @@ class TestEnds:
             pair.second.abort(0)
         pair.assert_all_is_free()
 
+    def test_what_is_deleted_meanwhile_is_kept_for_nobody(self) -> None:
+        pair = Relayed(first={"disaggregation_hold_s": 60.0})
+        pair.begin(0, PROMPT, salt="s", max_new_tokens=4)
+        pair.until(lambda: bool(pair.told))
+        pair.first.core.forget_salt("s", [Tier.DEVICE])
+        pair.until(lambda: 0 in pair.first.finishes)
+        assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].room is None
+        pair.turn()
+        assert rooms(pair) == 0 and not pair.first.executor.open_rooms and not pair.first.core.table.memory.tree.num_pages
+
     @pytest.mark.parametrize("how", ["abort", "front end", "time"])
     def test_what_came_for_a_request_that_does_not_is_kept_no_longer(self, how: str) -> None:
         pair = Relayed(disaggregation_hold_s=0.5)

@@ -319,9 +319,13 @@ class RequestTable:
         self.outputs.add_finish(request, self._finish(request, ending, now, room_pages))
 
     def _open_room(self, request: Request, now: float) -> int:
-        """Its computed pages are kept for who goes on with it, also where its room has ended meanwhile. Returns how many."""
+        """Its computed pages are kept for who goes on with it, also where its room has ended meanwhile; but not what was deleted
+        meanwhile. Returns how many."""
         room, tokens = request.hand_over, request.tokens().tobytes()
         assert room is not None, "who is handed over has a room"
+        if is_retired(request.namespace):
+            self.rooms.leave_asker((request.peer, request.handle))
+            return 0
         match = self.memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if len(match.pages):
             opened = OpenRoom(room, request.namespace, tokens, match.pages.copy())
