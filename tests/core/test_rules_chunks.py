@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.rooms import OpenRoom, Source
 from services.worker.core.contracts.transfers import OperationKind, Tier
 from services.worker.core.tiers.prefetches import MOST_PREFETCHES
 from tests.core.harness import Engine
@@ -117,10 +117,27 @@ class TestPutBack:
         assert pair.first.core.stats().expired_rooms_total == 1 and 1 not in pair.first.finishes
         pair.until(lambda: 0 in pair.first.finishes)
         finish = pair.first.finishes[0]
-        assert finish.reason is FinishReason.HANDED_OVER and finish.room is None, "the number of a room is not used again"
+        assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 10, "it opens once more, whole"
+        assert len(pair.told[0]) == 1, "and is announced no more"
         pair.finish(0, max_new_tokens=4)
-        assert pair.second.core.stats().refused_pulls_total == 0
+        assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
         pair.assert_all_is_free()
+
+    def test_a_room_that_ends_before_anybody_is_told_of_it_is_never_opened(self) -> None:
+        pair = Relayed()
+        pair.answer(0, PROMPT, max_new_tokens=2)
+        core, room = pair.first.core, pair.new_room()
+        match = core.table.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
+        opened = OpenRoom(room, "", b"", match.pages)
+        for times in (1, 2):
+            for _ in range(times):
+                core.table.rooms.leave_asker((0, 9))
+                core.table.rooms.open(opened, (0, 9), match.node, core.table.memory)
+            if times == 1:
+                core.table.rooms.leave_asker((0, 9))
+            events = core.take_rooms()
+            assert events is not None and events.closed == (room,)
+            assert events.opened == ((opened,) if times == 2 else ()), "the one that stands"
 
     def test_not_where_who_computes_needs_its_pages(self) -> None:
         pair = preempting(num_pages=20, before=[5] * 8)
@@ -179,15 +196,25 @@ class TestEnds:
                 pair.first.core.fail(pair.first.prev.plan.step_id, "made to fail", pair.first.now)
                 pair.first.prev = None
         assert rooms(pair) == 0
-        for _ in range(20):
-            pair.turn()
-        assert pair.second.core.stats().pulled_pages_total == 0 < pair.second.core.stats().refused_pulls_total
         if how == "flush":
             pair.finish(0, max_new_tokens=4)
-            assert pulled(pair.second) == [4], "nothing was read from a room that had ended"
+            assert pair.second.core.stats().pulled_pages_total == 10, "from the room that was opened once more"
         else:
+            for _ in range(20):
+                pair.turn()
+            assert pair.second.core.stats().pulled_pages_total == 0 < pair.second.core.stats().refused_pulls_total
             pair.second.abort(0)
         pair.assert_all_is_free()
+
+    def test_what_is_deleted_meanwhile_is_kept_for_nobody(self) -> None:
+        pair = Relayed(first={"disaggregation_hold_s": 60.0})
+        pair.begin(0, PROMPT, salt="s", max_new_tokens=4)
+        pair.until(lambda: bool(pair.told))
+        pair.first.core.forget_salt("s", [Tier.DEVICE])
+        pair.until(lambda: 0 in pair.first.finishes)
+        assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].room is None
+        pair.turn()
+        assert rooms(pair) == 0 and not pair.first.executor.open_rooms and not pair.first.core.table.memory.tree.num_pages
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time"])
     def test_what_came_for_a_request_that_does_not_is_kept_no_longer(self, how: str) -> None:
@@ -206,6 +233,27 @@ class TestEnds:
             pair.second.core.abort_peer(0, pair.second.now)
         assert memory.num_available == memory.pages.num_pages and memory.tree.num_pages
         assert not len(pair.second.core.table.importing)
+
+    @pytest.mark.parametrize("how", ["abort", "front end", "time"])
+    def test_who_waits_for_these_pages_gets_them_at_once(self, how: str) -> None:
+        pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
+        pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
+        second = pair.second
+        for handle, prompt in ((5, [9] * 5), (6, [8] * 60)):
+            second.submit(handle, prompt, peer=1, max_new_tokens=6 if handle == 6 else 20, ignore_eos=True)
+            second.turn()
+        second.turn()
+        table = second.core.table
+        assert table.batch_is_full and len(table.waiting) == 1 and table.num_running == 1
+        if how == "time":
+            second.now += 5.0
+        elif how == "abort":
+            second.abort(0)
+        else:
+            second.core.abort_peer(0, second.now)
+        second.turn()
+        assert not len(table.waiting) and table.num_running == 2
 
     def test_while_pages_are_on_their_way_they_come_back_with_the_fact(self) -> None:
         pair = Relayed(page_moved_s=0.1)
@@ -265,6 +313,18 @@ class TestRead:
             pair.turn()
         assert pulled(pair.second) == [5] and pair.second.core.stats().pulled_pages_total == 5
 
+    def test_pages_are_kept_by_the_priority_of_the_request_to_come(self) -> None:
+        pair = Relayed(enable_priority_scheduling=True)
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        room = pair.first.finishes[0].room
+        assert room is not None
+        ids, core = np.array(PROMPT, dtype=np.int32), pair.second.core
+        core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 10), priority=5), pair.second.now)
+        for _ in range(4):
+            pair.turn()
+        match = core.table.memory.match("", ids.tobytes(), len(ids))
+        assert len(match.pages) == 10 and match.node.rank == core.config.rank(5) != core.config.rank(0)
+
     def test_a_read_that_fails_is_the_last_before_the_request(self) -> None:
         pair = Relayed()
         pair.second.executor.peers.clear()
@@ -282,9 +342,13 @@ class TestRead:
         assert tiers is not None
         tiers.rates.moved(Tier.PEER, 1, 1e6, ADDRESS)
         tiers.rates._token_s = 1e-9
+        rate = tiers.rates.bytes_s(Tier.PEER, ADDRESS)
         pair.begin(0, PROMPT, max_new_tokens=4)
+        pair.until(lambda: 0 in pair.first.finishes)
+        assert len(pair.told[0]) == 2 and tiers.rates.bytes_s(Tier.PEER, ADDRESS) == rate, "a look ahead forgives nothing"
         pair.finish(0, max_new_tokens=4)
-        assert pair.told[0] and not pulled(pair.second)
+        assert not pulled(pair.second)
+        assert rate < tiers.rates.bytes_s(Tier.PEER, ADDRESS) < rate * 1.2, "the request's own does"
 
     def test_two_of_one_prompt_read_it_once(self) -> None:
         pair = Relayed(page_moved_s=0.02)

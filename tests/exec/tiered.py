@@ -88,7 +88,7 @@ class Served:
         executor.wake_on_facts(self._has_facts.set)
         if prefers_reading and core._tiers is not None:
             rates = core._tiers.rates
-            rates.reading_pays = lambda source, pages, lane: True  # type: ignore[method-assign]
+            rates.reading_pays = lambda source, pages, lane, forgives: True  # type: ignore[method-assign]
             rates.is_over = lambda source, pages, elapsed, rest, lane: False  # type: ignore[method-assign]
 
     def submit(

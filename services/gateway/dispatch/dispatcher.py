@@ -170,7 +170,7 @@ class Dispatcher:
             self._submit(placement, links[index], SESSION, 0)
             return True
         if (reader := placement.reader) is not None and pool.takes(reader.link, placement):
-            self._submit(placement, reader.link, READER, 0)
+            self._submit(placement, reader.link, READER, reader.predicted_tokens)
             return True
         now = asyncio.get_running_loop().time()
         pick = pool.pick(placement, now)
@@ -347,9 +347,13 @@ class Dispatcher:
         if ahead is not None:
             ahead.link.more_ready(ahead.handle, ready.room)
             return
-        reader = placement.pool.pick_reader(placement, asyncio.get_running_loop().time(), link)
-        if reader is not None:
-            placement.read_ahead(ready.handle, read_ahead(placement, link, reader, next(self._handles), ready.room))
+        pool, now = placement.pool, asyncio.get_running_loop().time()
+        pick = pool.pick_reader(placement, now, link)
+        if pick is not None:
+            reader, handle = pool.links[pick.row], next(self._handles)
+            placement.read_ahead(ready.handle, read_ahead(placement, link, reader, handle, ready.room, pick.predicted_tokens))
+            pool.picked(placement, reader, now + self._settings.speculative_s)
+            pool.recount(reader)
             self._metrics.prefetches.inc()
 
     def _finish(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
@@ -457,6 +461,7 @@ class Dispatcher:
         for placement in orphans:
             if placement.choice.request.error is None:  # else a sibling has just ended the whole request
                 self._go_on(placement, link)
+            self._waiting.pump(placement.pool)  # who was to come to a reader may have left room there
         for other in self.fleet.unused(link):
             self.on_hello(other)
 

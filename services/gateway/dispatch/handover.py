@@ -15,8 +15,11 @@ def kept_by(link: Link, finish: worker_pb2.Finish, now: float) -> Kept | None:
     return Kept(link, finish.handle, _source(link, info, finish.room), info.kv_layout)
 
 
-def read_ahead(placement: Placement, prefill: Link, decode: Link, handle: int, room: worker_pb2.KvRoom) -> Ahead:
-    """The decode worker begins to read what the prefill worker has computed so far. handle: of the submit to come."""
+def read_ahead(
+    placement: Placement, prefill: Link, decode: Link, handle: int, room: worker_pb2.KvRoom, predicted_tokens: int
+) -> Ahead:
+    """The decode worker begins to read what the prefill worker has computed so far. handle, predicted_tokens: of the submit to
+    come."""
     info, weights, choice = prefill.info, decode.weights, placement.choice
     assert info is not None, "who has said something is connected"
     prefetch = worker_pb2.Prefetch(
@@ -24,9 +27,10 @@ def read_ahead(placement: Placement, prefill: Link, decode: Link, handle: int, r
         cache_salt=choice.cache_salt,
         revision="" if weights is None else weights.revision,
         source=_source(prefill, info, room),
+        priority=choice.priority,
     )
     decode.prefetch(placement, prefetch)
-    return Ahead(decode, handle)
+    return Ahead(decode, handle, placement.pool, predicted_tokens)
 
 
 def _source(link: Link, info: worker_pb2.WorkerInfo, room: worker_pb2.KvRoom) -> worker_pb2.KvSource:

@@ -15,7 +15,7 @@ from services.gateway.peers.worker_link import Occupant, WorkerLink
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.routing.columns import HOST_SAVES, STORAGE_SAVES, Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue
-from services.gateway.routing.policies import Policy, has_room, rows_with_room
+from services.gateway.routing.policies import Policy, has_room
 from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
@@ -225,16 +225,23 @@ class ModelPool(Generic[C]):
             self.columns.serves[row] = self.links[row].weights not in others
 
     def _count(self, link: AnyLink) -> None:
-        """After its requests have changed: ours as they are, others' as it last told them."""
-        load, requests, tokens = link.load, len(link.open), link.open_tokens
+        """After its requests have changed: ours as they are, others' as it last told them. Those that it reads ahead for are on
+        it already: whoever is placed meanwhile goes where they leave room."""
+        load, requests, tokens = link.load, len(link.open), link.open_tokens + link.ahead_tokens
         if load is not None and load.num_open > load.num_open_here:
             others = load.num_open - load.num_open_here
             requests += others
             tokens += load.used_tokens * others // load.num_open
-        if link.crowded_until:
-            requests = max(requests, int(self.columns.limit[self._rows[link]]))
-        self.columns.requests[self._rows[link]] = requests
-        self.columns.tokens[self._rows[link]] = tokens
+        columns, row = self.columns, self._rows[link]
+        least = int(columns.limit[row]) if link.crowded_until else 0
+        columns.requests[row] = max(requests + link.num_ahead, least)
+        columns.ahead[row] = columns.requests[row] - max(requests, least)
+        columns.tokens[row] = tokens
+
+    def recount(self, link: AnyLink) -> None:
+        """After what is to come to the link has changed, which may have left."""
+        if link in self._rows:
+            self._count(link)
 
     def has_room(self) -> bool:
         return has_room(Ask(0), self.columns)
@@ -245,7 +252,7 @@ class ModelPool(Generic[C]):
             return None
         return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
 
-    def pick_reader(self, one: C, now: float, prefill: AnyLink) -> WorkerLink[C] | None:
+    def pick_reader(self, one: C, now: float, prefill: AnyLink) -> Pick | None:
         """Who will go on with what the link's worker computes of its prompt, as things are now. None: nobody who could read that
         has room."""
         info = prefill.info
@@ -254,13 +261,15 @@ class ModelPool(Generic[C]):
         allowed = self._same_numerics(one)
         for row, link in self.links.items():
             allowed[row] &= reads(link, info.kv_layout)
-        pick = self._policy.pick(self._ask(one, now, allowed), self.columns)
-        return None if pick is None else self.links[pick.row]
+        return self._policy.pick(self._ask(one, now, allowed), self.columns)
 
     def takes(self, link: WorkerLink[C], one: C) -> bool:
-        """Whether it is one of those that may go on with what has begun, and has room."""
+        """Whether it, which reads ahead for what has begun, is one of those that may go on with that, and has room: at least the
+        one that is kept for it."""
         row = self._rows.get(link)
-        return row is not None and bool(self._same_weights(one)[row]) and row in rows_with_room(Ask(0), self.columns)
+        if row is None or not self.columns.takes[row] or not self._same_weights(one)[row]:
+            return False
+        return bool(self.columns.requests[row] <= self.columns.limit[row])
 
     def pick_prefill(self, one: C, now: float, decode: Pick, min_tokens: int, without: AnyLink | None = None) -> Pick | None:
         """Who computes its prompt for the worker that was picked for it; None: that one itself (routing/prefill.py). without: one

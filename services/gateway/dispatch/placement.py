@@ -49,11 +49,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The link's worker reads pages of a prompt that another one still computes. handle: of its submit, if it is the one that
-    goes on."""
+    """The link's worker reads pages of a prompt that another one still computes, and counts on it. handle: of its submit, if it
+    is the one that goes on. predicted_tokens: that it was thought to have cached before."""
 
     link: Link
     handle: int
+    pool: Pool
+    predicted_tokens: int
 
     @property
     def stands(self) -> bool:
@@ -62,6 +64,7 @@ class Ahead:
     def leave(self) -> None:
         """It is not, or nobody goes on."""
         self.link.leave_prefetch(self.handle)
+        self.pool.recount(self.link)
 
 
 def numerics_of(link: Link | None) -> str:
@@ -192,7 +195,7 @@ class Placement:
         self._leave_ahead()
 
     def withdraw(self) -> list[Link]:
-        """From wherever it is. Returns the links that have lost it."""
+        """From wherever it is. Returns the links that have lost it, or that it was to come to."""
         if self._kept is not None:
             self._kept.leave()
             self._kept = None
@@ -200,8 +203,9 @@ class Placement:
         if link is not None:
             self.link = None
             self._abort(link, self.handle)
+        readers = [ahead.link for ahead in self._ahead.values()]
         self._leave_ahead()
-        return [each for each in (copy, link) if each is not None]
+        return [each for each in (copy, link, *readers) if each is not None]
 
     def hedge_after(self, seconds: float, make: Callable[[], None]) -> None:
         self._hedge_timer = asyncio.get_running_loop().call_later(seconds, make)

@@ -98,9 +98,11 @@ class Waiting:
 
     def _pump(self, pool: Pool) -> None:
         pool.pumping = False
+        full = False
         for placement in list(pool.moved):
-            if not pool.has_room():
-                return
+            full = full or not pool.has_room()
+            if full and placement.reader is None:
+                continue  # a reader keeps room for its own
             if placement in pool.moved and self._place(placement):
                 self._end(placement)
                 del pool.moved[placement]

@@ -106,12 +106,14 @@ class WorkerLink(Generic[Open]):
         self.met = False  # it has been connected once
         self.open: dict[int, Open] = {}  # by handle
         self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
+        self.ahead_tokens = 0  # the same of what is to come, as they were when it was told
         self._patience = patience
         self._heard = 0  # messages
         self._events = events
         self._submits: dict[int, worker_pb2.Submit] = {}  # without what Occupant gives
         self._aborts: list[int] = []
-        self._ahead: set[int] = set()  # handles of submits to come, whose pages are read ahead
+        self._ahead: dict[int, int] = {}  # tokens by handle, of submits to come, whose pages are read ahead
+        self._heard_ahead: set[int] = set()  # of submits that are to be sent, those whose pages are read ahead
         self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # of these; to be sent, without the tokens
         self._ready: dict[int, worker_pb2.PagesReady] = {}
         self._wake = asyncio.Event()
@@ -126,9 +128,15 @@ class WorkerLink(Generic[Open]):
         """Its step takes longer than any may."""
         return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
+    @property
+    def num_ahead(self) -> int:
+        """Submits to come, whose pages it reads ahead."""
+        return len(self._ahead)
+
     def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
         """submit: all but prompt, prediction and sampling parameters, which are copied once, into the message that goes out."""
-        self._forget_ahead(submit.handle)
+        if submit.handle in self._ahead and self._forget_ahead(submit.handle):
+            self._heard_ahead.add(submit.handle)
         self.open[submit.handle] = occupant
         self.open_tokens += occupant.num_tokens
         self._submits[submit.handle] = submit
@@ -142,20 +150,23 @@ class WorkerLink(Generic[Open]):
         return occupant
 
     def abort(self, handle: int) -> bool:
-        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it."""
+        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it; what
+        it has read ahead for it, it is told not to keep."""
         occupant = self.close(handle)
         if occupant is None:
             return False
         occupant.aborted(handle)
         unsent = self._submits.pop(handle, None) is not None
-        if not unsent:
+        if not unsent or handle in self._heard_ahead:
+            self._heard_ahead.discard(handle)
             self._aborts.append(handle)
             self._wake.set()
         return unsent
 
     def prefetch(self, occupant: Open, prefetch: worker_pb2.Prefetch) -> None:
         """prefetch: all but the tokens. Until its submit, or until it is left."""
-        self._ahead.add(prefetch.handle)
+        self._ahead[prefetch.handle] = occupant.num_tokens
+        self.ahead_tokens += occupant.num_tokens
         self._prefetches[prefetch.handle] = occupant, prefetch
         self._wake.set()
 
@@ -179,7 +190,7 @@ class WorkerLink(Generic[Open]):
 
     def _forget_ahead(self, handle: int) -> bool:
         """Whether the worker has heard of it, if there was one."""
-        self._ahead.discard(handle)
+        self.ahead_tokens -= self._ahead.pop(handle, 0)
         self._ready.pop(handle, None)
         return self._prefetches.pop(handle, None) is None
 
@@ -245,8 +256,8 @@ class WorkerLink(Generic[Open]):
             occupant.lost(handle, heard=handle not in self._submits)
         self.info = self.load = None
         self.open.clear()
-        self.open_tokens, self.kept_until = 0, 0.0
-        for unsent in (self._submits, self._aborts, self._ahead, self._prefetches, self._ready):
+        self.open_tokens, self.ahead_tokens, self.kept_until = 0, 0, 0.0
+        for unsent in (self._submits, self._aborts, self._ahead, self._heard_ahead, self._prefetches, self._ready):
             unsent.clear()
         self._events.on_down(self, orphans)
 
@@ -285,6 +296,7 @@ class WorkerLink(Generic[Open]):
             handle = next(iter(self._submits))
             submit = message.submits.add()
             submit.CopyFrom(self._submits.pop(handle))
+            self._heard_ahead.discard(handle)
             self.open[handle].write_sampling(submit.sampling)
             submit.prompt_ids.extend(self.open[handle].prompt_ids)
             if predicts:

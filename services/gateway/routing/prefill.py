@@ -25,7 +25,8 @@ def pick_prefill(policy: Policy, columns: WorkerColumns, ask: Ask, decode: Pick,
 
 
 def _is_room_behind(columns: WorkerColumns) -> bool:
-    """What is being computed for others will want room there: what finds none has its pages kept in vain."""
+    """What is being computed for others will want room there: what finds none has its pages kept in vain. What is read ahead is
+    of these, and counted once."""
     takes = columns.takes
-    room = int(columns.limit[takes].sum()) - int(columns.requests[takes].sum())
+    room = int((columns.limit + columns.ahead - columns.requests)[takes].sum())
     return int(columns.requests[columns.used & ~columns.serves].sum()) < room

@@ -113,10 +113,10 @@ class DeviceExecutor:
 
     def rooms(self, events: RoomEvents) -> None:
         if self._server is not None:
-            for room in events.opened:
-                self._server.open(room)
             if events.closed:
                 self._server.shut(events.closed)
+            for room in events.opened:
+                self._server.open(room)
         if self._mover is not None:
             for source in events.left:
                 self._mover.leave(source)

@@ -249,9 +249,9 @@ class FakeExecutor:
         """Nobody is woken: what becomes of operations is a matter of the clock."""
 
     def rooms(self, events: RoomEvents) -> None:
-        self.open_rooms |= {opened.room.number: opened for opened in events.opened}
         for room in events.closed:
-            del self.open_rooms[room.number]
+            self.open_rooms.pop(room.number, None)
+        self.open_rooms |= {opened.room.number: opened for opened in events.opened}
         for source in events.left:
             if (peer := self.peers.get(source.address)) is not None:
                 peer.left_rooms.append(source.room)

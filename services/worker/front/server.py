@@ -160,21 +160,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         stream.opened(message.handle)
         logger.debug("submitted", extra=fields(**_who(message), prompt_tokens=len(message.prompt_ids)))
         if self._outbox.closed:
-            stream.open.discard(message.handle)
-            stream.put(worker_pb2.StepOutput(finishes=[unavailable(message.handle, self._outbox.closed)]))
+            self._turn_away(peer, stream, unavailable(message.handle, self._outbox.closed))
             return
         try:
             submit = submit_from_pb(message, peer, self._model, secrets.randbits(64), self._new_room(message))
         except InvalidRequest as error:
             logger.info("refused: %s", error, extra=fields(**_who(message)))
-            stream.open.discard(message.handle)
-            stream.put(worker_pb2.StepOutput(finishes=[refusal_to_pb(message, error)]))
+            self._turn_away(peer, stream, refusal_to_pb(message, error))
             return
         self._on_arrival(peer, message.handle)
         if self._spans is not None:
             resumed = len(message.output_ids)
             self._spans.arrived(peer, message.handle, message.request_id, message.traceparent, resumed)
         self._inbox.put(self._with_keys(submit))
+
+    def _turn_away(self, peer: int, stream: PeerStream, finish: worker_pb2.Finish) -> None:
+        """The core never hears of the request; what it has read ahead for that it need not keep."""
+        stream.open.discard(finish.handle)
+        stream.put(worker_pb2.StepOutput(finishes=[finish]))
+        self._inbox.put(Abort(peer, finish.handle))
 
     def _new_room(self, message: worker_pb2.Submit) -> Room | None:
         if not message.hand_over or not self._info.kv_port:

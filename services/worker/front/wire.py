@@ -76,7 +76,9 @@ def prefetch_from_pb(message: worker_pb2.Prefetch, peer: int, model: ModelLimits
     if not message.HasField("source"):
         raise InvalidRequest("source", "is missing")
     prompt, source = _ids_from_pb(message.prompt_ids, model), _kv_source_from_pb(message.source)
-    return Prefetch(peer, message.handle, prompt, source, message.cache_salt, revision=message.revision)
+    return Prefetch(
+        peer, message.handle, prompt, source, message.cache_salt, revision=message.revision, priority=message.priority
+    )
 
 
 def ready_from_pb(message: worker_pb2.PagesReady) -> PagesReady:

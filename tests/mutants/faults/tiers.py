@@ -20,7 +20,7 @@ TIERS = (
         ("running.waits = [other for other in running.waits if other is not wanted]", "pass"),
         ("            self._due.pop(seq, None)\n", ""),
         ("self.recomputed_pages_total += leading(rest, self._host) or", "self.recomputed_pages_total += 0 and"),
-        ("if place is not None and not self._is_had(place, count):", "if False:"),
+        ("if place is not None and not self._is_had(wanted, place, count):", "if False:"),
         ("coming.waits.append(wanted)", "pass"),
     ),
     *of(

@@ -17,6 +17,7 @@ from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.stats import StepStats
+from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.contracts.protocol import Guesses
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from services.worker.front.busyness import BEAT_S, GAP_S, LoadReport, NoIndex
@@ -136,7 +137,8 @@ async def serving(
     info: worker_pb2.WorkerInfo | None = None,
 ) -> AsyncIterator[Serving]:
     """info: what it says of itself besides what the configuration says."""
-    core = Scheduler(config, LetterDecoder(), revision=revision)
+    keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.reads_peers else None
+    core = Scheduler(config, LetterDecoder(), revision=revision, keys=keys)
     executor = FakeExecutor(
         config.num_pages,
         config.page_size,

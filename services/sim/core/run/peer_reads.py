@@ -45,9 +45,9 @@ class StandingRooms:
 
     def tell(self, address: str, events: RoomEvents) -> None:
         rooms = self._rooms.setdefault(address, {})
-        rooms |= {opened.room.number: opened for opened in events.opened}
         for room in events.closed:
-            del rooms[room.number]
+            rooms.pop(room.number, None)
+        rooms |= {opened.room.number: opened for opened in events.opened}
 
     def count(self, address: str) -> int:
         return len(self._rooms.get(address, ()))

@@ -100,8 +100,8 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Prefetch:
     """Pages of a prompt that another worker computes just now, to be read before the request comes that goes on with it, under
-    this handle. prompt_ids: int32[n], n >= 1. salt, lora, revision, page_keys: as of a Submit. source: with the pages that can
-    be read."""
+    this handle. prompt_ids: int32[n], n >= 1. salt, lora, revision, page_keys, priority: as of a Submit. source: with the pages
+    that can be read."""
 
     peer: int
     handle: int
@@ -111,6 +111,7 @@ class Prefetch:
     lora: str = ""
     revision: str = ""
     page_keys: PromptKeys | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

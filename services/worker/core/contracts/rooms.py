@@ -1,6 +1,6 @@
 """Rooms: what a prefill worker keeps of a prompt that it has computed, until a decode worker has read it (docs/pd.md).
 
-A room is a lock on the prompt's pages in the tree, under a number that is never used again. It opens with the first pages that
+A room is a lock on the prompt's pages in the tree, under a number that is no other request's. It opens with the first pages that
 are computed and grows with each chunk. Who names number, epoch and secret may read those pages while the room is open, and
 nothing else.
 """
@@ -51,12 +51,12 @@ class OpenRoom:
 
 @dataclass(frozen=True, slots=True)
 class RoomEvents:
-    """Of the rooms since the last look, in this order. opened, closed: of this worker; left: others' that nothing more is wanted
-    of. One of the opened may stand already: it has got further pages behind those that it had. What is closed is closed before
-    any step is launched that may write its pages."""
+    """Of the rooms since the last look, in this order. closed, opened: of this worker; left: others' that nothing more is wanted
+    of. One of the closed may never have stood, or be opened anew, with other pages. One of the opened may stand already: it has
+    got further pages behind those that it had. What is closed is closed before any step is launched that may write its pages."""
 
-    opened: Sequence[OpenRoom] = ()
     closed: Sequence[Room] = ()
+    opened: Sequence[OpenRoom] = ()
     left: Sequence[Source] = ()
 
 

@@ -90,7 +90,7 @@ def wanted_ahead(message: Prefetch, seq: int, config: SchedulerConfig, revision:
     namespace = _namespace(message, revision)
     fits = len(message.prompt_ids) < config.context_len
     tokens = message.prompt_ids.tobytes() if fits else b""
-    wanted = Wanted(seq, namespace, tokens, 0, config.rank(0), source=message.source, ahead=True)
+    wanted = Wanted(seq, namespace, tokens, 0, config.rank(message.priority), source=message.source, ahead=True)
     if message.page_keys is not None and message.page_keys.tree == namespace:
         wanted.keys = list(message.page_keys.keys)
     return wanted

@@ -319,11 +319,12 @@ class RequestTable:
         self.outputs.add_finish(request, self._finish(request, ending, now, room_pages))
 
     def _open_room(self, request: Request, now: float) -> int:
-        """Its computed pages are kept for who goes on with it. Returns how many; none where its room has ended meanwhile, nor
-        of those that are its own alone since its salt was deleted: others would find them where they are read."""
+        """Its computed pages are kept for who goes on with it, also where its room has ended meanwhile; but not what was deleted
+        meanwhile. Returns how many."""
         room, tokens = request.hand_over, request.tokens().tobytes()
         assert room is not None, "who is handed over has a room"
-        if is_retired(request.namespace) or (request.num_announced and not self.rooms.stands(room)):
+        if is_retired(request.namespace):
+            self.rooms.leave_asker((request.peer, request.handle))
             return 0
         match = self.memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if len(match.pages):

@@ -2,8 +2,9 @@
 
 A room is a pin on the pages of a prompt, and holds no slot. It opens with the first pages of a prompt that are computed, grows
 with further ones, and is *whole* once the prompt is. It ends when its reader or its front end has left, when its time is over, or
-when the device's pages are given up; what is pinned by nobody else may be evicted then. One that still grows is not ended by
-readers, but with its request; its time runs, and its pins are wishes, only while that waits. Single owner: RequestTable.
+when the device's pages are given up; what is pinned by nobody else may be evicted then. One that has ended while it grew opens
+once more, whole. One that still grows is not ended by readers, but with its request; its time runs, and its pins are wishes, only
+while that waits. Single owner: RequestTable.
 """
 
 from __future__ import annotations
@@ -132,10 +133,10 @@ class Rooms:
         self._left.append(source)
 
     def take(self) -> RoomEvents | None:
-        """What has happened since the last call."""
+        """What has happened since the last call, in the order of RoomEvents."""
         if not (self._opened or self._closed or self._left):
             return None
-        events = RoomEvents(tuple(self._opened), tuple(self._closed), tuple(self._left))
+        events = RoomEvents(tuple(self._closed), tuple(self._opened), tuple(self._left))
         self._opened, self._closed, self._left = [], [], []
         return events
 
@@ -148,6 +149,7 @@ class Rooms:
         self.next_look = -inf
         del self._held[held.room.number]
         held.memory.unpin(held.node)
+        self._opened = [opened for opened in self._opened if opened.room.number != held.room.number]
         self._closed.append(held.room)
 
 

@@ -104,7 +104,7 @@ class Imports:
         if hit >= wanted.limit or not self._is_elsewhere(wanted, hit):
             return False
         place, count = self._run(wanted, hit)
-        if place is not None and not self._is_had(place, count):
+        if place is not None and not self._is_had(wanted, place, count):
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
         return True
@@ -216,10 +216,11 @@ class Imports:
         here = key in self._host or key in self._stored or key in self._coming
         return here or (source is not None and at < source.num_pages)
 
-    def _is_had(self, place: _Place, count: int) -> bool:
-        """Reading so many pages pays; not behind an operation of that lane that is late itself."""
+    def _is_had(self, wanted: Wanted, place: _Place, count: int) -> bool:
+        """Reading so many pages pays; not behind an operation of that lane that is late itself. Looks ahead of a request, one for
+        each chunk, forgive nothing: that is for the request's own."""
         stuck = any(running.late and running.place.lane == place.lane for running in self._running.values())
-        return not stuck and self.rates.reading_pays(place.tier, count, place.lane)
+        return not stuck and self.rates.reading_pays(place.tier, count, place.lane, forgives=not wanted.ahead)
 
     def _run(self, wanted: Wanted, first: int) -> tuple[_Place | None, int]:
         """Where page `first` is, and how many from there on are in one place, and not on their way. None: it is on its way, or
@@ -265,7 +266,7 @@ class Imports:
         while len(operations) < MOST_AT_ONCE:
             place, count = self._run(wanted, at)
             room = min(count, self._at_once, self._room(wanted, at, memory))
-            if place is None or room <= 0 or (not operations and not self._is_had(place, count)):
+            if place is None or room <= 0 or (not operations and not self._is_had(wanted, place, count)):
                 break
             pull = None
             if place.source is not None and prover is not None:

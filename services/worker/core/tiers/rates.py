@@ -55,10 +55,11 @@ class Rates:
     def computing_s(self, pages: int) -> float:
         return UNKNOWN_S if self._token_s is None else pages * self._page_size * self._token_s
 
-    def reading_pays(self, source: Tier, pages: int, lane: str = "") -> bool:
-        """Each no makes the next yes likelier: what is never read is never measured again."""
+    def reading_pays(self, source: Tier, pages: int, lane: str = "", forgives: bool = True) -> bool:
+        """Each no that forgives makes the next yes likelier: what is never read is never measured again. forgives: once for a
+        request, not for each look."""
         pays = self._token_s is None or self.reading_s(source, pages, lane) < self.computing_s(pages)
-        if not pays:
+        if not pays and forgives:
             self._measured(source, lane, self.bytes_s(source, lane) * FORGIVES)
         return pays
 

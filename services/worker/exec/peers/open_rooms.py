@@ -22,7 +22,8 @@ from services.worker.exec.peers.frames import pack_room
 @dataclass(slots=True, eq=False)
 class StandingRoom:
     """room: with the pages that it has by now. key: all that a reader has to know. reader: by what it was read last. left: who
-    reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands again."""
+    reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands
+    again: a room that is opened anew is another one."""
 
     room: OpenRoom
     key: bytes
@@ -44,7 +45,7 @@ class OpenRooms:
         key = pack_room(room.room)
         with self._changed:
             standing = self._standing.setdefault(room.room.number, StandingRoom(room, key))
-            assert standing.key == key, "a room's number is never used again"
+            assert standing.key == key, "a room's number is no other room's"
             assert len(room.pages) >= len(standing.room.pages), "a room that stands only grows"
             standing.room, standing.left = room, False
 

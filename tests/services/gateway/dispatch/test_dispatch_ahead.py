@@ -68,6 +68,21 @@ def test_who_goes_on_with_it_reads_it_meanwhile() -> None:
         assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 1
 
 
+def test_a_reader_gets_the_request_with_what_it_was_thought_to_have_before_and_its_priority() -> None:
+    """What it reads meanwhile is no guess of routing."""
+    with system_of(**waiting()) as system:
+        for count, prompt in enumerate(("x" * 256, "x" * 256 + "another end"), 1):
+            client = RawClient(system, COMPLETIONS, {"prompt": prompt, "priority": 3})
+            announce(system, 2)
+            wait_until(lambda count=count: len(prefetches(system, 1)) == count, "the first pages")  # type: ignore[misc]
+            system.allow(None)
+            client.read_until(b'"usage"')
+            system.do(lambda: system.workers[0].servicer.allow(0))
+        assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 2
+        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 256
+        assert [each.priority for each in prefetches(system, 1)] == [3, 3] == [each.priority for each in submits(system, 1)]
+
+
 @pytest.mark.parametrize("why", ["client", "prefill worker", "first token"])
 def test_who_reads_in_vain_is_told(why: str) -> None:
     """The client leaves, the prefill worker dies, the answer ends with its first token."""
@@ -88,6 +103,63 @@ def test_who_reads_in_vain_is_told(why: str) -> None:
         if why != "client":
             client.read_until(b'"usage"')
             assert [submit.HasField("source") for submit in submits(system, 1)] == ([False] if why == "prefill worker" else [])
+
+
+def counted(system: System, worker: int) -> tuple[int, int]:
+    """(requests, of these to come) as routing sees that worker."""
+    (pool,) = system.gateway.dispatcher.fleet.pools.values()
+    row = pool.row_of(system.links[worker])
+    return int(pool.columns.requests[row]), int(pool.columns.ahead[row])
+
+
+def test_who_reads_ahead_is_counted_on_and_prompts_spread_over_all_who_decode() -> None:
+    """Each decode worker has a request already, for an idle one takes a prompt itself."""
+    with system_of(workers=4, **waiting(0, 1, 2, 3)) as system:
+        pending = []
+        for count in range(1, 8):
+            pending.append(Pending(system, stream=False))
+            wait_until(lambda count=count: sum(system.submits()) == count, "the submit")  # type: ignore[misc]
+        client = RawClient(system, COMPLETIONS, {"prompt": "a long enough prompt"})
+        wait_until(lambda: sum(system.submits()) == 8, "the submit")
+        pending.append(Pending(system, stream=False))
+        wait_until(lambda: system.submits() == [6, 1, 1, 1], "prompts for others")
+        announce(system, 2)
+        wait_until(lambda: sum(len(prefetches(system, at)) for at in (1, 2, 3)) == 6, "readers")
+        assert [len(prefetches(system, at)) for at in (1, 2, 3)] == [2, 2, 2]
+        assert [counted(system, at) for at in (1, 2, 3)] == [(3, 2)] * 3
+        client.vanish()
+        wait_until(lambda: sum(counted(system, at)[0] for at in (1, 2, 3)) == 8, "one that does not come")
+        system.allow(None)
+        assert all(text_of_answer(each.result()) == ANSWER for each in pending)
+        assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 5
+        assert [counted(system, at) for at in (1, 2, 3)] == [(0, 0)] * 3
+
+
+def test_a_reader_has_room_for_what_is_to_come_though_that_is_all_the_room_it_has() -> None:
+    """Also for those that had to wait for it after the prompt was computed."""
+
+    def configure(workers: list[FakeWorker]) -> None:
+        workers[0].allow(0)
+        for worker in workers[1:]:
+            worker.info.max_running_requests = 1  # and two that wait there
+
+    with system_of(workers=3, then=configure) as system:
+        system.do(lambda: system.workers[2].servicer.tell(num_open=3))
+        wait_until(lambda: counted(system, 2) == (3, 0), "its word")
+        pending = []
+        for count in (1, 2, 3):
+            pending.append(Pending(system, stream=False))
+            wait_until(lambda count=count: len(submits(system, 0)) == count, "the prompt")  # type: ignore[misc]
+            announce(system, 2)
+            wait_until(lambda count=count: counted(system, 1) == (count, count), "the reader")  # type: ignore[misc]
+        system.do(lambda: system.workers[1].servicer.tell(paused=True))
+        wait_until(lambda: system.links[1].paused, "its word")
+        system.allow(None)
+        (pool,) = system.gateway.dispatcher.fleet.pools.values()
+        wait_until(lambda: len(pool.moved) == 3, "all are computed")
+        system.do(lambda: system.workers[1].servicer.tell(paused=False))
+        assert all(text_of_answer(each.result()) == ANSWER for each in pending)
+        assert system.metric("rootstock_gateway_routing_decisions_total", reason="reader") == 3
 
 
 @pytest.mark.parametrize("how", ["dies", "drains"])

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from rootstock.v1 import common_pb2, worker_pb2
 from services.gateway.peers.silence import Patience
 from services.gateway.peers.worker_link import MESSAGE_BYTES, WorkerLink
@@ -19,6 +21,7 @@ BURST = 120  # of some 120 kB each
 class Asked:
     prompt_ids: Sequence[int] = PROMPT
     prediction_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = PROMPT
     num_tokens = len(PROMPT)
 
     def write_sampling(self, into: common_pb2.SamplingParams) -> None:
@@ -46,3 +49,23 @@ def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
     assert {(s.sampling.max_new_tokens, len(s.prompt_ids)) for m in messages for s in m.submits} == {(7, len(PROMPT))}
     assert sum(m.ByteSize() for m in messages) > 3 * MESSAGE_BYTES
     assert max(m.ByteSize() for m in messages) < 2 * MESSAGE_BYTES < MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("heard", ["prefetch", "submit", "nothing"])
+def test_a_submit_that_is_taken_back_leaves_nothing_read_ahead(heard: str) -> None:
+    async def run() -> None:
+        occupant: Any = Asked()
+        link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, Patience(5.0, 0.0), CircuitBreaker())
+        link.prefetch(occupant, worker_pb2.Prefetch(handle=7))
+        assert (link.num_ahead, link.ahead_tokens) == (1, len(PROMPT))
+        if heard != "nothing":
+            assert [each.handle for each in link._next_message().prefetches] == [7]
+        link.submit(occupant, worker_pb2.Submit(handle=7))
+        assert (link.num_ahead, link.ahead_tokens) == (0, 0)
+        if heard == "submit":
+            assert [each.handle for each in link._next_message().submits] == [7]
+        assert link.abort(7) is (heard != "submit"), "whether the submit was never sent"
+        message = link._next_message()
+        assert list(message.aborts) == ([] if heard == "nothing" else [7]) and not message.submits and not message.prefetches
+
+    asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.worker.exec.fake import hashed_token
-from tests.services.worker.conftest import run, serving
+from tests.services.worker.conftest import CONFIG, run, serving
 
 LENGTH, TOKEN, STRING, ABORT = (
     common_pb2.FINISH_REASON_LENGTH,
@@ -185,6 +186,33 @@ def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
             assert worker.core.idle
 
     run(check)
+
+
+def test_what_was_read_ahead_for_a_request_that_is_refused_is_not_kept() -> None:
+    async def check() -> None:
+        async with serving(config=replace(CONFIG, reads_peers=True)) as worker:
+            front = FrontEnd(worker.stub)
+            await front.hello()
+            room = worker_pb2.KvRoom(room=9, epoch=5, secret=bytes(16), pages=1)
+            source = worker_pb2.KvSource(address="127.0.0.1:1", room=room)
+            prefetch = worker_pb2.Prefetch(handle=1, prompt_ids=range(20), source=source)
+            await front.call.write(worker_pb2.GenerateRequest(prefetches=[prefetch]))
+            tiers = worker.core._tiers
+            assert tiers is not None
+            await until(lambda: len(tiers.prefetches) == 1)
+            await front.send(submit(1, top_p=2.0))
+            await front.ended(1)
+            assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+            await until(lambda: len(tiers.prefetches) == 0)
+
+    run(check)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Sooner than what was read ahead is forgotten."""
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 def test_the_bounded_queue_refuses_one_more() -> None:

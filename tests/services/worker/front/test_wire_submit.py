@@ -330,9 +330,11 @@ class TestApart:
         assert self.submit().source is None
 
     def test_what_is_to_be_read_ahead_arrives(self) -> None:
-        message = worker_pb2.Prefetch(handle=4, prompt_ids=PROMPT, cache_salt="s", revision="r", source=self.source())
+        message = worker_pb2.Prefetch(
+            handle=4, prompt_ids=PROMPT, cache_salt="s", revision="r", source=self.source(), priority=-3
+        )
         found = prefetch_from_pb(message, 2, MODEL)
-        assert (found.peer, found.handle, found.salt, found.revision) == (2, 4, "s", "r")
+        assert (found.peer, found.handle, found.salt, found.revision, found.priority) == (2, 4, "s", "r", -3)
         assert found.prompt_ids.tolist() == PROMPT and found.source == self.submit(source=self.source()).source
 
     @pytest.mark.parametrize(
