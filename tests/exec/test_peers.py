@@ -200,7 +200,11 @@ def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart
 def test_where_the_first_worker_dies_between_chunks_the_second_computes_what_has_not_come(apart: Apart, plain: Served) -> None:
     ids = prompt(0)
     handle = apart.compute(ids, 0)
-    until(apart, lambda: apart.second.core.stats().pulled_pages_total > 0)
+    until(apart, lambda: handle in apart._ahead)
+    deadline = time.monotonic() + 60.0
+    while not apart.second.core.stats().pulled_pages_total:
+        assert time.monotonic() < deadline, "the first chunk does not come"
+        apart.second.turn()  # and the first one computes nothing more
     assert apart.first.answers[handle].finish is None, "it is computed still"
     server = apart.first.executor.room_server
     assert server is not None
