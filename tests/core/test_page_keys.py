@@ -51,6 +51,7 @@ def test_each_whole_page_has_a_key_of_its_own(ids: list[int]) -> None:
 def test_no_key_is_that_of_another_secret_layout_tree_or_group(other: dict[str, object], ids: list[int]) -> None:
     one, another = ({key[TAG_BYTES:] for key in keys} for keys in (keys_of(ids), keys_of(ids, **other)))  # type: ignore[arg-type]
     assert not one & another, "not even but for the tag"
+    assert not set(keys_of(ids, tree="")) & set(keys_of(ids, tree="", secret=bytes(SECRET_BYTES))), "without a salt neither"
 
 
 @given(salt=st.text(min_size=1, max_size=12), lora=st.text(max_size=4), ids=pages)
