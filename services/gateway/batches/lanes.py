@@ -83,7 +83,7 @@ class Lanes:
         async with self._turn:
             since: float | None = None  # there is a lane
             while not self._may_begin(since):
-                since = (self._clock() if since is None else since) if self.is_open else None
+                since = (self._clock() if since is None else since) if self._has_lane else None
                 await self._look()
             self.used += 1
 
@@ -94,9 +94,11 @@ class Lanes:
     @property
     def is_open(self) -> bool:
         """Whether one more may enter."""
-        if self._closed or self._waiting():
-            return False
-        return self.used + 1 <= min(self._most, self._beside + self._more)
+        return self._has_lane and not self._waiting()
+
+    @property
+    def _has_lane(self) -> bool:
+        return not self._closed and self.used + 1 <= min(self._most, self._beside + self._more)
 
     @property
     def _more(self) -> float:

@@ -146,3 +146,19 @@ def test_what_has_just_begun_makes_way_and_comes_again() -> None:
         await until(lambda: others.asked == 8 + 3 and others.lanes.used == 0)
 
     among(use)
+
+
+def test_who_waits_now_and_again_holds_no_line_up_for_longer() -> None:
+    """The time that a line is held goes on while somebody waits; it only does not begin just then."""
+
+    async def use(others: Others) -> None:
+        others.attendance.begin(True)
+        for look in range(round(4 * HELD_S / LOOK_S)):
+            others.waiting = look % 2
+            others.now += LOOK_S
+            await asyncio.sleep(2 * LOOK_S)
+            if others.lanes.used:
+                break
+        assert others.lanes.used == 1 and HELD_S <= others.now - 100.0 <= HELD_S + 4 * LOOK_S
+
+    among(use)
