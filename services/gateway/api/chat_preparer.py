@@ -15,16 +15,19 @@ from services.shared.sampling_defaults import SamplingDefaults
 @dataclass(frozen=True, slots=True)
 class Settled:
     """What a chat was prepared as, for whoever goes on with it, whatever the model's workers and tokenizers say there. formats,
-    reasoning_marks: by which its output is read, see Parsing. context_len: in tokens."""
+    reasoning_marks: by which its output is read, see Parsing. context_len: in tokens. formats is None where the prompt alone is
+    known."""
 
     prompt: Prompt
-    formats: OutputFormats
+    formats: OutputFormats | None
     reasoning_marks: Sequence[int]
     context_len: int
     defaults: SamplingDefaults
 
     def of(self, model: ModelInfo) -> ModelInfo:
         """As it was; where there is less room by now, with that."""
+        if self.formats is None:
+            return model
         return replace(model, context_len=min(self.context_len, model.context_len), defaults=self.defaults)
 
 

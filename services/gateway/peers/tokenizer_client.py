@@ -63,6 +63,12 @@ class TokenizerClient:
         """Tokenizers that a call could go to."""
         return len(self._usable(model))
 
+    async def ready(self, model: str = served_model.ANY) -> None:
+        """Once a call could go somewhere, and what its tokenizers say of the model is known. Raises ApiError."""
+        await self._some(model, self._wait_s)
+        if not self._usable(model):
+            raise self._none()
+
     def formats(self, model: str = served_model.ANY) -> OutputFormats:
         """How the model writes calls and reasoning, as its tokenizers say."""
         return next((one.formats for one in self._usable(model)), OutputFormats())

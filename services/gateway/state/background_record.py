@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -31,11 +31,12 @@ OPEN = frozenset((Status.QUEUED, Status.IN_PROGRESS))
 class BackgroundOrder:
     """What a client has asked for, which does not change. key: name of the API key that asked, "" where there are none.
     routing_key: that came with it. created_at, ends_at: Unix seconds; it is over by then. model: its name. asked: the body,
-    without its input. context_bytes: of the responses before it.
+    without its input. rendered_end: see Prompt. context_bytes: of the responses before it.
 
     What its model was then, whatever its workers and tokenizers say elsewhere. tokenizer: that its prompt's ids are of. formats,
     reasoning_marks: by which its output is read, see Parsing; formats by name, tools' and reasoning's. context_len: in tokens.
-    defaults: of sampling parameters, by name."""
+    defaults: of sampling parameters, by name. formats is None, and none of these is known, in what gateways before them wrote;
+    these need rendered_end."""
 
     id: str
     owner: str
@@ -46,12 +47,13 @@ class BackgroundOrder:
     ends_at: int
     model: str
     asked: Mapping[str, Any]
+    rendered_end: str
     context_bytes: int
-    tokenizer: str
-    formats: Sequence[str]
-    reasoning_marks: Sequence[int]
-    context_len: int
-    defaults: Mapping[str, Any]
+    tokenizer: str = ""
+    formats: Sequence[str] | None = None
+    reasoning_marks: Sequence[int] = ()
+    context_len: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def dumped(self) -> bytes:
         return orjson.dumps(asdict(self))

@@ -76,11 +76,16 @@ class Preparer:
         generation = chat_generation(request, model.vocab_size)
         _check_turn(generation, 1)
         call.hash_root = self._models.hash_root(model, origin.caller.cache_salt_of(generation.cache_salt))
-        if settled is not None:
-            prompt, formats, marks = settled.prompt, settled.formats, settled.reasoning_marks
-        else:
+        if settled is None:
             room = for_an_answer(model, generation.session is not None)
             prompt = await prompts.of_chat(call, self._tokenizer, model, origin, room)
+        else:
+            prompt = settled.prompt
+        if settled is not None and settled.formats is not None:
+            formats, marks = settled.formats, settled.reasoning_marks
+        else:
+            if settled is not None:
+                await self._tokenizer.ready(model.source)  # nobody has asked it for this prompt
             known, marks = self._tokenizer.formats(model.source), self._tokenizer.reasoning_marks(model.source)
             formats = use.formats(known if request.separate_reasoning is not False else replace(known, reasoning=NONE))
             formats = formats.after(prompt.rendered_end)

@@ -108,6 +108,7 @@ class DetachedCall(Detached):
             ends_at=response["created_at"] + self._background.timeout_s,
             model=plan.model.name,
             asked=self._asked.model_dump(mode="json", exclude_unset=True),
+            rendered_end=part.prompt.rendered_end,
             context_bytes=self._context_bytes,
             tokenizer=plan.model.tokenizer,
             formats=[formats.tools, formats.reasoning],

@@ -77,8 +77,8 @@ class BackgroundAnswers:
         """As it was prepared at first, with the prompt that is stored."""
         order = stored.order
         settled = Settled(
-            Prompt(array("I", stored.prompt), None),
-            OutputFormats(*order.formats),
+            Prompt(array("I", stored.prompt), None, rendered_end=order.rendered_end),
+            None if order.formats is None else OutputFormats(*order.formats),
             order.reasoning_marks,
             order.context_len,
             API_DEFAULTS.over(order.defaults),
@@ -87,7 +87,7 @@ class BackgroundAnswers:
         async def prepared(_body: ReceivedBody, origin: Origin) -> Plan:
             chat = {**chat_of(_asked(order), _INPUT), "model": order.model}
             plan = own_fields(await self._preparer.of_chat(chat, origin, settled), streams=True)
-            if plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
+            if order.formats is not None and plan.model.tokenizer != order.tokenizer and not stored.past.lengths.ids:
                 raise ApiError(503, "The model that it was asked of is not served any more.", code="weights_not_served")
             return plan
 

@@ -417,6 +417,23 @@ def test_who_takes_over_goes_on_as_it_was_begun() -> None:
             assert not second.metric("rootstock_gateway_tool_calls_dropped_total")
 
 
+def test_an_order_of_a_gateway_before_it_knew_formats_is_gone_on_with() -> None:
+    """Its output is read as tokenizers say. And what is written now has all that such a gateway reads."""
+    known = {"id", "owner", "key", "request_id", "routing_key", "created_at", "ends_at", "model", "asked", "rendered_end"}
+    with redis_server() as own:
+        with System(formats=("hermes", "think"), state_redis_url=own.url) as first:
+            first.allow(0)
+            response = begin(first.openai(), tools=[WEATHER])
+            wait_until(lambda: bool(first.worker.submits), "a worker to have it")
+        name = f"state:background:{owner_of('')}:{response.id}"
+        written = json.loads(own.client.hget(name, "order") or b"")
+        own.client.hset(name, "order", json.dumps({each: written[each] for each in known | {"context_bytes"}}))
+        with System(formats=("hermes", "think"), state_redis_url=own.url) as second:
+            second.worker.answer = lambda submit: "<think>Hm.</think>" + CALL
+            last = over(second.openai(), response)
+            assert (last.status, [item.type for item in last.output]) == ("completed", ["reasoning", "function_call"])
+
+
 def test_a_prompt_of_a_tokenizer_that_is_gone_is_not_gone_on_with() -> None:
     def other(workers: list[FakeWorker]) -> None:
         workers[0].info.tokenizer = "another"

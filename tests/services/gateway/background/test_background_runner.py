@@ -77,7 +77,7 @@ class Gateway:
 
     async def put(self, name: str) -> Work:
         now = int(time.time())
-        order = BackgroundOrder(name, ALICE, "alice", "r", "", now, now + 60, "demo", {}, 0, "", ["", ""], [], 4096, {})
+        order = BackgroundOrder(name, ALICE, "alice", "r", "", now, now + 60, "demo", {}, "", 0, "", ["", ""], [], 4096, {})
         work = Work(new_lease(ALICE, name), order)
         assert await self.store.begin(work.lease, order, b"{}", b"", [b"{}"]) is Begun.YES
         return work

@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def order(name: str = "resp_a") -> BackgroundOrder:
     about = ("", ["hermes", "think"], [7, 8], 4096, {"top_k": 5})
-    return BackgroundOrder(name, ALICE, "alice", "request", "", NOW, NOW + 60, "demo", {"seed": 7}, 0, *about)
+    return BackgroundOrder(name, ALICE, "alice", "request", "", NOW, NOW + 60, "demo", {"seed": 7}, "", 0, *about)
 
 
 ORDER = order()
