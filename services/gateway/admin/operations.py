@@ -83,8 +83,13 @@ class Operations:
     async def _control(self, rpc: str, body: ControlBody) -> Answer:
         if isinstance(body, SelectedPages):
             self._check_key(body)
-        meant = self._directory.find(body.worker)
-        return _answer(await self._workers.ask(meant, rpc, body.request(), body.timeout_s or self._timeout_s))
+        meant, request, timeout_s = self._directory.find(body.worker), body.request(), body.timeout_s or self._timeout_s
+        if not isinstance(body, SelectedPages):
+            return _answer(await self._workers.ask(meant, rpc, request, timeout_s))
+        # Whoever has forgotten is not to read it anew from a worker that has not yet.
+        first = [worker for worker in meant if worker.is_read_by_others]
+        rest = [worker for worker in meant if not worker.is_read_by_others]
+        return _answer([answer for some in (first, rest) for answer in await self._workers.ask(some, rpc, request, timeout_s)])
 
     def _check_key(self, body: SelectedPages) -> None:
         """A salt is one with the key that it came with, where keys are parted, and one without elsewhere. Raises ApiError."""

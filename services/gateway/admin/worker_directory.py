@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.gateway.dispatch.model_pool import AnyLink, ModelPool
+from services.gateway.dispatch.model_pool import PREFILL, AnyLink, ModelPool
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.control_values import as_json
 
@@ -44,6 +44,11 @@ class KnownWorker:
         """For answers."""
         address = self.address or self.control
         return {"worker": self.worker_id or address, "address": address}
+
+    @property
+    def is_read_by_others(self) -> bool:
+        """It computes prompts whose KV other workers read."""
+        return self.link is not None and self.link.info is not None and self.link.info.role == PREFILL
 
     @property
     def load(self) -> dict[str, Any] | None:

@@ -1,0 +1,46 @@
+"""In which order workers are asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from google.protobuf.message import Message
+
+from services.gateway.admin.bodies import AdminBody, ClearStorage, FlushCache, Pause
+from services.gateway.admin.operations import Operation, Operations
+from services.gateway.admin.worker_directory import KnownWorker
+from services.gateway.admin.workers import WorkerAnswer
+
+
+class Workers:
+    """The directory of three, and who asks them."""
+
+    def __init__(self) -> None:
+        roles = {"a": "decode", "b": "prefill", "c": ""}
+        links = {name: cast(Any, SimpleNamespace(info=SimpleNamespace(role=role))) for name, role in roles.items()}
+        self.known = [KnownWorker(name, name, name, link=link) for name, link in links.items()]
+        self.turns: list[list[str]] = []
+
+    def find(self, _name: str | None) -> list[KnownWorker]:
+        return self.known
+
+    async def ask(self, some: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerAnswer]:
+        self.turns.append([worker.worker_id for worker in some])
+        return [WorkerAnswer(worker, {}) for worker in some]
+
+
+@pytest.mark.parametrize(
+    ("body", "turns"),
+    [(FlushCache(cache_salt="s"), [["b"], ["a", "c"]]), (ClearStorage(), [["b"], ["a", "c"]]), (Pause(), [["a", "b", "c"]])],
+    ids=["flush", "clear", "another"],
+)
+def test_whoever_others_read_forgets_before_them(body: AdminBody, turns: list[list[str]]) -> None:
+    workers = Workers()
+    operations = Operations(cast(Any, workers), cast(Any, workers), cast(Any, None), 1.0)
+    status, answer = asyncio.run(operations.run(Operation("FlushCache", type(body)), body))
+    assert status == 200 and workers.turns == turns
+    assert sorted(each["worker"] for each in answer["workers"]) == ["a", "b", "c"]
