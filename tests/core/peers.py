@@ -66,6 +66,16 @@ class Pair:
             assert memory.num_available == memory.pages.num_pages, "a page is held by nobody"
             assert not len(engine.core.table.rooms) and not memory.quarantined
 
+    def assert_answers_and_ends(self) -> None:
+        """All that the second worker has ended is right; once the time of whatever stands for somebody is over, all is free."""
+        for _ in range(40):
+            self.first.now += 1.0
+            self.second.now += 1.0
+            self.turn()
+        for handle in self.second.finishes:
+            self.second.check_answer(handle)
+        self.assert_all_is_free()
+
 
 class Relayed(Pair):
     """And a front end that tells the second worker what the first has computed so far. told: what it has, by handle."""
