@@ -14,12 +14,17 @@ import OpenAI from "/openai/index.mjs";
 window.ask = async () => {
   const client = new OpenAI({ baseURL: "${process.env.ROOTSTOCK_URL}/v1", apiKey: "none", dangerouslyAllowBrowser: true, maxRetries: 0 });
   const messages = [{ role: "user", content: "What is 17 + 25?" }];
-  const pieces = [];
-  for await (const chunk of await client.chat.completions.create({ model: "demo", temperature: 0, messages, stream: true })) {
-    pieces.push(chunk.choices[0].delta.content ?? "");
-  }
+  const piecesOf = async (messages) => {
+    const pieces = [];
+    for await (const chunk of await client.chat.completions.create({ model: "demo", temperature: 0, messages, stream: true })) {
+      pieces.push(chunk.choices[0].delta.content ?? "");
+    }
+    return pieces;
+  };
+  const pieces = await piecesOf(messages);
+  const counted = await piecesOf([{ role: "user", content: "Count from 1 to 40." }]); // long: what is short may come at once
   const { response, data } = await client.chat.completions.create({ model: "demo", temperature: 0, messages }).withResponse();
-  return { streamed: pieces.join(""), pieces: pieces.length, whole: data.choices[0].message.content, id: response.headers.get("x-request-id") };
+  return { streamed: pieces.join(""), pieces: counted.length, whole: data.choices[0].message.content, id: response.headers.get("x-request-id") };
 };
 </script>`;
 
