@@ -95,5 +95,9 @@ MAX_KEY_NAME_CHARS = 64
 MAX_SECRETS_OF_A_KEY = 8
 MAX_KEY_LIMIT = 1 << 40  # requests, tokens
 MAX_KEY_WEIGHT = 1e6
+MAX_NIXL_METADATA_BYTES = 64 << 10  # of memory that KV is read from through NIXL
+MAX_STAGING_SLOTS = 64  # of such memory
+MAX_STAGING_MESSAGE_BYTES = 128 << 10  # that tell of it
+MAX_STAGING_AREAS = 16  # such memories of a worker, one for each connection
 
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from services.shared.observe.log import fields
 from services.shared.tls.roles import Role
 from services.worker.core.contracts.rooms import Room
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
+from services.worker.exec.peers.nixl.carrier_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
 from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
 from services.worker.settings import WorkerSettings
 
+logger = logging.getLogger(__name__)
 MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # of workers without files for KV alone
 
 
@@ -28,9 +32,12 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[Room], None]) -> P
         raise ValueError("--disaggregation-mode moves what is cached: it means nothing without the radix cache")
     tls = _tls(settings)
     folder = _folder(settings.disaggregation_shm_dir)
+    is_nixl = settings.disaggregation_transfer_backend == "nixl"
+    if is_nixl and tls is not None:
+        raise ValueError("--disaggregation-transfer-backend nixl goes past TLS, which is asked for")
     if settings.disaggregation_mode == "prefill":
         return PeerOptions(open_server=partial(_server, settings, on_left, tls, folder))
-    return PeerOptions(open_reader=partial(_reader, settings.page_size, tls, folder))
+    return PeerOptions(open_reader=partial(_reader, settings.page_size, tls, folder, is_nixl))
 
 
 def _folder(name: str) -> SocketFolder | None:
@@ -73,11 +80,27 @@ def _server(
     read_pages: ReadPages,
 ) -> RoomServer:
     host, port = settings.disaggregation_host, settings.disaggregation_port
+    carrier = _carrier() if settings.disaggregation_transfer_backend == "nixl" else None
     try:
-        return TcpRoomServer(host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls, folder=folder)
+        return TcpRoomServer(
+            host, port, layout, settings.page_size, page_bytes, read_pages, on_left, tls=tls, folder=folder, carrier=carrier
+        )
     except OSError as error:
+        if carrier is not None:
+            carrier.close()
         raise ValueError(f"--disaggregation-host {host} --disaggregation-port {port}: {error}") from None
 
 
-def _reader(page_size: int, tls: PeerTls | None, folder: SocketFolder | None, layout: bytes, page_bytes: int) -> PeerReader:
-    return TcpPeerReader(layout, page_size, page_bytes, tls=tls, folder=folder)
+def _reader(
+    page_size: int, tls: PeerTls | None, folder: SocketFolder | None, is_nixl: bool, layout: bytes, page_bytes: int
+) -> PeerReader:
+    return TcpPeerReader(layout, page_size, page_bytes, tls=tls, folder=folder, carrier=_carrier() if is_nixl else None)
+
+
+def _carrier() -> Carrier | None:
+    """None, and a line of the log says why, where pages go over TCP."""
+    try:
+        return Carrier()
+    except OSError as error:
+        logger.warning("KV goes over TCP: there is no NIXL", extra=fields(error=str(error)))
+        return None

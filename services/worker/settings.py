@@ -196,6 +196,11 @@ class WorkerSettings(ServiceSettings):
         description="Folder, this user's alone, of sockets by which workers on one machine, or in one pod, read KV through shared"
         " memory instead of TCP: the same on both sides. Empty: never.",
     )
+    disaggregation_transfer_backend: Literal["tcp", "nixl"] = Field(
+        "tcp",
+        description="How KV goes to workers with which no memory is shared. nixl: through NIXL, where it can be loaded on both"
+        " sides and the network between them is the workers' alone; else, and by tcp, over TCP (docs/pd.md).",
+    )
     disaggregation_hold_s: float = Field(
         10.0,
         gt=0,

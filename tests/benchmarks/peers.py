@@ -18,6 +18,7 @@ import numpy as np
 
 from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
 from services.worker.core.contracts.transfers import I32, Pull
+from services.worker.exec.peers.nixl.carrier_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
 from services.worker.exec.peers.socket_folder import SocketFolder
@@ -36,14 +37,16 @@ def identity(folder: str) -> PeerTls | None:
     return PeerTls(*(Path(folder, name) for name in ("tls.crt", "tls.key", "ca.crt"))) if folder else None
 
 
-def serve(tls: PeerTls | None, folder: SocketFolder | None) -> None:
+def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | None) -> None:
     """Says its port, and serves until its input ends."""
     pool = np.random.default_rng(0).standard_normal((POOL_PAGES, PAGE_BYTES // 4), np.float32)
 
     def read_pages(pages: I32, out: memoryview) -> None:
         np.take(pool, pages, 0, np.frombuffer(out, np.float32).reshape(len(pages), -1), mode="clip")
 
-    server = TcpRoomServer("127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls, folder=folder)
+    server = TcpRoomServer(
+        "127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls, folder=folder, carrier=carrier
+    )
     server.open(OpenRoom(ROOM, "", TOKENS, PAGES))
     print(server.port, flush=True)
     sys.stdin.read()
@@ -55,9 +58,10 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
     source, tls = Source(ROOM, address, POOL_PAGES), identity(asked.tls)
     readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []
+    carriers = [Carrier() if asked.nixl else None for _ in range(readers)]
 
     def read_all() -> None:
-        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES, tls=tls, folder=folder)
+        reader = TcpPeerReader(LAYOUT, PAGE_SIZE, PAGE_BYTES, tls=tls, folder=folder, carrier=carriers.pop())
         out = memoryview(bytearray(at_once * PAGE_BYTES))
         for number in range(reads):
             first = number * at_once % (POOL_PAGES - at_once + 1)
@@ -65,6 +69,7 @@ def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None
             begun = time.perf_counter()
             assert reader.read(Pull(source, first, proven), at_once, out) == at_once, "pages were not read"
             taken.append(time.perf_counter() - begun)
+        assert not asked.nixl or set(reader.read_bytes()) == {"nixl"}, "pages came by another way"
         reader.close()
 
     threads = [threading.Thread(target=read_all) for _ in range(readers)]
@@ -87,14 +92,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tls", default="", metavar="FOLDER", help="with its tls.crt, tls.key and ca.crt; empty: in the clear")
     parser.add_argument("--shm", default="", metavar="FOLDER", help="through shared memory, by a socket there; empty: over TCP")
+    parser.add_argument("--nixl", action="store_true", help="through NIXL, which has to be installed")
     args = parser.parse_args()
     folder = SocketFolder(Path(args.shm)) if args.shm else None
     if args.what == "serve":
-        serve(identity(args.tls), folder)
+        serve(identity(args.tls), folder, Carrier() if args.nixl else None)
         return
     if not 0 < args.pages <= POOL_PAGES:
         parser.error(f"a read has between 1 and {POOL_PAGES} pages")
     command = [sys.executable, "-m", "tests.benchmarks.peers", "serve", "--tls", args.tls, "--shm", args.shm]
+    command += ["--nixl"] if args.nixl else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
         address = f"127.0.0.1:{int(child.stdout.readline())}"

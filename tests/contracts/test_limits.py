@@ -63,6 +63,10 @@ ELSEWHERE = {
         ("MAX_FILE_BYTES", "MAX_FILE_NAME_CHARS", "FILE_CHUNK_BYTES", "MAX_FORM_HEAD_BYTES", "MAX_FORM_PARTS"),
         (GATEWAY + "api/test_uploads.py", "MAX_FORM_HEAD_BYTES + 1"),
     ),
+    **dict.fromkeys(
+        (name for name in NAMES if "STAGING" in name or "NIXL" in name),
+        ("tests/exec/peers/test_nixl.py", "MAX_STAGING_SLOTS + 1"),
+    ),
     "MAX_CORPUS_BYTES": ("tests/services/worker/test_draft_corpus.py", "MAX_CORPUS_BYTES"),
     "MAX_BATCH_WINDOW_S": (GATEWAY + "api/test_batches.py", "a window that is too long"),
     "MAX_BATCH_RESULT_BYTES": (GATEWAY + "batches/test_line_results.py", "MAX_BATCH_RESULT_BYTES + 1"),

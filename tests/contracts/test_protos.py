@@ -10,11 +10,11 @@ from pathlib import Path
 
 from google.protobuf.descriptor import EnumDescriptor, FileDescriptor
 
-from rootstock.v1 import common_pb2, control_pb2, detokenizer_pb2, gateway_pb2, tokenizer_pb2, worker_pb2
+from rootstock.v1 import common_pb2, control_pb2, detokenizer_pb2, gateway_pb2, kv_pb2, tokenizer_pb2, worker_pb2
 
 GOLDEN = Path(__file__).with_name("protos.json")
 FILES: list[FileDescriptor] = [
-    m.DESCRIPTOR for m in (common_pb2, tokenizer_pb2, detokenizer_pb2, worker_pb2, control_pb2, gateway_pb2)
+    m.DESCRIPTOR for m in (common_pb2, tokenizer_pb2, detokenizer_pb2, worker_pb2, control_pb2, gateway_pb2, kv_pb2)
 ]
 
 

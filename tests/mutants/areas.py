@@ -73,6 +73,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/peers/test_room_server.py",
         "tests/exec/peers/test_peer_reader.py",
         "tests/exec/peers/test_shared_memory.py",
+        "tests/exec/peers/test_nixl.py",
     ),
     "speculation": (
         "tests/core/test_draft_controller.py",

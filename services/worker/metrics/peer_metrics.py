@@ -47,7 +47,7 @@ def _slowest(reader: PeerReader) -> Value:
 
 
 class PeerReadMetrics(Readings[PeerReader]):
-    """The label: the name that clients use. transport: tcp, tls, or shm for shared memory."""
+    """The label: the name that clients use. transport: tcp, tls, nixl, or shm for shared memory."""
 
     labels = ("model_name",)
     rows = (

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.nixl.carrier_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import ServerLimits, TcpRoomServer
 from services.worker.exec.peers.socket_folder import SocketFolder
@@ -88,11 +89,12 @@ class Served:
         page_bytes: int = PAGE_BYTES,
         tls: PeerTls | None = None,
         folder: SocketFolder | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.pool = Pool(page_bytes)
         self.left: list[Room] = []
         left = self.left.append
-        self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder)
+        self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder, carrier)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
 
     def __enter__(self) -> Served:
@@ -125,7 +127,7 @@ class Asking:
         if hello is None:
             assert self.answer() == (Status.OK, b"")
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

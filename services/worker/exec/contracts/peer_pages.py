@@ -26,7 +26,7 @@ class PeerCounts:
 
 @dataclass(frozen=True, slots=True)
 class PeerRate:
-    """transport: `tcp`, `tls`, or `shm` for shared memory. bytes_s: of the last read that was large enough to tell."""
+    """transport: `tcp`, `tls`, `nixl`, or `shm` for shared memory. bytes_s: of the last read that was large enough to tell."""
 
     address: str
     transport: str

@@ -6,6 +6,8 @@
     request 80, READ         ->
                              <-   answer 16 | pages
     request 80, LEAVE        ->   no answer
+    request 80, STAGE        ->
+                             <-   answer 16 | StagingArea (kv.proto), through which pages go from here on (nixl/staging.py)
 
 Over a Unix socket a ring's 16 bytes follow the answer to a hello, with its descriptor, and pages go through it (shared_ring.py).
 
@@ -43,10 +45,12 @@ class Malformed(ValueError):
 class RequestKind(enum.IntEnum):
     READ = 1
     LEAVE = 2
+    STAGE = 3
 
 
 class Status(enum.IntEnum):
-    """NO_ROOM: it is closed, or never was, or has another epoch or secret: who does not know a room learns nothing of it."""
+    """NO_ROOM: it is closed, or never was, or has another epoch or secret: who does not know a room learns nothing of it.
+    NO_AREA: pages do not go through NIXL, or through as many connections as may be already."""
 
     OK = 0
     NO_ROOM = 1
@@ -55,6 +59,7 @@ class Status(enum.IntEnum):
     TOO_LARGE = 4
     MALFORMED = 5
     LAYOUT = 6
+    NO_AREA = 7
 
 
 @dataclass(frozen=True, slots=True)

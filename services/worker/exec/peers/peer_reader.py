@@ -1,4 +1,5 @@
-"""Reads pages of other workers' rooms over TCP, and of those on this machine through shared memory. A PeerReader.
+"""Reads pages of other workers' rooms: of those on this machine through shared memory, of others through NIXL where both sides
+have it, and else over TCP. A PeerReader.
 
 One connection for each address, made when it is needed and kept. No threads of its own: what is said to one address is said by
 one thread at a time. A peer that cannot be read, or not by this worker, is a line of the log when that becomes so and when it is
@@ -19,13 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from services.shared import limits
 from services.shared.observe.log import fields
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection, connect, connect_unix, is_local, parse_address
-from services.worker.exec.peers.frames import Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.nixl.carrier_process import Carrier
+from services.worker.exec.peers.nixl.staging import StagingReceiver, Unstaged
+from services.worker.exec.peers.page_receiver import PageReceiver
 from services.worker.exec.peers.shared_ring import RingReader, RingShape
 from services.worker.exec.peers.socket_folder import SocketFolder
 from services.worker.exec.peers.tls import PeerTls
@@ -34,6 +39,8 @@ logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S = 0.5
 MEASURED_BYTES = 8 << 20
 SLOW_BYTES_S = 1e9  # below which a network may cost more than it saves
+STAGE_TIMEOUT_S = 2.0  # until it is known whether a peer is read through NIXL
+UNSTAGED_S = 60.0  # for which one is read over TCP that could not be
 REST_S = 2.0  # after a failure, in which nothing is asked of a peer: what waits behind it need not wait as long as it has
 
 
@@ -47,16 +54,18 @@ class _Unanswered(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """connection: that is kept, or being made. ring: that pages come through over it; None: through itself. complaint:
-    what has last kept it from being read; empty: nothing has.
-    rests_until: see REST_S. rate: measured last; None: not yet."""
+    """connection: that is kept, or being made. receiver: that pages come through beside it; None: through itself. has_asked:
+    over this connection, whether pages go through NIXL. complaint: what has last kept it from being read; empty: nothing has.
+    rests_until: see REST_S. unstaged_until: see UNSTAGED_S. rate: measured last; None: not yet."""
 
     address: str
     connection: Connection | None = None
-    ring: RingReader | None = None
+    receiver: PageReceiver | None = None
+    has_asked: bool = False
     is_busy: bool = False
     complaint: str = ""
     rests_until: float = 0.0
+    unstaged_until: float = 0.0
     rate: PeerRate | None = None
 
 
@@ -71,14 +80,16 @@ class TcpPeerReader:
         max_peers: int = 256,
         tls: PeerTls | None = None,
         folder: SocketFolder | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         """layout, page_size, page_bytes: see TcpRoomServer. read_timeout_s: of a whole read, with what it takes to connect;
         looking up an address that is a name takes what the system gives it. max_peers: connections that are kept, beside those in
         use; who was not asked for longest goes. tls: None for none. folder: of the sockets of workers on this machine;
-        None: they, too, are read over TCP."""
+        None: they, too, are read over TCP. carrier: that pages come through where a peer has one; closed with this. None: none
+        do."""
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._connect_timeout_s, self._read_timeout_s, self._max_peers = connect_timeout_s, read_timeout_s, max_peers
-        self._tls, self._folder = tls, folder
+        self._tls, self._folder, self._carrier = tls, folder, carrier
         self._lock = threading.Lock()  # of what follows, and of who is busy with which connection
         self._peers: dict[str, _Peer] = {}  # by address; who was asked last comes last
         self._is_closed = False
@@ -100,7 +111,7 @@ class TcpPeerReader:
         with self._talking_to(pull.source.address) as peer:
             if peer is not None and time.monotonic() >= peer.rests_until:
                 was_connected, begun = self._kept(peer) is not None, time.monotonic()
-                status, sentence = self._ask(peer, frames.pack_request(request), out.cast("B"), deadline)
+                status, sentence = self._ask(peer, request, out.cast("B"), deadline)
                 is_read, transport = self._has_answered(peer, status, sentence), self._transport(peer)
                 if is_read and was_connected:
                     self._measured(peer, out.nbytes, time.monotonic() - begun)
@@ -131,6 +142,8 @@ class TcpPeerReader:
                 connection.shut_down()
         for peer in idle:
             _hang_up(peer)
+        if self._carrier is not None:
+            self._carrier.close()
 
     @contextmanager
     def _talking_to(self, address: str) -> Iterator[_Peer | None]:
@@ -157,27 +170,68 @@ class TcpPeerReader:
             assert not peer.is_busy, "one thread at a time for an address"
             peer.is_busy = True
             longest_idle = next((each for each in self._peers.values() if not each.is_busy), None)
-            if len(self._peers) >= self._max_peers and longest_idle is not None:
-                del self._peers[longest_idle.address]
-                _hang_up(longest_idle)
+            leaves = longest_idle if len(self._peers) >= self._max_peers else None
+            if leaves is not None:
+                del self._peers[leaves.address]
             self._peers[address] = peer
-            return peer
+        if leaves is not None:
+            _hang_up(leaves)  # nobody else finds it any more
+        return peer
 
     def _give_back(self, peer: _Peer) -> None:
         with self._lock:
             peer.is_busy = False
-            if self._is_closed:
-                _hang_up(peer)
+            is_closed = self._is_closed
+        if is_closed:
+            _hang_up(peer)
 
-    def _ask(self, peer: _Peer, request: bytes, out: memoryview, deadline: float) -> tuple[Status, str]:
+    def _ask(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
         """Status and sentence. Raises OSError, ValueError."""
+        try:
+            return self._ask_as_is(peer, request, out, deadline)
+        except Unstaged as error:
+            _hang_up(peer)
+            peer.unstaged_until = time.monotonic() + UNSTAGED_S
+            if not self._is_closed:
+                logger.warning("a peer is not read through NIXL", extra=fields(address=peer.address, error=str(error)))
+        return self._ask_as_is(peer, request, out, deadline)
+
+    def _ask_as_is(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
+        """Over the connection that is kept, or a new one. Raises OSError, ValueError; Unstaged where it would come over TCP."""
         kept = self._kept(peer)
         if kept is not None:
             try:
-                return _read(peer, kept, request, out, deadline)
+                return self._read_over(peer, kept, request, out, deadline)
             except _Unanswered:  # the peer has hung up meanwhile, or is another one by now
                 _hang_up(peer)
-        return _read(peer, self._connected(peer, deadline), request, out, deadline)
+        return self._read_over(peer, self._connected(peer, deadline), request, out, deadline)
+
+    def _read_over(
+        self, peer: _Peer, connection: Connection, request: Request, out: memoryview, deadline: float
+    ) -> tuple[Status, str]:
+        """Status and sentence; OK: out has been filled. Raises OSError, ValueError."""
+        self._stage(peer, connection, request.room, deadline)
+        _send_request(connection, request, deadline)
+        return _receive_answer(connection, out, deadline, peer.receiver)
+
+    def _stage(self, peer: _Peer, connection: Connection, room: Room, deadline: float) -> None:
+        """Has pages come through NIXL from here on, if they may, and it is not known that they do not. Raises _Unanswered,
+        Unstaged."""
+        if self._carrier is None or peer.receiver is not None or peer.has_asked or time.monotonic() < peer.unstaged_until:
+            return
+        deadline = min(deadline, time.monotonic() + STAGE_TIMEOUT_S)
+        try:
+            _send_request(connection, Request(RequestKind.STAGE, room), deadline)
+            status, told = _receive_area(connection, deadline)
+        except _Unanswered:
+            raise
+        except (OSError, Malformed) as error:
+            raise Unstaged(str(error)) from error
+        if status is Status.OK:
+            peer.receiver = StagingReceiver(told, self._layout.page_bytes, self._carrier, deadline)
+        elif status not in (Status.NO_AREA, Status.NO_ROOM):
+            raise Unstaged(_refusal(status, frames.parse_sentence(told)))
+        peer.has_asked = status is not Status.NO_ROOM
 
     def _kept(self, peer: _Peer) -> Connection | None:
         if peer.connection is not None and peer.connection.is_stale():
@@ -213,7 +267,7 @@ class TcpPeerReader:
         try:
             if len(frame) < frames.RING_BYTES:
                 raise Malformed("its ring has broken off")
-            peer.ring = RingReader(fd, RingShape(*frames.parse_ring(frame)), self._layout.page_bytes)
+            peer.receiver = RingReader(fd, RingShape(*frames.parse_ring(frame)), self._layout.page_bytes)
         finally:
             os.close(fd)
         return connection
@@ -247,7 +301,9 @@ class TcpPeerReader:
             logger.warning("a peer cannot be read", extra=fields(address=peer.address, error=complaint))
 
     def _transport(self, peer: _Peer) -> str:
-        return "shm" if peer.ring is not None else "tcp" if self._tls is None else "tls"
+        if peer.receiver is not None:
+            return peer.receiver.transport
+        return "tcp" if self._tls is None else "tls"
 
     def _measured(self, peer: _Peer, size: int, seconds: float) -> None:
         """Of a read that is large enough to tell, without what it takes to connect; in the log, the first of a peer and way."""
@@ -268,35 +324,42 @@ def _hang_up(peer: _Peer) -> None:
     """By who is busy with it, or where nobody is."""
     if peer.connection is not None:
         peer.connection.close()
-        peer.connection = peer.ring = None
+        if peer.receiver is not None:
+            peer.receiver.close()
+        peer.connection = peer.receiver = None
+        peer.has_asked = False
 
 
-def _read(peer: _Peer, connection: Connection, request: bytes, out: memoryview, deadline: float) -> tuple[Status, str]:
-    """Status and sentence; OK: out has been filled. Raises OSError, Malformed."""
+def _send_request(connection: Connection, request: Request, deadline: float) -> None:
+    """Raises OSError."""
     try:
-        connection.send(request, deadline)
+        connection.send(frames.pack_request(request), deadline)
     except (ConnectionError, ssl.SSLEOFError) as error:
         raise _Unanswered(str(error)) from error
-    return _receive_answer(connection, out, deadline, peer.ring)
+
+
+def _receive_area(connection: Connection, deadline: float) -> tuple[Status, bytes]:
+    """Status, and what is told with it. Raises OSError, Malformed."""
+    answer = _receive_head(connection, deadline)
+    if answer.payload_bytes > limits.MAX_STAGING_MESSAGE_BYTES:
+        raise Malformed(f"it tells of memory in {answer.payload_bytes} bytes; {limits.MAX_STAGING_MESSAGE_BYTES} are the most")
+    told = bytearray(answer.payload_bytes)
+    if connection.receive_into(told, deadline) < len(told):
+        raise ConnectionError("it has closed the connection in the midst of an answer")
+    return answer.status, bytes(told)
 
 
 def _receive_answer(
-    connection: Connection, out: memoryview, deadline: float, ring: RingReader | None = None
+    connection: Connection, out: memoryview, deadline: float, receiver: PageReceiver | None = None
 ) -> tuple[Status, str]:
     """Status, and the sentence where it is not OK; out: filled where it is. Raises OSError; Malformed for what is not the answer
     to what was asked."""
-    head = bytearray(frames.ANSWER_BYTES)
-    received = connection.receive_into(head, deadline)
-    if not received:
-        raise _Unanswered("it has closed the connection")
-    if received < len(head):
-        raise Malformed("its answer has broken off")
-    answer = frames.parse_answer(head)
+    answer = _receive_head(connection, deadline)
     if answer.status is Status.OK:
         if answer.payload_bytes != out.nbytes:
             raise Malformed(f"it has answered with {answer.payload_bytes} bytes to who asked for {out.nbytes}")
-        if ring is not None and out.nbytes:
-            return (Status.OK if ring.receive_into(connection, out, deadline) else Status.NO_ROOM), ""
+        if receiver is not None and out.nbytes:
+            return (Status.OK if receiver.receive_into(connection, out, deadline) else Status.NO_ROOM), ""
         payload = out
     else:
         if answer.payload_bytes > frames.MOST_SENTENCE_BYTES:
@@ -305,6 +368,17 @@ def _receive_answer(
     if connection.receive_into(payload, deadline) < payload.nbytes:
         raise ConnectionError("it has closed the connection in the midst of an answer")
     return answer.status, "" if answer.status is Status.OK else frames.parse_sentence(bytes(payload))
+
+
+def _receive_head(connection: Connection, deadline: float) -> Answer:
+    """Raises OSError, Malformed; _Unanswered."""
+    head = bytearray(frames.ANSWER_BYTES)
+    received = connection.receive_into(head, deadline)
+    if not received:
+        raise _Unanswered("it has closed the connection")
+    if received < len(head):
+        raise Malformed("its answer has broken off")
+    return frames.parse_answer(head)
 
 
 def _refusal(status: Status, sentence: str) -> str:

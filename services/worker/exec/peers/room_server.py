@@ -1,4 +1,5 @@
-"""Lets other workers read what is in this one's rooms, over TCP, and on this machine through shared memory. A RoomServer.
+"""Lets other workers read what is in this one's rooms: over TCP, through NIXL, or on this machine through shared memory.
+A RoomServer.
 
 Threads: one for each way accepts connections, and each connection has one, which ends with it; what goes wrong there ends that
 connection alone. A reader has one read under way, so copies of pages take up max_connections times max_read_bytes at the
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,8 @@ from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
+from services.worker.exec.peers.nixl.carrier_process import Carrier, NoAreaLeft
+from services.worker.exec.peers.nixl.staging import StagingSender
 from services.worker.exec.peers.open_rooms import OpenRooms
 from services.worker.exec.peers.page_senders import PageSender, RingSender, SocketSender
 from services.worker.exec.peers.socket_folder import SocketFolder
@@ -63,15 +66,17 @@ class TcpRoomServer:
         limits: ServerLimits | None = None,
         tls: PeerTls | None = None,
         folder: SocketFolder | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         """port: 0 for a free one. layout: what makes two pools' pages exchangeable, beside their sizes. page_size: tokens.
         on_left: called on any thread, once for a room at the most, when its reader says that it wants nothing more of it, or the
         connection ends over which the room was last read; the room stands until it is shut. tls: None for none.
-        folder: of the socket for those who share this machine's memory; None: they read over TCP. Raises OSError where there is
-        nothing to listen on."""
+        folder: of the socket for those who share this machine's memory; None: they read over TCP. carrier: that pages go through
+        where a reader asks for it, closed with this; None: there is no NIXL. Raises OSError where there is nothing to listen
+        on."""
         self._layout = PageLayout(layout, page_size, page_bytes)
         self._limits = limits or ServerLimits()
-        self._on_left, self._tls = on_left, tls
+        self._on_left, self._tls, self._carrier = on_left, tls, carrier
         self._rooms = OpenRooms(read_pages)
         self._lock = threading.Lock()  # of what follows
         self._connections: dict[Connection, threading.Thread] = {}
@@ -107,8 +112,8 @@ class TcpRoomServer:
         self._rooms.shut_all()
 
     def counts(self) -> PeerCounts:
-        """refused: by frames.Status in lower case; `connections`: beyond the most; `tls`: without it; `user`: another one of
-        this machine."""
+        """refused: by frames.Status in lower case; `connections`: beyond the most; `areas`: the same of NIXL's, who reads
+        over TCP then; `tls`: without it; `user`: another one of this machine."""
         with self._lock:
             return PeerCounts(self._served_bytes, dict(self._refused), len(self._connections))
 
@@ -130,6 +135,8 @@ class TcpRoomServer:
         until = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (*self._acceptors, *serving.values()):
             thread.join(max(0.0, until - time.monotonic()))
+        if self._carrier is not None:
+            self._carrier.close()
 
     def _accept(self, listener: socket.socket) -> None:
         is_shared = listener.family == socket.AF_UNIX
@@ -160,28 +167,28 @@ class TcpRoomServer:
             connection.close()
 
     def _serve(self, connection: Connection, is_shared: bool) -> None:
-        sender: PageSender | None = None
-        try:
-            if self._is_let_in(connection, is_shared) and self._is_greeted(connection):
-                sender = self._sender(connection, is_shared)
-                self._converse(connection, sender)
-        except Malformed as error:
-            logger.info("a reader of pages is not understood", extra=fields(error=str(error)))
-            self._refuse(connection, Status.MALFORMED, str(error))
-        except OSError as error:
-            logger.info("a reader of pages was lost", extra=fields(error=str(error)))
-        except Exception:  # of read_pages, say: of that connection alone
-            logger.exception("pages were not read")
-        finally:
-            connection.close()
-            if sender is not None:
-                sender.close()
-            with self._lock:
-                del self._connections[connection]
-            self._tell_left(self._rooms.reader_gone(connection))
+        with ExitStack() as senders:
+            try:
+                if self._is_let_in(connection, is_shared) and self._is_greeted(connection):
+                    sender = self._sender(connection, is_shared)
+                    senders.callback(sender.close)
+                    self._converse(connection, sender, senders)
+            except Malformed as error:
+                logger.info("a reader of pages is not understood", extra=fields(error=str(error)))
+                self._refuse(connection, Status.MALFORMED, str(error))
+            except OSError as error:
+                logger.info("a reader of pages was lost", extra=fields(error=str(error)))
+            except Exception:  # of read_pages, say: of that connection alone
+                logger.exception("pages were not read")
+            finally:
+                connection.close()
+        with self._lock:
+            del self._connections[connection]
+        self._tell_left(self._rooms.reader_gone(connection))
 
-    def _converse(self, connection: Connection, sender: PageSender) -> None:
-        """Until nothing more is to be said. Raises Malformed, OSError, and what read_pages raises."""
+    def _converse(self, connection: Connection, sender: PageSender, senders: ExitStack) -> None:
+        """Until nothing more is to be said. senders: closes a further one. Raises Malformed, OSError, and what read_pages
+        raises."""
         while (frame := self._frame(connection, frames.REQUEST_BYTES, self._limits.idle_timeout_s)) is not None:
             request = frames.parse_request(frame)
             match request.kind:
@@ -189,6 +196,31 @@ class TcpRoomServer:
                     self._answer(connection, sender, request)
                 case RequestKind.LEAVE:
                     self._tell_left(self._rooms.leave(request.room))
+                case RequestKind.STAGE:
+                    if not isinstance(sender, SocketSender):
+                        raise Malformed("pages go through memory on this connection already")
+                    if (staging := self._staged(connection, request.room)) is not None:
+                        senders.callback(staging.close)
+                        sender = staging
+                        self._send(connection, Status.OK, staging.told)
+
+    def _staged(self, connection: Connection, room: Room) -> StagingSender | None:
+        """None, and the reader has been told, where pages go through the connection as before. Raises OSError."""
+        if self._rooms.find(room) is None:
+            self._refuse(connection, Status.NO_ROOM)
+        elif self._carrier is None:
+            self._send(connection, Status.NO_AREA)
+        else:
+            try:
+                deadline = time.monotonic() + self._limits.hello_timeout_s
+                return StagingSender(connection, self._layout.page_bytes, self._carrier, deadline)
+            except NoAreaLeft as error:
+                self._count_refused("areas")
+                self._send(connection, Status.NO_AREA, frames.pack_sentence(str(error)))
+            except OSError as error:
+                logger.warning("pages do not go through NIXL", extra=fields(error=str(error)))
+                self._send(connection, Status.NO_AREA)
+        return None
 
     def _sender(self, connection: Connection, is_shared: bool) -> PageSender:
         """Raises OSError."""

@@ -25,7 +25,7 @@ from services.worker.exec.peers.frames import Malformed
 SLOTS = 4
 SLOT_BYTES = 1 << 20  # of which as many pages as fit are one piece, and one at least
 MOST_RING_BYTES = 1 << 34  # that a reader maps
-_FILLED, _BROKEN, _FREE = b"\1", b"\0", b"\1"
+FILLED, BROKEN, FREE = b"\1", b"\0", b"\1"
 _SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; the name is Python 3.13's
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 
@@ -79,16 +79,16 @@ class RingWriter:
         at_once, pieces = shape.slot_bytes // page_bytes, shape.pieces(len(pages) * page_bytes)
         for piece in range(pieces):
             if piece >= shape.slots:
-                _mark(connection, deadline)
+                receive_mark(connection, deadline)
             part = pages[piece * at_once : (piece + 1) * at_once]
             begin = piece % shape.slots * shape.slot_bytes
             if not copy(part, self._memory[begin : begin + len(part) * page_bytes]):
                 if piece:
-                    connection.send(_BROKEN, deadline)
+                    connection.send(BROKEN, deadline)
                     for _ in range(min(piece, pieces - shape.slots) - max(0, piece - shape.slots + 1)):
-                        _mark(connection, deadline)  # what the reader has said of slots before
+                        receive_mark(connection, deadline)  # what the reader has said of slots before
                 return piece * at_once
-            connection.send(_FILLED if piece else head + _FILLED, deadline)
+            connection.send(FILLED if piece else head + FILLED, deadline)
         return len(pages)
 
     def close(self) -> None:
@@ -98,6 +98,8 @@ class RingWriter:
 
 class RingReader:
     """A reader's, of one connection."""
+
+    transport = "shm"
 
     def __init__(self, fd: int, shape: RingShape, page_bytes: int) -> None:
         """fd: closed by whoever opened it; not needed any more. Raises Malformed, OSError."""
@@ -112,25 +114,28 @@ class RingReader:
         self._slots = memory.reshape(shape.slots, shape.slot_bytes)
 
     def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
-        """False: what was read may not have been. Raises OSError, TimeoutError, Malformed."""
         shape, room = self._shape, np.frombuffer(out, np.uint8)
         pieces = shape.pieces(len(room))
         for piece in range(pieces):
-            mark = _mark(connection, deadline)
-            if mark == _BROKEN:
+            mark = receive_mark(connection, deadline)
+            if mark == BROKEN:
                 return False
-            if mark != _FILLED:
+            if mark != FILLED:
                 raise Malformed("it hands pieces over by a mark that is none")
             part = room[piece * shape.slot_bytes : (piece + 1) * shape.slot_bytes]
             np.copyto(
                 part, self._slots[piece % shape.slots, : len(part)]
             )  # other threads run meanwhile, as with a slice they do not
             if piece + shape.slots < pieces:
-                connection.send(_FREE, deadline)
+                connection.send(FREE, deadline)
         return True
 
+    def close(self) -> None:
+        """Memory goes with the last who has it."""
+        self._slots = self._slots[:0]
 
-def _mark(connection: Connection, deadline: float) -> bytes:
+
+def receive_mark(connection: Connection, deadline: float) -> bytes:
     """Raises OSError, TimeoutError."""
     mark = bytearray(1)
     if not connection.receive_into(mark, deadline):

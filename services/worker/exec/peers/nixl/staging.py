@@ -1,0 +1,163 @@
+"""Pages that go to another worker through memory that it reads with NIXL, piece by piece.
+
+    area   slots x slot_bytes, of one connection: the carrier's memory, which it alone is told how to read
+
+Whoever has been told reads it whenever it likes, so a piece is in it only while it is handed over: it is copied to the worker's
+own memory first, and to a slot once its room has been found standing after that copy. The marks of shared_ring.py go over the
+connection: the server's, that a slot has been filled, and the reader's, that it has read it, of every one of them. By then, by
+the deadline, or with the connection the slot is emptied.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from rootstock.v1 import kv_pb2 as pb
+from services.shared import limits
+from services.worker.core.contracts.transfers import I32
+from services.worker.exec.peers import frames
+from services.worker.exec.peers.connection import Connection
+from services.worker.exec.peers.frames import Answer, Malformed, Status
+from services.worker.exec.peers.nixl.carrier_process import Carrier
+from services.worker.exec.peers.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
+
+SLOTS = 4
+SLOT_BYTES = 4 << 20  # of which as many pages as fit are one piece, and one at least
+NONCE_BYTES = 32
+PIECE_TIMEOUT_S = 2.0  # after which there is time left to read over TCP
+_ADDRESSES = 1 << 64
+
+
+class Unstaged(OSError):
+    """Pages cannot be read through NIXL from here; in a sentence."""
+
+
+def staging_shape(page_bytes: int) -> RingShape:
+    return RingShape(SLOTS, max(1, SLOT_BYTES // page_bytes) * page_bytes)
+
+
+class StagingSender:
+    """A server's. told: a StagingArea, for the reader."""
+
+    def __init__(self, connection: Connection, page_bytes: int, carrier: Carrier, deadline: float) -> None:
+        """Raises OSError."""
+        self._connection, self._page_bytes = connection, page_bytes
+        shape = self._shape = staging_shape(page_bytes)
+        self._area = carrier.area(shape.num_bytes, deadline)
+        self._slots = self._area.data.reshape(shape.slots, shape.slot_bytes)
+        self._own = memoryview(bytearray(shape.slot_bytes))
+        self.told = self._tell().SerializeToString()
+
+    def send(self, pages: I32, copy: Callable[[I32, memoryview], bool], deadline: float) -> int:
+        """Also waits until what was sent has been read."""
+        shape, sent = self._shape, 0
+        head = frames.pack_answer(Answer(Status.OK, len(pages) * self._page_bytes))
+        at_once = shape.slot_bytes // self._page_bytes
+        filled = emptied = 0
+        while sent < len(pages):
+            if filled - emptied == shape.slots:
+                self._empty(emptied, deadline)
+                emptied += 1
+            part = pages[sent : sent + at_once]
+            own = self._own[: len(part) * self._page_bytes]
+            if not copy(part, own):
+                if sent:
+                    self._connection.send(BROKEN, deadline)
+                break
+            self._slots[filled % shape.slots, : len(own)] = np.frombuffer(own, np.uint8)
+            self._connection.send(FILLED if sent else head + FILLED, deadline)
+            filled, sent = filled + 1, sent + len(part)
+        for piece in range(emptied, filled):
+            self._empty(piece, deadline)
+        return sent
+
+    def close(self) -> None:
+        self._area.close()
+
+    def _empty(self, piece: int, deadline: float) -> None:
+        """Raises OSError, TimeoutError, Malformed."""
+        if receive_mark(self._connection, deadline) != FREE:
+            raise Malformed("a slot is given back by a mark that is none")
+        self._slots[piece % self._shape.slots] = 0
+
+    def _tell(self) -> pb.StagingArea:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        room = self._area.data[:NONCE_BYTES]
+        room[:] = np.frombuffer(nonce, np.uint8)[: len(room)]
+        addresses = [self._area.address + slot * self._shape.slot_bytes for slot in range(self._shape.slots)]
+        return pb.StagingArea(
+            metadata=self._area.metadata, addresses=addresses, slot_bytes=self._shape.slot_bytes, nonce=room.tobytes()
+        )
+
+
+class StagingReceiver:
+    """A reader's. Its own memory, too, has pages in it only while they are read."""
+
+    transport = "nixl"
+
+    def __init__(self, told: bytes, page_bytes: int, carrier: Carrier, deadline: float) -> None:
+        """Reads what the server says that it has written, to see whether there is a way. Raises Unstaged."""
+        shape = staging_shape(page_bytes)
+        area = parse_area(told, page_bytes, shape.slot_bytes)
+        self._addresses, self._slot_bytes = list(area.addresses), int(area.slot_bytes)
+        try:
+            self._area = carrier.area(shape.slot_bytes, deadline)
+        except OSError as error:
+            raise Unstaged(str(error)) from error
+        try:
+            self._area.load(area.metadata, deadline)
+            self._read(0, len(area.nonce), deadline)
+            if self._area.data[: len(area.nonce)].tobytes() != area.nonce:
+                raise Unstaged("what is read is not what was written")
+        except OSError as error:
+            self._area.close()
+            raise Unstaged(str(error)) from error
+
+    def receive_into(self, connection: Connection, out: memoryview, deadline: float) -> bool:
+        """Raises Unstaged, where nothing more can be read of this connection."""
+        room = np.frombuffer(out, np.uint8)
+        try:
+            for piece, begin in enumerate(range(0, len(room), self._slot_bytes)):
+                mark = receive_mark(connection, deadline)
+                if mark == BROKEN:
+                    return False
+                if mark != FILLED:
+                    raise Malformed("it hands pieces over by a mark that is none")
+                part = room[begin : begin + self._slot_bytes]
+                self._read(piece % len(self._addresses), len(part), min(deadline, time.monotonic() + PIECE_TIMEOUT_S))
+                np.copyto(part, self._area.data[: len(part)])
+                connection.send(FREE, deadline)
+            return True
+        finally:
+            self._area.data[:] = 0
+
+    def close(self) -> None:
+        self._area.close()
+
+    def _read(self, slot: int, size: int, deadline: float) -> None:
+        """Raises Unstaged."""
+        try:
+            self._area.read(self._addresses[slot], size, deadline)
+        except OSError as error:
+            raise Unstaged(str(error)) from error
+
+
+def parse_area(told: bytes, page_bytes: int, most_slot_bytes: int) -> pb.StagingArea:
+    """Raises Unstaged for one that pages of that size cannot be read from."""
+    area = pb.StagingArea()
+    try:
+        area.ParseFromString(told)
+    except DecodeError as error:
+        raise Unstaged("what it says of its memory is not understood") from error
+    if not 0 < len(area.metadata) <= limits.MAX_NIXL_METADATA_BYTES or not 0 < len(area.addresses) <= limits.MAX_STAGING_SLOTS:
+        raise Unstaged(f"its memory has {len(area.addresses)} slots, and {len(area.metadata)} bytes that describe it")
+    if not 0 < area.slot_bytes <= most_slot_bytes or area.slot_bytes % page_bytes:
+        raise Unstaged(f"pages of {page_bytes} bytes do not fill slots of {area.slot_bytes}; {most_slot_bytes} are the most")
+    if not 0 < len(area.nonce) <= min(NONCE_BYTES, area.slot_bytes) or max(area.addresses) > _ADDRESSES - area.slot_bytes:
+        raise Unstaged("its memory is not where any can be")
+    return area

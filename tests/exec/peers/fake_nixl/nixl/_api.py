@@ -1,0 +1,108 @@
+"""NIXL's agent as far as this transport uses it: memory of another process, read over loopback by who has been told of it.
+
+NIXL_FAKE in the environment, of the process that has it: `broken`, it cannot be loaded; `blind`, no UCX; `stuck`, no read ends;
+`late`, none after the first two; `wrong`, what is read is not what is there; `refuses`, no memory is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+MANNER = os.environ.get("NIXL_FAKE", "")
+if MANNER == "broken":
+    raise ImportError("libuct.so.0: cannot open shared object file")
+_TOLD = struct.Struct("<16sHQQ")  # agent, port, address, size
+_ASKED = struct.Struct("<QQ")  # address, size
+
+
+class nixl_agent_config:
+    def __init__(self, backends: list[str]) -> None:
+        self.backends = backends
+
+
+class Handle:
+    def __init__(self, target: Any, port: int, asked: tuple[int, int], local: int) -> None:
+        self.is_stuck = False
+        self._target, self._port, self._asked, self._local = target, port, asked, local
+
+    def begin(self) -> str:
+        if self.is_stuck:
+            return "PROC"
+        with socket.create_connection(("127.0.0.1", self._port)) as asking:
+            asking.sendall(_ASKED.pack(*self._asked))
+            data = asking.makefile("rb").read(self._asked[1])
+        if len(data) < self._asked[1]:
+            return "ERR"
+        ctypes.memmove(self._local, data if MANNER != "wrong" else bytes(len(data)), len(data))
+        return "DONE"
+
+    def release(self) -> None:
+        if self.is_stuck and self._target.others:
+            raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
+
+
+class nixl_agent:
+    def __init__(self, name: str, config: nixl_agent_config) -> None:
+        self.backends = {} if MANNER == "blind" else dict.fromkeys(config.backends, 1)
+        self.name, self.others, self._reads = name, dict[bytes, list[tuple[int, int, int]]](), 0
+        self._registered: list[tuple[int, int]] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def register_memory(self, memory: Any, mem_type: str, backends: list[str]) -> Any:
+        assert mem_type == "DRAM" and backends == ["UCX"]
+        if MANNER == "refuses":
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        self._registered += [(address, size) for address, size, _, _ in memory]
+        return memory
+
+    def deregister_memory(self, memory: Any, backends: list[str]) -> None:
+        for address, size, _, _ in memory:
+            self._registered.remove((address, size))
+
+    def get_partial_agent_metadata(self, memory: Any, inc_conn_info: bool, backends: list[str]) -> bytes:
+        ((address, size, _, _),) = memory
+        return _TOLD.pack(self.name.encode()[:16], self._listener.getsockname()[1], address, size)
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        try:
+            name, *where = _TOLD.unpack(metadata)
+        except struct.error:
+            raise RuntimeError("NIXL_ERR_MISMATCH")
+        self.others.setdefault(name, []).append(tuple(where))
+        return bytes(name)
+
+    def remove_remote_agent(self, name: bytes) -> None:
+        del self.others[name]
+
+    def get_xfer_descs(self, memory: Any, mem_type: str) -> Any:
+        return [tuple(map(int, row)) for row in memory]
+
+    def initialize_xfer(self, operation: str, here: Any, there: Any, name: bytes, backends: list[str]) -> Handle:
+        ((local, size, _),), ((remote, told, _),) = here, there
+        assert operation == "READ" and size == told
+        for port, address, known in self.others[name]:
+            if address <= remote and remote + size <= address + known:
+                return Handle(self, port, (remote, size), local)
+        raise RuntimeError("NIXL_ERR_NOT_FOUND")
+
+    def transfer(self, handle: Handle) -> str:
+        self._reads += 1
+        handle.is_stuck = MANNER == "stuck" or (MANNER == "late" and self._reads > 2)
+        return handle.begin()
+
+    def check_xfer_state(self, handle: Handle) -> str:
+        return "PROC"
+
+    def _serve(self) -> None:
+        while True:
+            asking, _ = self._listener.accept()
+            with asking:
+                address, size = _ASKED.unpack(asking.makefile("rb").read(_ASKED.size))
+                if any(first <= address and address + size <= first + has for first, has in self._registered):
+                    asking.sendall(ctypes.string_at(address, size))

@@ -1,0 +1,318 @@
+"""Pages that go through memory which NIXL reads: what comes, when it lies there for others, and what is read over TCP instead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rootstock.v1 import kv_pb2 as pb
+from services.shared import limits
+from services.worker.exec.peers import frames, peer_reader
+from services.worker.exec.peers.frames import Request, RequestKind, Status
+from services.worker.exec.peers.nixl import staging
+from services.worker.exec.peers.nixl.carrier_process import CarriedArea
+from services.worker.exec.peers.nixl.staging import Unstaged, parse_area, staging_shape
+from services.worker.exec.peers.room_server import ServerLimits
+from services.worker.exec.peers.shared_ring import FILLED, FREE
+from services.worker.exec.peers.socket_folder import SocketFolder
+from tests.exec.peers import sick_peers
+from tests.exec.peers.carriers import LIBRARIES, KeptCarrier, carrier
+from tests.exec.peers.rooms import PAGE_BYTES, PATIENCE_S, POOL_PAGES, Asking, Served, pull, read_request, reader, room, until
+from tests.exec.peers.sick_peers import SickPeer
+from tests.exec.peers.test_peer_reader import warnings
+
+PAGES = tuple(range(POOL_PAGES))[::-1]
+AT_ONCE = 2  # pages of a piece: a read of all of them goes through each slot several times
+PIECES = POOL_PAGES // AT_ONCE
+assert PIECES > 2 * staging.SLOTS
+ALL = POOL_PAGES * PAGE_BYTES
+SLOT_BYTES = AT_ONCE * PAGE_BYTES
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[KeptCarrier, KeptCarrier]]:
+    """A server's, and a reader's."""
+    with carrier(request.param) as its, carrier(request.param) as own:
+        yield its, own
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[tuple[KeptCarrier, KeptCarrier]]:
+    with carrier("fake") as its, carrier("fake") as own:
+        yield its, own
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLOT_BYTES", SLOT_BYTES + 1)
+
+
+def is_empty(one: KeptCarrier, size: int) -> bool:
+    """Of the memory that was given back last."""
+    area = one.area(size, time.monotonic() + PATIENCE_S)
+    had_any = bool(area.data.any())
+    area.close()
+    return not had_any
+
+
+class Tapping(Asking):
+    """Has memory staged by hand, and looks into it."""
+
+    def __init__(self, served: Served, own: KeptCarrier) -> None:
+        super().__init__(served.server.port)
+        self.opened = served.opened(pages=PAGES)
+        status, told = self.ask(Request(RequestKind.STAGE, self.opened.room))
+        assert status is Status.OK
+        self.told = pb.StagingArea.FromString(told)
+        self._area: CarriedArea = own.area(staging_shape(PAGE_BYTES).slot_bytes, time.monotonic() + PATIENCE_S)
+        self._area.load(self.told.metadata, time.monotonic() + PATIENCE_S)
+
+    def slot(self, number: int) -> bytes:
+        self._area.read(self.told.addresses[number], SLOT_BYTES, time.monotonic() + PATIENCE_S)
+        return self._area.data[:SLOT_BYTES].tobytes()
+
+    def ask_for_all(self) -> None:
+        self.socket.sendall(frames.pack_request(read_request(self.opened, 0, POOL_PAGES)))
+
+    def stop(self) -> None:
+        self.socket.close()
+        self._area.close()
+
+
+def test_pages_arrive_in_pieces_over_one_connection_and_leave_nothing(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+    its, own = both
+    with Served(carrier=its) as served:
+        opened = served.opened(pages=PAGES)
+        for _ in range(limits.MAX_STAGING_AREAS + 1):  # memory is given back with its connection
+            one = reader(carrier=own)
+            assert pull(one, served.source(opened), opened, 3, 1) == served.pool.bytes_of(PAGES[3:4])
+            one.close()
+            until(lambda: served.server.counts().num_connections == 0)
+        one, had = reader(carrier=own), served.server.counts().served_bytes
+        for first, count in ((0, POOL_PAGES), (5, 3 * AT_ONCE), (1, POOL_PAGES - 2)):
+            assert pull(one, served.source(opened), opened, first, count) == served.pool.bytes_of(PAGES[first : first + count])
+        total = 2 * ALL + (3 * AT_ONCE - 2) * PAGE_BYTES
+        assert one.read_bytes() == {"nixl": total}
+        until(lambda: served.server.counts().served_bytes == had + total)
+        assert served.server.counts().num_connections == 1 and not served.refused
+        one.close()
+    assert is_empty(its, staging_shape(PAGE_BYTES).num_bytes) and is_empty(own, staging_shape(PAGE_BYTES).slot_bytes)
+
+
+def test_a_piece_lies_there_only_until_it_is_said_to_be_read(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+    with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
+        assert tapping.slot(0)[: staging.NONCE_BYTES] == tapping.told.nonce and not any(tapping.slot(1))
+        tapping.ask_for_all()
+        tapping.socket.recv(frames.ANSWER_BYTES, socket.MSG_WAITALL)
+        for slot in range(staging.SLOTS):
+            assert tapping.socket.recv(1) == FILLED
+            assert tapping.slot(slot) == served.pool.bytes_of(PAGES[slot * AT_ONCE : (slot + 1) * AT_ONCE])
+        assert len(served.pool.reads) == staging.SLOTS, "nothing is written over what may be read yet"
+        served.server.shut([tapping.opened.room])
+        tapping.socket.sendall(FREE * staging.SLOTS)
+        until(lambda: not any(any(tapping.slot(slot)) for slot in range(staging.SLOTS)))
+        tapping.stop()
+
+
+def test_who_does_not_say_so_is_let_go_and_finds_nothing(both: tuple[KeptCarrier, KeptCarrier]) -> None:
+    with Served(ServerLimits(send_timeout_s=0.3), carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
+        tapping.ask_for_all()
+        assert tapping.is_ended()
+        until(lambda: served.server.counts().num_connections == 0)
+        try:
+            assert not any(tapping.slot(0))
+        except OSError:  # or it may not be read any more
+            assert served.server.counts().num_connections == 0
+        assert is_empty(both[0], staging_shape(PAGE_BYTES).num_bytes)
+        tapping.stop()
+
+
+@pytest.mark.parametrize("piece", [0, 1, staging.SLOTS, PIECES - 1])
+def test_of_a_room_that_is_shut_meanwhile_nothing_lies_there_and_others_are_read_on(
+    both: tuple[KeptCarrier, KeptCarrier], piece: int
+) -> None:
+    with Served(carrier=both[0]) as served, ExitStack() as tapped:
+        opened, other, one = served.opened(1, PAGES), served.opened(2, PAGES), reader(carrier=both[1])
+        seen: list[bool] = []
+
+        def shut() -> None:
+            if len(served.pool.reads) == piece + 1:
+                served.server.shut([opened.room])
+                seen.append(True)
+
+        served.pool.after = shut
+        assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
+        assert len(served.pool.reads) == piece + 1 and seen == [True]
+        assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
+        assert served.refused == {"no_room": 1} and served.server.counts().num_connections == 1
+        assert one.read_bytes() == {"nixl": ALL}
+        one.close()
+        served.pool.after = lambda: None
+        tapping = tapped.enter_context(Tapping(served, both[1]))
+        served.pool.after = lambda: served.server.shut([tapping.opened.room])
+        assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_ROOM, b"")
+        assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "what nobody may have lies where it can be read"
+        tapping.stop()
+
+
+def test_memory_is_for_who_knows_a_room_and_once(
+    fakes: tuple[KeptCarrier, KeptCarrier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = Request(RequestKind.STAGE, room(2, PAGES).room)
+    folder = SocketFolder(tmp_path / "kv")
+    with Served(carrier=fakes[0], folder=folder) as served:
+        stage = Request(RequestKind.STAGE, served.opened().room)
+        with Asking(served.server.port) as asking:
+            assert asking.ask(unknown) == (Status.NO_ROOM, b"")
+            assert asking.ask(stage)[0] is Status.OK
+            assert asking.ask(stage)[0] is Status.MALFORMED and asking.is_ended()
+        one = reader(folder=folder, carrier=fakes[1])  # shared memory comes first
+        assert pull(one, served.source(served.opened(3)), served.opened(3), 0, 2)
+        assert one.read_bytes() == {"shm": 2 * PAGE_BYTES}
+        one.close()
+        assert served.refused == {"no_room": 1, "malformed": 1}
+    with Served() as served, Asking(served.server.port) as asking:
+        opened = served.opened(pages=PAGES)
+        assert asking.ask(Request(RequestKind.STAGE, opened.room)) == (Status.NO_AREA, b"") and not served.refused
+        assert asking.ask(read_request(opened, 0, 1)) == (Status.OK, served.pool.bytes_of(PAGES[:1]))
+    with carrier("fake") as its, Served(carrier=its) as served:
+        monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)
+        first, second = (reader(carrier=fakes[1]) for _ in range(2))
+        opened = served.opened(pages=PAGES)
+        for one, transport in ((first, "nixl"), (second, "tcp"), (second, "tcp")):
+            assert pull(one, served.source(opened), opened, 0, 2) == served.pool.bytes_of(PAGES[:2])
+            assert set(one.read_bytes()) == {transport}
+        assert served.refused == {"areas": 1}
+        first.close()
+        second.close()
+
+
+WAYS = {  # manner of the reader's, the warning
+    "no read ends": ("stuck", "a read through NIXL has not ended in time"),
+    "only the first reads end": ("late", "a read through NIXL has not ended in time"),
+    "other bytes come": ("wrong", "what is read is not what was written"),
+    "it takes no memory": ("refuses", "NIXL does not take memory"),
+}
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_what_does_not_come_through_nixl_comes_over_tcp(
+    case: str,
+    fakes: tuple[KeptCarrier, KeptCarrier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(peer_reader, "STAGE_TIMEOUT_S", 1.0)
+    manner, why = WAYS[case]
+    with carrier("fake", manner) as own, Served(carrier=fakes[0]) as served:
+        opened, one = served.opened(pages=PAGES), reader(carrier=own)
+        for _ in range(2):
+            assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
+        assert one.read_bytes() == {"tcp": 2 * ALL}
+        said = warnings(caplog)
+        assert len(said) == 1 and why in said[0], "once, and it is not tried again at once"
+        one.close()
+    if manner == "refuses":  # and where it is the server's
+        with carrier("fake", manner) as its, Served(carrier=its) as served:
+            opened, one = served.opened(pages=PAGES), reader(carrier=fakes[1])
+            assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
+            assert one.read_bytes() == {"tcp": ALL} and not served.refused and len(warnings(caplog)) == 1
+            one.close()
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_carrier_that_has_died_ends_nothing(whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 1.0)
+    with carrier("fake") as its, carrier("fake") as own, Served(carrier=its) as served:
+        opened, one = served.opened(pages=PAGES), reader(carrier=own)
+        assert pull(one, served.source(opened), opened, 0, 2)
+        os.kill((its, own)[whose].pid, signal.SIGKILL)
+        for _ in range(2):
+            assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
+        assert one.read_bytes() == {"nixl": 2 * PAGE_BYTES, "tcp": 2 * ALL}
+        one.close()
+
+
+def _of(answer: bytes, status: Status = Status.OK) -> bytes:
+    return struct.pack("<B7xQ", status, len(answer)) + answer
+
+
+def _area(**changes: object) -> pb.StagingArea:
+    fields = {"metadata": b"m", "addresses": [1 << 20], "slot_bytes": SLOT_BYTES, "nonce": b"n" * staging.NONCE_BYTES}
+    return pb.StagingArea(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+AREAS: dict[str, bytes] = {
+    "no message": b"\xff",
+    "nothing": b"",
+    "no slots": _area(addresses=[]).SerializeToString(),
+    "more slots than there may be": _area(addresses=[0] * (limits.MAX_STAGING_SLOTS + 1)).SerializeToString(),
+    "more that describes it": _area(metadata=bytes(limits.MAX_NIXL_METADATA_BYTES + 1)).SerializeToString(),
+    "nothing that describes it": _area(metadata=b"").SerializeToString(),
+    "slots for parts of pages": _area(slot_bytes=SLOT_BYTES - 1).SerializeToString(),
+    "slots beyond one's own": _area(slot_bytes=SLOT_BYTES + PAGE_BYTES).SerializeToString(),
+    "slots of no bytes": _area(slot_bytes=0).SerializeToString(),
+    "no nonce": _area(nonce=b"").SerializeToString(),
+    "a nonce beyond its room": _area(nonce=bytes(staging.NONCE_BYTES + 1)).SerializeToString(),
+    "beyond all addresses": _area(addresses=[(1 << 64) - 1]).SerializeToString(),
+}
+
+
+def test_an_area_that_is_none_is_not_loaded() -> None:
+    parse_area(_area().SerializeToString(), PAGE_BYTES, SLOT_BYTES)
+    for case, told in AREAS.items():
+        try:
+            parse_area(told, PAGE_BYTES, SLOT_BYTES)
+        except Unstaged as error:
+            assert str(error), case
+        else:
+            pytest.fail(f"taken: {case}")
+
+
+ANSWERS: dict[str, bytes] = {
+    "an older worker": _of(b"nothing is asked by 3", Status.MALFORMED),
+    "memory of nobody": _of(_area().SerializeToString()),
+    "more than is read": struct.pack("<B7xQ", Status.OK, limits.MAX_STAGING_MESSAGE_BYTES + 1),
+    "half of it": _of(_area().SerializeToString())[:-3],
+    "no status": struct.pack("<B7xQ", 200, 0),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_who_answers_wrongly_is_read_over_tcp(
+    case: str, fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
+) -> None:
+    page = bytes(range(128)) * (PAGE_BYTES // 128)
+    with SickPeer(sick_peers.says(ANSWERS[case]), sick_peers.says(_of(page))) as peer:
+        opened, one = room(1, PAGES), reader(carrier=fakes[1])
+        source = Served.source(peer, opened)  # type: ignore[arg-type]
+        assert pull(one, source, opened, 0, 1) == page
+        assert one.read_bytes() == {"tcp": PAGE_BYTES} and peer.num_connections == 2
+        assert len(warnings(caplog)) == 1
+        one.close()
+
+
+@pytest.mark.parametrize("manner", ["broken", "blind"])
+def test_what_cannot_be_loaded_is_said(manner: str) -> None:
+    said = {"broken": "NIXL cannot be loaded: libuct.so.0", "blind": "NIXL has no UCX"}[manner]
+    with pytest.raises(OSError, match=said), carrier("fake", manner):
+        pass
+
+
+def test_its_process_has_no_secrets_and_goes_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOTSTOCK_CONTROL_TOKEN", "a secret")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with carrier("fake") as one:
+        process = Path(f"/proc/{one.pid}")
+        environment = process.joinpath("environ").read_bytes()
+        assert b"a secret" not in environment and b"UCX_TLS=tcp" in environment
+    until(lambda: not process.exists())
