@@ -220,6 +220,7 @@ def test_what_does_not_come_through_nixl_comes_over_tcp(
         assert one.read_bytes() == {"tcp": 2 * ALL}
         said = warnings(caplog)
         assert len(said) == 1 and why in said[0], "once, and it is not tried again at once"
+        assert served.left == [], "a room is left with the connection over which it was read last"
         one.close()
     if manner == "refuses":  # and where it is the server's
         with carrier("fake", manner) as its, Served(carrier=its) as served:

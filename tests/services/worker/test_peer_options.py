@@ -9,6 +9,8 @@ import pytest
 
 from services.worker.peer_options import peer_options
 from services.worker.settings import WorkerSettings
+from tests.exec.peers.carriers import FAKE
+from tests.exec.peers.certificates import Authority
 
 TLS = ("disaggregation_tls_cert_file", "disaggregation_tls_key_file", "disaggregation_tls_ca_file")
 
@@ -42,3 +44,25 @@ def test_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
 def test_nothing_is_moved_without_a_cache() -> None:
     with pytest.raises(ValueError, match="radix cache"):
         made(disaggregation_mode="prefill", enable_radix_cache=False)
+
+
+def test_nixl_goes_past_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    files = dict(zip(TLS, map(str, authority.files("worker")), strict=True))
+    assert made(disaggregation_mode="decode", **files) is not None
+    with pytest.raises(ValueError, match="nixl goes past TLS"):
+        made(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_without_nixl_kv_goes_over_tcp_and_why_is_said(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setenv("NIXL_FAKE", "broken")
+    options = peer_options(WorkerSettings(model="fake", disaggregation_mode=mode, disaggregation_transfer_backend="nixl"), print)
+    assert options is not None
+    opened = options.open_reader(b"", 640) if options.open_reader else options.open_server(b"", 640, print)  # type: ignore
+    opened.close()
+    (said,) = (each for each in caplog.records if each.levelname == "WARNING")
+    assert "KV goes over TCP" in said.message and "libuct" in said.__dict__["fields"]["error"]

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,7 @@ LEAVE_TIMEOUT_S = 0.5
 MEASURED_BYTES = 8 << 20
 SLOW_BYTES_S = 1e9  # below which a network may cost more than it saves
 STAGE_TIMEOUT_S = 2.0  # until it is known whether a peer is read through NIXL
-UNSTAGED_S = 60.0  # for which one is read over TCP that could not be
+UNSTAGED_S = 60.0  # in which a new connection to one that could not be is TCP's, for good
 REST_S = 2.0  # after a failure, in which nothing is asked of a peer: what waits behind it need not wait as long as it has
 
 
@@ -55,7 +55,7 @@ class _Unanswered(ConnectionError):
 @dataclass(slots=True, eq=False)
 class _Peer:
     """connection: that is kept, or being made. receiver: that pages come through beside it; None: through itself. has_asked:
-    over this connection, whether pages go through NIXL. complaint: what has last kept it from being read; empty: nothing has.
+    it is known whether they come through NIXL. complaint: what has last kept it from being read; empty: nothing has.
     rests_until: see REST_S. unstaged_until: see UNSTAGED_S. rate: measured last; None: not yet."""
 
     address: str
@@ -190,11 +190,15 @@ class TcpPeerReader:
         try:
             return self._ask_as_is(peer, request, out, deadline)
         except Unstaged as error:
-            _hang_up(peer)
+            staged = replace(peer)
+            peer.connection = peer.receiver = None
             peer.unstaged_until = time.monotonic() + UNSTAGED_S
             if not self._is_closed:
                 logger.warning("a peer is not read through NIXL", extra=fields(address=peer.address, error=str(error)))
-        return self._ask_as_is(peer, request, out, deadline)
+        try:
+            return self._ask_as_is(peer, request, out, deadline)
+        finally:
+            _hang_up(staged)  # only then: with the connection over which it was read last, a room is left
 
     def _ask_as_is(self, peer: _Peer, request: Request, out: memoryview, deadline: float) -> tuple[Status, str]:
         """Over the connection that is kept, or a new one. Raises OSError, ValueError; Unstaged where it would come over TCP."""
@@ -217,7 +221,10 @@ class TcpPeerReader:
     def _stage(self, peer: _Peer, connection: Connection, room: Room, deadline: float) -> None:
         """Has pages come through NIXL from here on, if they may, and it is not known that they do not. Raises _Unanswered,
         Unstaged."""
-        if self._carrier is None or peer.receiver is not None or peer.has_asked or time.monotonic() < peer.unstaged_until:
+        if self._carrier is None or peer.receiver is not None or peer.has_asked:
+            return
+        if time.monotonic() < peer.unstaged_until:
+            peer.has_asked = True
             return
         deadline = min(deadline, time.monotonic() + STAGE_TIMEOUT_S)
         try:

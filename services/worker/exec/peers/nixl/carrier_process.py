@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[5]  # the folder that holds `services`
 PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")  # beginnings of names; no secrets of the worker's
 START_S = 60.0
-END_S = 2.0
+END_S = 1.0
+REPLY_S = 1.0  # beyond a deadline that the carrier keeps itself
 
 
 class NoAreaLeft(OSError):
@@ -90,7 +91,7 @@ class CarriedArea:
 
     def _order(self, order: Order, deadline: float) -> None:
         frames.send_order(self._line, order, deadline)
-        frames.receive_reply(self._line, deadline + END_S)  # it keeps the deadline itself
+        frames.receive_reply(self._line, deadline + REPLY_S)
 
 
 class Carrier:
