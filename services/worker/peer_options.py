@@ -12,7 +12,7 @@ from services.shared.tls.roles import Role
 from services.worker.core.contracts.rooms import Room
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
-from services.worker.exec.peers.nixl.carrier_process import Carrier
+from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
 from services.worker.exec.peers.socket_folder import SocketFolder

@@ -18,7 +18,7 @@ import numpy as np
 
 from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
 from services.worker.core.contracts.transfers import I32, Pull
-from services.worker.exec.peers.nixl.carrier_process import Carrier
+from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
 from services.worker.exec.peers.socket_folder import SocketFolder

@@ -124,6 +124,7 @@ SETTINGS_ELSEWHERE = {
     "disaggregation_tls_key_file": PEERS,
     "disaggregation_tls_ca_file": PEERS,
     "disaggregation_shm_dir": PEERS,
+    "disaggregation_transfer_backend": PEERS,
     "fake_step_s": ENGINE,
 }
 # Of these, what a simulation goes by beside what the scheduler does.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.exec.peers.nixl.carrier_process import Carrier
+from services.worker.exec.peers.nixl_process import Carrier
 
 FAKE = Path(__file__).with_name("fake_nixl")
 HAS_NIXL = importlib.util.find_spec("nixl") is not None

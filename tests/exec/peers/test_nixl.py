@@ -16,10 +16,10 @@ import pytest
 from rootstock.v1 import kv_pb2 as pb
 from services.shared import limits
 from services.worker.exec.peers import frames, peer_reader
+from services.worker.exec.peers import nixl_staging as staging
 from services.worker.exec.peers.frames import Request, RequestKind, Status
-from services.worker.exec.peers.nixl import staging
-from services.worker.exec.peers.nixl.carrier_process import CarriedArea
-from services.worker.exec.peers.nixl.staging import Unstaged, parse_area, staging_shape
+from services.worker.exec.peers.nixl_process import CarriedArea
+from services.worker.exec.peers.nixl_staging import Unstaged, parse_area, staging_shape
 from services.worker.exec.peers.room_server import ServerLimits
 from services.worker.exec.peers.shared_ring import FILLED, FREE
 from services.worker.exec.peers.socket_folder import SocketFolder

@@ -252,7 +252,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/nixl/staging.py",
+        "services/worker/exec/peers/nixl_staging.py",
         (
             "            if not copy(part, own):\n",
             "            own = self._slots[filled % shape.slots, : len(own)].data\n            if not copy(part, own):\n",
@@ -264,7 +264,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/exec/peers/nixl/carrier_process.py",
+        "services/worker/exec/peers/nixl_process.py",
         ("        self.data[:] = 0\n", ""),
         ("            self._take_back(self._memory)\n", "            pass\n"),
         ("if name.startswith(PASSED_ON)", ""),

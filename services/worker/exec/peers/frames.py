@@ -7,7 +7,7 @@
                              <-   answer 16 | pages
     request 80, LEAVE        ->   no answer
     request 80, STAGE        ->
-                             <-   answer 16 | StagingArea (kv.proto), through which pages go from here on (nixl/staging.py)
+                             <-   answer 16 | StagingArea (kv.proto), through which pages go from here on (nixl_staging.py)
 
 Over a Unix socket a ring's 16 bytes follow the answer to a hello, with its descriptor, and pages go through it (shared_ring.py).
 

@@ -28,8 +28,8 @@ from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection, connect, connect_unix, is_local, parse_address
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
-from services.worker.exec.peers.nixl.carrier_process import Carrier
-from services.worker.exec.peers.nixl.staging import StagingReceiver, Unstaged
+from services.worker.exec.peers.nixl_process import Carrier
+from services.worker.exec.peers.nixl_staging import StagingReceiver, Unstaged
 from services.worker.exec.peers.page_receiver import PageReceiver
 from services.worker.exec.peers.shared_ring import RingReader, RingShape
 from services.worker.exec.peers.socket_folder import SocketFolder

@@ -26,8 +26,8 @@ from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Malformed, PageLayout, Request, RequestKind, Status
-from services.worker.exec.peers.nixl.carrier_process import Carrier, NoAreaLeft
-from services.worker.exec.peers.nixl.staging import StagingSender
+from services.worker.exec.peers.nixl_process import Carrier, NoAreaLeft
+from services.worker.exec.peers.nixl_staging import StagingSender
 from services.worker.exec.peers.open_rooms import OpenRooms
 from services.worker.exec.peers.page_senders import PageSender, RingSender, SocketSender
 from services.worker.exec.peers.socket_folder import SocketFolder

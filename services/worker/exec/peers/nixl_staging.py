@@ -23,7 +23,7 @@ from services.worker.core.contracts.transfers import I32
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import Answer, Malformed, Status
-from services.worker.exec.peers.nixl.carrier_process import Carrier
+from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.shared_ring import BROKEN, FILLED, FREE, RingShape, receive_mark
 
 SLOTS = 4

@@ -1,4 +1,4 @@
-"""The process that has NIXL in it: python -m services.worker.exec.peers.nixl.carrier DESCRIPTOR, of a socket to its worker.
+"""The process that has NIXL in it: python -m services.worker.exec.peers.nixl_carrier DESCRIPTOR, of a socket to its worker.
 
 Whoever speaks to the library over a network that has no keys of its own, such as TCP, can read and write all memory of the
 process that it is in. So it is in this one, which has no secret, and nothing in it but pages that are being handed over.
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.exec.peers import nixl_frames as frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.frames import MOST_SENTENCE_BYTES
-from services.worker.exec.peers.nixl import carrier_frames as frames
-from services.worker.exec.peers.nixl.agent import AgentFailed, HostAgent, Reading
-from services.worker.exec.peers.nixl.carrier_frames import Order, OrderKind
+from services.worker.exec.peers.nixl_agent import AgentFailed, HostAgent, Reading
+from services.worker.exec.peers.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
 REPLY_S = 10.0

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from services.shared import limits
 from services.shared.observe.log import fields
+from services.worker.exec.peers import nixl_frames as frames
 from services.worker.exec.peers.connection import Connection
-from services.worker.exec.peers.nixl import carrier_frames as frames
-from services.worker.exec.peers.nixl.carrier_frames import Order, OrderKind
+from services.worker.exec.peers.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parents[5]  # the folder that holds `services`
+ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
 PASSED_ON = ("UCX_", "NIXL_", "LD_LIBRARY_PATH", "PATH")  # beginnings of names; no secrets of the worker's
 START_S = 60.0
 END_S = 1.0
@@ -103,7 +103,7 @@ class Carrier:
         own.set_inheritable(False)
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.worker.exec.peers.nixl.carrier", str(its.fileno())],
+                [sys.executable, "-m", "services.worker.exec.peers.nixl_carrier", str(its.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
