@@ -8,7 +8,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -135,28 +134,27 @@ def test_who_does_not_say_so_is_let_go_and_finds_nothing(both: tuple[KeptCarrier
         tapping.stop()
 
 
-@pytest.mark.parametrize("piece", [0, 1, staging.SLOTS, PIECES - 1])
 def test_of_a_room_that_is_shut_meanwhile_nothing_lies_there_and_others_are_read_on(
-    both: tuple[KeptCarrier, KeptCarrier], piece: int
+    both: tuple[KeptCarrier, KeptCarrier],
 ) -> None:
-    with Served(carrier=both[0]) as served, ExitStack() as tapped:
-        opened, other, one = served.opened(1, PAGES), served.opened(2, PAGES), reader(carrier=both[1])
-        seen: list[bool] = []
+    with Served(carrier=both[0]) as served:
+        other, one = served.opened(2, PAGES), reader(carrier=both[1])
+        for rounds, piece in enumerate((0, 1, staging.SLOTS, PIECES - 1), 1):
+            opened, had = served.opened(1, PAGES), len(served.pool.reads)
+            last = had + piece + 1
 
-        def shut() -> None:
-            if len(served.pool.reads) == piece + 1:
-                served.server.shut([opened.room])
-                seen.append(True)
+            def shut(last: int = last) -> None:
+                if len(served.pool.reads) == last:
+                    served.server.shut([room(1, PAGES).room])
 
-        served.pool.after = shut
-        assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
-        assert len(served.pool.reads) == piece + 1 and seen == [True]
-        assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
-        assert served.refused == {"no_room": 1} and served.server.counts().num_connections == 1
-        assert one.read_bytes() == {"nixl": ALL}
+            served.pool.after = shut
+            assert pull(one, served.source(opened), opened, 0, POOL_PAGES) is None
+            assert len(served.pool.reads) == last, f"it is read until piece {piece}, and no further"
+            assert pull(one, served.source(other), other, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
+            assert served.refused == {"no_room": rounds} and served.server.counts().num_connections == 1
+            assert one.read_bytes() == {"nixl": rounds * ALL}
         one.close()
-        served.pool.after = lambda: None
-        tapping = tapped.enter_context(Tapping(served, both[1]))
+    with Served(carrier=both[0]) as served, Tapping(served, both[1]) as tapping:
         served.pool.after = lambda: served.server.shut([tapping.opened.room])
         assert tapping.ask(read_request(tapping.opened, 0, AT_ONCE)) == (Status.NO_ROOM, b"")
         assert served.pool.bytes_of(PAGES[:1]) not in tapping.slot(0), "what nobody may have lies where it can be read"
@@ -179,6 +177,11 @@ def test_memory_is_for_who_knows_a_room_and_once(
         assert one.read_bytes() == {"shm": 2 * PAGE_BYTES}
         one.close()
         assert served.refused == {"no_room": 1, "malformed": 1}
+        one = reader(carrier=fakes[1])
+        assert pull(one, served.source(room(2, PAGES)), room(2, PAGES), 0, 2) is None
+        assert served.refused["no_room"] == 2, "who has been told of memory that there is no such room asks for no pages of it"
+        assert pull(one, served.source(served.opened(3)), served.opened(3), 0, 2) and set(one.read_bytes()) == {"nixl"}
+        one.close()
     with Served() as served, Asking(served.server.port) as asking:
         opened = served.opened(pages=PAGES)
         assert asking.ask(Request(RequestKind.STAGE, opened.room)) == (Status.NO_AREA, b"") and not served.refused
@@ -195,39 +198,48 @@ def test_memory_is_for_who_knows_a_room_and_once(
         second.close()
 
 
-WAYS = {  # manner of the reader's, the warning
-    "no read ends": ("stuck", "a read through NIXL has not ended in time"),
-    "only the first reads end": ("late", "a read through NIXL has not ended in time"),
-    "other bytes come": ("wrong", "what is read is not what was written"),
-    "it takes no memory": ("refuses", "NIXL does not take memory"),
-}
+def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is said of it: once, for it is not tried again at once."""
+    opened, one = served.opened(pages=PAGES), reader(carrier=own)
+    for _ in range(2):
+        assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
+    assert one.read_bytes() == {"tcp": 2 * ALL} and not served.refused
+    assert served.left == [], "a room is left with the connection over which it was read last"
+    one.close()
+    return warnings(caplog)
 
 
-@pytest.mark.parametrize("case", WAYS)
-def test_what_does_not_come_through_nixl_comes_over_tcp(
-    case: str,
-    fakes: tuple[KeptCarrier, KeptCarrier],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("manner", ["stuck", "late"])
+def test_what_does_not_come_in_time_comes_over_tcp(
+    manner: str, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(peer_reader, "STAGE_TIMEOUT_S", 1.0)
-    manner, why = WAYS[case]
     with carrier("fake", manner) as own, Served(carrier=fakes[0]) as served:
-        opened, one = served.opened(pages=PAGES), reader(carrier=own)
-        for _ in range(2):
-            assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
-        assert one.read_bytes() == {"tcp": 2 * ALL}
-        said = warnings(caplog)
-        assert len(said) == 1 and why in said[0], "once, and it is not tried again at once"
-        assert served.left == [], "a room is left with the connection over which it was read last"
-        one.close()
-    if manner == "refuses":  # and where it is the server's
-        with carrier("fake", manner) as its, Served(carrier=its) as served:
-            opened, one = served.opened(pages=PAGES), reader(carrier=fakes[1])
-            assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)
-            assert one.read_bytes() == {"tcp": ALL} and not served.refused and len(warnings(caplog)) == 1
-            one.close()
+        (said,) = reads_over_tcp(served, own, caplog)
+        assert "a read through NIXL has not ended in time" in said
+
+
+def test_what_comes_wrongly_comes_over_tcp(fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture) -> None:
+    with carrier("fake", "wrong") as own, Served(carrier=fakes[0]) as served:
+        (said,) = reads_over_tcp(served, own, caplog)
+        assert "what is read is not what was written" in said
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_carrier_that_takes_no_memory_is_done_without_and_uses_none_up(
+    whose: int, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with carrier("fake", "refuses") as one:
+        its, own = (one, fakes[1]) if whose == 0 else (fakes[0], one)
+        with Served(carrier=its) as served:
+            assert len(reads_over_tcp(served, own, caplog)) == whose
+        (said,) = (each for each in caplog.records if each.levelname == "WARNING")
+        assert "NIXL does not take memory" in said.__dict__["fields"]["error"], "and its own worker says so"
+        monkeypatch.setattr(limits, "MAX_STAGING_AREAS", 1)
+        shape = staging_shape(PAGE_BYTES)
+        with pytest.raises(OSError, match="NIXL does not take memory"):
+            one.area(shape.num_bytes if whose == 0 else shape.slot_bytes, time.monotonic() + PATIENCE_S)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -288,25 +300,17 @@ ANSWERS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", ANSWERS)
-def test_who_answers_wrongly_is_read_over_tcp(
-    case: str, fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_answers_wrongly_is_read_over_tcp(fakes: tuple[KeptCarrier, KeptCarrier], caplog: pytest.LogCaptureFixture) -> None:
     page = bytes(range(128)) * (PAGE_BYTES // 128)
-    with SickPeer(sick_peers.says(ANSWERS[case]), sick_peers.says(_of(page))) as peer:
-        opened, one = room(1, PAGES), reader(carrier=fakes[1])
-        source = Served.source(peer, opened)  # type: ignore[arg-type]
-        assert pull(one, source, opened, 0, 1) == page
-        assert one.read_bytes() == {"tcp": PAGE_BYTES} and peer.num_connections == 2
-        assert len(warnings(caplog)) == 1
-        one.close()
-
-
-@pytest.mark.parametrize("manner", ["broken", "blind"])
-def test_what_cannot_be_loaded_is_said(manner: str) -> None:
-    said = {"broken": "NIXL cannot be loaded: libuct.so.0", "blind": "NIXL has no UCX"}[manner]
-    with pytest.raises(OSError, match=said), carrier("fake", manner):
-        pass
+    for case, answer in ANSWERS.items():
+        with SickPeer(sick_peers.says(answer), sick_peers.says(_of(page))) as peer:
+            opened, one = room(1, PAGES), reader(carrier=fakes[1])
+            source = Served.source(peer, opened)  # type: ignore[arg-type]
+            assert pull(one, source, opened, 0, 1) == page, case
+            assert one.read_bytes() == {"tcp": PAGE_BYTES} and peer.num_connections == 2, case
+            assert len(warnings(caplog)) == 1, case
+            one.close()
+        caplog.clear()
 
 
 def test_its_process_has_no_secrets_and_goes_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,4 +320,6 @@ def test_its_process_has_no_secrets_and_goes_with_its_worker(monkeypatch: pytest
         process = Path(f"/proc/{one.pid}")
         environment = process.joinpath("environ").read_bytes()
         assert b"a secret" not in environment and b"UCX_TLS=tcp" in environment
+        os.kill(one.pid, signal.SIGINT)  # as of a terminal, which the worker outlives
+        one.area(SLOT_BYTES, time.monotonic() + PATIENCE_S).close()
     until(lambda: not process.exists())

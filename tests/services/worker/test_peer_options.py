@@ -54,15 +54,15 @@ def test_nixl_goes_past_tls(tmp_path: Path) -> None:
         made(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize(("mode", "manner", "why"), [("prefill", "broken", "libuct"), ("decode", "blind", "NIXL has no UCX")])
 def test_without_nixl_kv_goes_over_tcp_and_why_is_said(
-    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: str, manner: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    monkeypatch.setenv("NIXL_FAKE", "broken")
+    monkeypatch.setenv("NIXL_FAKE", manner)
     options = peer_options(WorkerSettings(model="fake", disaggregation_mode=mode, disaggregation_transfer_backend="nixl"), print)
     assert options is not None
     opened = options.open_reader(b"", 640) if options.open_reader else options.open_server(b"", 640, print)  # type: ignore
     opened.close()
     (said,) = (each for each in caplog.records if each.levelname == "WARNING")
-    assert "KV goes over TCP" in said.message and "libuct" in said.__dict__["fields"]["error"]
+    assert "KV goes over TCP" in said.message and why in said.__dict__["fields"]["error"]

@@ -1,5 +1,5 @@
-"""A connection, TCP's or a Unix socket's, whose every wait ends at a deadline, with TLS or without.
-Nobody can prolong it by a byte now and then."""
+"""A connection, TCP's or a Unix socket's, whose every wait ends at a deadline, with TLS or without;
+but for `wait`, which is for connections within one machine. Nobody can prolong it by a byte now and then."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ class Connection:
                     break
                 received += count
         return received
+
+    def wait(self) -> None:
+        """Until the other side says something, or has closed it: for ever, if need be."""
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
+        readable.poll()
 
     @property
     def is_of_same_user(self) -> bool:

@@ -61,7 +61,11 @@ class HostAgent:
         """(what forgets it, what others have to know to read these bytes and no others). Raises AgentFailed."""
         with self._lock, _saying("NIXL does not take memory"):
             registered = self._agent.register_memory([(address, size, 0, "")], HOST_MEMORY, [BACKEND])
-            return registered, bytes(self._agent.get_partial_agent_metadata(registered, True, [BACKEND]))
+            try:
+                return registered, bytes(self._agent.get_partial_agent_metadata(registered, True, [BACKEND]))
+            except BaseException:
+                self._agent.deregister_memory(registered, [BACKEND])
+                raise
 
     def forget(self, registered: Any) -> None:
         """Nobody reads it from here on. Raises AgentFailed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 import socket
 import sys
 import threading
@@ -29,7 +30,7 @@ from services.worker.exec.peers.nixl_frames import Order, OrderKind
 
 logger = logging.getLogger(__name__)
 REPLY_S = 10.0
-IDLE_S = 1e8  # between orders: as long as the worker is there
+ORDER_S = 10.0  # from the first byte of one to its last
 POLL_S = 0.0002
 UNENDED_POLL_S = 0.1
 
@@ -117,7 +118,11 @@ def _serve(agent: HostAgent, memory: NDArray[np.uint8], line: Connection) -> Non
 
 def _obey(carried: CarriedMemory, line: Connection) -> None:
     """Until END. Raises OSError where the line ends, ValueError."""
-    while (order := frames.receive_order(line, time.monotonic() + IDLE_S)).kind is not OrderKind.END:
+    while True:
+        line.wait()
+        order = frames.receive_order(line, time.monotonic() + ORDER_S)
+        if order.kind is OrderKind.END:
+            return
         try:
             carried.do(order)
             _reply(line, True)
@@ -143,6 +148,7 @@ def _carry(agent: HostAgent, mappings: Mappings, memory_fd: int, size: int, line
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the worker ends what is under way first
     worker = socket.socket(fileno=int(sys.argv[1]))
     said = Connection(worker)
     try:

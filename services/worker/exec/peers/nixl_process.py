@@ -51,6 +51,7 @@ class SharedMemory:
             raise
 
     def close(self) -> None:
+        """It is given to nobody any more; who has it keeps it."""
         os.close(self.fd)
 
 
@@ -79,15 +80,20 @@ class CarriedArea:
 
     def close(self) -> None:
         """Where the carrier does not say in time that nobody has to do with it any more, nobody gets this memory again."""
-        self.data[:] = 0
+        self.wipe()
         try:
             self._order(Order(OrderKind.END), time.monotonic() + END_S)
         except OSError as error:
             logger.info("memory is not given back by NIXL", extra=fields(error=str(error)))
+            self._memory.close()
         else:
+            self.wipe()  # of what a read wrote before it was broken off
             self._take_back(self._memory)
         finally:
             self._line.close()
+
+    def wipe(self) -> None:
+        self.data[:] = 0
 
     def _order(self, order: Order, deadline: float) -> None:
         frames.send_order(self._line, order, deadline)
@@ -113,6 +119,7 @@ class Carrier:
         self._lock = threading.Lock()  # of the socket's sending side, and of what follows
         self._free: list[SharedMemory] = []  # all of one size
         self._made = 0
+        self._is_closed = False
         try:
             frames.receive_reply(Connection(own), time.monotonic() + START_S)
         except OSError:
@@ -126,7 +133,14 @@ class Carrier:
         try:
             with its:
                 memory = self._give(size, its)
-            return CarriedArea(memory, line, self._take_back, deadline)
+            try:
+                return CarriedArea(memory, line, self._take_back, deadline)
+            except frames.CarrierRefuses:  # so that nobody has to do with it
+                self._take_back(memory)
+                raise
+            except BaseException:
+                memory.close()
+                raise
         except BaseException:
             line.close()
             raise
@@ -134,7 +148,10 @@ class Carrier:
     def close(self) -> None:
         """Ends the process. No other call follows but those of areas."""
         with self._lock:
+            self._is_closed = True
             self._socket.close()  # by which it ends itself
+            while self._free:
+                self._free.pop().close()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -143,11 +160,16 @@ class Carrier:
 
     def _take_back(self, memory: SharedMemory) -> None:
         with self._lock:
-            self._free.append(memory)
+            if self._is_closed:
+                memory.close()
+            else:
+                self._free.append(memory)
 
     def _give(self, size: int, line: socket.socket) -> SharedMemory:
         """Raises OSError; NoAreaLeft."""
         with self._lock:
+            if self._is_closed:
+                raise OSError("nothing goes through NIXL any more")
             if self._free:
                 memory = self._free.pop()
             elif self._made < limits.MAX_STAGING_AREAS:

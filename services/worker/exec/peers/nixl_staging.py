@@ -48,9 +48,9 @@ class StagingSender:
         """Raises OSError."""
         self._connection, self._page_bytes = connection, page_bytes
         shape = self._shape = staging_shape(page_bytes)
+        self._own = memoryview(bytearray(shape.slot_bytes))
         self._area = carrier.area(shape.num_bytes, deadline)
         self._slots = self._area.data.reshape(shape.slots, shape.slot_bytes)
-        self._own = memoryview(bytearray(shape.slot_bytes))
         self.told = self._tell().SerializeToString()
 
     def send(self, pages: I32, copy: Callable[[I32, memoryview], bool], deadline: float) -> int:
@@ -134,7 +134,7 @@ class StagingReceiver:
                 connection.send(FREE, deadline)
             return True
         finally:
-            self._area.data[:] = 0
+            self._area.wipe()
 
     def close(self) -> None:
         self._area.close()

@@ -140,10 +140,10 @@ class TcpPeerReader:
             connection = peer.connection  # whoever is busy with it may hang up meanwhile
             if connection is not None:
                 connection.shut_down()
+        if self._carrier is not None:
+            self._carrier.close()  # first: whoever gives memory back to one that hangs waits for it
         for peer in idle:
             _hang_up(peer)
-        if self._carrier is not None:
-            self._carrier.close()
 
     @contextmanager
     def _talking_to(self, address: str) -> Iterator[_Peer | None]:
@@ -214,18 +214,19 @@ class TcpPeerReader:
         self, peer: _Peer, connection: Connection, request: Request, out: memoryview, deadline: float
     ) -> tuple[Status, str]:
         """Status and sentence; OK: out has been filled. Raises OSError, ValueError."""
-        self._stage(peer, connection, request.room, deadline)
+        if not self._stage(peer, connection, request.room, deadline):
+            return Status.NO_ROOM, ""
         _send_request(connection, request, deadline)
         return _receive_answer(connection, out, deadline, peer.receiver)
 
-    def _stage(self, peer: _Peer, connection: Connection, room: Room, deadline: float) -> None:
-        """Has pages come through NIXL from here on, if they may, and it is not known that they do not. Raises _Unanswered,
-        Unstaged."""
+    def _stage(self, peer: _Peer, connection: Connection, room: Room, deadline: float) -> bool:
+        """Has pages come through NIXL from here on, if they may, and it is not known that they do not. False: there is no such
+        room. Raises _Unanswered, Unstaged."""
         if self._carrier is None or peer.receiver is not None or peer.has_asked:
-            return
+            return True
         if time.monotonic() < peer.unstaged_until:
             peer.has_asked = True
-            return
+            return True
         deadline = min(deadline, time.monotonic() + STAGE_TIMEOUT_S)
         try:
             _send_request(connection, Request(RequestKind.STAGE, room), deadline)
@@ -239,6 +240,7 @@ class TcpPeerReader:
         elif status not in (Status.NO_AREA, Status.NO_ROOM):
             raise Unstaged(_refusal(status, frames.parse_sentence(told)))
         peer.has_asked = status is not Status.NO_ROOM
+        return peer.has_asked
 
     def _kept(self, peer: _Peer) -> Connection | None:
         if peer.connection is not None and peer.connection.is_stale():
