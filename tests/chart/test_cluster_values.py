@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from tests.chart.pods import pods
-from tests.chart.release import Release, Values, ci_values, merged, refusal, render, title
+from tests.chart.release import REPO, Release, Values, ci_values, merged, refusal, render, title
 from tests.cluster import images, overlays, test_diagnosis, test_mtls, test_scaling
 from tests.cluster.conftest import BASE
 from tests.cluster.values import FAKE, MONITORED, TWO
 
+CLUSTER, PAGE = REPO / "tests" / "cluster", REPO / "docs" / "kubernetes" / "cluster-tests.md"
 NODE_LABELS = {"kubernetes.io/os": "linux"}
 VOLUMES = {"emptyDir", "configMap", "secret", "projected", "downwardAPI"}
 PROBES = ("readinessProbe", "livenessProbe", "startupProbe")
@@ -138,3 +139,15 @@ def called(container: dict[str, Any]) -> set[str]:
         words = (re.sub(r"^(?:\w+=\S*\s+)+", "", each.strip()).split() for each in commands)
         out |= {each[0].rpartition("/")[2] for each in words if each and re.fullmatch(r"[\w./\[-]+", each[0])}
     return out
+
+
+def test_every_test_is_on_the_page_and_every_name_there_is_one() -> None:
+    text = PAGE.read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text))
+    there = {
+        (str(path.relative_to(REPO)), name)
+        for path in {*CLUSTER.glob("test_*.py"), *(REPO / file for file, _ in named)}
+        for name in re.findall(r"^ *def (test_\w+)\(", path.read_text(), re.M)
+    }
+    assert named - there == set()
+    assert {(file, name) for file, name in there if file.startswith("tests/cluster/")} - named == set()
