@@ -113,7 +113,8 @@ class Cluster:
             run(self.local, "addon", *missing)
         for space in [GREEDY[name] for name in missing if name in GREEDY]:
             self.kubectl("set", "resources", "deployment", "--all", "-n", space, "--requests=cpu=50m,memory=64Mi")
-            self.kubectl("wait", "--for=condition=Available", "deployment", "--all", "-n", space, "--timeout=180s")
+            for name in self.kubectl("get", "deployments", "-n", space, "-o", "name").split():
+                self.kubectl("rollout", "status", "-n", space, name, "--timeout=180s")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def pulled(release: Release) -> float:
     """Tokens whose KV the decode workers that are there have read."""
     total = 0.0
     for pod in release.ready("worker", "demo"):
-        with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         samples = [sample for family in families for sample in family.samples]
         total += sum(sample.value for sample in samples if sample.name == "rootstock_worker_pulled_tokens_total")

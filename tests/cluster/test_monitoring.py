@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import BASE
-from tests.cluster.kubernetes import Cluster, Release, until
+from tests.cluster.kubernetes import Cluster, Release, as_pod, until
 from tests.cluster.load import load_on
 from tests.cluster.spaces import namespace
 from tests.cluster.values import FAKE, MONITORED
@@ -42,7 +42,8 @@ class Prometheus:
 
     def __init__(self, cluster: Cluster) -> None:
         pods = cluster.get("-n", "monitoring", "pods", "-l", "app.kubernetes.io/name=prometheus")["items"]
-        self._url = f"http://{pods[0]['status']['podIP']}:9090/api/v1"
+        (pod, *_) = [each for each in map(as_pod, pods) if each.ready and not each.leaving]
+        self._url = f"http://{pod.ip}:9090/api/v1"
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self._url}/{path}", params=parameters, timeout=30)

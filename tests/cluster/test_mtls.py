@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,11 +107,19 @@ def are_mounted(release: Release, trust: str) -> bool:
     )
 
 
+def are_taken(release: Release) -> bool:
+    """Whether each Redis has what it sees, by the mark that the probe leaves."""
+    newer = " || ".join(f"[ {MOUNT}/{file} -nt /tmp/tls-taken ]" for file in ("tls.crt", "ca.crt"))
+    looks = f"if {newer}; then echo old; else echo new; fi"
+    servers = [pod.name for component in ("redis", "state") for pod in release.ready(component)]
+    return len(servers) == 2 and all("new" in release.kubectl("exec", name, "--", "sh", "-c", looks) for name in servers)
+
+
 def rotate(release: Release, signer: Authority, *trusted: Authority) -> None:
     sign(release, signer, *trusted)
     trust = b"".join(authority.pem for authority in trusted).decode()
     until(lambda: are_mounted(release, trust), "the new files in all pods", within_s=240)
-    time.sleep(7)  # a Redis takes them with its readiness probe
+    until(lambda: are_taken(release), "every Redis' new files: it takes them with its readiness probe", within_s=90)
 
 
 def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
