@@ -20,7 +20,7 @@ from tests.cluster.proof import gathered
 
 Send = Callable[[MutableMapping[str, Any]], Any]
 WORD = {"choices": [{"delta": {"content": "one "}}]}
-HEAD_S = 0.5  # in which a connection must have said what it wants
+HEAD_S = 2.0  # in which a connection must have said what it wants
 CLIENTS = 40
 
 

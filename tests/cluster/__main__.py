@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.cluster import images, packages, proof
 from tests.cluster.conftest import HANDLE, PROOF
-from tests.cluster.kubernetes import ROOT, Cluster, run, start
+from tests.cluster.kubernetes import ROOT, Cluster, run, start, until
 
 NODES = 2
 ADDONS = ("prometheus", "metrics-server", "keda")  # of a whole run, from its begin on
@@ -99,8 +99,21 @@ def _test_whole(cluster: Cluster, lines: Path) -> int:
     if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
         print("left out without CLUSTER_TEST_DISRUPT=1: what disturbs the whole cluster", flush=True)
         return beside
+    _settle(cluster)
     alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # also behind a failure: what it shows is worth its time
     return beside or alone
+
+
+def _settle(cluster: Cluster) -> None:
+    """What earlier tests have left goes away by itself; whoever measures has the machine alone."""
+
+    def is_quiet() -> bool:
+        return all(each["status"]["phase"] == "Active" for each in cluster.get("namespaces")["items"])
+
+    try:
+        until(is_quiet, "the end of earlier tests' namespaces", 120)
+    except AssertionError as error:
+        print(error, flush=True)
 
 
 def _test(cluster: Cluster, asked: Sequence[str], lines: Path) -> int:

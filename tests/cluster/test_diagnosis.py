@@ -17,7 +17,12 @@ from tests.cluster.overlays import merged
 from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
 from tests.cluster.spaces import namespace
 
-ONE: Object = {"worker": {"replicas": 1}, "tests": {"patienceSeconds": 90}}
+LITTLE: Object = {"resources": {"requests": {"cpu": "20m"}}}
+ONE: Object = {
+    **dict.fromkeys(("gateway", "tokenizer", "detokenizer", "redis"), LITTLE),
+    "worker": {"replicas": 1, **LITTLE},
+    "tests": {"patienceSeconds": 90},
+}
 PATIENT_S = "300s"
 AT_ONCE = 4  # they wait, most of the time; other tests are beside them
 
