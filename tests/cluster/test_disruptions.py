@@ -70,11 +70,13 @@ def test_a_node_is_drained(install: Install, cordoned: Callable[[str], None], pr
 def test_an_upgrade_and_its_rollback(install: Install, proved: Callable[[str], None]) -> None:
     """Every setting and every pod changes; so does how gateways find the others."""
     release = install({**TWO, "drainSeconds": 20})
+    password = release.get("secret", release.object_name("redis"))["data"]["password"]
     with Load(STREAMS, release.urls) as load:
         until(lambda: load.ended >= STREAMS, "the load")
         pods = {pod.name for component, model in SERVICES for pod in release.ready(component, model)}
         release.install({**TWO, "drainSeconds": 20, "logLevel": "debug", "gateway": {"replicas": 2, "discovery": "k8s"}})
         until(lambda: not pods & names(release), "the old pods' end")
+        assert release.get("secret", release.object_name("redis"))["data"]["password"] == password
         upgraded = names(release)
         before = load.ended
         until(lambda: load.ended >= before + STREAMS, "answers afterwards")
