@@ -1001,7 +1001,11 @@ BESIDES: dict[str, Case] = {
                 "spec rules 0 host": "llm.example.com",
                 "spec tls 0 secretName": "llm-tls",
             },
-            f"HTTPRoute/{FULL}-gateway": {"spec parentRefs 0 name": "gateway", "spec hostnames": ["llm.example.com"]},
+            f"HTTPRoute/{FULL}-gateway": {
+                "spec parentRefs 0 name": "gateway",
+                "spec hostnames": ["llm.example.com"],
+                "spec rules 0 timeouts": {"request": "0s"},  # none
+            },
         },
     ),
     "services by name, those that are ready": (
