@@ -13,7 +13,6 @@ from tests.chart.release import CI_FILES, REPO
 
 PAGES = REPO / "docs" / "kubernetes"
 INDEX, PROOF = PAGES / "README.md", PAGES / "proof.md"
-TESTS = REPO / "tests"
 NAMED = re.compile(r"`([\w/]+\.py)::([\w:]+)(?:\[([^\]]+)\])?`")
 
 
@@ -35,7 +34,7 @@ def texts_of(folder: Path) -> set[str]:
 def faults(page: str, folder: str) -> Iterator[str]:
     """folder: of files that are named without one."""
     for file, test, case in NAMED.findall(page):
-        path = TESTS / (file if "/" in file else f"{folder}/{file}")
+        path = REPO / (file if "/" in file else f"tests/{folder}/{file}")
         found = functions_in(path).get(test) if path.is_file() else None
         if found is None:
             yield f"{file}::{test}"
@@ -60,4 +59,4 @@ def test_every_page_is_in_the_index_and_every_row_has_a_test_of_the_chart() -> N
     assert {path.name for path in PAGES.glob("*.md")} - {INDEX.name} == linked
     rows = [line for line in text.splitlines() if "::test_" in line]
     assert len(rows) == 10
-    assert [row[:60] for row in rows if not re.search(r"`(cluster/)?test_\w+\.py::", row) or "](" not in row] == []
+    assert [row[:60] for row in rows if not re.search(r"`(tests/cluster/)?test_\w+\.py::", row) or "](" not in row] == []
