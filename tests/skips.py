@@ -34,6 +34,9 @@ ALLOWED = (
     Skip("flashinfer is not installed", ("tests/gpu/", "tests/exec/"), FLASHINFER),
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
     Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
+    Skip(
+        "gcp-storage-emulator is not installed", ("tests/services/",), "PyPI's package of that name, which `make env` leaves out"
+    ),
     Skip("moto is not installed", ("tests/services/",), "PyPI's moto[s3,server] and boto3, which `make env` leaves out"),
     Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
     Skip(

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -59,6 +60,29 @@ def claim_of_one_node(release: Release) -> None:
     apply(release, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "models"}, "spec": spec})
 
 
+def claim_on_two_nodes(release: Release) -> None:
+    """Bound to a volume of no node's own, so that nothing but its mode says that one node may have it. Its folder is there
+    on every node."""
+    volume = f"{release.namespace}-models"
+    spec = {"accessModes": ["ReadWriteOnce"], "storageClassName": "", "volumeName": volume}
+    of = {"claimRef": {"namespace": release.namespace, "name": "models"}, "hostPath": {"path": "/tmp"}}
+    capacity: Object = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "persistentVolumeReclaimPolicy": "Retain",
+    }
+    apply(
+        release,
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": volume}, "spec": {**capacity, **of}},
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "models"},
+            "spec": {**spec, "resources": {"requests": {"storage": "1Gi"}}},
+        },
+    )
+
+
 def other_ports(release: Release) -> None:
     name = release.object_name("gateway")
     port = [{"op": "replace", "path": "/spec/ports/0/name", "value": "web"}]
@@ -78,6 +102,17 @@ CLAIMED: Object = {
     "modelCache": {"type": "pvc", "pvc": {"existingClaim": "models"}},
     "models": [{"name": "demo", "path": "/models/demo"}],
 }
+APART: Object = {
+    "podAntiAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "topologyKey": "kubernetes.io/hostname",
+                "labelSelector": {"matchLabels": {"app.kubernetes.io/component": "tokenizer"}},
+            }
+        ]
+    }
+}
+ON_TWO_NODES: Object = {**CLAIMED, "tokenizer": {"replicas": 2, "affinity": APART}}
 NO_DNS: Object = {"networkPolicy": {"dns": [{"ipBlock": {"cidr": "192.0.2.1/32"}}]}}
 MODEL: Object = {"models": [{"name": "demo", "path": "/app/models/nothing"}]}
 SCALED: Object = {"worker": {"autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 2}}}
@@ -104,6 +139,9 @@ BROKEN: dict[str, Broken] = {
     ),
     "claim that is not bound": Broken(
         "storage", "claim models of no-such-class is not bound", "StorageClass", CLAIMED, claim_of_one_node
+    ),
+    "RWO shared over nodes": Broken(
+        "storage", "is ReadWriteOnce, a volume of one node, and is used by", "ReadWriteMany", ON_TWO_NODES, claim_on_two_nodes
     ),
     "Redis without memory": Broken("redis", "has no memory left", "raise redis.maxMemory", {"redis": {"maxMemory": "1kb"}}),
     "missing RuntimeClass": Broken(
@@ -132,8 +170,9 @@ def diagnoses(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Diag
 def diagnosis(cluster: Cluster, name: str) -> tuple[bool, str]:
     """Whether `helm test` passes on an installation with this fault, and what it says."""
     fault = FAULTS[name]
-    with namespace(cluster, f"install-{name.lower().replace(' ', '-')}") as space:
+    with ExitStack() as gone, namespace(cluster, f"install-{name.lower().replace(' ', '-')}") as space:
         release = Release(cluster, "rootstock", space, BASE)
+        gone.callback(cluster.kubectl, "delete", "persistentvolume", f"{space}-models", "--ignore-not-found", "--wait=false")
         fault.before(release)
         release.install(merged(ONE, fault.values), wait=name == WELL or fault.after is not Broken.after)
         fault.after(release)

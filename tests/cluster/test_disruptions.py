@@ -56,11 +56,13 @@ def test_an_upgrade_and_its_rollback(cluster: Cluster, space: str, tmp_path: Pat
     chart, commit = previous_chart(tmp_path)
     release = Release(cluster, "rootstock", space, BASE)
     replace(release, chart=chart).install({**TWO, "drainSeconds": 20})
+    password = release.get("secret", release.object_name("redis"))["data"]["password"]
     with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")
         pods = {pod.name for component, model in SERVICES for pod in release.ready(component, model)}
         release.install({**TWO, "drainSeconds": 20, "logLevel": "debug", "gateway": {"replicas": 2, "discovery": "k8s"}})
         until(lambda: not pods & names(release), "the old pods' end")
+        assert release.get("secret", release.object_name("redis"))["data"]["password"] == password
         upgraded = names(release)
         before = load.ended
         until(lambda: load.ended >= before + STREAMS, "answers afterwards")

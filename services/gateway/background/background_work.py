@@ -148,6 +148,11 @@ class BackgroundWork:
             raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
         return self._streams.stream(owner, response_id, after + 1)
 
+    @property
+    def store_is_up(self) -> bool:
+        """By the last call, of a client or of a look at what there is to do."""
+        return not self._redis.is_away
+
     def own_stream(self, owner: str, response_id: str) -> Response:
         """All its events, for who has just asked for it."""
         return self._streams.stream(owner, response_id, 0)
