@@ -219,10 +219,10 @@ class TestRoom:
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
         for other in (replace(finish.room, epoch=EPOCH + 1), replace(finish.room, secret=bytes(16)), pair.new_room()):
-            pair.first.core.leave_room(other)
+            pair.first.core.leave_room(pair.left(other))
         assert len(pair.first.core.table.rooms) == 1
-        pair.first.core.leave_room(finish.room)
-        pair.first.core.leave_room(finish.room)
+        pair.first.core.leave_room(pair.left(finish.room))
+        pair.first.core.leave_room(pair.left(finish.room))
         assert not len(pair.first.core.table.rooms)
 
     def test_nobody_is_ended_for_want_of_the_pages_in_it(self) -> None:
@@ -249,7 +249,7 @@ class TestRoom:
         assert pair.first.core.table.batch_is_full
         pair.first.now += 1.0
         if how == "its reader leaves":
-            pair.first.core.leave_room(finish.room)
+            pair.first.core.leave_room(pair.left(finish.room))
         pair.first.turn()
         assert sorted(r.handle for r in pair.first.core.table.extending + pair.first.core.table.decoding) == [1, 2]
         pair.first.drain()
@@ -417,7 +417,7 @@ class TestReading:
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
         room = pair.first.finishes[0].room
         assert room is not None
-        pair.first.core.leave_room(room)
+        pair.first.core.leave_room(pair.left(room))
         pair.first.turn()
         for handle in (0, 1):
             pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)

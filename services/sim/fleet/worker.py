@@ -14,7 +14,7 @@ from services.sim.core.trace.script import Script
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.worker.core.contracts.messages import PeerOutput, Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 
 MODEL = "simulated"
@@ -85,7 +85,7 @@ class FleetWorker:
         self._reads = reads
         self._page_size, self._overlap = scheduler.page_size, config.overlap
         self._clock, self._tell = clock, tell
-        self._inbox: list[Submit | Room] = []
+        self._inbox: list[Submit | RoomLeft] = []
         self._open: Counter[int] = Counter()
         self._flight: SimRun | None = None
         self._asleep = True
@@ -108,8 +108,9 @@ class FleetWorker:
 
     def leave_room(self, room: Room) -> None:
         """Its reader wants no more of it."""
-        if self.alive:
-            self._inbox.append(room)
+        left = self._reads.left_here(room) if self.alive and self._reads is not None else None
+        if left is not None:
+            self._inbox.append(left)
             self._wake_soon()
 
     def kill(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.rooms import OpenRoom, RoomEvents, Source, proof
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, RoomLeft, Source, proof
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 
@@ -56,10 +56,15 @@ class StandingRooms:
         """That worker is gone, and its rooms with it."""
         self._rooms.pop(address, None)
 
+    def find(self, address: str, room: Room) -> OpenRoom | None:
+        """As it is at that worker by now."""
+        opened = self._rooms.get(address, {}).get(room.number)
+        return opened if opened is not None and opened.room == room else None
+
     def let(self, pull: Pull, count: int, page_size: int) -> bool:
         """Whether so many pages may be read: their room stands, and who asks knows what they are of."""
-        opened = self._rooms.get(pull.source.address, {}).get(pull.source.room.number)
-        if opened is None or opened.room != pull.source.room:
+        opened = self.find(pull.source.address, pull.source.room)
+        if opened is None:
             return False
         end = pull.first + count
         tokens = opened.tokens[: end * page_size * TOKEN_BYTES]
@@ -103,6 +108,11 @@ class PeerReads:
         for source in events.left:
             lane = self._lanes.get(source.address)
             self._left(source, lane[-1].end if lane else now)
+
+    def left_here(self, room: Room) -> RoomLeft | None:
+        """The word of a reader of one of its own has come. None: it does not stand any more."""
+        opened = self._standing.find(self._address, room)
+        return None if opened is None else RoomLeft(room, opened.opening)
 
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
         """at: when every step has ended that was launched before."""
