@@ -250,8 +250,9 @@ class TestEnds:
         assert memory.num_available == memory.pages.num_pages and memory.tree.num_pages
         assert not len(pair.second.core.table.importing)
 
-    @pytest.mark.parametrize("how", ["abort", "front end", "time"])
+    @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
     def test_who_waits_for_these_pages_gets_them_at_once(self, how: str) -> None:
+        """Also where they were its request's by then, which waited itself."""
         pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -259,15 +260,21 @@ class TestEnds:
         for handle, prompt in ((5, [9] * 5), (6, [8] * 60)):
             second.submit(handle, prompt, peer=1, max_new_tokens=6 if handle == 6 else 20, ignore_eos=True)
             second.turn()
+        if how.startswith("its request"):
+            second.submit(0, PROMPT, timeout_s=1.0, max_new_tokens=4)
         second.turn()
         table = second.core.table
-        assert table.batch_is_full and len(table.waiting) == 1 and table.num_running == 1
+        assert table.batch_is_full and len(table.waiting) == 1 + (0 in second.submitted) and table.num_running == 1
         if how == "time":
             second.now += 5.0
-        elif how == "abort":
-            second.abort(0)
-        else:
+        elif how == "its request late":
+            second.now += 1.0
+        elif how == "flush":
+            second.core.flush_cache()
+        elif how == "front end":
             second.core.abort_peer(0, second.now)
+        else:
+            second.abort(0)
         second.turn()
         assert not len(table.waiting) and table.num_running == 2
 

@@ -214,6 +214,8 @@ class Scheduler:
             return None
         if self.paused:
             return None
+        if self._tiers is not None and self._tiers.take_freed():
+            self.table.batch_is_full = False
         step = self._planner.plan(now, self._flight[0] if self._flight else None)
         if step is None:
             return None
@@ -225,8 +227,6 @@ class Scheduler:
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
         assert self._tiers is not None, "operations are of tiers"
         operations, ready = self._tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
-        if self._tiers.prefetches.take_freed():
-            self.table.batch_is_full = False
         for seq in ready:
             self.table.imported(seq)
         return operations
