@@ -82,7 +82,7 @@ class _Read:
 class PeerReads:
     """The reads of one worker, and the rooms that it keeps for others' at its `address`. What is read from one address is read
     one after another; reads from several do not slow each other down. left: told of rooms of others that nothing more is wanted
-    of, and when the word leaves. read_bytes: that have come, since the start."""
+    of, and when the word leaves. read_bytes: that have come, since the start. page_bytes: of one page's KV."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class PeerReads:
         left: Callable[[Source, float], None],
     ) -> None:
         self._address, self._standing, self._wire = address, standing, wire
-        self._page_bytes, self._page_size, self._left = page_bytes, page_size, left
+        self.page_bytes, self._page_size, self._left = page_bytes, page_size, left
         self._lanes: dict[str, deque[_Read]] = {}  # by the address that is read
         self.read_bytes = 0
 
@@ -120,7 +120,7 @@ class PeerReads:
             assert operation.kind is OperationKind.PULL and operation.pull is not None, "a simulation has one tier, and peers"
             lane = self._lanes.setdefault(operation.pull.source.address, deque())
             begin = max(at, lane[-1].end) if lane else at
-            seconds = self._wire.seconds(len(operation.keys) * self._page_bytes)
+            seconds = self._wire.seconds(len(operation.keys) * self.page_bytes)
             lane.append(_Read(operation, operation.pull, begin + seconds, seconds))
 
     def next_end(self) -> float | None:
@@ -139,7 +139,7 @@ class PeerReads:
 
     def _fact(self, read: _Read) -> Fact:
         pages = len(read.operation.keys)
-        if not self._wire.carries(pages * self._page_bytes) or not self._standing.let(read.pull, pages, self._page_size):
+        if not self._wire.carries(pages * self.page_bytes) or not self._standing.let(read.pull, pages, self._page_size):
             return Fact(read.operation.op_id)
-        self.read_bytes += pages * self._page_bytes
+        self.read_bytes += pages * self.page_bytes
         return Fact(read.operation.op_id, pages, read.seconds)
