@@ -390,6 +390,20 @@ class TestReading:
             pair.second.check_answer(handle)
             assert pair.second.finishes[handle].cached_from[Tier.PEER] == 40
 
+    def test_a_read_is_judged_with_what_is_behind_it_before_its_request_comes_to_it(self) -> None:
+        """By itself each of them takes longer than its page would take to be computed; all of them do not."""
+        pair = Pair(page_moved_s=0.05)
+        tiers = pair.second.core._tiers
+        assert tiers is not None
+        tiers._imports._at_once, tiers.rates._token_s = 1, 0.0132
+        tiers.rates._lanes[ADDRESS] = pair.second.config.page_bytes / 0.05
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        for _ in range(80):
+            pair.second.turn()
+        pair.second.check_answer(0)
+        assert pair.second.finishes[0].cached_from[Tier.PEER] >= 28, "but for the last ones, behind which there is little"
+
     @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
     def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self, aborted: bool) -> None:
         """A worker that hangs costs each of them the patience of one."""

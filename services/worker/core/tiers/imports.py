@@ -342,10 +342,13 @@ class Imports:
                 running.waits = []
 
     def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
-        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too."""
-        tier, lane, count = running.place.tier, running.place.lane, len(running.operation.keys)
+        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too. One whose request has yet to
+        come to it, as it waits for one before it, is judged with what is behind it, as when it has come."""
+        tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
         if not running.waits:
-            running.late = self.rates.is_over(tier, count, elapsed, 0, lane)
+            comes = self._waits.get(wanted.seq) is wanted and not wanted.let_go
+            rest = wanted.limit - running.first - count if comes else 0
+            running.late = self.rates.is_over(tier, count, elapsed, rest, lane)
             return
         over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count, lane)]
         for wanted in over:
