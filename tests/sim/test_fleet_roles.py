@@ -150,7 +150,7 @@ def test_what_does_not_arrive_is_computed() -> None:
 
 @pytest.mark.parametrize("chunk", [256, 2048])
 def test_pages_are_read_while_others_are_computed(chunk: int) -> None:
-    """As the product reads them: what is left behind the token came with the last chunk. Where it is the first one, that is all."""
+    """As the product reads them: what is left behind the token came with the last chunk: all, where that is the first one."""
     trace = Trace(64, tuple([TraceRequest(4.0 * at, (), 1032, 20, 20) for at in range(6)]))
     scheduler, wire = replace(SCHEDULER, chunked_prefill_size=chunk), Wire(10e9, 0.0002)
     model = TimeModel(base=0.001, per_prefill_token=20e-6)
