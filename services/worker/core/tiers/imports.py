@@ -342,8 +342,8 @@ class Imports:
                 running.waits = []
 
     def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
-        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too. One whose request has yet to
-        come to it, as it waits for one before it, is judged with what is behind it, as when it has come."""
+        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too. One whose request has yet
+        to come to it, as it waits for one before it, is judged with what is behind it, as when it has come."""
         tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
         if not running.waits:
             comes = self._waits.get(wanted.seq) is wanted and not wanted.let_go
