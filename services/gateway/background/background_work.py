@@ -68,7 +68,7 @@ class BackgroundWork:
         most = settings.background_responses
         self._metrics = metrics
         self._runner = BackgroundRunner(
-            self._store, partial(BackgroundRun, self._ports), most, is_ready, self._retry_after_s, metrics
+            self._store, partial(BackgroundRun, self._ports), answers.given_up, most, is_ready, self._retry_after_s, metrics
         )
         self.takes_any = bool(most)
         self.timeout_s = settings.background_timeout_s
