@@ -55,8 +55,8 @@ check: env       ## lint, types, core tests, contracts: before every commit
 test: env        ## everything that a CPU can run; fails at its end if any group of it has failed
 	$(PY) -m tests.groups
 
-nightly: env     ## the same with the long property runs and the 30-minute soak, and the next two where a cluster is named
-	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups --processes 1
+nightly: env     ## the same with the long runs and the 30-minute soak (ONLY="group" of tests/groups.py), and the next two where a cluster is named
+	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups $(if $(ONLY),--only '$(ONLY)')
 	@[ -z "$(CLUSTER)$(CLUSTER_TEST_KUBECONFIG)" ] && echo "skipped: cluster-test and cluster-faults (no CLUSTER= or CLUSTER_TEST_KUBECONFIG=)" \
 	  || $(MAKE) cluster-test cluster-faults
 

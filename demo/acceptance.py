@@ -1,12 +1,18 @@
-"""Tokens a step by task, of a server that guesses them; prints a Markdown table. Held-out questions, greedy, one at a time.
+"""Tokens a step and tokens a round by task, of a server that guesses them; prints a Markdown table. Held-out questions, greedy,
+one at a time.
 
-make run RUN_FLAGS="--worker-flags='--speculative-algorithm eagle3 --speculative-draft-model-path models/demo-eagle3'"
+make run RUN_FLAGS="--worker-flags='--speculative-algorithm eagle3 --speculative-draft-model-path models/demo-eagle3 \
+--speculative-num-steps 3 --no-speculative-adaptive'"
 python demo/acceptance.py --questions 20
+
+A step is whatever computed tokens of an answer, its prompt's and those without a guess included. A round is a step that verified
+guesses. At most: tokens a round if all guesses had been right, of answers as long as these.
 """
 
 import argparse
 import json
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -23,24 +29,49 @@ def ask(url: str, text: str) -> dict:
         return json.load(answer)["meta_info"]
 
 
+@dataclass
+class Counts:
+    """Over answers. best: rounds if all guesses were right."""
+
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    best: int = 0
+
+    def add(self, meta: dict, guesses: int) -> None:
+        rounds, accepted = meta.get("spec_verify_ct", 0), meta.get("spec_accept_token_num", 0)
+        self.tokens += meta["completion_tokens"]
+        self.drafted += meta.get("spec_draft_token_num", 0)
+        self.accepted += accepted
+        self.rounds += rounds
+        self.best += -(-(rounds + accepted) // (guesses + 1))
+
+    def cells(self) -> str:
+        """A round commits one token more than its guesses come to, the model's own."""
+        step = f"{self.tokens / (self.tokens - self.accepted):.2f}"
+        if not self.rounds:
+            return f"{step} | none | none | none"
+        of_rounds = self.rounds + self.accepted
+        return f"{step} | {of_rounds / self.rounds:.2f} | {of_rounds / self.best:.2f} | {self.accepted / self.drafted:.0%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--questions", type=int, default=20)
+    parser.add_argument("--guesses", type=int, default=3, help="the server's --speculative-num-steps")
     parser.add_argument("--seed", type=int, default=11)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    print("| task | tokens a step | guesses that were right |\n| --- | ---: | ---: |")
+    print("| task | tokens a step | tokens a round | at most | guesses that were right |\n| --- | ---: | ---: | ---: | ---: |")
     for task in TASKS:
-        rng, tokens, drafted, accepted = Random(arguments.seed), 0, 0, 0
+        rng, counts = Random(arguments.seed), Counts()
         for _ in range(arguments.questions):
             chat = [{"role": "user", "content": sample_held_out(task, rng)[0]}]
-            meta = ask(arguments.url, tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-            tokens += meta["completion_tokens"]
-            drafted += meta.get("spec_draft_token_num", 0)
-            accepted += meta.get("spec_accept_token_num", 0)
-        right = f"{accepted / drafted:.0%}" if drafted else "none"
-        print(f"| {task} | {tokens / (tokens - accepted):.2f} | {right} |", flush=True)
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            counts.add(ask(arguments.url, text), arguments.guesses)
+        print(f"| {task} | {counts.cells()} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ COLORS = ("#0072b2", "#e69f00", "#009e73", "#888888")  # told apart by whoever s
 
 
 def table() -> tuple[list[str], dict[str, list[float]]]:
-    """Who drafts, and by task the tokens a step of each."""
+    """Who drafts, and by task the tokens a step of each: first of a cell's figures. The last column is nobody's."""
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     head = next(place for place, row in enumerate(rows) if row[0] == "task")
     found: dict[str, list[float]] = {}
     for task, *cells in rows[head + 2 :]:
         if len(cells) != len(rows[head]) - 1 or not re.match(r"\d", cells[0]):
             break
-        found[task] = [float(cell.partition(",")[0]) for cell in cells]
-    return rows[head][1:], found
+        found[task] = [float(cell.partition(",")[0]) for cell in cells[:-1]]
+    return rows[head][1:-1], found
 
 
 def main() -> None:

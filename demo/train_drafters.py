@@ -1,6 +1,7 @@
 """Trains what guesses for the demo model: an EAGLE-3 head, a layer for multi-token prediction, and a smaller model.
 
 python demo/train_drafters.py --minutes 30
+python demo/train_drafters.py --start models --only eagle3 --tasks copy=4,json=1 --minutes 30  # goes on from what there is
 
 All three learn at once from what the demo model says of the conversations that train.py makes, on other seeds. Each is a folder
 beside models/demo; the head and the layer are unrolled over their own states, as they are when they guess several tokens ahead
@@ -16,15 +17,18 @@ from random import Random
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tasks import TASKS, conversation, sample_training
 from torch import Tensor, nn
-from train import IGNORED, MODEL, Batch, Progress, make_row
+from train import IGNORED, MODEL, SHORT_ROW_TURNS, Batch, Progress, encode_document, make_row
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 KEPT = (1, 2, 3)  # layers of the demo model whose outputs the EAGLE-3 head reads
 DEPTH, FADING = 3, 0.8  # guesses ahead, and what each counts to the one before it
 DRAFT_TOKENS = 1024  # the head's vocabulary: those that are said most
 ROW = 256  # tokens of a row
+TASKS_SHARE = 0.75  # of the rows, where tasks are named
+FOLDERS = {"eagle3": "demo-eagle3", "mtp": "demo-mtp", "draft": "demo-draft"}
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "size": 64, "inner": 640}
 EPS, THETA = 1e-6, 10_000.0
 
@@ -38,6 +42,11 @@ class Norm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, EPS)
 
 
+def at_places(x: Tensor, places: Tensor) -> Tensor:
+    """x: [B, T, n]. places: [B, M]."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+
+
 def linear(outs: int, ins: int) -> nn.Linear:
     made = nn.Linear(ins, outs, bias=False)
     nn.init.normal_(made.weight, std=0.02)
@@ -45,9 +54,9 @@ def linear(outs: int, ins: int) -> nn.Linear:
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """x: [B, T, heads, D]."""
-    angles = positions[:, None] / THETA ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    """x: [B, T, heads, D]. positions: [T] or [B, T]."""
+    angles = positions[..., None] / THETA ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
@@ -68,26 +77,29 @@ class Layer(nn.Module):
         )
         self.input_layernorm, self.post_attention_layernorm = Norm(hidden), Norm(hidden)
 
-    def forward(self, x: Tensor, residual: Tensor, depth: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x: [B, T, attended] at positions depth .. depth + T - 1. Entry t of a depth sees the first depth's up to t, and entry t
-        of each depth since."""
-        parts, size, own = self.self_attn, SHAPE["size"], {}
-        for name in "qkv":
-            own[name] = parts[f"{name}_proj"](x).unflatten(-1, (-1, size))
-            if name != "v":
-                normed = parts[f"{name}_norm"](own[name]) if f"{name}_norm" in parts else own[name]
-                own[name] = rotated(normed, torch.arange(depth, depth + x.shape[1]))
-        shared = SHAPE["heads"] // SHAPE["kv_heads"]
-        q = own["q"].transpose(1, 2)
-        earlier.append(tuple(own[name].repeat_interleave(shared, 2).transpose(1, 2) for name in "kv"))
-        first = earlier[0][0]
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        scores = [(q @ first.transpose(-1, -2)).masked_fill(~mask, -math.inf)]
+    def forward(self, x: Tensor, residual: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Output at places: [B, M]. residual: there. x: [B, T, attended] of all entries at the first depth; since then there,
+        [B, M, attended]. Entry t of a depth sees the first depth's up to t, and entry t of each depth since."""
+        parts, size, depth, shared = self.self_attn, SHAPE["size"], len(earlier), SHAPE["heads"] // SHAPE["kv_heads"]
+
+        def heads(name: str, x: Tensor, positions: Tensor) -> Tensor:
+            made = parts[f"{name}_proj"](x).unflatten(-1, (-1, size))
+            if name == "v":
+                return made.repeat_interleave(shared, 2).transpose(1, 2)
+            made = rotated(parts[f"{name}_norm"](made) if f"{name}_norm" in parts else made, positions)
+            return (made if name == "q" else made.repeat_interleave(shared, 2)).transpose(1, 2)
+
+        asking, own = (x, places + depth) if depth else (at_places(x, places), torch.arange(x.shape[1]))
+        q = heads("q", asking, places + depth)
+        earlier.append((heads("k", x, own), heads("v", x, own)))
+        first, values = earlier[0]
+        unseen = torch.arange(first.shape[2]) > places[:, None, :, None]
+        scores = [(q @ first.transpose(-1, -2)).masked_fill(unseen, -math.inf)]
         scores += [(q * keys).sum(-1, keepdim=True) for keys, _ in earlier[1:]]
         weights = (torch.cat(scores, -1) * size**-0.5).softmax(-1)
-        mixed = weights[..., : x.shape[1]] @ earlier[0][1]
+        mixed = weights[..., : first.shape[2]] @ values
         for place, (_, values) in enumerate(earlier[1:]):
-            mixed = mixed + weights[..., x.shape[1] + place, None] * values
+            mixed = mixed + weights[..., first.shape[2] + place, None] * values
         residual = residual + parts["o_proj"](mixed.transpose(1, 2).flatten(2))
         x = self.post_attention_layernorm(residual)
         return residual + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
@@ -105,10 +117,12 @@ class Eagle3(nn.Module):
     def first(self, kept: list[Tensor], final: Tensor) -> Tensor:
         return self.fc(torch.cat([kept[layer] for layer in KEPT], -1))
 
-    def step(self, embedded: Tensor, states: Tensor, depth: int, earlier: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Normed output, and the states that the next depth begins with."""
+    def step(
+        self, embedded: Tensor, states: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Normed output at places, see Layer, and the states that the next depth begins with."""
         x = torch.cat((self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(states)), -1)
-        output = self.midlayer(x, states, depth, earlier)
+        output = self.midlayer(x, states if earlier else at_places(states, places), places, earlier)
         return self.norm(output), output
 
 
@@ -122,9 +136,12 @@ class Mtp(nn.Module):
     def first(self, kept: list[Tensor], final: Tensor) -> Tensor:
         return final
 
-    def step(self, embedded: Tensor, states: Tensor, depth: int, earlier: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        residual = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)), -1))
-        output = self.norm(self.layers[0](self.layers[0].input_layernorm(residual), residual, depth, earlier))
+    def step(
+        self, embedded: Tensor, states: Tensor, places: Tensor, earlier: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)), -1))
+        layer, residual = self.layers[0], x if earlier else at_places(x, places)
+        output = self.norm(layer(layer.input_layernorm(x), residual, places, earlier))
         return output, output
 
 
@@ -164,12 +181,12 @@ class Teacher:
 
 
 def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor, float]:
-    """Cross entropy to what the teacher says, of its words that there are; and how often the most likely is the teacher's."""
+    """Cross entropy to what the teacher says, of its words that there are: little is learnt where it says others. And how often
+    the most likely is the teacher's."""
     likely = said.argmax(-1)
     if ids is not None:
         guessed = ids[logits.argmax(-1)]
         said = said[:, ids]
-        said = said - said.logsumexp(-1, keepdim=True)
     else:
         guessed = logits.argmax(-1)
     loss = -(said.exp() * logits.log_softmax(-1)).sum(-1).mean()
@@ -179,17 +196,21 @@ def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor
 def head_loss(
     head: Eagle3 | Mtp, target: Qwen3ForCausalLM, taught: tuple[list[Tensor], Tensor, Tensor], batch: Batch, ids: Tensor | None
 ) -> tuple[Tensor, list[float]]:
-    """Over DEPTH guesses ahead of each token that the assistant says."""
+    """Over DEPTH guesses ahead of each token that the assistant says. Only the entries that these are guesses of are computed to
+    the end: in each row as many as in the row that has most."""
     kept, final, said = taught
     tokens, length = batch.tokens, batch.tokens.shape[1] - DEPTH - 1
+    learnt = torch.stack([batch.labels[:, depth + 2 : depth + 2 + length] != IGNORED for depth in range(DEPTH)])
+    guessing = learnt.any(0)
+    places = guessing.int().argsort(dim=1, descending=True, stable=True)[:, : int(guessing.sum(1).max())]
     states, earlier = head.first(kept, final)[:, :length], []
     loss, right = torch.zeros(()), []
     for depth in range(DEPTH):
-        embedded = target.model.embed_tokens(tokens[:, depth + 1 : depth + 1 + length])
-        output, states = head.step(embedded, states, depth, earlier)
-        learnt = batch.labels[:, depth + 2 : depth + 2 + length] != IGNORED
-        logits = target.lm_head(output[learnt]) if ids is None else head.lm_head(output[learnt])
-        part, share = divergence(logits, said[:, depth + 1 : depth + 1 + length][learnt], ids)
+        known = tokens[:, 1 : length + 1] if depth == 0 else tokens.gather(1, places + depth + 1)
+        output, states = head.step(target.model.embed_tokens(known), states, places, earlier)
+        counted = learnt[depth].gather(1, places)
+        logits = target.lm_head(output[counted]) if ids is None else head.lm_head(output[counted])
+        part, share = divergence(logits, at_places(said, places + depth + 1)[counted], ids)
         loss, right = loss + FADING**depth * part, [*right, round(share, 3)]
     return loss, right
 
@@ -201,16 +222,35 @@ def small_loss(model: Qwen3ForCausalLM, said: Tensor, batch: Batch) -> tuple[Ten
     return loss, [round(share, 3)]
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int) -> Batch:
-    rows = [make_row(tokenizer, rng, ROW) for _ in range(tokens // ROW)]
+def make_tasks_row(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> tuple[list[int], list[int]]:
+    """make_row of these tasks alone."""
+
+    def draw(_: str, rng: Random) -> tuple[str, str]:
+        return sample_training(*rng.choices(list(shares), list(shares.values())), rng)
+
+    tokens: list[int] = []
+    labels: list[int] = []
+    while len(tokens) < ROW:
+        more_tokens, more_labels = encode_document(tokenizer, conversation(rng, rng.choice(SHORT_ROW_TURNS), draw), ())
+        tokens += more_tokens
+        labels += more_labels
+    return tokens[:ROW], labels[:ROW]
+
+
+def make_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, tokens: int, shares: dict[str, float]) -> Batch:
+    """shares: by task; without any all rows are train.py's."""
+    rows = [
+        make_tasks_row(tokenizer, rng, shares) if shares and rng.random() < TASKS_SHARE else make_row(tokenizer, rng, ROW)
+        for _ in range(tokens // ROW)
+    ]
     return Batch(torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows]))
 
 
-def said_most(tokenizer: PreTrainedTokenizerFast, rng: Random) -> Tensor:
-    """The tokens that assistants say most, rising."""
+def said_most(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> Tensor:
+    """The tokens that assistants say most, rising. A thousand are said seldom: of few batches, those are chosen by chance."""
     counts = torch.zeros(len(tokenizer), dtype=torch.int64)
-    for _ in range(40):
-        batch = make_batch(tokenizer, rng, 4096)
+    for _ in range(200):
+        batch = make_batch(tokenizer, rng, 4096, shares)
         counts += torch.bincount(batch.labels[batch.labels != IGNORED], minlength=len(tokenizer))
     return counts.argsort(descending=True, stable=True)[:DRAFT_TOKENS].sort().values
 
@@ -241,25 +281,76 @@ def head_config(architecture: str, **more: object) -> dict:
     }
 
 
-def save_all(eagle3: Eagle3, mtp: Mtp, small: Qwen3ForCausalLM, ids: Tensor, out: Path) -> None:
+def tables(ids: Tensor) -> dict[str, Tensor]:
+    """d2t: what is to be added to a token of the head's. t2d: which of the model's tokens are the head's."""
     known = torch.zeros(1280, dtype=torch.bool).index_fill_(0, ids, True)
-    tables = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
-    reads = {"eagle_aux_hidden_state_layer_ids": list(KEPT)}
-    config = head_config("LlamaForCausalLMEagle3", draft_vocab_size=len(ids), eagle_config=reads)
-    save({**eagle3.state_dict(), **tables}, config, out / "demo-eagle3")
-    save(
-        {f"mtp.{name}": tensor for name, tensor in mtp.state_dict().items()}, head_config("Qwen3ForCausalLMMtp"), out / "demo-mtp"
-    )
-    half = Qwen3ForCausalLM(small.config).to(torch.bfloat16)
-    half.load_state_dict(small.state_dict())
-    half.save_pretrained(out / "demo-draft")
-    for name in ("demo-eagle3", "demo-mtp", "demo-draft"):
-        (out / name / "model.safetensors").chmod(0o644)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+
+
+def save_learners(learners: dict[str, nn.Module], ids: Tensor, out: Path) -> None:
+    for name, learner in learners.items():
+        folder = out / FOLDERS[name]
+        if name == "eagle3":
+            reads = {"eagle_aux_hidden_state_layer_ids": list(KEPT)}
+            config = head_config("LlamaForCausalLMEagle3", draft_vocab_size=len(ids), eagle_config=reads)
+            save(learner.state_dict() | tables(ids), config, folder)
+        elif name == "mtp":
+            named = {f"mtp.{key}": tensor for key, tensor in learner.state_dict().items()}
+            save(named, head_config("Qwen3ForCausalLMMtp"), folder)
+        else:
+            half = Qwen3ForCausalLM(learner.config).to(torch.bfloat16)
+            half.load_state_dict(learner.state_dict())
+            half.save_pretrained(folder)
+        (folder / "model.safetensors").chmod(0o644)
+
+
+def load_learners(learners: dict[str, nn.Module], ids: Tensor, start: Path) -> None:
+    """Of save_learners. The head keeps the rows of those of its tokens that it had before."""
+    for name, learner in learners.items():
+        if name == "draft":
+            learner.load_state_dict(Qwen3ForCausalLM.from_pretrained(start / FOLDERS[name], dtype=torch.float32).state_dict())
+            continue
+        held = {
+            key.removeprefix("mtp."): tensor.float() if tensor.is_floating_point() else tensor
+            for key, tensor in load_file(start / FOLDERS[name] / "model.safetensors").items()
+        }
+        if name == "eagle3":
+            before = held.pop("d2t")
+            place = {token: row for row, token in enumerate((before + torch.arange(len(before))).tolist())}
+            kept = [row for row, token in enumerate(ids.tolist()) if token in place]
+            rows = learner.lm_head.weight.detach().clone()
+            rows[kept] = held["lm_head.weight"][[place[token] for token in ids[kept].tolist()]]
+            held["lm_head.weight"] = rows
+            del held["t2d"]
+        learner.load_state_dict(held)
+
+
+def new_optimizers(learners: nn.ModuleDict) -> list[torch.optim.Optimizer]:
+    """Muon for what lies between embeddings and vocabularies, as the demo model itself has it."""
+    inner, outer = [], []
+    for name, parameter in learners.named_parameters():
+        within = parameter.dim() > 1 and not name.endswith(("lm_head.weight", "embed_tokens.weight"))
+        (inner if within else outer).append(parameter)
+    return [
+        torch.optim.Muon(inner, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.02, fused=True),
+    ]
+
+
+def task_shares(text: str) -> dict[str, float]:
+    """Of copy=4,json=1. Raises ValueError."""
+    shares = {name: float(share or 1) for name, _, share in (part.partition("=") for part in text.split(",") if part)}
+    if unknown := set(shares) - set(TASKS):
+        raise ValueError(f"there are no tasks {', '.join(sorted(unknown))}")
+    return shares
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=MODEL.parent)
+    parser.add_argument("--out", type=Path, default=MODEL.parent, help="the folder of their folders")
+    parser.add_argument("--start", type=Path, help="such a folder, with weights to begin with")
+    parser.add_argument("--only", nargs="+", choices=list(FOLDERS), default=list(FOLDERS), help="who learns (all)")
+    parser.add_argument("--tasks", type=task_shares, default={}, help="shares of three rows in four: copy=4,json=1")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=2)
@@ -271,34 +362,38 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     rng, tokenizer = Random(arguments.seed), AutoTokenizer.from_pretrained(MODEL)
     target = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().requires_grad_(False)
-    ids, teacher = said_most(tokenizer, rng), Teacher(target)
-    eagle3, mtp, small = Eagle3(target, ids), Mtp(), small_model()
-    learners = nn.ModuleList([eagle3, mtp, small])
-    optimizer = torch.optim.AdamW(learners.parameters(), betas=(0.9, 0.98), weight_decay=0.02, fused=True)
+    ids, teacher = said_most(tokenizer, rng, arguments.tasks), Teacher(target)
+    made = {"eagle3": lambda: Eagle3(target, ids), "mtp": Mtp, "draft": small_model}
+    learners = nn.ModuleDict({name: made[name]() for name in arguments.only})
+    if arguments.start is not None:
+        load_learners(dict(learners.items()), ids, arguments.start)
+    optimizers = new_optimizers(learners)
     progress = Progress(arguments.steps, arguments.minutes * 60, time.monotonic())
     while (fraction := progress.fraction()) < 1:
-        batch = make_batch(tokenizer, rng, arguments.tokens_per_step)
+        batch = make_batch(tokenizer, rng, arguments.tokens_per_step, arguments.tasks)
         taught = teacher(batch.tokens)
         parts = {
-            "eagle3": head_loss(eagle3, target, taught, batch, ids),
-            "mtp": head_loss(mtp, target, taught, batch, None),
-            "draft": small_loss(small, taught[2], batch),
+            name: small_loss(learner, taught[2], batch)
+            if name == "draft"
+            else head_loss(learner, target, taught, batch, ids if name == "eagle3" else None)
+            for name, learner in learners.items()
         }
-        for group in optimizer.param_groups:
-            warm = min(1.0, (progress.step + 1) / 50)
+        warm = min(1.0, (progress.step + 1) / 50)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = arguments.peak_rate * warm * 0.5 * (1 + math.cos(math.pi * fraction))
         learners.zero_grad()
         sum(loss for loss, _ in parts.values()).backward()
-        for learner in learners:
+        for learner in learners.values():
             nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         progress.step += 1
         if progress.step % 10 == 0:
             shares = {name: right for name, (_, right) in parts.items()}
             print(
                 json.dumps({"step": progress.step, "seconds": round(time.monotonic() - progress.started), **shares}), flush=True
             )
-    save_all(eagle3, mtp, small, ids, arguments.out)
+    save_learners(dict(learners.items()), ids, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""python -m tests.groups [--processes N]: the whole suite in groups. All of them run; status 1 if one has failed."""
+"""python -m tests.groups [--processes N] [--only GROUP]: the whole suite in groups. All of them run; status 1 if one has failed.
+
+By night (tests/night.py) there are more groups, so that one that was cut off can be run again by itself, and what they say is in
+build/nightly as well, a file for each, line by line as it comes: failures at once (tests/as_it_goes.py). How each group ended is
+in summary.txt there, those of earlier runs too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from tests.night import NIGHTLY
+
+LOGS = Path(__file__).resolve().parents[1] / "build" / "nightly"
 # Tests that fill the machine by themselves, or count seconds of it.
 CROWDED = (
     "tests/e2e/test_fleet_faults.py",
@@ -15,41 +25,111 @@ CROWDED = (
     "tests/e2e/test_fleet_soak.py",
     "tests/e2e/test_random_weights.py",
 )
+# Tests that by night fill the machine's memory or its cores, and say how much memory a service may have.
+MEASURED = (
+    "tests/e2e/test_fuzz.py",
+    "tests/services/gateway/http/test_body_budget.py",
+    "tests/services/tokenizer/test_long_requests.py",
+    "tests/services/worker/control/test_control_process.py",
+)
+# By night each folder's are a group; what is in none of them is another one.
+PARTS = {
+    "scheduler": ("tests/core", "tests/sim"),
+    "executor": ("tests/exec", "tests/kernels", "tests/gpu"),
+    "services": ("tests/services", "tests/grammar"),
+}
+# By night a test may take hours, but for those that say themselves how long.
+AT_NIGHT = ("-ra", "--durations", "50", "--timeout", str(4 * 3600), "-p", "tests.as_it_goes")
 
 
-def groups(processes: int) -> dict[str, list[str]]:
-    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; one more of
-    them than that where tests wait for something for a quarter of their time."""
-    more = processes + 1 if processes > 1 else 1
-    return {
-        "by parts": ["tests", "--ignore", "tests/e2e", *_spread(more)],
+def groups(processes: int, night: bool) -> dict[str, list[str]]:
+    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; by day one
+    more of them than that, where tests wait for something for a quarter of their time."""
+    side_by_side = _spread(processes) if night else _spread(processes + 1 if processes > 1 else 1)
+    if not night:
+        return {
+            "by parts": ["tests", *_without("tests/e2e"), *side_by_side],
+            "end to end, one at a time": [*CROWDED],
+            "end to end": ["tests/e2e", *_without(*CROWDED), *side_by_side],
+        }
+    listed = [folder for folders in PARTS.values() for folder in folders]
+    split = {
+        **{
+            f"by parts, {name}": [*folders, *_without(*_inside(folders, MEASURED)), *side_by_side]
+            for name, folders in PARTS.items()
+        },
+        "by parts, all others": ["tests", *_without("tests/e2e", *listed), *side_by_side],
+        "measured, one at a time": [*MEASURED],
         "end to end, one at a time": [*CROWDED],
-        "end to end": ["tests/e2e", *(word for path in CROWDED for word in ("--ignore", path)), *_spread(more)],
+        "end to end": ["tests/e2e", *_without(*CROWDED, *_inside(["tests/e2e"], MEASURED)), *side_by_side],
     }
+    return {name: [*arguments, *AT_NIGHT] for name, arguments in split.items()}
+
+
+def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Those whose names begin with one of these. Raises ValueError for one that no name begins with."""
+    for prefix in only:
+        if not any(name.startswith(prefix) for name in asked):
+            raise ValueError(f"no group begins with {prefix!r}; there are: {'; '.join(asked)}")
+    return {name: words for name, words in asked.items() if name.startswith(tuple(only))}
 
 
 def _spread(processes: int) -> list[str]:
     return ["--numprocesses", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"] if processes > 1 else []
 
 
-def run(commands: Mapping[str, Sequence[str]]) -> int:
-    """Runs each command, whatever became of those before it, and says at the end how each ended."""
-    ends: list[tuple[str, int, float]] = []
+def _without(*paths: str) -> list[str]:
+    return [word for path in paths for word in ("--ignore", path)]
+
+
+def _inside(folders: Sequence[str], files: Sequence[str]) -> list[str]:
+    return [file for file in files if file.startswith(tuple(folders))]
+
+
+def run(commands: Mapping[str, Sequence[str]], logs: Path | None = None) -> int:
+    """Runs each command, whatever became of those before it, and says at the end how each ended. logs: the folder for what they
+    say, and how each ended, as soon as it has."""
+    ends: list[str] = []
+    failed = False
     for name, command in commands.items():
         print(f"\n=== {name}", flush=True)
         begun = time.monotonic()
-        ends.append((name, subprocess.run(command, check=False).returncode, time.monotonic() - begun))
-    print()
-    for name, status, seconds in ends:
-        print(f"group {name}: {f'failed ({status})' if status else 'passed'}, {seconds:.0f} s", flush=True)
-    return int(any(status for _, status, _ in ends))
+        status = _run(command, logs / f"{re.sub('[^a-z]+', '-', name)}.txt" if logs else None)
+        ends.append(f"group {name}: {f'failed ({status})' if status else 'passed'}, {time.monotonic() - begun:.0f} s")
+        failed |= status != 0
+        if logs:
+            with (logs / "summary.txt").open("a") as summary:
+                print(time.strftime("%Y-%m-%d %H:%M"), ends[-1], file=summary)
+    print("", *ends, sep="\n", flush=True)
+    return int(failed)
+
+
+def _run(command: Sequence[str], log: Path | None) -> int:
+    """Its status. What it says goes on, and into the log line by line."""
+    if log is None:
+        return subprocess.run(command, check=False).returncode
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            for target in (file, sys.stdout.buffer):
+                target.write(line)
+                target.flush()
+    return child.returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="of pytest, side by side where tests allow it")
-    asked = groups(parser.parse_args().processes)
-    return run({name: [sys.executable, "-m", "pytest", *arguments] for name, arguments in asked.items()})
+    parser.add_argument(
+        "--only", action="append", metavar="GROUP", help="groups whose names begin so (several times: all of these)"
+    )
+    arguments = parser.parse_args()
+    try:
+        asked = chosen(groups(arguments.processes, NIGHTLY), arguments.only or [""])
+    except ValueError as error:
+        parser.error(str(error))
+    return run({name: [sys.executable, "-m", "pytest", *words] for name, words in asked.items()}, LOGS if NIGHTLY else None)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ ALLOWED = (
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
     Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
     Skip("nixl is not installed", ("tests/exec/",), "PyPI's nixl, which `make env` leaves out"),
+    Skip(
+        "gcp-storage-emulator is not installed", ("tests/services/",), "PyPI's package of that name, which `make env` leaves out"
+    ),
     Skip("moto is not installed", ("tests/services/",), "PyPI's moto[s3,server] and boto3, which `make env` leaves out"),
     Skip("sentence-transformers is not installed", ("tests/exec/",), "PyPI's sentence-transformers, which `make env` leaves out"),
     Skip(
@@ -42,6 +45,7 @@ ALLOWED = (
         ("tests/kernels/", "tests/e2e/", "tests/benchmarks/", "tests/contracts/", "tests/chart/"),
         "`make nightly`",
     ),
+    Skip("no network namespace can be made here", ("tests/e2e/",), "root, and Debian's package iproute2"),
     Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/",), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )

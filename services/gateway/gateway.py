@@ -18,6 +18,7 @@ from rootstock.v1 import gateway_pb2_grpc
 from services.gateway import app
 from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
 from services.gateway.admin.standing import Standing
+from services.gateway.admin.surroundings import Surroundings
 from services.gateway.admin.tenants import Tenants
 from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
@@ -51,6 +52,7 @@ from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.observe.scrapes import Scrapes
 from services.gateway.parsers.formats.families import output_parser
 from services.gateway.peers.detokenizer_link import SILENCE_S, DetokPool
 from services.gateway.peers.silence import Patience
@@ -135,7 +137,7 @@ class Gateway:
         self._background = self._background_work(BackgroundAnswers(preparer, records), metrics)
         responses = ResponsesApi(self.generator, preparer, records, self._background)
         loads = self.dispatcher.fleet.loads
-        standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected).told
+        standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected, self._surroundings(metrics)).told
         texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
         endpoints: dict[str, Endpoint] = {}
         self._work = self._batch_work(endpoints, metrics)
@@ -162,6 +164,20 @@ class Gateway:
         computer, is_ready = Computing(self.generator), lambda: not self.readiness.missing()
         computed_by = self.dispatcher.computed_by
         return BackgroundWork(self._settings, answers, computer, self.keys.named, computed_by, is_ready, metrics)
+
+    def _surroundings(self, metrics: GatewayMetrics) -> Surroundings:
+        scrapes = Scrapes()
+        metrics.registry.register(scrapes)
+        mirror, background = self.dispatcher.fleet.mirror, self._background
+        names = dict(zip(("worker", "tokenizer", "detokenizer"), (each.trouble for each in self._discoveries), strict=True))
+        return Surroundings(
+            index=lambda: None if mirror is None else mirror.available,
+            kept=lambda: None if background is None else background.store_is_up,
+            keys=self.keys.signs,
+            tls=self._mtls,
+            names=names,
+            scraped_s_ago=scrapes.asked_s_ago,
+        )
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""

@@ -31,10 +31,11 @@ second. States: `ready`; `silent` (it has told nothing for two and a half second
 gateway gives it nothing for the time being, as after faults); `lost` (it was connected); `starting` (it never was); `gone` (the
 gateway does not know it any more: shown for a minute).
 
-Below the table stands what is wrong, a sentence each with where to look: models that nobody can answer for, a service that is not
-connected, workers that hang, are left alone after faults, or have no memory for what waits. It is what a gateway tells
-(`GET /server_info`), so Redis, DNS, Secrets, volumes and scrapes are not in it: for these there is `helm test`
-([diagnosis](kubernetes/diagnosis.md)).
+Below the table stands what is wrong, a sentence each with where to look: models that nobody can answer for, a service that is
+not connected, workers that hang, are left alone after faults, or have no memory for what waits; and of what the gateway stands
+on, names that cannot be looked up, a Redis that does not answer, files of keys or certificates that are wrong, metrics that
+nobody asks for any more. It is what a gateway tells (`GET /server_info`). Drivers, RuntimeClasses and volumes are seen in the
+cluster alone: there it names the check of `helm test` that says more ([which sees what](kubernetes/diagnosis.md#from-outside)).
 
 While load runs, just after one of three workers was killed:
 

@@ -34,7 +34,7 @@ from services.worker.grammar.match.mask_filler import MaskFiller
 from services.worker.identity.model_identity import ServedWeights, identify_model
 from services.worker.identity.sampling_defaults import sampling_defaults
 from services.worker.identity.weights_revision import WeightsReading
-from services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox, RoomLeft
+from services.worker.loop.inbox import FactsReady, GrammarFailed, GrammarReady, Inbox
 from services.worker.loop.text_rules import ModelText
 from services.worker.peer_options import peer_options
 from services.worker.scheduler_config import scheduler_config
@@ -102,7 +102,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
     logger.info("at most %d requests run at once; prompts are cut after %s tokens (0: never)", running, chunk)
-    moves = Moves(tier_options(settings), peer_options(settings, lambda room: inbox.put(RoomLeft(room))))
+    moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
     built, weights = _load(name, settings, on_lost, moves)
     info = built.info
     tokenizer = load_tokenizer(settings.model)

@@ -946,6 +946,7 @@ BESIDES: dict[str, Case] = {
                 POD + "initContainers 0 env AWS_ENDPOINT_URL= value": "http://minio.storage.svc:9000",
                 POD + "initContainers 0 env AWS_REGION= value": "eu-1",
                 POD + "initContainers 0 env AWS_SECRET_ACCESS_KEY= valueFrom secretKeyRef name": "s3",
+                POD + "initContainers 0 env GCS_ENDPOINT= value": "http://gcs.storage.svc:9000",
                 POD + "initContainers 0 env GCS_KEY= valueFrom secretKeyRef": {"name": "gcs", "key": "key.json"},
                 POD + "initContainers 0 env HF_ENDPOINT= value": "https://hub.example.com",
                 POD + "initContainers 0 env HTTPS_PROXY= value": "http://proxy.example.com:3128",
@@ -1000,7 +1001,11 @@ BESIDES: dict[str, Case] = {
                 "spec rules 0 host": "llm.example.com",
                 "spec tls 0 secretName": "llm-tls",
             },
-            f"HTTPRoute/{FULL}-gateway": {"spec parentRefs 0 name": "gateway", "spec hostnames": ["llm.example.com"]},
+            f"HTTPRoute/{FULL}-gateway": {
+                "spec parentRefs 0 name": "gateway",
+                "spec hostnames": ["llm.example.com"],
+                "spec rules 0 timeouts": {"request": "0s"},  # none
+            },
         },
     ),
     "services by name, those that are ready": (

@@ -1,4 +1,5 @@
-"""The commands of docs/kubernetes/security.md that make certificates, as they stand there, with a kubectl that keeps files."""
+"""The commands of docs/kubernetes/security.md that make certificates, as they stand there, with a kubectl that keeps files;
+and the objects that it has readers apply."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.chart.release import REPO
+from tests.chart.kube_schemas import faults
+from tests.chart.release import REPO, refusal, render
 
-pytestmark = [pytest.mark.needs("openssl")]
 PAGE = REPO / "docs" / "kubernetes" / "security.md"
 KEEPS = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
 
 
+@pytest.mark.needs("openssl")
 def test_no_service_can_sign_another(tmp_path: Path) -> None:
     """A certificate of a service's own making, below its own, is taken by nobody; its own is, by servers and clients."""
     (commands,) = re.findall(r"```bash\n(openssl .*?)```", PAGE.read_text(), re.S)
@@ -37,3 +40,20 @@ def test_no_service_can_sign_another(tmp_path: Path) -> None:
     assert run("openssl", "req", "-x509", *forged, *worker, "-keyout", "forged.key", "-out", "forged.crt") == ""
     chain = ("-CAfile", "ca.crt", "-untrusted", "llm-worker-tls/tls.crt", "forged.crt")
     assert "invalid CA certificate" in run("openssl", "verify", *chain)
+
+
+def test_the_policy_that_binds_the_right_is_one() -> None:
+    """Of the page's blocks: what the cluster is given, and values. The policy is about the account of a release of that name."""
+    documents = [
+        each for block in re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S) for each in yaml.safe_load_all(block)
+    ]
+    admission = [each for each in documents if each.get("apiVersion", "").startswith("admissionregistration")]
+    assert [each["kind"] for each in admission] == ["ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"]
+    assert [found for each in admission if (found := faults(each))] == []
+    policy, binding = admission
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    role = render({"worker": {"deletionCost": True}}, name="rootstock").get("RoleBinding", "rootstock-worker")
+    (account,) = [each["name"] for each in role["subjects"]]
+    assert f'"system:serviceaccount:llm:{account}"' in policy["spec"]["matchConditions"][0]["expression"]
+    values = [each for each in documents if "kind" not in each]
+    assert values and [why for each in values if (why := refusal(each))] == []

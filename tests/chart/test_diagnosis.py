@@ -87,6 +87,22 @@ def test_a_fault_is_named_with_its_remedy(name: str) -> None:
     assert not fault.alone or found == mine
 
 
+@pytest.mark.parametrize(
+    ("auth", "answer", "state"),
+    [
+        ({"podIdentity": "aws"}, Answer(403, {"message": "Missing Authentication Token"}), UNKNOWN),
+        ({"modes": ["tls"], "secret": "p"}, Answer(error="tlsv13 alert certificate required"), UNKNOWN),
+        ({"podIdentity": "aws"}, Answer(error="timed out"), BROKEN),
+        ({"modes": ["bearer"], "secret": "p"}, Answer(401, "Unauthorized"), BROKEN),
+    ],
+    ids=["a cloud's identity", "a client's certificate", "not reached", "a token that is shown"],
+)
+def test_who_lacks_what_keda_has_calls_nothing_broken(auth: dict[str, Any], answer: Answer, state: str) -> None:
+    values = {"autoscaling": {"engine": "keda", "adapterRules": False, "prometheusAuth": auth}}
+    found = diagnose(install(values), replace(WELL, series=answer))
+    assert [each.state for each in found if each.check == "scrape"] == [state], found
+
+
 def test_each_check_that_is_made_finds_something() -> None:
     assert {fault.check for fault in FAULTS.values()} == {check.__name__ for check in CHECKS}
 

@@ -145,6 +145,12 @@ def test_pods_that_end_take_what_all_pods_get() -> None:
         assert [(one["name"], one["restartPolicy"]) for one in each.spec["initContainers"]] == [("mesh", "Always")]
     tokenizer = pod(release, "tokenizer")
     assert [each["name"] for each in tokenizer.spec["containers"]] == ["tokenizer", "mesh"]
+    job = pod(release, "prefetch")
+    assert (job.spec["nodeSelector"], job.spec["tolerations"][0]["key"]) == ({"disk": "fast"}, "gpu")
+    assert job.container()["image"] == "rootstock/tokenizer:0.1.0"
+    told = {each["name"]: each.get("value") for each in job.container()["env"]}
+    assert told["HF_ENDPOINT"] == "https://hub.example.com" and told["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"
+    assert told["GCS_ENDPOINT"] == "http://gcs.storage.svc:9000" and told["CA_FILE"] == "/etc/rootstock/ca/ca.crt"
     own = {"HTTPS_PROXY": "http://proxy.example.com:3128", "HTTP_PROXY": "http://proxy.example.com:3128"}
     assert proxies(pod(release, "prefetch").container()) == proxies(tokenizer.spec["initContainers"][0]) == own
     without = render(merged(fetching, {"pod": common, "modelCache": {"prefetch": {"proxy": ""}}}))

@@ -12,6 +12,7 @@ import yaml
 
 from tests.chart.immutable import current, differences, fixed_fields, golden, replaced_at_upgrade
 from tests.chart.laws import offences
+from tests.chart.live_release import rendered_over
 from tests.chart.pods import MODEL
 from tests.chart.release import CHART, Release, ci_names, ci_values, merged, render, repeatable, title
 from tests.chart.variants import VARIANTS, model, values_of
@@ -108,6 +109,20 @@ def test_one_more_model_leaves_the_others_running() -> None:
 def test_a_volume_keeps_what_it_holds() -> None:
     claim = render(VARIANTS["shared-cache"]).get("PersistentVolumeClaim", "llm-rootstock-models")
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_what_was_made_once_and_what_scalers_wrote_is_taken_from_the_cluster() -> None:
+    values = merged(VARIANTS["kept"], {"worker": {"autoscaling": {"enabled": True}}})
+    installed = render(values)
+    worker = installed.get("Deployment", "llm-rootstock-worker-demo")
+    secrets = [installed.get("Secret", f"llm-rootstock-{each}") for each in ("redis", "state")]
+    first = {title(each): each["data"]["password"] for each in secrets}
+    assert len(set(first.values())) == 2 and "replicas" not in worker["spec"]
+    scaled = {**worker, "spec": {**worker["spec"], "replicas": 3}}
+    for there, kept in (([*secrets, scaled], True), ([], False)):
+        again = {title(each): each for each in rendered_over(there, values)}
+        assert [again[name]["data"]["password"] == password for name, password in first.items()] == [kept, kept]
+        assert again[title(worker)]["spec"].get("replicas") == (3 if kept else None)
 
 
 def test_install_and_upgrade_render_the_same() -> None:

@@ -204,7 +204,7 @@ VARIANTS: dict[str, Values] = {
                     "enabled": True,
                     "hubEndpoint": "https://hub.example.com",
                     "s3": {"endpoint": "http://minio.storage.svc:9000", "region": "eu-1", "secret": "s3"},
-                    "gcs": {"secret": "gcs"},
+                    "gcs": {"endpoint": "http://gcs.storage.svc:9000", "secret": "gcs"},
                     "proxy": "http://proxy.example.com:3128",
                     "ca": {"configMap": "trusted", "key": "ca-bundle.crt"},
                     "pod": {"nodeSelector": {"disk": "fast"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},

@@ -1,9 +1,12 @@
 """python -m tests.cluster [ARGUMENTS OF PYTEST]: tests on a real Kubernetes, begun and ended here.
 
 CLUSTER names a command that starts one on this machine (tests/cluster/kubernetes.py says what it must do), BASE_IMAGE another one
-that is run where no image registry is reached. Images are built from docker/Dockerfile by buildah. Or CLUSTER_TEST_KUBECONFIG
-names the kubeconfig of one that is there, and CLUSTER_TEST_LOAD a command that gives it an archive; no node of it is touched.
-Of a whole run it writes docs/kubernetes/proof.md, and proof.json beside it.
+that is run where no image registry is reached, and the base image is not there yet. Images are built from docker/Dockerfile by
+buildah, while the cluster starts. What is missing of Debian's packages is installed by apt-get, for root.
+Or CLUSTER_TEST_KUBECONFIG names the kubeconfig of a cluster that is there, and CLUSTER_TEST_LOAD a command that gives it an
+archive; tests that disturb all of it are run there with CLUSTER_TEST_DISRUPT=1 alone.
+A whole run has two passes: tests that keep to their namespaces, some at a time (CLUSTER_TEST_LANES, 5), then those that disturb
+the cluster or measure, by themselves. It writes docs/kubernetes/proof.md, and proof.json beside it.
 """
 
 from __future__ import annotations
@@ -11,20 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from tests.cluster import images, proof
+from tests.cluster import images, packages, proof
 from tests.cluster.conftest import HANDLE, PROOF
-from tests.cluster.kubernetes import ROOT, Cluster, run, start
+from tests.cluster.kubernetes import ROOT, Cluster, run, start, until
 
 NODES = 2
-PROGRAMS = ("buildah", "redis-server")
-TOOLS = ("helm", "kubectl")  # which a local cluster brings along
+ADDONS = ("prometheus", "metrics-server", "keda")  # of a whole run, from its begin on
+IN_ORDER = ("--no-loadscope-reorder", "--max-worker-restart=0")
+WHOLE = ("tests/cluster", "--ignore-glob=*/test_long_*")
 
 
 def main() -> int:
@@ -33,53 +38,88 @@ def main() -> int:
         "asked", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of pytest; none: all but test_long_*, and their page"
     )
     asked: list[str] = parser.parse_args().asked
-    local, base_image = os.environ.get("CLUSTER", ""), os.environ.get("BASE_IMAGE", "")
-    kubeconfig = os.environ.get("CLUSTER_TEST_KUBECONFIG", "")
+    local, kubeconfig = os.environ.get("CLUSTER", ""), os.environ.get("CLUSTER_TEST_KUBECONFIG", "")
     if not local and not kubeconfig:
         sys.exit("say which cluster: CLUSTER=COMMAND or CLUSTER_TEST_KUBECONFIG=FILE (tests/cluster/__main__.py)")
-    programs = PROGRAMS if local else (*PROGRAMS, *TOOLS)
-    missing = [name for name in programs if shutil.which(name) is None]
-    if missing:
-        sys.exit(f"not on PATH: {', '.join(missing)} (buildah and redis-server are Debian's packages)")
+    packages.provide(local=bool(local))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rootstock-cluster-") as name:
         folder, told = Path(name), proof.Proof()
-        if base_image:
-            run(base_image)
-        archives = []
-        for image, archive, seconds in images.build_all(folder):
-            told.built(image, archive.stat().st_size, seconds)
-            archives.append(archive)
-        cluster = _local(local, folder, archives) if local else _other(kubeconfig, archives)
+        lines = folder / "proof.jsonl"
         try:
+            cluster = _cluster(local, kubeconfig, folder, told, () if asked else ADDONS)
             told.versions(cluster)
-            status = _test(cluster, asked or ["tests/cluster", "--ignore-glob=*/test_long_*"], folder / "proof.jsonl")
+            told.ready(time.monotonic() - begun)
+            status = _test(cluster, asked, lines) if asked else _test_whole(cluster, lines)
         finally:
             if local:
                 run(local, "down")
         if not asked:
-            told.write(ROOT / "docs" / "kubernetes", folder / "proof.jsonl", time.monotonic() - begun, status)
+            told.write(ROOT / "docs" / "kubernetes", lines, time.monotonic() - begun, status)
     return status
 
 
-def _local(command: str, folder: Path, archives: list[Path]) -> Cluster:
-    soon = "--controllers-flag=--horizontal-pod-autoscaler-sync-period=5s"
-    flags = ["--policies", soon, "--apiserver-flag=--feature-gates=ImageVolume=true"]
-    cluster = start(command, NODES, flags)
-    run(command, "load", *map(str, archives), *map(str, images.redis_archives(command, folder)))
+def _cluster(local: str, kubeconfig: str, folder: Path, told: proof.Proof, addons: Sequence[str]) -> Cluster:
+    """With all images, which are built while it starts."""
+    base_image = os.environ.get("BASE_IMAGE", "")
+    if base_image and not images.has_base():
+        run(base_image, limit_s=1800)
+    pool = ThreadPoolExecutor(1)
+    try:
+        building = [pool.submit(images.build, service, folder) for service in images.SERVICES]
+        cluster = _local(local, folder, addons) if local else Cluster({"KUBECONFIG": kubeconfig, "PATH": os.environ["PATH"]})
+        load = [local, "load"] if local else [os.environ.get("CLUSTER_TEST_LOAD", "")]
+        for built in building:
+            _load(built, told, load)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return cluster
 
 
-def _other(kubeconfig: str, archives: list[Path]) -> Cluster:
-    load = os.environ.get("CLUSTER_TEST_LOAD", "")
-    for archive in archives if load else ():
-        run(load, str(archive))
-    return Cluster({"KUBECONFIG": kubeconfig, "PATH": os.environ["PATH"]})
+def _load(built: Future[images.Built], told: proof.Proof, load: list[str]) -> None:
+    image = built.result()
+    told.built(image.name, image.archive.stat().st_size, image.seconds)
+    if load[0]:
+        run(*load, str(image.archive))
 
 
-def _test(cluster: Cluster, asked: list[str], lines: Path) -> int:
-    env = {HANDLE: json.dumps({"env": dict(cluster.env), "local": cluster.local}), PROOF: str(lines)}
-    return subprocess.run([sys.executable, "-m", "pytest", *asked], cwd=ROOT, env={**os.environ, **env}, check=False).returncode
+def _local(command: str, folder: Path, addons: Sequence[str]) -> Cluster:
+    soon = "--controllers-flag=--horizontal-pod-autoscaler-sync-period=5s"
+    flags = ["--policies", soon, "--apiserver-flag=--feature-gates=ImageVolume=true"]
+    cluster = start(command, NODES, flags)
+    run(command, "load", *map(str, images.redis_archives(command, folder)))
+    cluster.addon(*addons)
+    return Cluster(cluster.env, command, tuple(addons))
+
+
+def _test_whole(cluster: Cluster, lines: Path) -> int:
+    """pytest's status: of the first pass, unless that is 0."""
+    lanes = os.environ.get("CLUSTER_TEST_LANES", "5")
+    beside = _test(cluster, [*WHOLE, "-m", "not alone", "-n", lanes, "--dist", "loadfile", *IN_ORDER], lines)
+    if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
+        print("left out without CLUSTER_TEST_DISRUPT=1: what disturbs the whole cluster", flush=True)
+        return beside
+    _settle(cluster)
+    alone = _test(cluster, [*WHOLE, "-m", "alone"], lines)  # also behind a failure: what it shows is worth its time
+    return beside or alone
+
+
+def _settle(cluster: Cluster) -> None:
+    """What earlier tests have left goes away by itself; whoever measures has the machine alone."""
+
+    def is_quiet() -> bool:
+        return all(each["status"]["phase"] == "Active" for each in cluster.get("namespaces")["items"])
+
+    try:
+        until(is_quiet, "the end of earlier tests' namespaces", 120)
+    except AssertionError as error:
+        print(error, flush=True)
+
+
+def _test(cluster: Cluster, asked: Sequence[str], lines: Path) -> int:
+    told = {"env": dict(cluster.env), "local": cluster.local, "addons": cluster.addons}
+    env = {**os.environ, HANDLE: json.dumps(told), PROOF: str(lines)}
+    return subprocess.run([sys.executable, "-m", "pytest", *asked], cwd=ROOT, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.kubernetes import CHART, ROOT, run
 
-FRONT = ("gateway", "tokenizer", "detokenizer")
-REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep", "touch", "tail")  # what the chart and its values files call
+SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")  # targets of docker/Dockerfile: all but that for GPUs
+DOCKERFILE = "docker/Dockerfile"
+REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep", "mv", "touch", "tail")  # what the chart and its values files call
 
 
 def release() -> str:
@@ -31,36 +32,62 @@ def redis_image(component: str = "redis") -> str:
     return f"docker.io/{found[1] if '/' in found[1] else f'library/{found[1]}'}:{found[2]}"
 
 
-def build_all(folder: Path) -> Iterator[tuple[str, Path, float]]:
-    """(image, archive, seconds) of each of ours but that for GPUs."""
-    for service in FRONT:
-        yield _build(service, [], folder)
-    arguments: list[str] = []
-    index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
-    if index is not None:
-        arguments += ["--build-arg", f"TORCH_INDEX_URL={f'file://{index}' if os.path.isdir(index) else index}"]
-    yield _build("worker", arguments, folder)
+@dataclass(frozen=True)
+class Built:
+    """archive: in docker's layout. seconds: that it took."""
+
+    name: str
+    archive: Path
+    seconds: float
 
 
-def _build(service: str, arguments: list[str], folder: Path) -> tuple[str, Path, float]:
+def base() -> str:
+    """The name that FROM asks for."""
+    found = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / DOCKERFILE).read_text(), re.M)
+    assert found
+    return f"docker.io/library/{found[1]}"
+
+
+def has_base() -> bool:
+    """Layers that were built on it before are good for as long as it stays."""
+    return subprocess.run(["buildah", "inspect", "--type", "image", base()], capture_output=True, check=False).returncode == 0
+
+
+def build(service: str, folder: Path) -> Built:
+    """What else runs on this machine comes first."""
     begun = time.monotonic()
     name, archive = f"rootstock/{service}:{release()}", folder / f"{service}.tar"
     archive.unlink(missing_ok=True)
-    env = {"BUILDAH_ISOLATION": "chroot"}
+    env, mildly = {"BUILDAH_ISOLATION": "chroot"}, ("nice", "-n", "5", "buildah")
     fixed = ["--layers", "--pull-never", "--network=host", *_wheel_folders()]
-    command = ["buildah", "bud", *fixed, "-f", "docker/Dockerfile", "--target", service, *arguments, "-t", name, str(ROOT)]
+    arguments = _torch_index() if service == "worker" else []
+    command = [*mildly, "bud", *fixed, "-f", DOCKERFILE, "--target", service, *arguments, "-t", name, str(ROOT)]
     run(*command, env=env, limit_s=1800)
-    run("buildah", "push", f"localhost/{name}", f"docker-archive:{archive}:docker.io/{name}", env=env)
-    return name, archive, time.monotonic() - begun
+    run(*mildly, "push", f"localhost/{name}", f"docker-archive:{archive}:docker.io/{name}", env=env)
+    return Built(name, archive, time.monotonic() - begun)
+
+
+def _torch_index() -> list[str]:
+    """ROOTSTOCK_TEST_TORCH_INDEX_URL: a URL, a folder of wheels, or nothing, which asks none but pip's own. Where that is not
+    said and torch's wheel lies in a folder, none is asked either: one that is not reached costs minutes."""
+    index = os.environ.get("ROOTSTOCK_TEST_TORCH_INDEX_URL")
+    if index is None:
+        if not any(any(Path(folder).glob("torch-*.whl")) for folder in _folders()):
+            return []
+        index = ""
+    return ["--build-arg", f"TORCH_INDEX_URL={f'file://{index}' if os.path.isdir(index) else index}"]
 
 
 def _wheel_folders() -> list[str]:
     """Where pip of this machine takes wheels from folders, builds see them too."""
+    return [word for folder in _folders() for word in ("--volume", f"{folder}:{folder}:ro")]
+
+
+def _folders() -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True, check=False
     )
-    folders = [word for word in done.stdout.split() if os.path.isdir(word)]
-    return [word for folder in folders for word in ("--volume", f"{folder}:{folder}:ro")]
+    return [word for word in done.stdout.split() if os.path.isdir(word)]
 
 
 def redis_archives(cluster: str, folder: Path) -> list[Path]:

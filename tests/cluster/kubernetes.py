@@ -1,7 +1,7 @@
 """A cluster as tests see it: kubectl and helm by its kubeconfig, and what a local one can do besides.
 
 A local one is started by a command of its own (`CLUSTER`): `up --nodes N FLAGS`, `env`, `load FILE ...`, `addon NAME ...`,
-`node stop|start|cut|join NAME`, `down`.
+`node stop|start|cut|join NAME`, `gpus NODE N`, `image NAME FILE --file HERE=THERE`, `down`.
 """
 
 from __future__ import annotations
@@ -11,39 +11,50 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 Object = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
-WITHIN_S = 180.0
+WITHIN_S = 240.0
+GREEDY = {"keda": "keda", "prometheus": "monitoring"}  # namespaces of addons that ask for half of two nodes, and use little
+ASK_S = 60.0  # for one question to an API server
 
 
 class CommandFailed(Exception):
-    """A program ended with another status than 0."""
+    """A program ended with another status than 0, or not in time."""
 
 
-def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, limit_s: float = 900) -> str:
+def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, limit_s: float = 600) -> str:
     """What it writes to stdout. Raises CommandFailed with what it said."""
-    done = subprocess.run(
-        command, input=given, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=limit_s, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(f"{shlex.join(command)}\nhas not ended in {limit_s:.0f} s: {error.stderr!r}") from None
     if done.returncode:
         raise CommandFailed(f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
 
 
 def until(holds: Callable[[], Any], what: str, within_s: float = WITHIN_S, pause_s: float = 0.5) -> float:
-    """Seconds that it took."""
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < within_s, f"waited {within_s} s in vain for {what}"
+    """Seconds that it took. A look that fails is one that sees nothing; the last such fault is told at the end of the wait."""
+    begun, fault = time.monotonic(), ""
+    while True:
+        try:
+            if holds():
+                return time.monotonic() - begun
+            fault = ""
+        except (CommandFailed, httpx.HTTPError) as error:
+            fault = f"; the last look failed: {type(error).__name__}: {error}"
+        assert time.monotonic() - begun < within_s, f"waited {within_s:.0f} s in vain for {what}{fault}"
         time.sleep(pause_s)
-    return time.monotonic() - begun
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,16 @@ def as_pod(found: Object) -> Pod:
 
 @dataclass(frozen=True)
 class Cluster:
-    """local: the command that started it; empty for one that was there before. env: of kubectl and helm."""
+    """local: the command that started it; empty for one that was there before. env: of kubectl and helm. addons: that it has from
+    its begin on."""
 
     env: Mapping[str, str]
     local: str = ""
+    addons: tuple[str, ...] = ()
 
     def kubectl(self, *arguments: str, given: str = "") -> str:
+        if arguments[0] == "get":  # what waits for something says for how long itself
+            arguments = (*arguments, f"--request-timeout={ASK_S:.0f}s")
         return run("kubectl", *arguments, given=given, env=self.env)
 
     def helm(self, *arguments: str, given: str = "") -> str:
@@ -92,7 +107,14 @@ class Cluster:
         run(self.local, "node", action, name)
 
     def addon(self, *names: str) -> None:
-        run(self.local, "addon", *names)
+        """Those that it has not."""
+        missing = [name for name in names if name not in self.addons]
+        if missing:
+            run(self.local, "addon", *missing)
+        for space in [GREEDY[name] for name in missing if name in GREEDY]:
+            self.kubectl("set", "resources", "deployment", "--all", "-n", space, "--requests=cpu=50m,memory=64Mi")
+            for name in self.kubectl("get", "deployments", "-n", space, "-o", "name").split():
+                self.kubectl("rollout", "status", "-n", space, name, "--timeout=180s")
 
 
 @dataclass(frozen=True)
@@ -103,16 +125,17 @@ class Release:
     name: str
     namespace: str
     base: tuple[Path, ...]
+    chart: Path = CHART
 
     def install(self, values: Object, wait: bool = True) -> None:
         """Or upgrade. values: all beside the base."""
         files = [word for path in self.base for word in ("-f", str(path))]
         waiting = ["--wait", "--timeout", "300s"] if wait else []
-        arguments = ["upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *files, "-f", "-", *waiting]
+        arguments = ["upgrade", "--install", self.name, str(self.chart), "-n", self.namespace, *files, "-f", "-", *waiting]
         self.cluster.helm(*arguments, given=json.dumps(values))
 
-    def kubectl(self, *arguments: str, given: str = "") -> str:
-        return self.cluster.kubectl("-n", self.namespace, *arguments, given=given)
+    def kubectl(self, action: str, *arguments: str, given: str = "") -> str:
+        return self.cluster.kubectl(action, "-n", self.namespace, *arguments, given=given)
 
     def get(self, *arguments: str) -> Object:
         found: Object = json.loads(self.kubectl("get", *arguments, "-o", "json"))
@@ -170,22 +193,11 @@ class BrokenNodes:
         while self._remedies:
             node, remedy = self._remedies.popitem()
             self._cluster.node(remedy, node)
-            until(lambda: self._is_ready(node), f"{node} again")  # noqa: B023
+            until(lambda: self._is_ready(node), f"{node} again, which was asked to {remedy}")  # noqa: B023
 
     def _is_ready(self, name: str) -> bool:
         conditions = self._cluster.get("node", name)["status"]["conditions"]
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-@contextmanager
-def namespace(cluster: Cluster, name: str) -> Iterator[str]:
-    """With restricted Pod Security; it goes with all that is in it."""
-    cluster.kubectl("create", "namespace", name)
-    cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-    try:
-        yield name
-    finally:
-        cluster.kubectl("delete", "namespace", name, "--wait=true", "--timeout=180s")
 
 
 def start(command: str, nodes: int, flags: Sequence[str] = ()) -> Cluster:

@@ -1,4 +1,4 @@
-"""Greedy streams one after the other, over several gateways in turn: what each said, and how long it paused."""
+"""Greedy streams one after the other, over several gateways in turn: what each said, how long it paused, and why one was cut."""
 
 from __future__ import annotations
 
@@ -10,42 +10,99 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import aiohttp
+
+from tests.cluster.kubernetes import CommandFailed, Release
+from tests.cluster.spaces import gateway_state
 
 QUESTIONS = tuple(f"Count from {first} to {first + 24}." for first in range(1, 9))
 REQUEST_S = 330.0
 LOOK_S = 0.5  # whether clients are to go
+FRESH_S = 1.0  # for which it is known where gateways are
+AGAIN_S = 0.5  # behind a failure
+LEAVE_S = 30.0  # in which clients that have left are gone
+
+Urls = Callable[[], Sequence[str]]
+Witness = Callable[[str], str]
+
+
+class Gateways:
+    """Where they are, asked beside the event loop: a question takes a process of its own, and no stream stands still for it."""
+
+    def __init__(self, look: Urls) -> None:
+        self._look = look
+        self._lock = asyncio.Lock()
+        self._known: Sequence[str] = ()
+        self._fresh_until = 0.0
+
+    async def urls(self, since: float = 0.0) -> Sequence[str]:
+        """since: not older than that, on the monotonic clock. Raises ConnectionError where none is ready."""
+        async with self._lock:
+            now = time.monotonic()
+            if now >= self._fresh_until or since > self._fresh_until - FRESH_S:
+                self._known, self._fresh_until = await self._asked(), now + FRESH_S
+            if not self._known:
+                raise ConnectionError("no gateway is ready")
+            return self._known
+
+    async def has_left(self, url: str) -> bool:
+        """Whether others are ready, and that one is not among them any more."""
+        try:
+            return url not in await self.urls(time.monotonic())
+        except ConnectionError:
+            return False
+
+    async def _asked(self) -> Sequence[str]:
+        try:
+            return await asyncio.to_thread(self._look)
+        except CommandFailed:
+            return self._known  # where they were; who is not there any more refuses the connection, and is told
 
 
 @dataclass
 class Load:
-    """streams: at once. urls: those of gateways at the moment. longest_pause_s: since it was last set to 0. texts: by question,
-    all that were said. max_tokens: of an answer."""
+    """streams: at once. urls: those of gateways at the moment. witness: of a gateway, how it is, asked at the first failure of
+    each kind. longest_pause_s: since it was last set to 0. texts: by question, all that were said. max_tokens: of an answer.
+    elsewhere: how often a gateway that has left took no connection, and the next one was asked."""
 
     streams: int
-    urls: Callable[[], Sequence[str]]
+    urls: Urls
     model: str = "demo"
     questions: Sequence[str] = QUESTIONS
     ended: int = 0
+    elsewhere: int = 0
     longest_pause_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
+    firsts: dict[str, str] = field(default_factory=dict)
     texts: dict[str, set[str]] = field(default_factory=dict)
     max_tokens: int = 200
+    witness: Witness | None = None
+    _begun: float = field(default_factory=time.monotonic)
     _left: threading.Event = field(default_factory=threading.Event)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _fault: Exception | None = None
 
     def __enter__(self) -> Load:
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """What runs comes to its end."""
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        """What runs comes to its end; behind a failure of the test it is left as it is."""
+        if error is not None:
+            error.add_note(self._told())
+            self.leave()
         self._stop.set()
         assert self._thread is not None
-        self._thread.join(REQUEST_S)
+        self._thread.join(LEAVE_S if error is not None else REQUEST_S + LEAVE_S)
+        if error is None:
+            assert not self._thread.is_alive(), f"clients do not come to an end: {self._told()}"
+            if self._fault is not None:
+                raise self._fault
 
     def leave(self) -> None:
         """All clients go away, whatever they wait for."""
@@ -54,16 +111,29 @@ class Load:
 
     def check(self) -> str:
         """A line about it. AssertionError where a request has failed, or texts differ."""
-        assert not self.failures, dict(self.failures)
+        assert not self.failures, self._told()
         different = {question: texts for question, texts in self.texts.items() if len(texts) > 1}
         assert not different, different
         assert self.ended, "nothing has ended"
-        return f"{self.ended} requests, 0 failed, longest pause {self.longest_pause_s:.1f} s"
+        again = f", {self.elsewhere} connections refused by gateways that had left" if self.elsewhere else ""
+        return f"{self.ended} requests, 0 failed, longest pause {self.longest_pause_s:.1f} s{again}"
+
+    def _told(self) -> str:
+        said = "".join(f"\n{count} × {what}\n{self.firsts.get(what, '')}" for what, count in self.failures.most_common())
+        return f"{self.streams} streams: {self.ended} requests have ended, longest pause {self.longest_pause_s:.1f} s{said}"
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except Exception as error:
+            self._fault = error
 
     async def _run(self) -> None:
-        turn = itertools.count()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as session:
-            clients = [asyncio.create_task(self._client(session, turn)) for _ in range(self.streams)]
+        turn, gateways = itertools.count(), Gateways(self.urls)
+        # No connection is used twice: one that idles while its gateway goes would be lost with the next request on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as session:
+            clients = [asyncio.create_task(self._client(session, gateways, turn)) for _ in range(self.streams)]
             there = set(clients)
             while there:
                 _, there = await asyncio.wait(there, timeout=LOOK_S)
@@ -73,29 +143,45 @@ class Load:
                 if not client.cancelled():
                     client.result()
 
-    async def _client(self, session: aiohttp.ClientSession, turn: itertools.count[int]) -> None:
+    async def _client(self, session: aiohttp.ClientSession, gateways: Gateways, turn: itertools.count[int]) -> None:
         while not self._stop.is_set():
-            number, urls = next(turn), self.urls()
-            if not urls:
-                self.failures["no gateway"] += 1
-                return
+            number, begun, url, said = next(turn), time.monotonic(), "no gateway", [""]
             question = self.questions[number % len(self.questions)]
             try:
-                text = await self._ask(session, urls[number % len(urls)], question)
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                urls = await gateways.urls()
+                url = urls[number % len(urls)]
+                text = await self._ask(session, url, question, said)
+            except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
                 if self._left.is_set():
                     return  # what becomes of the requests of those who have left is not theirs
-                self.failures[f"{type(error).__name__}: {error}"[:300]] += 1
-                await asyncio.sleep(0.5)
+                if isinstance(error, aiohttp.ClientConnectorError) and await gateways.has_left(url):
+                    self.elsewhere += 1
+                    continue
+                await self._failed(error, url, begun, said[0])
+                await asyncio.sleep(AGAIN_S)
                 continue
             self.texts.setdefault(question, set()).add(text)
             self.ended += 1
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str, question: str) -> str:
-        """Raises ValueError for an error, whole or in mid-stream."""
+    async def _failed(self, error: Exception, url: str, begun: float, text: str) -> None:
+        what = f"{type(error).__name__}: {error}"[:300]
+        self.failures[what] += 1
+        if what in self.firsts:
+            return
+        now = time.monotonic()
+        line = f"first at {time.strftime('%H:%M:%S')}, {now - self._begun:.1f} s after the load's begin, at {url},"
+        self.firsts[what] = f"{line} {now - begun:.1f} s into the request, {len(text)} characters said"
+        if self.witness is not None:
+            try:
+                self.firsts[what] += f"\n{await asyncio.to_thread(self.witness, url)}"
+            except CommandFailed as unseen:
+                self.firsts[what] += f"\nhow it is cannot be seen: {unseen}"
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, question: str, said: list[str]) -> str:
+        """said: the text so far, in place. Raises ValueError for an error, whole or in mid-stream."""
         messages = [{"role": "user", "content": question}]
         body = {"model": self.model, "messages": messages, "temperature": 0, "stream": True, "max_tokens": self.max_tokens}
-        text, last = "", time.monotonic()
+        last = time.monotonic()
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
             if answer.status != 200:
                 raise ValueError(f"{answer.status}: {(await answer.text())[:200]}")
@@ -106,9 +192,14 @@ class Load:
                 if not data or data.startswith(":"):
                     continue
                 if data == "[DONE]":
-                    return text
+                    return said[0]
                 event = json.loads(data)
                 if "error" in event:
                     raise ValueError(data[:200])
-                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                said[0] += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
         raise ValueError("the stream ended without its end")
+
+
+def load_on(release: Release, streams: int, urls: Urls | None = None, **more: Any) -> Load:
+    """On the gateways of a release that are ready, unless urls says others; a request that fails tells how its gateway was."""
+    return Load(streams, urls or release.urls, witness=partial(gateway_state, release), **more)

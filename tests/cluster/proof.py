@@ -1,4 +1,4 @@
-"""The page of a run: versions, what was done and what happened. Written by the run, as text and as JSON."""
+"""The page of a run: versions, what was done, what happened and how long it took. Written by the run, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tests.cluster.kubernetes import Cluster
 
 HEAD = """# What was tried on a real cluster
 
-Written by `make cluster-test`; the same as JSON: [proof.json](proof.json). Each line is a test of tests/cluster, and what it saw.
+Written by `make cluster-test`; the same as JSON: [proof.json](proof.json). Each line is a test of tests/cluster, what it saw and
+how long it took, others beside it ([cluster-tests](cluster-tests.md) says which and what each shows).
 """
+SAW_NOTHING = "without a line of its own"
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Proof:
 
     def built(self, image: str, size: int, seconds: float) -> None:
         self.found["images"].append({"image": image, "MB": round(size / 1e6), "seconds": round(seconds)})
+        print(f"{image}: {size / 1e6:.0f} MB, built in {seconds:.0f} s", flush=True)
 
     def versions(self, cluster: Cluster) -> None:
         node = cluster.get("nodes")["items"][0]["status"]["nodeInfo"]
@@ -32,11 +35,15 @@ class Proof:
             "nodes": len(cluster.nodes()),
         }
 
+    def ready(self, seconds: float) -> None:
+        """Images and cluster are there, so long after the run's begin."""
+        self.found["seconds_to_ready"] = round(seconds)
+        print(f"images and cluster are there after {seconds:.0f} s", flush=True)
+
     def write(self, folder: Path, lines: Path, seconds: float, status: int) -> None:
         """status: pytest's. A run that failed is written as one."""
-        entries = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
         self.found |= {"date": time.strftime("%Y-%m-%d"), "minutes": round(seconds / 60, 1), "passed": status == 0}
-        self.found["lines"] = entries
+        self.found["tests"] = gathered(lines.read_text() if lines.exists() else "")
         (folder / "proof.json").write_text(json.dumps(self.found, indent=1) + "\n")
         (folder / "proof.md").write_text(self._page())
 
@@ -44,9 +51,27 @@ class Proof:
         found = self.found
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         outcome = "all passed" if found["passed"] else "**not all passed**"
-        page = [HEAD, f"{found['date']}: {versions}; {found['minutes']} minutes, {outcome}.\n"]
+        begun = f"{found['minutes']} minutes, of which {found['seconds_to_ready']} s until images and cluster were there"
+        page = [HEAD, f"{found['date']}: {versions}; {begun}; {outcome}.\n"]
         page += ["| image | MB | built in, s |", "| --- | ---: | ---: |"]
         page += [f"| {each['image']} | {each['MB']} | {each['seconds']} |" for each in found["images"]]
-        page += ["", "| test | what happened |", "| --- | --- |"]
-        page += [f"| `{each['file']}::{each['test']}` | {each['line'].replace('|', '/')} |" for each in found["lines"]]
+        page += ["", "| test | s | what happened |", "| --- | ---: | --- |"]
+        page += [f"| `{each['file']}::{each['test']}` | {each['seconds']} | {_happened(each)} |" for each in found["tests"]]
         return "\n".join(page) + "\n"
+
+
+def gathered(lines: str) -> list[dict[str, Any]]:
+    """One entry for each test: file, test, outcome, seconds, lines; by file, and in it in the order in which they ended."""
+    tests: dict[tuple[str, str], dict[str, Any]] = {}
+    for told in map(json.loads, lines.splitlines()):
+        key = (told.pop("file"), told.pop("test"))
+        entry = tests.setdefault(key, {"file": key[0], "test": key[1], "outcome": "not ended", "seconds": 0, "lines": []})
+        if line := told.pop("line", ""):
+            entry["lines"].append(line)
+        entry |= told
+    return sorted(tests.values(), key=lambda entry: entry["file"])
+
+
+def _happened(entry: dict[str, Any]) -> str:
+    said = "; ".join(entry["lines"]).replace("|", "/") or SAW_NOTHING
+    return said if entry["outcome"] == "passed" else f"**{entry['outcome']}**: {said}"

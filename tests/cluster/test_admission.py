@@ -14,41 +14,21 @@ import yaml
 
 from tests.chart.crd_schemas import HTTP_ROUTE, Schema
 from tests.cluster.images import redis_image
-from tests.cluster.kubernetes import CHART, Cluster, Object, Release, namespace
-from tests.cluster.side_by_side import asked_for, side_by_side
+from tests.cluster.kubernetes import CHART, Cluster, Object, Release
+from tests.cluster.overlays import CI, installed
+from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
+from tests.cluster.spaces import namespace
 
-CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
-DEMO = "/app/models/demo"
-SMALL: Object = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
-FEW: Object = {"max_total_tokens": 16384, "max_running_requests": 8, "grammar_workers": 1}
 REDIS = redis_image()
-OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes, GPUs and the hub are not those of the file
-    "air-gapped": {"image": {"registry": "", "pullSecrets": []}, "worker": {"affinity": None}},
-    "eight-gpus-two-models": {
-        "gateway": {"replicas": 1, "autoscaling": {"minReplicas": 1}, "settings": {"max_concurrent_requests": 64}},
-        "worker": {"priorityClassName": ""},
-        "networkPolicy": {"clients": [], "apiServer": []},  # the tests are no ingress
-        "tracing": {"otlpEndpoint": ""},
-    },
-    "operators-overlay": {  # no such class, no mirror that the proxy leads to, no second node for a worker that comes first
-        "image": {"pullPolicy": "IfNotPresent", "pullSecrets": []},
-        "gateway": {"priorityClassName": ""},
-        "networkPolicy": {"apiServerPorts": [443, 6443]},
-    },
-    "scale-from-zero": {
-        "gateway": {"autoscaling": {"minReplicas": 1}},
-        "autoscaling": {"prometheusUrl": "http://prometheus-server.monitoring.svc:80"},
-    },
-}
+AT_ONCE = 2  # two dozen processes that start; other tests are beside them
 KEY = "sk-of-the-cluster-tests"
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def definitions(cluster: Cluster) -> None:
     """Of what the chart renders besides Kubernetes' own kinds."""
     if cluster.local:
-        cluster.addon("prometheus", "keda", "lws")
+        cluster.addon("prometheus", "keda")
         cluster.kubectl("apply", "--server-side", "-f", "-", given=json.dumps(definition("httproutes", HTTP_ROUTE)))
         cluster.kubectl("wait", "--for=condition=Established", "crd/httproutes.gateway.networking.k8s.io", "--timeout=30s")
 
@@ -115,7 +95,7 @@ Starts = Mapping[str, Future[tuple[float, dict[str, str]]]]
 @pytest.fixture(scope="module")
 def starts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Starts]:
     names = asked_for(request, test_it_starts_with_what_the_machine_has.__name__)
-    with side_by_side({name: partial(start, cluster, name) for name in names}) as running:
+    with side_by_side({name: partial(start, cluster, name) for name in names}, AT_ONCE) as running:
         yield running
 
 
@@ -123,10 +103,10 @@ def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
     """Installs a file. Returns how long it took to be up, in seconds, and what each of its models answers."""
     values = yaml.safe_load(CI[name].read_text())
     with namespace(cluster, f"started-{name}") as space:
-        release = Release(cluster, "rootstock", space, (CI[name],))
+        release = Release(cluster, "rootstock", space, ())
         prepare(release, values)
         begun = time.monotonic()
-        release.install(overlay(name, values))
+        release.install(installed(name))
         took = time.monotonic() - begun
         keyed = bool(values.get("auth", {}).get("apiKeysSecret"))
         return took, {each["name"]: ask(release, each["name"], keyed) for each in values["models"]}
@@ -135,49 +115,9 @@ def start(cluster: Cluster, name: str) -> tuple[float, dict[str, str]]:
 @pytest.mark.parametrize("name", [each for each in CI if each != "cpu-demo"])
 def test_it_starts_with_what_the_machine_has(name: str, starts: Starts, proved: Callable[[str], None]) -> None:
     """Everything of the file but GPUs, its images' registry, its volumes and its models, which are the demo model."""
-    took, answers = starts[name].result()
+    took, answers = what_became_of(starts[name])
     assert answers and set(answers.values()) == {"17 + 25 = 42."}, answers
     proved(f"{name}: up after {took:.0f} s, {' and '.join(answers)} answered")
-
-
-def overlay(name: str, values: Object) -> Object:
-    models = []
-    for each in values["models"]:
-        own = {
-            key: value for key, value in each.get("worker", {}).items() if key not in ("gpus", "gpuResource", "resourceClaims")
-        }
-        worker = {**own, "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
-        if scaled := worker.get("autoscaling"):
-            worker["autoscaling"] = {**scaled, "minReplicas": 1, "maxReplicas": 2}
-        models.append({"name": each["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}})
-    few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # none of the file's own: they are a GPU's
-    worker = {
-        "gpus": 0,
-        "runtimeClassName": "",
-        "nodeSelector": None,
-        "resources": SMALL,
-        "sharedMemory": "64Mi",
-        "replicas": 1,
-        "cacheSize": 0,
-    }
-    common: Object = {
-        "models": models,
-        "modelCache": {"type": "none", "prefetch": {"enabled": False, "tokenSecret": ""}},
-        "worker": {**worker, "settings": {**few, **FEW}},
-        "gateway": {"resources": SMALL, "replicas": 1},
-        "tokenizer": {"resources": SMALL, "replicas": 1, "autoscaling": {"enabled": False}},
-        "detokenizer": {"resources": SMALL, "replicas": 1},
-        "drainSeconds": 10,
-    }
-    return _merged(common, OWN.get(name, {}))
-
-
-def _merged(values: Object, over: Object) -> Object:
-    out = dict(values)
-    for key, value in over.items():
-        mine = out.get(key)
-        out[key] = _merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
-    return out
 
 
 def prepare(release: Release, values: Object) -> None:

@@ -1,18 +1,18 @@
-"""What an operator does to a running release: evictions, a drained node, an upgrade and its rollback, other discovery."""
+"""What an operator does to a running release: evictions, an upgrade and its rollback, other discovery."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-import pytest
+from tests.cluster.conftest import BASE, Install
+from tests.cluster.kubernetes import CHART, ROOT, Cluster, CommandFailed, Pod, Release, run, until
+from tests.cluster.load import load_on
+from tests.cluster.values import SERVICES, TWO
 
-from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import Cluster, CommandFailed, Pod, Release, until
-from tests.cluster.load import Load
-
-TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer", "worker")}
-SERVICES = (("gateway", ""), ("tokenizer", "demo"), ("detokenizer", "demo"), ("worker", "demo"))
 STREAMS = 8
 
 
@@ -30,7 +30,7 @@ def evict(release: Release, pod: Pod) -> bool:
 
 def test_of_two_pods_one_may_be_evicted(install: Install, proved: Callable[[str], None]) -> None:
     release = install({**TWO, "drainSeconds": 20})
-    with Load(STREAMS, release.urls) as load:
+    with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")
         for component, model in SERVICES:
             first, second = release.ready(component, model)
@@ -39,42 +39,30 @@ def test_of_two_pods_one_may_be_evicted(install: Install, proved: Callable[[str]
     proved(f"one of two pods of each service evicted, the other refused: {load.check()}")
 
 
-@pytest.fixture
-def cordoned(cluster: Cluster) -> Iterator[Callable[[str], None]]:
-    """cordoned(node): drained; it takes pods again in the end."""
-    done: list[str] = []
-
-    def drain(node: str) -> None:
-        done.append(node)
-        cluster.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=240s")
-
-    yield drain
-    for node in done:
-        cluster.kubectl("uncordon", node)
+def previous_chart(folder: Path) -> tuple[Path, str]:
+    """The chart before the last commit that changed its templates, and that commit's name; today's where no history is there."""
+    templates = CHART.relative_to(ROOT) / "templates"
+    commits = run("git", "-C", str(ROOT), "log", "-2", "--format=%h", "--", str(templates)).split()
+    if len(commits) < 2:
+        return CHART, "today's: no history is here"
+    archive = folder / "chart.tar"
+    run("git", "-C", str(ROOT), "archive", "--output", str(archive), commits[1], str(CHART.relative_to(ROOT)))
+    shutil.unpack_archive(archive, folder)
+    return folder / CHART.relative_to(ROOT), commits[1]
 
 
-def test_a_node_is_drained(install: Install, cordoned: Callable[[str], None], proved: Callable[[str], None]) -> None:
-    """Whatever stands on it: also the gateway that is asked, and the Redis."""
-    release = install({**TWO, "drainSeconds": 20})
-    (redis,) = release.ready("redis")
-    with Load(STREAMS, release.urls) as load:
-        until(lambda: load.ended >= STREAMS, "the load")
-        cordoned(redis.node)
-        before = load.ended
-        until(lambda: load.ended >= before + STREAMS, "answers afterwards")
-    line = load.check()
-    assert {pod.node for component, model in SERVICES for pod in release.ready(component, model)} - {redis.node}
-    proved(f"the node of the Redis drained: {line}")
-
-
-def test_an_upgrade_and_its_rollback(install: Install, proved: Callable[[str], None]) -> None:
-    """Every setting and every pod changes; so does how gateways find the others."""
-    release = install({**TWO, "drainSeconds": 20})
-    with Load(STREAMS, release.urls) as load:
+def test_an_upgrade_and_its_rollback(cluster: Cluster, space: str, tmp_path: Path, proved: Callable[[str], None]) -> None:
+    """From the chart before this one. Every setting and every pod changes; so does how gateways find the others."""
+    chart, commit = previous_chart(tmp_path)
+    release = Release(cluster, "rootstock", space, BASE)
+    replace(release, chart=chart).install({**TWO, "drainSeconds": 20})
+    password = release.get("secret", release.object_name("redis"))["data"]["password"]
+    with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")
         pods = {pod.name for component, model in SERVICES for pod in release.ready(component, model)}
         release.install({**TWO, "drainSeconds": 20, "logLevel": "debug", "gateway": {"replicas": 2, "discovery": "k8s"}})
         until(lambda: not pods & names(release), "the old pods' end")
+        assert release.get("secret", release.object_name("redis"))["data"]["password"] == password
         upgraded = names(release)
         before = load.ended
         until(lambda: load.ended >= before + STREAMS, "answers afterwards")
@@ -82,7 +70,7 @@ def test_an_upgrade_and_its_rollback(install: Install, proved: Callable[[str], N
         until(lambda: not upgraded & names(release), "the upgraded pods' end")
         before = load.ended
         until(lambda: load.ended >= before + STREAMS, "answers at last")
-    proved(f"upgraded to debug logs and EndpointSlices, then rolled back: {load.check()}")
+    proved(f"from the chart before ({commit}) to debug logs and EndpointSlices, then rolled back: {load.check()}")
 
 
 def names(release: Release) -> set[str]:

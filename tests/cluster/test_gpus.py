@@ -14,13 +14,12 @@ GPUS = 2
 
 @pytest.fixture
 def node_with_gpus(cluster: Cluster) -> str:
-    if not cluster.local:
-        pytest.fail("a node announces GPUs for the tests only where the tests have started it")
     node = cluster.nodes()[-1]
     run(cluster.local, "gpus", node, str(GPUS))
     return node
 
 
+@pytest.mark.local
 def test_a_worker_waits_for_a_gpu(install: Install, node_with_gpus: str, proved: Callable[[str], None]) -> None:
     small = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
     models = [{"name": "demo", "path": "/app/models/demo"}]

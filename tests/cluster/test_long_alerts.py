@@ -9,9 +9,10 @@ import pytest
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Cluster, until
-from tests.cluster.load import Load
-from tests.cluster.test_monitoring import MONITORED, SOON_S, Prometheus, hurry
+from tests.cluster.load import load_on
+from tests.cluster.test_monitoring import SOON_S, Prometheus, hurry
 from tests.cluster.test_scaling import keda
+from tests.cluster.values import MONITORED
 
 pytestmark = pytest.mark.timeout(1500)
 BLIND_LOOKS = 30  # five seconds apart
@@ -36,7 +37,7 @@ def test_queue_refused_fires_and_clears(install: Install, cluster: Cluster, prov
     until(lambda: prometheus.all_up(space), "every target", SOON_S)
     hurry(release)
     fired = "RootstockQueueRefused"
-    with Load(12, release.urls) as load:
+    with load_on(release, 12) as load:
         fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
     assert load.failures and all(said.startswith("ValueError: 503") for said in load.failures), load.failures
     clears = until(lambda: fired not in prometheus.firing(space), "its end", 2 * SOON_S)
@@ -55,7 +56,7 @@ def test_nobody_is_stopped_because_prometheus_sees_nothing(
     release = install(values)
     prometheus, space = Prometheus(cluster), release.namespace
     fired, seen = "RootstockMetricsMissing", set[int]()
-    with Load(12, release.urls) as load:
+    with load_on(release, 12) as load:
         until(lambda: len(release.ready("worker", "demo")) == 3, "three workers", SOON_S)
         hurry(release)
         release.kubectl("delete", "podmonitor", "--all")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import BrokenNodes, Release, until
-from tests.cluster.load import Load
+from tests.cluster.load import load_on
 
 FIRST, _, LAST = os.environ.get("ROOTSTOCK_CLUSTER_SEEDS", "0:10").partition(":")
 MINUTES = float(os.environ.get("ROOTSTOCK_CLUSTER_MINUTES", "5"))
@@ -50,7 +50,7 @@ def test_random_faults(install: Install, broken_nodes: BrokenNodes, seed: int, p
     release = install({**replicas, "gateway": {"replicas": 2, "affinity": affinity, "topologySpread": False}, "drainSeconds": 20})
     urls = release.urls()
     done: list[str] = []
-    with Load(STREAMS, lambda: urls) as load:
+    with load_on(release, STREAMS, lambda: urls) as load:
         until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
         quiet, until_s = load.longest_pause_s, time.monotonic() + MINUTES * 60
         while time.monotonic() < until_s:

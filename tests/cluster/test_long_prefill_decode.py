@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import BrokenNodes, Release, until
-from tests.cluster.load import QUESTIONS, Load
+from tests.cluster.load import QUESTIONS, load_on
 
 STREAMS = 8
 CUT_S = 10.0
@@ -30,7 +30,7 @@ def pulled(release: Release) -> float:
     """Tokens whose KV the decode workers that are there have read."""
     total = 0.0
     for pod in release.ready("worker", "demo"):
-        with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         samples = [sample for family in families for sample in family.samples]
         total += sum(sample.value for sample in samples if sample.name == "rootstock_worker_pulled_tokens_total")
@@ -44,7 +44,7 @@ def gateways(release: Release, node: str) -> Callable[[], list[str]]:
 
 def test_both_pools_roll_out_under_load(install: Install, proved: Callable[[str], None]) -> None:
     release = install(VALUES)
-    with Load(STREAMS, release.urls, questions=LONG) as load:
+    with load_on(release, STREAMS, questions=LONG) as load:
         until(lambda: load.ended >= STREAMS, "the load", 120)
         read = pulled(release)
         assert read > 0, "pages go from pod to pod"
@@ -66,7 +66,7 @@ def test_a_node_goes_with_what_is_on_it(
     (node,) = [name for name in release.cluster.nodes() if name != redis.node]
     for component in ("prefill", "worker"):
         assert len({pod.node for pod in release.ready(component, "demo")}) == 2, component
-    with Load(STREAMS, gateways(release, redis.node), questions=LONG) as load:
+    with load_on(release, STREAMS, gateways(release, redis.node), questions=LONG) as load:
         until(lambda: load.ended >= STREAMS, "the load", 120)
         read = pulled(release)
         assert read > 0, "pages go from pod to pod"

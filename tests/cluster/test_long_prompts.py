@@ -15,7 +15,7 @@ import pytest
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Release, until
-from tests.cluster.load import Load
+from tests.cluster.load import load_on
 
 MINUTES = float(os.environ.get("ROOTSTOCK_CLUSTER_MINUTES_OF_PROMPTS", "30"))
 WORDS = 16_000
@@ -56,7 +56,7 @@ def test_nobody_is_taken_for_lost(install: Install, proved: Callable[[str], None
         " ".join(f"{'abcdefghij'[number % 10]}" for number in range(WORDS)) + f" Count from {first} to 20." for first in range(8)
     ]
     urls = release.urls()
-    with Load(8, lambda: urls) as short, Load(4, lambda: urls, questions=long) as load:
+    with load_on(release, 8, lambda: urls) as short, load_on(release, 4, lambda: urls, questions=long) as load:
         until(lambda: load.ended >= 1, "a long prompt's answer", 600)
         time.sleep(MINUTES * 60)
     assert not load.failures, load.failures

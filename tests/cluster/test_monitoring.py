@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import Cluster, Release, until
-from tests.cluster.load import Load
+from tests.cluster.conftest import BASE
+from tests.cluster.kubernetes import Cluster, Release, as_pod, until
+from tests.cluster.load import load_on
+from tests.cluster.spaces import namespace
+from tests.cluster.values import FAKE, MONITORED
 
-MONITORED = {"podMonitor": {"enabled": True, "interval": "5s"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")
 SOON_S = 240.0
 
@@ -24,12 +25,25 @@ def operator(cluster: Cluster) -> None:
         cluster.addon("prometheus")
 
 
+@pytest.fixture(scope="module")
+def release(cluster: Cluster) -> Iterator[Release]:
+    """One for all tests of this file, seen by a Prometheus. Each leaves it as it was."""
+    with namespace(cluster, "monitoring-of-a-release") as space:
+        made = Release(cluster, "rootstock", space, BASE)
+        patient = {"replicas": 1, "queueTimeoutSeconds": 300}
+        monitoring = {**MONITORED, "dashboards": {"enabled": True}}
+        made.install({"worker": {"replicas": 1, "settings": FAKE}, "gateway": patient, "monitoring": monitoring})
+        until(lambda: Prometheus(cluster).all_up(space), "every target", SOON_S)
+        yield made
+
+
 class Prometheus:
     """The one that answers in the namespace `monitoring`."""
 
     def __init__(self, cluster: Cluster) -> None:
         pods = cluster.get("-n", "monitoring", "pods", "-l", "app.kubernetes.io/name=prometheus")["items"]
-        self._url = f"http://{pods[0]['status']['podIP']}:9090/api/v1"
+        (pod, *_) = [each for each in map(as_pod, pods) if each.ready and not each.leaving]
+        self._url = f"http://{pod.ip}:9090/api/v1"
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self._url}/{path}", params=parameters, timeout=30)
@@ -74,12 +88,9 @@ def hurry(release: Release) -> None:
     release.kubectl("patch", "prometheusrule", release.name, "--type=merge", "-p", json.dumps({"spec": {"groups": groups}}))
 
 
-def test_a_real_prometheus_takes_everything(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
-    release = install({"worker": {"replicas": 1}, "monitoring": MONITORED})
+def test_a_real_prometheus_takes_everything(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
     prometheus, space = Prometheus(cluster), release.namespace
-
-    with Load(2, release.urls) as load:
-        until(lambda: prometheus.all_up(space), "every target", SOON_S)
+    with load_on(release, 2) as load:
         until(lambda: prometheus.rules(space), "the rules", SOON_S)
         until(lambda: all(rule["lastEvaluation"] > "2" for rule in prometheus.rules(space)), "each rule's evaluation", SOON_S)
     load.check()
@@ -92,17 +103,15 @@ def test_a_real_prometheus_takes_everything(install: Install, cluster: Cluster, 
     proved(f"{targets} targets up, {len(rules)} rules without an error, {alerts} of them alerts, {len(boards)} dashboards")
 
 
-def test_no_ready_worker_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_no_ready_worker_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
     """Who asked meanwhile is answered."""
-    release = install({"worker": {"replicas": 1}, "gateway": {"queueTimeoutSeconds": 300}, "monitoring": MONITORED})
     prometheus, space = Prometheus(cluster), release.namespace
-    until(lambda: prometheus.all_up(space), "every target", SOON_S)
     hurry(release)
     name = f"deployment/{release.object_name('worker', 'demo')}"
     fired = "RootstockNoReadyWorker"
-    with Load(2, release.urls) as load:
+    with load_on(release, 2) as load:
         until(lambda: load.ended >= 2, "the load")
-        assert fired not in prometheus.firing(space)
+        until(lambda: fired not in prometheus.firing(space), "no alert", SOON_S)
         release.kubectl("scale", name, "--replicas=0")
         fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
         release.kubectl("scale", name, "--replicas=1")
@@ -110,19 +119,16 @@ def test_no_ready_worker_fires_and_clears(install: Install, cluster: Cluster, pr
     proved(f"no worker: {fired} after {fires:.0f} s, gone {clears:.0f} s after one was asked for (`for` of 5 s); {load.check()}")
 
 
-def test_target_down_fires_and_clears(install: Install, cluster: Cluster, proved: Callable[[str], None]) -> None:
+def test_target_down_fires_and_clears(release: Release, cluster: Cluster, proved: Callable[[str], None]) -> None:
     """A policy that shuts Prometheus out, and everybody else: gateways are not asked meanwhile."""
-    release = install({"worker": {"replicas": 1}, "monitoring": MONITORED})
     prometheus, space = Prometheus(cluster), release.namespace
-    until(lambda: prometheus.all_up(space), "every target", SOON_S)
     hurry(release)
     fired = "RootstockTargetDown"
-    assert fired not in prometheus.firing(space)
+    until(lambda: prometheus.all_up(space) and fired not in prometheus.firing(space), "every target, and no alert", SOON_S)
     policy = release.get("networkpolicy", release.object_name("tokenizer"))
-    closed = {**policy["spec"], "ingress": []}
-    release.kubectl("patch", "networkpolicy", policy["metadata"]["name"], "--type=merge", "-p", json.dumps({"spec": closed}))
+    name, ingress = policy["metadata"]["name"], policy["spec"]["ingress"]
+    release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": []}}))
     fires = until(lambda: fired in prometheus.firing(space), "the alert", SOON_S)
-    opened = json.dumps({"spec": {"ingress": policy["spec"]["ingress"]}})
-    release.kubectl("patch", "networkpolicy", policy["metadata"]["name"], "--type=merge", "-p", opened)
+    release.kubectl("patch", "networkpolicy", name, "--type=merge", "-p", json.dumps({"spec": {"ingress": ingress}}))
     clears = until(lambda: fired not in prometheus.firing(space), "its end", SOON_S)
     proved(f"tokenizers cut off from Prometheus: {fired} after {fires:.0f} s, gone after {clears:.0f} s (`for` of 5 s)")

@@ -1,9 +1,8 @@
-"""TLS between all pods of a release: who is refused, certificates replaced under streams, and what it costs."""
+"""TLS between all pods of a release: who is refused, and certificates replaced under streams."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import pytest
 from tests.certificates import ROLES, Authority
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import Object, Release, until
-from tests.cluster.load import Load
+from tests.cluster.load import Load, load_on
 from tests.cluster.test_admission import secret
 from tests.cluster.test_strangers import stranger
 
 pytestmark = [pytest.mark.needs("openssl")]
 STREAMS = 24
-MEASURED_S = 40.0
 MOUNT = "/etc/rootstock/mtls"
 TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer")}
 LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}  # all fit beside the add-ons
@@ -109,11 +107,19 @@ def are_mounted(release: Release, trust: str) -> bool:
     )
 
 
+def are_taken(release: Release) -> bool:
+    """Whether each Redis has what it sees, by the mark that the probe leaves."""
+    newer = " || ".join(f"[ {MOUNT}/{file} -nt /tmp/tls-taken ]" for file in ("tls.crt", "ca.crt"))
+    looks = f"if {newer}; then echo old; else echo new; fi"
+    servers = [pod.name for component in ("redis", "state") for pod in release.ready(component)]
+    return len(servers) == 2 and all("new" in release.kubectl("exec", name, "--", "sh", "-c", looks) for name in servers)
+
+
 def rotate(release: Release, signer: Authority, *trusted: Authority) -> None:
     sign(release, signer, *trusted)
     trust = b"".join(authority.pem for authority in trusted).decode()
     until(lambda: are_mounted(release, trust), "the new files in all pods", within_s=240)
-    time.sleep(7)  # a Redis takes them with its readiness probe
+    until(lambda: are_taken(release), "every Redis' new files: it takes them with its readiness probe", within_s=90)
 
 
 def grpc_ports(release: Release) -> list[tuple[str, str, int]]:
@@ -134,7 +140,7 @@ def test_a_pod_without_a_certificate_is_refused_everywhere(
 ) -> None:
     authority = Authority(tmp_path / "authority")
     release = prepared(install, tmp_path, authority)
-    with Load(4, release.urls) as load:
+    with load_on(release, 4) as load:
         until(lambda: load.ended >= 8, "answers: who has certificates is served")
     load.check()
     targets = grpc_ports(release)
@@ -161,7 +167,7 @@ def test_certificates_and_their_authority_are_replaced_under_streams(
 ) -> None:
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     release = prepared(install, tmp_path, old)
-    with Load(STREAMS, release.urls) as load:
+    with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")
         for signer, trusted in ((old, (old, new)), (new, (old, new)), (new, (new,))):
             rotate(release, signer, *trusted)
@@ -175,23 +181,6 @@ def test_certificates_and_their_authority_are_replaced_under_streams(
 def _more(load: Load, what: str) -> None:
     before = load.ended
     until(lambda: load.ended >= before + STREAMS, f"answers {what}")
-
-
-def test_what_it_costs(install: Install, tmp_path: Path, proved: Callable[[str], None]) -> None:
-    """Requests/s of short answers with it and without, one release after the other on the same nodes."""
-    rates: dict[str, float] = {}
-    release = prepared(install, tmp_path)
-    for name, values in (("TLS", VALUES | TLS), ("in the clear", VALUES)):
-        release.install(values)
-        with Load(STREAMS, release.urls, max_tokens=8) as load:
-            until(lambda: load.ended >= STREAMS, "the load")
-            begun, before = time.monotonic(), load.ended
-            time.sleep(MEASURED_S)
-            rates[name] = (load.ended - before) / (time.monotonic() - begun)
-        load.check()
-    assert all(rates.values())
-    shown = ", ".join(f"{rate:.1f} requests/s {'with TLS' if name == 'TLS' else name}" for name, rate in rates.items())
-    proved(f"{STREAMS} streams of 8 tokens: {shown} (× {rates['TLS'] / rates['in the clear']:.2f})")
 
 
 def prepared(install: Install, folder: Path, authority: Authority | None = None) -> Release:

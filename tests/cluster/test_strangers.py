@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import pytest
-
 from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import Cluster, Object, Release, namespace, until
-from tests.cluster.load import Load
+from tests.cluster.kubernetes import Cluster, Object, Release, until
+from tests.cluster.load import load_on
+from tests.cluster.spaces import namespace
+from tests.cluster.values import FAKE
 
 LOOK = """
 import json, socket, sys
@@ -71,21 +71,18 @@ def reached_from(cluster: Cluster, space: str, image: str, targets: list[tuple[s
     return set(json.loads(said))
 
 
-@pytest.mark.parametrize("where", ["the same namespace", "another namespace"])
 def test_a_stranger_reaches_the_gateways_port_and_nothing_else(
-    install: Install, cluster: Cluster, where: str, proved: Callable[[str], None]
+    install: Install, cluster: Cluster, proved: Callable[[str], None]
 ) -> None:
-    release = install()
-    with Load(2, release.urls) as load:
+    release = install({"worker": {"replicas": 1, "settings": FAKE}})
+    with load_on(release, 2) as load:
         until(lambda: load.ended >= 2, "answers: what must pass passes")
     load.check()
     targets = ports_of(release)
+    kinds = {name for name, _, _ in targets}
+    assert len(kinds) > 8, targets
     (gateway,) = release.get("deployment", release.object_name("gateway"))["spec"]["template"]["spec"]["containers"]
-    if where == "the same namespace":
-        reached = reached_from(cluster, release.namespace, gateway["image"], targets)
-    else:
-        with namespace(cluster, "strangers") as space:
-            reached = reached_from(cluster, space, gateway["image"], targets)
-    assert reached == {"gateway http"}
-    assert len({name for name, _, _ in targets}) > 8, targets
-    proved(f"from {where} a pod reaches 1 of {len({name for name, _, _ in targets})} kinds of port: the gateway's")
+    assert reached_from(cluster, release.namespace, gateway["image"], targets) == {"gateway http"}
+    with namespace(cluster, "strangers") as space:
+        assert reached_from(cluster, space, gateway["image"], targets) == {"gateway http"}
+    proved(f"from the same namespace and from another one a pod reaches 1 of {len(kinds)} kinds of port: the gateway's")

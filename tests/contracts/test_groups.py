@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONG_FILES
-from tests.groups import groups, run
+from tests.groups import chosen, groups, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,14 +26,59 @@ def test_a_group_that_fails_ends_no_other(capfd: pytest.CaptureFixture[str]) -> 
     assert run({"first": commands["first"]}) == 0
 
 
-def test_every_file_is_in_one_group() -> None:
+def test_what_a_group_says_is_in_a_file_line_by_line_and_how_it_ended_beside_it(tmp_path: Path) -> None:
+    """Of a group that is cut off too: what it has said is there while it runs."""
+    look = f"import pathlib; print(pathlib.Path({str(tmp_path / 'one-at-a-time.txt')!r}).read_text().upper())"
+    says = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {look!r}])"
+    commands = {"one, at a time": [sys.executable, "-c", says], "another": [sys.executable, "-c", "raise SystemExit(3)"]}
+    assert run(commands, tmp_path) == 1
+    assert (tmp_path / "one-at-a-time.txt").read_text().split() == ["begun", "BEGUN"]
+    ends = [line.partition("group ")[2].rpartition(",")[0] for line in (tmp_path / "summary.txt").read_text().splitlines()]
+    assert ends == ["one, at a time: passed", "another: failed (3)"]
+
+
+def test_a_failure_is_said_before_the_run_ends(tmp_path: Path) -> None:
+    """The second test ends the process as whoever cuts off a night does."""
+    file = tmp_path / "test_two.py"
+    file.write_text("import os\ndef test_one():\n    assert 1 + 1 == 3, 'sums'\ndef test_two():\n    os._exit(7)\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:schemathesis",
+        "-p",
+        "tests.as_it_goes",
+        "--rootdir",
+        str(tmp_path),
+        str(file),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7
+    assert "FAILED (call) test_two.py::test_one" in done.stdout and "AssertionError: sums" in done.stdout
+
+
+@pytest.mark.parametrize("night", [False, True], ids=["by day", "by night"])
+def test_every_file_is_in_one_group(night: bool) -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     taken: list[str] = []
-    for arguments in groups(2).values():
+    for arguments in groups(2, night).values():
         ignored = tuple(value for flag, value in itertools.pairwise(arguments) if flag == "--ignore")
-        paths = tuple(word for word in arguments if word.startswith("tests") and word not in ignored)
+        paths = tuple(word for word in arguments if (ROOT / word).exists() and word not in ignored)
         taken += [file for file in files if file.startswith(paths) and not (ignored and file.startswith(ignored))]
     assert sorted(taken) == sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("only", "ran"), [(["by parts"], ["by parts"]), (["end", "by"], None), (["end to end, one"], ["end to end, one at a time"])]
+)
+def test_groups_can_be_run_by_themselves(only: list[str], ran: list[str] | None) -> None:
+    assert list(chosen(groups(2, night=False), only)) == (ran or [*groups(2, night=False)])
+
+
+def test_a_group_that_is_none_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="end to end, one at a time"):
+        chosen(groups(2, night=True), ["by parts", "parts"])
 
 
 def test_what_is_run_first_is_there() -> None:

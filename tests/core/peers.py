@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.rooms import Room, RoomLeft, Source
 from tests.core.harness import Engine, slow, small
 
 ADDRESS = "10.0.0.1:7103"
@@ -58,6 +58,11 @@ class Pair:
     def turn(self) -> None:
         self.first.turn()
         self.second.turn()
+
+    def left(self, room: Room) -> RoomLeft:
+        """The word of a reader of the first worker's room, as that is now."""
+        opened = self.first.executor.open_rooms.get(room.number)
+        return RoomLeft(room, 0 if opened is None else opened.opening)
 
     def assert_all_is_free(self) -> None:
         """But for what is cached, which nobody uses."""

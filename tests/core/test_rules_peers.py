@@ -219,10 +219,10 @@ class TestRoom:
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
         for other in (replace(finish.room, epoch=EPOCH + 1), replace(finish.room, secret=bytes(16)), pair.new_room()):
-            pair.first.core.leave_room(other)
+            pair.first.core.leave_room(pair.left(other))
         assert len(pair.first.core.table.rooms) == 1
-        pair.first.core.leave_room(finish.room)
-        pair.first.core.leave_room(finish.room)
+        pair.first.core.leave_room(pair.left(finish.room))
+        pair.first.core.leave_room(pair.left(finish.room))
         assert not len(pair.first.core.table.rooms)
 
     def test_nobody_is_ended_for_want_of_the_pages_in_it(self) -> None:
@@ -249,7 +249,7 @@ class TestRoom:
         assert pair.first.core.table.batch_is_full
         pair.first.now += 1.0
         if how == "its reader leaves":
-            pair.first.core.leave_room(finish.room)
+            pair.first.core.leave_room(pair.left(finish.room))
         pair.first.turn()
         assert sorted(r.handle for r in pair.first.core.table.extending + pair.first.core.table.decoding) == [1, 2]
         pair.first.drain()
@@ -390,6 +390,20 @@ class TestReading:
             pair.second.check_answer(handle)
             assert pair.second.finishes[handle].cached_from[Tier.PEER] == 40
 
+    def test_a_read_is_judged_with_what_is_behind_it_before_its_request_comes_to_it(self) -> None:
+        """By itself each of them takes longer than its page would take to be computed; all of them do not."""
+        pair = Pair(page_moved_s=0.05)
+        tiers = pair.second.core._tiers
+        assert tiers is not None
+        tiers._imports._at_once, tiers.rates._token_s = 1, 0.0132
+        tiers.rates._lanes[ADDRESS] = pair.second.config.page_bytes / 0.05
+        pair.compute(0, PROMPT, max_new_tokens=4)
+        pair.go_on(0, PROMPT, max_new_tokens=4)
+        for _ in range(80):
+            pair.second.turn()
+        pair.second.check_answer(0)
+        assert pair.second.finishes[0].cached_from[Tier.PEER] >= 28, "but for the last ones, behind which there is little"
+
     @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
     def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self, aborted: bool) -> None:
         """A worker that hangs costs each of them the patience of one."""
@@ -417,7 +431,7 @@ class TestReading:
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
         room = pair.first.finishes[0].room
         assert room is not None
-        pair.first.core.leave_room(room)
+        pair.first.core.leave_room(pair.left(room))
         pair.first.turn()
         for handle in (0, 1):
             pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import FinishReason, Prefetch
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft, Source
 from services.worker.core.contracts.transfers import I32, Tier
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
@@ -54,7 +54,7 @@ class Apart:
         self.heard: Callable[[], bool] = lambda: True
         self._prompts: dict[int, list[int]] = {}  # by the first one's handle, as is:
         self._ahead: dict[int, int] = {}  # the second one's, of what it reads ahead
-        self._left: queue.SimpleQueue[Room] = queue.SimpleQueue()
+        self._left: queue.SimpleQueue[RoomLeft] = queue.SimpleQueue()
         self._rooms = 0
         self.first = Served(*build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve)), poisoned=True)
         reads = PeerOptions(open_reader=lambda layout, page_bytes: TcpPeerReader(layout, PAGE_SIZE, page_bytes))

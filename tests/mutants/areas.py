@@ -9,6 +9,7 @@ from tests.mutants.faults.fetch import FETCH
 from tests.mutants.faults.gateway import GATEWAY
 from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
+from tests.mutants.faults.parsers import PARSERS
 from tests.mutants.faults.peers import PEERS
 from tests.mutants.faults.speculation import SPECULATION
 from tests.mutants.faults.tiers import TIERS
@@ -44,7 +45,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", *KERNELS_TOO)),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
-        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares")),
+        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares", "resume")),
     ),
     "tiers": (
         *(
@@ -62,6 +63,9 @@ AREAS: dict[str, tuple[str, ...]] = {
         ),
         "tests/exec/tiers/test_redis_page_store.py",
         "tests/exec/tiers/test_salted_segments.py",
+        "tests/exec/tiers/test_block_log.py",
+        "tests/exec/tiers/test_disk_faults.py",
+        "tests/exec/tiers/test_store_damage.py",
     ),
     "peers": (
         "tests/core/test_rules_peers.py",
@@ -96,6 +100,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/front/test_wire_submit.py",
         "tests/services/worker/front/test_limits_walked.py",
     ),
+    "parsers": tuple(
+        f"tests/services/gateway/parsers/test_{name}.py"
+        for name in ("drawn_calls", "odd_outputs", "rendered_calls", "structural_tags")
+    ),
     "worker": (
         "tests/contracts/test_worker_defaults.py",
         "tests/services/worker/test_engine_config.py",
@@ -104,6 +112,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/tokenizer/pieces/test_piece_encoder.py",
         "tests/services/detokenizer/test_token_texts.py",
         "tests/services/shared/test_probe.py",
+        "tests/services/worker/control/test_control_command_line.py",
+        "tests/services/worker/front/test_server.py",
+        "tests/services/worker/identity/test_sampling_defaults.py",
+        "tests/services/worker/test_peer_options.py",
     ),
     "exec": (
         *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "token_sets", "logprobs", "embedding_pool")),
@@ -113,4 +125,4 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-FAULTS = (*CHART, *FETCH, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *PEERS, *WORKER)
+FAULTS = (*CHART, *FETCH, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *PEERS, *PARSERS, *WORKER)

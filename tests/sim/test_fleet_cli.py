@@ -85,7 +85,7 @@ def test_with_roles_every_policy_is_run_with_and_without_them(trace: Path, capsy
     assert {**plain, "policy": "", "wall_s": 0} == {**reports["prefix_aware, no roles"], "policy": "", "wall_s": 0}
     assert cli.main([*argv, "--policies", "prefix_aware"]) == 0
     out = capsys.readouterr().out
-    for word in ("| prefix_aware, no roles ", "with / without roles", "handed over", "read / kept, GB", "prefill "):
+    for word in ("| prefix_aware, no roles ", "with / without roles", "handed over", "ahead / read / kept, GB", "prefill "):
         assert word in out
 
 

@@ -22,6 +22,7 @@ from services.sim.fleet.logs import HandoverLog
 from services.sim.fleet.report import FleetReport, make_report
 from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
 from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput
+from services.worker.exec.fake import TimeModel
 from tests.core.deployed_config import deployed_config
 from tests.sim.deployed_worker import on_gpu
 
@@ -145,6 +146,24 @@ def test_what_does_not_arrive_is_computed() -> None:
     assert roles is not None and roles.handed_over == 10 and roles.read_bytes == 0
     assert roles.gap.p99 < 1.5, "a request waits no longer than it takes to see that nothing comes"
     check_pages_come_back(fleet, 60.0)
+
+
+@pytest.mark.parametrize("chunk", [256, 2048])
+def test_pages_are_read_while_others_are_computed(chunk: int) -> None:
+    """As the product reads them: what is left behind the token came with the last chunk: all, where that is the first one."""
+    trace = Trace(64, tuple([TraceRequest(4.0 * at, (), 1032, 20, 20) for at in range(6)]))
+    scheduler, wire = replace(SCHEDULER, chunked_prefill_size=chunk), Wire(10e9, 0.0002)
+    model = TimeModel(base=0.001, per_prefill_token=20e-6)
+    fleet = fleet_of(trace, scheduler=scheduler, time_model=model, roles=replace(ROLES, wire=wire))
+    outcome = fleet.run()
+    check_answers(trace, fleet, outcome)
+    roles, whole_s = report_of(outcome).roles, wire.seconds(1024 * ROLES.kv_bytes_per_token)
+    assert roles is not None and roles.handed_over == 6 and roles.read_bytes == roles.kept_bytes
+    if chunk == 256:
+        assert roles.ahead_bytes >= roles.read_bytes / 2 and roles.gap.p50 < whole_s / 2
+    else:
+        assert not roles.ahead_bytes and roles.gap.p50 > whole_s
+    check_pages_come_back(fleet, 3.0)
 
 
 def test_what_has_been_read_once_is_cached_where_it_is_decoded() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from services.cli.shared.exits import CommandFailed, Exit
@@ -30,6 +30,27 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the gateway stands on, as it sees it. index: whether the index's Redis answers; limits: whether keys' limits are
+    shared in it; kept: whether the store of what clients have kept answers. unresolved: services whose name cannot be looked up.
+    scraped_s_ago: since its metrics were asked for. None: there is no such thing, it was never, or the gateway does not say."""
+
+    index: bool | None = None
+    limits: bool | None = None
+    kept: bool | None = None
+    key_file_valid: bool | None = None
+    tls_files_valid: bool | None = None
+    certificate_ends_in_s: float | None = None
+    unresolved: tuple[str, ...] = ()
+    scraped_s_ago: float | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Surroundings:
+        flat = {**told, **told.get("redis", {}), "unresolved": tuple(map(str, told.get("unresolved", ())))}
+        return cls(**{each.name: flat[each.name] for each in fields(cls) if each.name in flat})
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
     """At one look. at: seconds on the clock of whoever looks."""
 
@@ -39,6 +60,7 @@ class Standing:
     waiting: int
     tokenizers: int
     detokenizers: int
+    surroundings: Surroundings = Surroundings()
 
     def as_json(self) -> dict[str, Any]:
         told = asdict(self)
@@ -74,6 +96,7 @@ class Observer:
                 int(gateway["waiting"]),
                 int(gateway["tokenizers"]),
                 int(gateway["detokenizers"]),
+                Surroundings.of(gateway.get("surroundings", {})),
             )
         except (LookupError, TypeError, ValueError, AttributeError):
             message = "the server does not tell how its workers stand: is it a Rootstock gateway of this version? Check --url."

@@ -5,21 +5,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from services.cli.status.standing import Standing, Worker
+from services.cli.status.standing import Standing, Surroundings, Worker
 
 SERVING = frozenset(("ready", "silent"))
 FULL = 0.98  # of a KV pool
+UNSCRAPED_S = 300.0
+DAY_S, SOON_S = 86400.0, 7 * 86400.0
 
 
 def troubles(standing: Standing) -> list[str]:
     """A sentence for each, with where to look; empty where all is well."""
-    return [*_front(standing), *_models(standing), *_workers(standing)]
+    around = standing.surroundings
+    return [*_front(standing), *_names(around), *_stores(around), *_files(around), *_models(standing), *_workers(standing)]
 
 
 def _front(standing: Standing) -> Iterator[str]:
     for service, count in (("tokenizer", standing.tokenizers), ("detokenizer", standing.detokenizers)):
         if not count:
             yield f"no {service} is connected: is its pod ready, and may the gateway reach it (helm test says which)?"
+
+
+def _names(around: Surroundings) -> Iterator[str]:
+    if around.unresolved:
+        names = " and ".join(around.unresolved)
+        yield f"names of {names} cannot be looked up: is DNS up, and does networkPolicy.dns let it be asked (helm test: dns)?"
+    if around.scraped_s_ago is not None and around.scraped_s_ago > UNSCRAPED_S:
+        minutes = f"{around.scraped_s_ago / 60:.0f} minutes"
+        yield f"nobody has asked for this gateway's metrics for {minutes}: autoscalers and alerts miss them (helm test: scrape)"
+
+
+def _stores(around: Surroundings) -> Iterator[str]:
+    if around.index is False:
+        yield "Redis does not answer: requests are routed by load alone. Look at its pod, password and port (helm test: redis)"
+    elif around.limits is False:
+        yield "limits of API keys are not shared in Redis: each gateway keeps its part of them (helm test: redis)"
+    if around.kept is False:
+        yield "the store of what clients have kept does not answer: nothing is kept, batches stand still (helm test: redis)"
+
+
+def _files(around: Surroundings) -> Iterator[str]:
+    for valid, what in ((around.key_file_valid, "API keys"), (around.tls_files_valid, "certificates")):
+        if valid is False:
+            yield f"the files of {what} are wrong, and what they held before is in use: the gateway's log says where"
+    ends = around.certificate_ends_in_s
+    if ends is not None and ends < SOON_S:
+        when = f"expires in {ends / DAY_S:.1f} days" if ends > 0 else "has expired"
+        yield f"the certificate that the gateway shows other services {when}: is it being renewed?"
 
 
 def _models(standing: Standing) -> Iterator[str]:
@@ -30,7 +61,7 @@ def _models(standing: Standing) -> Iterator[str]:
         if any(worker.state in SERVING for worker in mine):
             continue
         waiting = f", and {standing.waiting} requests wait" if standing.waiting else ""
-        yield f"no worker of {model} can answer ({_states(mine)}){waiting}: look at its pods"
+        yield f"no worker of {model} can answer ({_states(mine)}){waiting}: its pods say why (helm test: gpus, storage, pods)"
 
 
 def _workers(standing: Standing) -> Iterator[str]:

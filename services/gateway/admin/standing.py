@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from services.gateway.admin.surroundings import Surroundings
 from services.gateway.admin.worker_directory import Workers
 from services.gateway.dispatch.model_pool import AnyLink, ModelPool
 
@@ -29,9 +30,16 @@ class Dispatching(Protocol):
 class Standing:
     """tokenizers, detokenizers: how many of them are connected."""
 
-    def __init__(self, dispatcher: Dispatching, tokenizers: Callable[[], int], detokenizers: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatching,
+        tokenizers: Callable[[], int],
+        detokenizers: Callable[[], int],
+        surroundings: Surroundings,
+    ) -> None:
         self._dispatcher = dispatcher
         self._tokenizers, self._detokenizers = tokenizers, detokenizers
+        self._surroundings = surroundings
 
     def told(self) -> dict[str, Any]:
         """On the event loop. Workers by their names, those without one at the end."""
@@ -45,6 +53,7 @@ class Standing:
                 "workers": dispatcher.connected(),
                 "tokenizers": self._tokenizers(),
                 "detokenizers": self._detokenizers(),
+                "surroundings": self._surroundings.told(),
             },
         }
 

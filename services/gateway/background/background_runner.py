@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.errors import ApiError, unavailable
-from services.gateway.state.background_record import BackgroundOrder
+from services.gateway.state.background_record import BackgroundOrder, Status
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
@@ -60,13 +60,14 @@ class Run(Protocol):
 
 
 class BackgroundRunner:
-    """taken: makes a run of what is stored. most: responses at once, those that wait for a worker among them. is_ready: this
-    gateway could serve one."""
+    """taken: makes a run of what is stored. given_up: makes the record of one that nobody can read or end, by owner and id. most:
+    responses at once, those that wait for a worker among them. is_ready: this gateway could serve one."""
 
     def __init__(
         self,
         store: BackgroundStore,
         taken: Callable[[Lease, BackgroundOrder], Run],
+        given_up: Callable[[str, str], Awaitable[bytes]],
         most: int,
         is_ready: Callable[[], bool],
         retry_after_s: int,
@@ -74,6 +75,7 @@ class BackgroundRunner:
     ) -> None:
         self._store = store
         self._taken = taken
+        self._given_up = given_up
         self._most = most
         self._is_ready = is_ready
         self._retry_after_s = retry_after_s
@@ -199,6 +201,9 @@ class BackgroundRunner:
             return
         try:
             order = await self._store.order(lease, owner, response_id)
+            if order is None:
+                await self._give_up(lease, owner, response_id)
+                return
         except LeaseLost:
             return
         except (StoreAway, asyncio.CancelledError):
@@ -207,15 +212,28 @@ class BackgroundRunner:
         except Exception:
             logger.exception("a response in the background cannot be read", extra=fields(response=response_id))
             return
-        if order is None:
-            logger.error("a response in the background is given up", extra=fields(response=response_id))
-        elif self._stopping:
+        if self._stopping:
             self._left[lease] = (owner, response_id)
         else:
             run = self._taken(lease, order)
             logger.info("goes on with a response in the background", extra=_about(run))
             self._metrics.background_takeovers.inc()
             self._start(run, run.resume())
+
+    async def _give_up(self, lease: Lease, owner: str, response_id: str) -> None:
+        """By who has its lease: it has failed. A record that cannot be read stays as it is. Raises LeaseLost, StoreAway."""
+        logger.error("a response in the background is given up", extra=fields(response=response_id))
+        try:
+            record = await self._given_up(owner, response_id)
+        except ApiError as error:
+            if error.status != 404:
+                raise StoreAway(error.message) from None
+            record = b""  # it has expired
+        except (ValueError, TypeError, LookupError):
+            logger.exception("the record of a response cannot be read", extra=fields(response=response_id))
+            record = b""
+        await self._store.give_up(lease, owner, response_id, record)
+        self._metrics.background_responses.labels(Status.FAILED.value).inc()
 
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
         """After a fault its lease is left to run out: so the next try, here or elsewhere, is not at once."""

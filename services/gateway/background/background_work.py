@@ -68,7 +68,7 @@ class BackgroundWork:
         most = settings.background_responses
         self._metrics = metrics
         self._runner = BackgroundRunner(
-            self._store, partial(BackgroundRun, self._ports), most, is_ready, self._retry_after_s, metrics
+            self._store, partial(BackgroundRun, self._ports), answers.given_up, most, is_ready, self._retry_after_s, metrics
         )
         self.takes_any = bool(most)
         self.timeout_s = settings.background_timeout_s
@@ -147,6 +147,11 @@ class BackgroundWork:
         if self._streams.num_open >= self._most_streams:
             raise unavailable("Too many responses are streamed again.", self._retry_after_s, "queue_full")
         return self._streams.stream(owner, response_id, after + 1)
+
+    @property
+    def store_is_up(self) -> bool:
+        """By the last call, of a client or of a look at what there is to do."""
+        return not self._redis.is_away
 
     def own_stream(self, owner: str, response_id: str) -> Response:
         """All its events, for who has just asked for it."""

@@ -34,5 +34,9 @@ class Answers(Protocol):
     async def record(self, order: BackgroundOrder, response: Json) -> Kept:
         """What is kept of a response that is over. Raises ApiError, of one that is gone too: 404."""
 
+    async def given_up(self, owner: str, response_id: str) -> bytes:
+        """The record of a response that is kept, and that nobody can read or end, as one that has failed. Raises ApiError, of
+        one that is gone: 404; and ValueError, TypeError or LookupError where its record cannot be read."""
+
     async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
         """A response that ends with what is stored, and its last events. error: of one that failed. Raises ApiError."""

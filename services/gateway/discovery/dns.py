@@ -45,6 +45,7 @@ class DnsWatch:
         self._lookup = lookup
         self._changed = changed
         self._answered = False
+        self.trouble = ""  # why the last look-up had no answer, empty if it had one
         self._failures = 0  # in a row
         self._empty = 0  # in a row
 
@@ -59,12 +60,13 @@ class DnsWatch:
             hosts = await self._lookup(name, port)
         except OSError as error:
             self._failures += 1
+            self.trouble = str(error) or type(error).__name__
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
             logger.log(level, "a name cannot be looked up, its last addresses stay: %s", error, extra=fields(name_=name))
             return
         if self._failures:
             logger.info("a name can be looked up again", extra=fields(name_=name))
-        self._failures = 0
+        self._failures, self.trouble = 0, ""
         self._empty = 0 if hosts else self._empty + 1
         if hosts or self._empty >= EMPTY_ANSWERS:
             self._answered = True

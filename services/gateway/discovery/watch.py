@@ -45,6 +45,11 @@ class Discovery:
         self._load_client = load_client
         self._parts: dict[int, Endpoints] = {}  # by the target's place
         self._told: dict[str, bool] | None = None
+        self._names: list[dns.DnsWatch] = []
+
+    def trouble(self) -> str:
+        """Why a name of the targets cannot be looked up, empty if all can."""
+        return next((watch.trouble for watch in self._names if watch.trouble), "")
 
     async def run(self) -> None:
         """Until cancelled. Addresses that need no looking up are told before anything is waited for."""
@@ -56,6 +61,7 @@ class Discovery:
             for place, target in enumerate(self._targets):
                 if isinstance(target, DnsTarget):
                     watch = dns.DnsWatch(target, self._dns_refresh_s, self._resolve, self._hear(place))
+                    self._names.append(watch)
                     group.create_task(watch.run())
                 elif isinstance(target, KubernetesTarget):
                     group.create_task(self._watch_kubernetes(target, self._hear(place)))

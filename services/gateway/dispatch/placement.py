@@ -175,9 +175,13 @@ class Placement:
             self.choice.trace.aborted(handle)
 
     def lost(self, handle: int, heard: bool) -> None:
-        """heard: the worker had been told of it, and may have begun to read what it was to read."""
-        if not heard and self._taken is not None and self._taken[0] == handle:
-            self._kept, self._taken, self.prefilled = self._taken[1], None, True
+        """heard: the worker had been told of it, and may have begun to read what it was to read: nobody else will."""
+        if self._taken is not None and self._taken[0] == handle:
+            kept, self._taken = self._taken[1], None
+            if heard:
+                kept.leave()
+            else:
+                self._kept, self.prefilled = kept, True
         if self.choice.trace is not None:
             self.choice.trace.lost(handle)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.gateway.keys.key_file import KeyFile, Weights
 from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of
-from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.observe.metrics import GatewayMetrics, KeySigns
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError
 
@@ -45,9 +45,11 @@ class KeyRing:
 
         redis_url = options.redis_url if self._file is not None else ""
         self._limits = KeyLimits(self.table or KeyTable(), redis_url, options.name, options.gateways, refused)
+        self.signs: KeySigns | None = None  # None where nobody has keys
         if self._file is not None:
             self._file.listen(self._limits.set_table)
-            metrics.watch_keys(self._file_is_valid, self._limits.shares_are_up)
+            self.signs = KeySigns(self._file_is_valid, self._limits.shares_are_up)
+            metrics.watch_keys(self.signs)
 
     @property
     def table(self) -> KeyTable | None:

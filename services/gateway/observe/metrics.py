@@ -148,9 +148,9 @@ class GatewayMetrics:
         """Of this gateway, where there are any. running: responses that it has at work, or waiting."""
         self.background_running.set_function(lambda: float(running()))
 
-    def watch_keys(self, file_is_valid: Callable[[], bool], shares_are_up: Callable[[], bool | None]) -> None:
-        """Where there are keys. shares_are_up: None where there is no Redis to share limits in."""
-        self.registry.register(KeyMetrics(KeySigns(file_is_valid, shares_are_up)))
+    def watch_keys(self, signs: KeySigns) -> None:
+        """Where there are keys."""
+        self.registry.register(KeyMetrics(signs))
 
     def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
         """waiting: choices that wait for a worker, by model."""

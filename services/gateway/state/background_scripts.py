@@ -156,16 +156,24 @@ redis.call('HSET', KEYS[2], 'takes', takes, 'taken', seconds, 'alive', seconds, 
 return 1
 """
 )
-ORDER = (
+ORDER = """
+local found = redis.call('HMGET', KEYS[2], 'order', 'takes')
+if tonumber(found[2] or '0') > tonumber(ARGV[2]) then return false end
+return found[1]
+"""
+GIVE_UP = (
     _ACCOUNTS
     + """
-local found = redis.call('HMGET', KEYS[2], 'order', 'takes')
-if tonumber(found[2] or '0') > tonumber(ARGV[4]) then
-  forget_work(ARGV[2], ARGV[3])
-  redis.call('DEL', KEYS[1])
-  return false
+local member, id, content, ttl = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+if #content > 0 and redis.call('EXISTS', KEYS[9]) == 1 then
+  redis.call('HSET', KEYS[9], 'c', content)
+  redis.call('HINCRBY', KEYS[9], 'v', 1)
+  redis.call('EXPIRE', KEYS[9], ttl)
+  count(id, #content, ttl)
 end
-return found[1]
+forget_work(member, id)
+redis.call('DEL', KEYS[1])
+return 1
 """
 )
 FREE = """

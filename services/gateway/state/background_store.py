@@ -23,7 +23,8 @@ any more. Each write is numbered: one that comes again, since its answer was los
 What fails: a gateway dies: its leases run out, others go on from the last piece. A gateway is stopped and wakes up: its writes
 find another lease, or an end, and write nothing. The store dies: its append-only file has what was acknowledged; whoever has a
 response holds back what is new, see journal.py. Nobody comes until all of it expires: the record says queued, and without the
-rest it is told as failed. Nobody can read or end it: behind GIVEN_UP takes nothing is left of it but its record, too.
+rest it is told as failed. Nobody can read or end it: who takes it behind GIVEN_UP takes gives it up (give_up()), with the lease
+of that take: nothing is left of it but its record, which says failed then.
 """
 
 from __future__ import annotations
@@ -142,11 +143,15 @@ class BackgroundStore:
         return lease if found else None
 
     async def order(self, lease: Lease, owner: str, response_id: str) -> BackgroundOrder | None:
-        """Of what has been taken. None: nobody could read or end it, and nothing is left of it but its record, which says queued.
-        Raises LeaseLost, and ValueError, TypeError or the like where it cannot be read."""
-        about = (f"{owner}:{response_id}", response_id, GIVEN_UP)
-        found = await self._leases.write(lease, scripts.ORDER, _keys(owner, response_id)[1:], *about, frees=True)
+        """Of what has been taken. None: so many could neither read nor end it that it is to be given up. Raises LeaseLost, and
+        ValueError, TypeError or the like where it cannot be read."""
+        found = await self._leases.write(lease, scripts.ORDER, _keys(owner, response_id)[1:], GIVEN_UP, frees=True)
         return None if found is None else order_of(found)
+
+    async def give_up(self, lease: Lease, owner: str, response_id: str, record: bytes) -> None:
+        """Nothing is left of it but its record, whatever the quota says; empty: as it is. Raises LeaseLost."""
+        about = (f"{owner}:{response_id}", response_id, record, self._limits.ttl_s)
+        await self._leases.write(lease, scripts.GIVE_UP, _keys(owner, response_id)[1:], *about, frees=True)
 
     async def keep(self, held: Mapping[Lease, BackgroundOrder]) -> list[Lease]:
         """All for as long again. Returns those that are lost: somebody else has them, or their response is over, or gone."""

@@ -30,6 +30,11 @@ class StateRedis:
         self._is_away = False
         self._patience_s = patience_s
 
+    @property
+    def is_away(self) -> bool:
+        """By the last call: it waited in vain, or did not reach it."""
+        return self._is_away
+
     async def close(self) -> None:
         await self._client.aclose()
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+import numpy as np
+
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue, Placed
 from services.gateway.routing.policies import make_policy
@@ -25,12 +27,14 @@ from services.sim.core.trace.trace import Trace
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.load_view import LoadView
-from services.sim.fleet.worker import FleetWorker, WorkerLoad, namespace_root, worker_name
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, Submit
+from services.sim.fleet.worker import FleetWorker, Word, WorkerLoad, namespace_root, worker_name
+from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, PeerOutput, Prefetch, Submit
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.kv.cache_events import CacheEvents
+from services.worker.loop.inbox import Abort, PrefetchMore
 
 MAX_QUEUED = 1 << 20  # no request of a trace is turned away
+READER = "reader"  # why a request goes where its pages have been read
 SWEPT_BLOCKS = 4096  # per load report
 
 
@@ -38,7 +42,7 @@ SWEPT_BLOCKS = 4096  # per load report
 class OpenRequest:
     """message: as it is first sent. told: output tokens so far. row: of the worker that has it, -1 while it waits here.
     prefilled: another worker has computed its prompt for the next one that it goes to. source: where its KV is then; None:
-    nowhere."""
+    nowhere. reader: who reads what is computed of it, and is to go on with it; ahead_tokens: of it, when that began."""
 
     message: Submit
     hashes: tuple[bytes, ...]
@@ -47,6 +51,8 @@ class OpenRequest:
     sends: int = 0
     prefilled: bool = False
     source: Source | None = None
+    reader: Pick | None = None
+    ahead_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -54,9 +60,9 @@ class OpenRequest:
 
 
 class FleetGateway:
-    """number: its peer number at the workers. send: takes (row, message, whether another worker is to go on with it).
-    placed: told of (index, pick, whether it had
-    been sent before). told: given every output once the gateway has taken it in."""
+    """number: its peer number at the workers. send: takes (row, message, whether another worker is to go on with it). say: takes
+    (row, word of what is to be read ahead there). placed: told of (index, pick, whether it had been sent before). told: given
+    every output once the gateway has taken it in."""
 
     def __init__(
         self,
@@ -67,12 +73,13 @@ class FleetGateway:
         script: Script,
         clock: EventQueue,
         send: Callable[[int, Submit, bool], None],
+        say: Callable[[int, Word], None],
         placed: Callable[[int, Pick, bool], None],
         told: Callable[[PeerOutput], None],
     ) -> None:
         self.number = number
         self._config, self._trace, self._script, self._clock = config, trace, script, clock
-        self._send, self._placed, self._told = send, placed, told
+        self._send, self._say, self._placed, self._told = send, say, placed, told
         self._policy = make_policy(policy, config.routing, random.Random(config.seed * 1000 + number))
         self.index = PrefixIndex()
         self.columns = WorkerColumns()
@@ -98,6 +105,10 @@ class FleetGateway:
         for handle, count in zip(output.handles, output.counts, strict=True):
             self._open[handle].told += count
         self._view.grew(worker.row, sum(output.counts))
+        for ready in output.ready:
+            request = self._open[ready.handle]
+            if request.row == worker.row:  # else it has been moved since
+                self._more_ready(worker, request, ready)
         for finish in output.finishes:
             if finish.reason is FinishReason.HANDED_OVER:
                 self._handed_over(worker, finish)
@@ -135,8 +146,12 @@ class FleetGateway:
         self.index.retire(int(self.columns.owner[row]))
         self.columns.owner[row] = -1
         self._share_out()
-        for request in [request for request in self._open.values() if request.row == row]:
-            self._move(request)
+        for request in list(self._open.values()):
+            if request.reader is not None and request.reader.row == row:
+                self._stop_reading(request, tells=False)
+            if request.row == row:
+                self._stop_reading(request)
+                self._move(request)
 
     def _add(self, row: int) -> None:
         name = worker_name(row)
@@ -157,6 +172,29 @@ class FleetGateway:
         request.source = None if finish.room is None else Source(finish.room, worker.name, finish.room_pages)
         self._move(request)
 
+    def _more_ready(self, worker: FleetWorker, request: OpenRequest, ready: PagesReady) -> None:
+        """That worker has computed further pages of a prompt: who will go on with it reads them meanwhile."""
+        if request.reader is not None:
+            self._say(request.reader.row, PrefetchMore(self.number, ready))
+            return
+        pick = self._policy.pick(self._ask(request, decides=False), self.columns)
+        if pick is not None:
+            request.reader, request.ahead_tokens = replace(pick, reason=READER), request.tokens
+            self._view.ahead(pick.row, request.ahead_tokens)
+            self._picked(pick.row, request)
+            source, message = Source(ready.room, worker.name, ready.num_pages), request.message
+            tokens = np.concatenate([message.prompt_ids, self._script.output(message.handle)[: request.told]])
+            prefetch = Prefetch(self.number, message.handle, tokens, source, message.salt, message.lora)
+            self._say(pick.row, replace(prefetch, priority=message.priority))
+
+    def _stop_reading(self, request: OpenRequest, tells: bool = True) -> None:
+        """It has come to its reader, or will not. tells: that it will not."""
+        reader, request.reader = request.reader, None
+        if reader is not None:
+            self._view.not_ahead(reader.row, request.ahead_tokens)
+            if tells:
+                self._say(reader.row, Abort(self.number, request.message.handle))
+
     def _move(self, request: OpenRequest) -> None:
         """From the worker that has it to another one, with what it has said."""
         self._view.ended(request.row, request.tokens)
@@ -166,6 +204,7 @@ class FleetGateway:
 
     def _end(self, finish: Finish) -> None:
         request = self._open.pop(finish.handle)
+        self._stop_reading(request)
         self._view.ended(request.row, request.tokens)
 
     def _place_or_queue(self, request: OpenRequest) -> None:
@@ -183,6 +222,10 @@ class FleetGateway:
 
     def _place(self, request: OpenRequest) -> bool:
         """Sends the request to a worker, or returns False: none has room."""
+        reader, columns = request.reader, self.columns
+        if reader is not None and columns.takes[reader.row] and columns.requests[reader.row] <= columns.limit[reader.row]:
+            self._submit(request, reader, hands_over=False)
+            return True
         ask = self._ask(request)
         pick = self._policy.pick(ask, self.columns)
         if pick is None:
@@ -193,9 +236,9 @@ class FleetGateway:
         self._submit(request, prefill or pick, hands_over=prefill is not None)
         return True
 
-    def _ask(self, request: OpenRequest) -> Ask:
+    def _ask(self, request: OpenRequest, decides: bool = True) -> Ask:
         hits = hits_of(self.index.reach(request.hashes), self.columns)
-        if request.hashes:
+        if request.hashes and decides:
             self._sharing.decided(bool(hits.matched.any()))
         first_block = request.hashes[0] if request.hashes and self._sharing.seen else b""
         message = request.message
@@ -203,16 +246,20 @@ class FleetGateway:
 
     def _submit(self, request: OpenRequest, pick: Pick, hands_over: bool) -> None:
         message = request.message
+        self._stop_reading(request, tells=request.reader is not None and request.reader.row != pick.row)
         request.row = pick.row
-        self._picks += 1
-        self.columns.last_pick[pick.row] = self._picks
         self._view.opened(pick.row, request.tokens)
-        owner = int(self.columns.owner[pick.row])
-        self.index.speculate(owner, request.hashes, self._clock.now + self._config.speculative_s)
+        self._picked(pick.row, request)
         self._queue.charge(message.routing_key, len(message.prompt_ids))
         self._placed(message.handle, pick, request.sends > 0)
         request.sends += 1
         self._send(pick.row, self._resumed(request) if request.told else message, hands_over)
+
+    def _picked(self, row: int, request: OpenRequest) -> None:
+        """It goes there, or will."""
+        self._picks += 1
+        self.columns.last_pick[row] = self._picks
+        self.index.speculate(int(self.columns.owner[row]), request.hashes, self._clock.now + self._config.speculative_s)
 
     def _resumed(self, request: OpenRequest) -> Submit:
         """A source is for one worker: what is read is read once."""

@@ -32,6 +32,16 @@ class LoadView:
         self._columns.requests[row] -= 1
         self.grew(row, -tokens)
 
+    def ahead(self, row: int, tokens: int) -> None:
+        """One is to come, whose pages it reads by now."""
+        self.opened(row, tokens)
+        self._columns.ahead[row] += 1
+
+    def not_ahead(self, row: int, tokens: int) -> None:
+        """It has come, or will not. tokens: as it was when it was to come."""
+        self.ended(row, tokens)
+        self._columns.ahead[row] -= 1
+
     def reported(self, loads: Sequence[WorkerLoad]) -> None:
         """One load per row. Of a worker's tokens the others have as large a share as of its requests."""
         count = len(loads)

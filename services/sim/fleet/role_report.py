@@ -15,13 +15,15 @@ from services.sim.fleet.worker import WorkerTally
 class RoleReport:
     """prefill_busy, decode_busy: share of the time in which their devices ran steps. handed_over: requests that were, at least
     once. kept_bytes: of KV that was kept for readers. read_bytes: of these, that were read; the rest was cached there, or
-    computed. refused_reads: that brought nothing. gap: from the token with which a request is handed over to its next."""
+    computed. ahead_bytes: of what was read, before the request came that it was read for. refused_reads: that brought nothing.
+    gap: from the token with which a request is handed over to its next."""
 
     prefill_busy: float
     decode_busy: float
     handed_over: int
     kept_bytes: int
     read_bytes: int
+    ahead_bytes: int
     refused_reads: int
     gap: Quantiles
 
@@ -34,6 +36,7 @@ def role_report(outcome: FleetOutcome, roles: Roles) -> RoleReport:
         handed_over=int((handovers.count > 0).sum()),
         kept_bytes=handovers.pages * outcome.config.scheduler.page_size * roles.kv_bytes_per_token,
         read_bytes=sum(tally.read_bytes for tally in outcome.tallies),
+        ahead_bytes=sum(tally.ahead_bytes for tally in outcome.tallies),
         refused_reads=sum(tally.refused_reads for tally in outcome.tallies),
         gap=Quantiles.of(handovers.gaps()),
     )

@@ -18,7 +18,7 @@ from services.sim.fleet.config import FleetConfig, Kill
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.gateway import FleetGateway
 from services.sim.fleet.logs import FleetLog
-from services.sim.fleet.worker import FleetWorker, WorkerTally, worker_name
+from services.sim.fleet.worker import FleetWorker, Word, WorkerTally, worker_name
 from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
 from services.worker.core.contracts.rooms import Source
 
@@ -57,8 +57,9 @@ class FleetSimulation:
         self._standing = StandingRooms()
         self._row_at = {worker_name(row): row for row in range(config.workers)}
         self.workers = [self._worker(row, 1) for row in range(config.workers)]
+        placed = self._log.placements.placed
         self.gateways = [
-            FleetGateway(n, policy, config, trace, self._script, self._clock, self._send, self._log.placements.placed, self._told)
+            FleetGateway(n, policy, config, trace, self._script, self._clock, self._send, self._say, placed, self._told)
             for n in range(config.gateways)
         ]
         for gateway in self.gateways:
@@ -118,6 +119,12 @@ class FleetSimulation:
 
     def _deliver(self, row: int, message: Submit, hands_over: bool) -> None:
         self.workers[row].deliver(message, hands_over)
+
+    def _say(self, row: int, word: Word) -> None:
+        self._clock.after(self._config.hop_s, self._hear, row, word)
+
+    def _hear(self, row: int, word: Word) -> None:
+        self.workers[row].hear(word)
 
     def _tell(self, worker: FleetWorker, output: PeerOutput) -> None:
         self._clock.after(self._config.hop_s, self.gateways[output.peer].hear, worker, output)

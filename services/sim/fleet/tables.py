@@ -25,7 +25,7 @@ ROLE_HEADS = (
     "busy",
     "handed over",
     "gap p50 / p99, ms",
-    "read / kept, GB",
+    "ahead / read / kept, GB",
     "refused reads",
 )
 RATIOS: dict[str, Callable[[FleetReport], float]] = {
@@ -72,7 +72,7 @@ def _role_row(report: FleetReport) -> tuple[str, ...]:
         f"prefill {roles.prefill_busy:.0%}, decode {roles.decode_busy:.0%}",
         f"{roles.handed_over:,}",
         _ms(roles.gap),
-        f"{roles.read_bytes / 1e9:.1f} / {roles.kept_bytes / 1e9:.1f}",
+        f"{roles.ahead_bytes / 1e9:.1f} / {roles.read_bytes / 1e9:.1f} / {roles.kept_bytes / 1e9:.1f}",
         f"{roles.refused_reads:,}",
     )
 

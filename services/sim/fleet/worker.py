@@ -13,12 +13,15 @@ from services.sim.core.run.worker import STUCK_WAIT_S, SimWorker
 from services.sim.core.trace.script import Script
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
-from services.worker.core.contracts.messages import PeerOutput, Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from services.worker.loop.inbox import Abort, PrefetchMore
 
 MODEL = "simulated"
 IDLE_CHECK_S = 1.0  # as the worker's loop turns while it is idle: rooms whose time is over end then
+Word = Prefetch | PrefetchMore | Abort
+"""Of what is to be read ahead of a request."""
 Teller = Callable[["FleetWorker", PeerOutput], None]
 
 
@@ -46,12 +49,13 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTally:
-    """What a worker has done since its start. busy_s: that its device ran steps. read_bytes: of other workers' KV. refused_reads:
-    that brought nothing."""
+    """What a worker has done since its start. busy_s: that its device ran steps. read_bytes: of other workers' KV; ahead_bytes:
+    of these, that came before their request. refused_reads: that brought nothing."""
 
     steps: int = 0
     busy_s: float = 0.0
     read_bytes: int = 0
+    ahead_bytes: int = 0
     refused_reads: int = 0
 
     def __add__(self, other: WorkerTally) -> WorkerTally:
@@ -59,6 +63,7 @@ class WorkerTally:
             self.steps + other.steps,
             self.busy_s + other.busy_s,
             self.read_bytes + other.read_bytes,
+            self.ahead_bytes + other.ahead_bytes,
             self.refused_reads + other.refused_reads,
         )
 
@@ -85,7 +90,7 @@ class FleetWorker:
         self._reads = reads
         self._page_size, self._overlap = scheduler.page_size, config.overlap
         self._clock, self._tell = clock, tell
-        self._inbox: list[Submit | Room] = []
+        self._inbox: list[Submit | RoomLeft | Word] = []
         self._open: Counter[int] = Counter()
         self._flight: SimRun | None = None
         self._asleep = True
@@ -106,10 +111,17 @@ class FleetWorker:
         self._open[message.peer] += 1
         self._wake_soon()
 
+    def hear(self, word: Word) -> None:
+        """Lost if the worker is dead."""
+        if self.alive:
+            self._inbox.append(word)
+            self._wake_soon()
+
     def leave_room(self, room: Room) -> None:
         """Its reader wants no more of it."""
-        if self.alive:
-            self._inbox.append(room)
+        left = self._reads.left_here(room) if self.alive and self._reads is not None else None
+        if left is not None:
+            self._inbox.append(left)
             self._wake_soon()
 
     def kill(self) -> None:
@@ -126,9 +138,10 @@ class FleetWorker:
         return WorkerLoad(self._open.copy(), pages * self._page_size)
 
     def tally(self) -> WorkerTally:
-        read_bytes = 0 if self._reads is None else self._reads.read_bytes
-        refused = self._sim.core.stats().refused_pulls_total
-        return WorkerTally(self.steps, self._busy_s, read_bytes, refused)
+        stats = self._sim.core.stats()
+        read_bytes, page_bytes = (0, 0) if self._reads is None else (self._reads.read_bytes, self._reads.page_bytes)
+        ahead_bytes = stats.prefetched_pages_total * page_bytes
+        return WorkerTally(self.steps, self._busy_s, read_bytes, ahead_bytes, stats.refused_pulls_total)
 
     def take_cache_events(self) -> CacheEvents | None:
         """What the prefix index is to be told since the last call."""
@@ -165,15 +178,26 @@ class FleetWorker:
             return
         self._sim.clock.pass_until(self._clock.now)
         for message in self._inbox:
-            if isinstance(message, Submit):
-                self._sim.submit(message)
-            else:
-                self._sim.core.leave_room(message)
+            self._take(message)
         self._inbox.clear()
         if self._overlap or self._flight is None:
             self._launch()
         else:
             self._clock.at(self._sim.commit_ends(self._flight), self._commit, self._flight)
+
+    def _take(self, message: Submit | RoomLeft | Word) -> None:
+        core, now = self._sim.core, self._sim.clock.now
+        match message:
+            case Submit():
+                self._sim.submit(message)
+            case RoomLeft():
+                core.leave_room(message)
+            case Prefetch():
+                core.prefetch(message, now)
+            case PrefetchMore(peer, ready):
+                core.prefetch_more(peer, ready, now)
+            case Abort(peer, handle):
+                core.abort(peer, handle, now)
 
     def _launch(self) -> None:
         run = self._sim.launch()

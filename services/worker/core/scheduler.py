@@ -22,7 +22,7 @@ from services.worker.core.contracts.messages import (
     Submit,
 )
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
-from services.worker.core.contracts.rooms import Room, RoomEvents
+from services.worker.core.contracts.rooms import RoomEvents, RoomLeft
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
@@ -214,6 +214,8 @@ class Scheduler:
             return None
         if self.paused:
             return None
+        if self._tiers is not None and self._tiers.take_freed():
+            self.table.batch_is_full = False
         step = self._planner.plan(now, self._flight[0] if self._flight else None)
         if step is None:
             return None
@@ -225,8 +227,6 @@ class Scheduler:
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
         assert self._tiers is not None, "operations are of tiers"
         operations, ready = self._tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
-        if self._tiers.prefetches.take_freed():
-            self.table.batch_is_full = False
         for seq in ready:
             self.table.imported(seq)
         return operations
@@ -280,9 +280,8 @@ class Scheduler:
         peers = self.table.outputs.take()
         return StepOutput(peers) if peers else None
 
-    def leave_room(self, room: Room) -> None:
-        """Its reader wants no more of it, or is gone."""
-        self.table.rooms.leave(room)
+    def leave_room(self, left: RoomLeft) -> None:
+        self.table.rooms.leave(left)
 
     def take_rooms(self) -> RoomEvents | None:
         """What has become of rooms since the last call: for the executor, before the next step is launched and before front ends

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, proof
+from services.worker.core.contracts.rooms import OpenRoom, RoomEvents, RoomLeft, proof
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Deleted, Fact, OperationKind, PageOperation, Pull
 from services.worker.core.tiers.page_keys import tag_of
@@ -146,7 +146,7 @@ class FakeExecutor:
         self.storage: dict[bytes, I32] = {}
         self.peers: dict[str, FakeExecutor] = {}  # other workers, by the address at which their KV is read
         self.open_rooms: dict[int, OpenRoom] = {}
-        self.left_rooms: list[Room] = []  # that readers have left
+        self.left_rooms: list[RoomLeft] = []  # that readers have left
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
         self._params: dict[int, SamplingParams] = {}
@@ -253,8 +253,10 @@ class FakeExecutor:
             self.open_rooms.pop(room.number, None)
         self.open_rooms |= {opened.room.number: opened for opened in events.opened}
         for source in events.left:
-            if (peer := self.peers.get(source.address)) is not None:
-                peer.left_rooms.append(source.room)
+            peer = self.peers.get(source.address)
+            opened = None if peer is None else peer.open_rooms.get(source.room.number)
+            if peer is not None and opened is not None and opened.room == source.room:
+                peer.left_rooms.append(RoomLeft(opened.room, opened.opening))
 
     def facts(self) -> list[Fact]:
         done: list[Fact] = []

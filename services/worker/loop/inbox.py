@@ -8,7 +8,7 @@ import queue
 from dataclasses import dataclass
 
 from services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
-from services.worker.core.contracts.rooms import Room
+from services.worker.core.contracts.rooms import RoomLeft
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.loop.barrier import Command
 
@@ -69,13 +69,6 @@ class PrefetchMore:
 
     peer: int
     ready: PagesReady
-
-
-@dataclass(frozen=True, slots=True)
-class RoomLeft:
-    """Its reader wants no more of it, or is gone."""
-
-    room: Room
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from services.shared.observe.log import fields
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
+from services.worker.core.contracts.rooms import RoomLeft
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
@@ -35,7 +36,6 @@ from services.worker.loop.inbox import (
     OpenSession,
     PeerGone,
     PrefetchMore,
-    RoomLeft,
     Stop,
 )
 
@@ -259,8 +259,8 @@ class Loop:
                 self._commands.add(message, now)
             case FactsReady():
                 pass  # they are taken with every turn
-            case RoomLeft(room):
-                core.leave_room(room)
+            case RoomLeft():
+                core.leave_room(message)
             case Stop():
                 core.closed = STOPPING
                 return False

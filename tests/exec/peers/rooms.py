@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft, Source, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
@@ -79,7 +79,7 @@ def read_request(opened: OpenRoom, first: int, count: int) -> Request:
 
 
 class Served:
-    """A pool, its server, and rooms that are said to be left."""
+    """A pool, its server, and rooms that are said to be left, in words."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Served:
         carrier: Carrier | None = None,
     ) -> None:
         self.pool = Pool(page_bytes)
-        self.left: list[Room] = []
-        left = self.left.append
+        self.words: list[RoomLeft] = []
+        left = self.words.append
         self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder, carrier)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
 
@@ -102,6 +102,10 @@ class Served:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.server.close()
+
+    @property
+    def left(self) -> list[Room]:
+        return [word.room for word in self.words]
 
     @property
     def refused(self) -> dict[str, int]:

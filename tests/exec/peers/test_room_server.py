@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.rooms import Room
+from services.worker.core.contracts.rooms import Room, RoomLeft
 from services.worker.exec.contracts.peer_pages import PeerCounts
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
@@ -322,9 +322,9 @@ class TestLeaving:
         assert served.left == [OURS.room]
 
     def test_one_that_grows_is_read_as_far_as_it_goes_and_left_anew(self, served: Served) -> None:
-        """Who left it knew of no more pages than there were."""
-        whole = room(7, (3, 8, 13))
-        served.server.open(replace(whole, pages=whole.pages[:2]))
+        """Who left it knew of no more pages than there were, and the word says so."""
+        whole = replace(room(7, (3, 8, 13)), opening=5)
+        served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
         leave = frames.pack_request(Request(RequestKind.LEAVE, whole.room))
         with Asking(served.server.port) as asking:
             assert asking.ask(read_request(whole, 1, 2))[0] is Status.OUT_OF_RANGE
@@ -334,8 +334,21 @@ class TestLeaving:
             served.server.open(whole)
             assert asking.ask(read_request(whole, 1, 2)) == (Status.OK, served.pool.bytes_of([8, 13]))
             asking.socket.sendall(leave * 2)
-            until(lambda: served.left == [whole.room] * 2)
+            until(lambda: served.words == [RoomLeft(whole.room, 4), RoomLeft(whole.room, 5)])
             assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
+
+    def test_who_has_read_it_before_it_grew_does_not_take_it_away_by_going(self, served: Served) -> None:
+        """Another one may have been told of it as it is."""
+        whole = replace(room(7, (3, 8, 13)), opening=5)
+        served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
+        with Asking(served.server.port) as before:
+            assert before.ask(read_request(whole, 0, 2))[0] is Status.OK
+            served.server.open(whole)
+        until(lambda: not served.server.counts().num_connections)
+        with Asking(served.server.port) as after:
+            assert after.ask(read_request(whole, 0, 3))[0] is Status.OK
+            assert served.words == []
+        until(lambda: served.words == [RoomLeft(whole.room, 5)])
 
     def test_the_end_of_a_connection_leaves_what_it_has_read_last(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
@@ -366,9 +379,9 @@ class TestLeaving:
             assert served.left == []
 
     def test_an_owner_that_fails_does_not_keep_others_from_being_left(self, served: Served) -> None:
-        def fail_first(left: Room) -> None:
-            served.left.append(left)
-            if len(served.left) == 1:
+        def fail_first(left: RoomLeft) -> None:
+            served.words.append(left)
+            if len(served.words) == 1:
                 raise RuntimeError("not that one")
 
         served.server._on_left = fail_first

@@ -101,4 +101,17 @@ CORE = (
         "services/worker/core/step_rows.py",
         ("if request.params.prompt_logprobs_from >= 0:", "if request.params.prompt_logprobs_from > 0:"),
     ),
+    *of(
+        "core",
+        "services/worker/core/queue/admission.py",
+        ("if given and params.prompt_logprobs_from >= 0:", "if False:"),
+        ("num_sent=given", "num_sent=0"),
+        only="test_rules_resume",
+    ),
+    *of(
+        "core",
+        "services/worker/core/scheduler.py",
+        ("if request.num_given and request.phase is Phase.WAITING:", "if False:"),
+        only="test_rules_resume",
+    ),
 )

@@ -29,4 +29,24 @@ WORKER = (
         ("if at and self._boundaries.drops_blank else text[at:end]", "if self._boundaries.drops_blank else text[at:end]"),
         only="test_piece_encoder",
     ),
+    *of(
+        "worker",
+        "services/worker/peer_options.py",
+        ("for name, path in files.items() if not path]:", 'for name, path in files.items() if not path and "cert" in name]:'),
+        only="test_peer_options",
+    ),
+    *of(
+        "worker",
+        "services/worker/identity/sampling_defaults.py",
+        ('raise ValueError(f"{path} does not hold a JSON object")', "return {}"),
+        only="test_sampling_defaults",
+    ),
+    *of(
+        "worker",
+        "services/worker/control/command_line.py",
+        ('if request.HasField("cache_salt") or request.HasField("older_than_s"):', 'if request.HasField("older_than_s"):'),
+        ("return value if isinstance(value, (bool, int, float)) else word", "return value"),
+        ("if len(words) > 1:", "if len(words) > 2:"),
+        only="test_control_command_line",
+    ),
 )

@@ -170,3 +170,29 @@ def test_what_is_wrong_is_said_with_where_to_look() -> None:
     ]
     full = Observer().look(info(worker("a", kv_used_tokens=990)), 10.0)
     assert troubles(full) == ["a has no memory left for the 1 that wait there: more workers, or shorter answers"]
+
+
+def test_what_a_gateway_stands_on_is_said_too() -> None:
+    def said(**around: Any) -> list[str]:
+        told = info(worker("a"))
+        gateway = {**told["gateway"], "surroundings": around}
+        return [text.partition(":")[0] for text in troubles(Observer().look({**told, "gateway": gateway}, 10.0))]
+
+    redis = {"index": True, "limits": None, "kept": True}
+    week = 7 * 86400
+    assert said(redis=redis, key_file_valid=True, tls_files_valid=None, certificate_ends_in_s=week, scraped_s_ago=14.0) == []
+    assert said(redis=redis, unresolved=[], certificate_ends_in_s=None, scraped_s_ago=None) == []
+    broken = {"index": False, "limits": False, "kept": False}
+    names = ["tokenizer", "worker"]
+    assert said(redis=broken, unresolved=names, key_file_valid=False, tls_files_valid=False, scraped_s_ago=720.0) == [
+        "names of tokenizer and worker cannot be looked up",
+        "nobody has asked for this gateway's metrics for 12 minutes",
+        "Redis does not answer",
+        "the store of what clients have kept does not answer",
+        "the files of API keys are wrong, and what they held before is in use",
+        "the files of certificates are wrong, and what they held before is in use",
+    ]
+    assert said(redis={"index": True, "limits": False}) == ["limits of API keys are not shared in Redis"]
+    certificate = "the certificate that the gateway shows other services"
+    assert said(certificate_ends_in_s=week / 2) == [f"{certificate} expires in 3.5 days"]
+    assert said(certificate_ends_in_s=-5) == [f"{certificate} has expired"]

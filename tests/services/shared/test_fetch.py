@@ -12,9 +12,10 @@ import ssl
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -291,15 +292,21 @@ class TestS3:
         assert held(tmp_path / "a")["large 1+1.safetensors"] == part + b"the end"
 
 
+def moto() -> AbstractContextManager[str]:
+    return server_of_others("/moto-api/", "moto.server", "-p")
+
+
 @contextmanager
-def moto() -> Iterator[str]:
+def server_of_others(path: str, *module: str) -> Iterator[str]:
+    """A module that listens on the port that it gets as its last argument, once it answers at this path. Yields its URL."""
     (port,) = free_ports(1)
-    with subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL) as process:
+    words, nowhere = [sys.executable, "-m", *module, str(port)], subprocess.DEVNULL
+    with subprocess.Popen(words, stdout=nowhere, stderr=nowhere) as process:
         try:
             deadline = time.monotonic() + 30
             while True:
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
                     break
                 except OSError:
                     assert time.monotonic() < deadline and process.poll() is None
@@ -339,6 +346,25 @@ class TestGoogle:
             host = node.url.removeprefix("http://")
             assert fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=server.url, GCE_METADATA_HOST=host).returncode == 0
         assert [each.headers["metadata-flavor"] for each in node.asked] == ["Google"]
+
+    def test_a_server_of_others_takes_it(self, tmp_path: Path) -> None:
+        """gcp-storage-emulator: it lists, tells sums and generations, and sends objects by itself."""
+        if importlib.util.find_spec("gcp_storage_emulator") is None:
+            pytest.skip("gcp-storage-emulator is not installed")
+        words = ("gcp_storage_emulator", "start", "--in-memory", "--default-bucket", "store", "--port")
+        with (
+            server_of_others("/", *words) as url,
+            serve(lambda _: Answer(body=b'{"access_token": "t", "expires_in": 60}')) as node,
+        ):
+            for name, data in OBJECTS.items():
+                place = urllib.parse.urlencode({"uploadType": "media", "name": name})
+                request = urllib.request.Request(f"{url}/upload/storage/v1/b/store/o?{place}", data, method="POST")
+                request.add_header("Content-Type", "application/octet-stream")
+                urllib.request.urlopen(request, timeout=10).close()
+            host = node.url.removeprefix("http://")
+            said = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=url, GCE_METADATA_HOST=host)
+        assert said.returncode == 0, said.stderr
+        assert held(tmp_path / "a") == {**{name: FILES[name] for name in LOADED}, ".source": b"gs://store/models/a"}
 
 
 class TestFolder:

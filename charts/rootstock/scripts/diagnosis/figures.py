@@ -13,6 +13,11 @@ def scrape(install: Install, facts: Facts) -> Iterator[Finding]:
         return
     if not facts.series.good:
         mend = "autoscaling.prometheusUrl is its address as pods have it; autoscaling.prometheusAuth is how to get in"
+        refused = facts.series.status in (400, 401, 403) or "certificate" in facts.series.why.lower()
+        if install.unshown and refused:
+            told = f"Prometheus at {install.prometheus} asks for what KEDA has ({install.unshown}): {facts.series.why}"
+            yield unknown("scrape", told, "whether ScaledObjects get their figures stands under scaling")
+            return
         find = broken if install.sure else unknown
         yield find("scrape", f"Prometheus at {install.prometheus} does not answer: {facts.series.why}", mend)
         return

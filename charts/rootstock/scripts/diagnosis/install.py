@@ -50,7 +50,8 @@ class Install:
     """From the chart's template. release: what names of its objects begin with; instance: its own name. services: host → its
     ports by name. secrets: {name, keys, value, part}; a key may be a pattern. models: {name, slug, sleeps, gpus, runtimeClass}.
     claims: {name, value}. redis: what each is for, index or state. scrapes: whether Prometheus is to have series; prometheus: its
-    URL; sure: whether somebody has said that it is there. scaled: {engine, selector, names}; policies: whether the chart has
+    URL; sure: whether somebody has said that it is there; unshown: what KEDA shows it and a pod of the tests does not, a cloud's
+    identity or tls, "" for nothing. scaled: {engine, selector, names}; policies: whether the chart has
     NetworkPolicies. headers: that Prometheus wants beside those of a Secret."""
 
     release: str
@@ -63,6 +64,7 @@ class Install:
     redis: tuple[str, ...]
     prometheus: str
     sure: bool
+    unshown: str
     scrapes: bool
     scaled: Object
     policies: bool

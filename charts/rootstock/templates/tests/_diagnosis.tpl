@@ -56,6 +56,7 @@
   "scrapes" (eq (include "rootstock.scrapes" .) "true")
   "prometheus" .Values.autoscaling.prometheusUrl
   "sure" $sure
+  "unshown" (coalesce $auth.podIdentity (ternary "tls" "" (has "tls" $auth.modes)))
   "headers" .Values.autoscaling.prometheusAuth.headers
   "scaled" (dict "engine" .Values.autoscaling.engine "names" $names "selector" (ternary (printf "namespace=%s,model=%s" .Release.Namespace (first (append $slugs ""))) "" (gt (len $slugs) 0)))
   "policies" .Values.networkPolicy.enabled | toJson -}}

@@ -19,7 +19,7 @@ from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.http.renderer import Prepare
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.errors import ApiError
+from services.gateway.request.errors import ApiError, internal
 from services.gateway.request.generation import Plan, Prompt
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import ClientRequest, Delta
@@ -107,6 +107,12 @@ class BackgroundAnswers:
         if response["output"] and len(kept.record) > MAX_RECORD_BYTES:
             raise ApiError(400, "The response is larger than what can be kept of one.", code="response_too_large")
         return kept
+
+    async def given_up(self, owner: str, response_id: str) -> bytes:
+        """The record of one that nobody can read or end, as it is kept; raises ValueError, TypeError or LookupError where that
+        cannot be read either."""
+        error = internal("None of the gateways that have taken it could go on with it, or end it.")
+        return await self._records.ended(owner, response_id, failure(error))
 
     async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
         """A response that ends with what is stored, and its last events. error: of one that failed. What is too large to keep

@@ -93,6 +93,13 @@ class Records:
             talk = await self._talk(owner, response["conversation"]["id"], [*last["input"], *response["output"]])
         return Kept(orjson.dumps(record_of(response, last["input"], last["chain"], context_bytes)), talk)
 
+    async def ended(self, owner: str, response_id: str, change: Json) -> bytes:
+        """What is to be kept of a response that ends as it is kept, but for a change. Raises ValueError, TypeError, LookupError
+        too, where that is no response."""
+        last = await self._response(owner, response_id, "response_id")
+        context_bytes = last["bytes"] - len(orjson.dumps({**last, "bytes": 0}))
+        return orjson.dumps(record_of({**last["response"], **change}, last["input"], last["chain"], context_bytes))
+
     async def _talk(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Talk | None:
         try:
             conversation, version = await self._conversation(owner, conversation_id, "conversation")

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.rooms import OpenRoom, RoomEvents, Source, proof
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, RoomLeft, Source, proof
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 
@@ -56,10 +56,15 @@ class StandingRooms:
         """That worker is gone, and its rooms with it."""
         self._rooms.pop(address, None)
 
+    def find(self, address: str, room: Room) -> OpenRoom | None:
+        """As it is at that worker by now."""
+        opened = self._rooms.get(address, {}).get(room.number)
+        return opened if opened is not None and opened.room == room else None
+
     def let(self, pull: Pull, count: int, page_size: int) -> bool:
         """Whether so many pages may be read: their room stands, and who asks knows what they are of."""
-        opened = self._rooms.get(pull.source.address, {}).get(pull.source.room.number)
-        if opened is None or opened.room != pull.source.room:
+        opened = self.find(pull.source.address, pull.source.room)
+        if opened is None:
             return False
         end = pull.first + count
         tokens = opened.tokens[: end * page_size * TOKEN_BYTES]
@@ -77,7 +82,7 @@ class _Read:
 class PeerReads:
     """The reads of one worker, and the rooms that it keeps for others' at its `address`. What is read from one address is read
     one after another; reads from several do not slow each other down. left: told of rooms of others that nothing more is wanted
-    of, and when the word leaves. read_bytes: that have come, since the start."""
+    of, and when the word leaves. read_bytes: that have come, since the start. page_bytes: of one page's KV."""
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class PeerReads:
         left: Callable[[Source, float], None],
     ) -> None:
         self._address, self._standing, self._wire = address, standing, wire
-        self._page_bytes, self._page_size, self._left = page_bytes, page_size, left
+        self.page_bytes, self._page_size, self._left = page_bytes, page_size, left
         self._lanes: dict[str, deque[_Read]] = {}  # by the address that is read
         self.read_bytes = 0
 
@@ -104,13 +109,18 @@ class PeerReads:
             lane = self._lanes.get(source.address)
             self._left(source, lane[-1].end if lane else now)
 
+    def left_here(self, room: Room) -> RoomLeft | None:
+        """The word of a reader of one of its own has come. None: it does not stand any more."""
+        opened = self._standing.find(self._address, room)
+        return None if opened is None else RoomLeft(room, opened.opening)
+
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
         """at: when every step has ended that was launched before."""
         for operation in operations:
             assert operation.kind is OperationKind.PULL and operation.pull is not None, "a simulation has one tier, and peers"
             lane = self._lanes.setdefault(operation.pull.source.address, deque())
             begin = max(at, lane[-1].end) if lane else at
-            seconds = self._wire.seconds(len(operation.keys) * self._page_bytes)
+            seconds = self._wire.seconds(len(operation.keys) * self.page_bytes)
             lane.append(_Read(operation, operation.pull, begin + seconds, seconds))
 
     def next_end(self) -> float | None:
@@ -129,7 +139,7 @@ class PeerReads:
 
     def _fact(self, read: _Read) -> Fact:
         pages = len(read.operation.keys)
-        if not self._wire.carries(pages * self._page_bytes) or not self._standing.let(read.pull, pages, self._page_size):
+        if not self._wire.carries(pages * self.page_bytes) or not self._standing.let(read.pull, pages, self._page_size):
             return Fact(read.operation.op_id)
-        self.read_bytes += pages * self._page_bytes
+        self.read_bytes += pages * self.page_bytes
         return Fact(read.operation.op_id, pages, read.seconds)

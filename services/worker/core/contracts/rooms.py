@@ -41,12 +41,23 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class OpenRoom:
     """tree: name of the tree that the pages are of. tokens: int32 as bytes, of the prompt, those of the pages at least. pages:
-    int32[n], in the prompt's order."""
+    int32[n], in the prompt's order. opening: counts what this worker opens, and each time that a room gets further pages: of one
+    room the later one has the higher number; set by Rooms."""
 
     room: Room
     tree: str
     tokens: bytes
     pages: I32
+    opening: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoomLeft:
+    """The word that a reader wants nothing more of a room, or is gone. opening: of the OpenRoom that it has read, or has named;
+    of what the room has become since then the word says nothing."""
+
+    room: Room
+    opening: int
 
 
 @dataclass(frozen=True, slots=True)

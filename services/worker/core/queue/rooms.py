@@ -4,15 +4,16 @@ A room is a pin on the pages of a prompt, and holds no slot. It opens with the f
 with further ones, and is *whole* once the prompt is. It ends when its reader or its front end has left, when its time is over, or
 when the device's pages are given up; what is pinned by nobody else may be evicted then. One that has ended while it grew opens
 once more, whole. One that still grows is not ended by readers, but with its request; its time runs, and its pins are wishes, only
-while that waits. Single owner: RequestTable.
+while that waits. A reader's word is of the room as that reader knew it: where it has been opened again, or has grown, meanwhile,
+the word ends nothing. Single owner: RequestTable.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, Source
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, RoomLeft, Source
 from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
@@ -20,9 +21,10 @@ from services.worker.core.kv.tree_node import TreeNode
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """until: inf while its request computes. node: where its pages end in the tree."""
+    """opening: the last one. until: inf while its request computes. node: where its pages end in the tree."""
 
     room: Room
+    opening: int
     asker: tuple[int, int]
     node: TreeNode
     memory: KVMemory
@@ -41,6 +43,7 @@ class Rooms:
         self._closed: list[Room] = []
         self._left: list[Source] = []
         self._freed = False
+        self._openings = 0
         self.next_look = inf
         self.opened_total = self.expired_total = 0
 
@@ -60,15 +63,16 @@ class Rooms:
         end in the tree. asker: peer and handle of the request whose room it is."""
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
         memory.pin(node)
+        self._openings += 1
         held = self._held.get(opened.room.number)
         if held is None:
-            self._held[opened.room.number] = _Held(opened.room, asker, node, memory, inf, False)
+            self._held[opened.room.number] = _Held(opened.room, self._openings, asker, node, memory, inf, False)
             self.opened_total += 1
         else:
             assert not held.whole and node.depth >= held.node.depth, "a room grows while its prompt is computed"
             held.memory.unpin(held.node)
-            held.node, held.until = node, inf
-        self._opened.append(opened)
+            held.opening, held.node, held.until = self._openings, node, inf
+        self._opened.append(replace(opened, opening=self._openings))
 
     def complete(self, room: Room, now: float) -> None:
         """The room, which stands, gets no more pages: from here on its time runs, and its reader may end it."""
@@ -93,10 +97,11 @@ class Rooms:
             self._end(held)
         return bool(waiting)
 
-    def leave(self, room: Room) -> None:
-        """Its reader has left. One that has ended is none any more; one that grows may have another reader yet."""
-        held = self._held.get(room.number)
-        if held is not None and held.room == room and held.whole:
+    def leave(self, left: RoomLeft) -> None:
+        """Its reader has left it as it was then. One that has ended is none any more; one that grows may have another reader yet,
+        as may one that has been opened again since."""
+        held = self._held.get(left.room.number)
+        if held is not None and held.room == left.room and held.whole and held.opening == left.opening:
             self._end(held)
 
     def leave_asker(self, asker: tuple[int, int]) -> None:

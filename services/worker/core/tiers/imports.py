@@ -72,6 +72,7 @@ class Imports:
         self._waits: dict[int, Wanted] = {}
         self._due: dict[int, Wanted] = {}  # to be moved on; the others wait for an operation
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}
+        self._freed = False
         self._running: dict[int, _Operation] = {}
         self._coming: dict[bytes, _Operation] = {}
         self._free_at: dict[str, float] = {}  # when a lane had its last operation done, of those that have some under way
@@ -133,12 +134,18 @@ class Imports:
         """The request begins, with so many pages of its prompt from the tree. keys: of its first pages."""
         rest = keys[hit:]
         self.recomputed_pages_total += leading(rest, self._host) or leading(rest, self._stored)
-        self.leave(seq)
-
-    def leave(self, seq: int) -> None:
-        """The request has ended, or begins: what was kept for it is not any more."""
         self._stop_waiting(seq)
         self._unpin(seq)
+
+    def leave(self, seq: int) -> None:
+        """The request has ended, or will not come: what was kept for it is not any more."""
+        self._stop_waiting(seq)
+        self._freed |= self._unpin(seq)
+
+    def take_freed(self) -> bool:
+        """Whether pages may have become evictable since the last call, which were kept for somebody who has not begun."""
+        freed, self._freed = self._freed, False
+        return freed
 
     def take_over(self, seq: int, by: int) -> None:
         """Who waited ahead of a request gives what is kept for it to that, which begins to look for itself."""
@@ -190,7 +197,7 @@ class Imports:
     def end_all(self) -> None:
         """Nothing that is under way counts any more, and nobody waits for it."""
         self._end(list(self._running.values()), list(self._waits.values()))
-        self.let_go()
+        self._freed |= self.let_go()
 
     def end_trees(self, names: Collection[str]) -> None:
         """The same of these trees, by name."""
@@ -198,7 +205,7 @@ class Imports:
         waits = [wanted for wanted in self._waits.values() if wanted.tree in names]
         self._end(running, waits)
         for wanted in waits:
-            self._unpin(wanted.seq)
+            self._freed |= self._unpin(wanted.seq)
 
     def _end(self, operations: Sequence[_Operation], waits: Sequence[Wanted]) -> None:
         for running in operations:
@@ -335,10 +342,13 @@ class Imports:
                 running.waits = []
 
     def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
-        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too."""
-        tier, lane, count = running.place.tier, running.place.lane, len(running.operation.keys)
+        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too. One whose request has yet
+        to come to it, as it waits for one before it, is judged with what is behind it, as when it has come."""
+        tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
         if not running.waits:
-            running.late = self.rates.is_over(tier, count, elapsed, 0, lane)
+            comes = self._waits.get(wanted.seq) is wanted and not wanted.let_go
+            rest = wanted.limit - running.first - count if comes else 0
+            running.late = self.rates.is_over(tier, count, elapsed, rest, lane)
             return
         over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count, lane)]
         for wanted in over:
@@ -367,10 +377,13 @@ class Imports:
         self._unpin(seq)
         self._pinned[seq] = node, memory
 
-    def _unpin(self, seq: int) -> None:
-        if (pinned := self._pinned.pop(seq, None)) is not None:
+    def _unpin(self, seq: int) -> bool:
+        """Whether anything was pinned for it."""
+        pinned = self._pinned.pop(seq, None)
+        if pinned is not None:
             node, memory = pinned
             memory.unpin(node)
+        return pinned is not None
 
 
 def _prover(wanted: Wanted) -> Prover | None:

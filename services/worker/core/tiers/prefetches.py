@@ -33,7 +33,6 @@ class Prefetches:
     def __init__(self, imports: Imports, hold_s: float) -> None:
         self._imports, self._hold_s = imports, hold_s
         self._prefetches: dict[Asker, _Prefetch] = {}  # in the order in which they expire
-        self._freed = False
         self.next_look = inf
 
     def __len__(self) -> int:
@@ -68,12 +67,6 @@ class Prefetches:
         """No request will come."""
         if (prefetch := self._prefetches.pop(asker, None)) is not None:
             self._imports.leave(prefetch.wanted.seq)
-            self._freed = True
-
-    def take_freed(self) -> bool:
-        """Whether pages may have become evictable since the last call."""
-        freed, self._freed = self._freed, False
-        return freed
 
     def leave_peer(self, peer: int) -> None:
         for asker in [each for each in self._prefetches if each[0] == peer]:

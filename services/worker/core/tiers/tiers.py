@@ -90,6 +90,10 @@ class Tiers:
     def leave(self, seq: int) -> None:
         self._imports.leave(seq)
 
+    def take_freed(self) -> bool:
+        """Whether pages may have become evictable since the last call, which were kept for somebody who has not begun."""
+        return self._imports.take_freed()
+
     def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
         return self.prefetches.take(asker, seq)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.rooms import OpenRoom, Room
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft
 from services.worker.core.contracts.transfers import I32
 from services.worker.exec.contracts.peer_pages import ReadPages
 from services.worker.exec.peers.frames import pack_room
@@ -21,8 +21,8 @@ from services.worker.exec.peers.frames import pack_room
 
 @dataclass(slots=True, eq=False)
 class StandingRoom:
-    """room: with the pages that it has by now. key: all that a reader has to know. reader: by what it was read last. left: who
-    reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands
+    """room: with the pages that it has by now. key: all that a reader has to know. reader: by what it was read last, as it is.
+    left: who reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands
     again: a room that is opened anew is another one."""
 
     room: OpenRoom
@@ -41,13 +41,14 @@ class OpenRooms:
         self._changed = threading.Condition()
 
     def open(self, room: OpenRoom) -> None:
-        """One that stands gets further pages, and may be left once more: who left it knew of no more than it had."""
+        """One that stands gets further pages, and may be left once more: who left it, or has read it, knew of no more than it
+        had."""
         key = pack_room(room.room)
         with self._changed:
             standing = self._standing.setdefault(room.room.number, StandingRoom(room, key))
             assert standing.key == key, "a room's number is no other room's"
             assert len(room.pages) >= len(standing.room.pages), "a room that stands only grows"
-            standing.room, standing.left = room, False
+            standing.room, standing.reader, standing.left = room, None, False
 
     def shut(self, rooms: Sequence[Room]) -> None:
         """Those that do not stand are passed over."""
@@ -86,28 +87,29 @@ class OpenRooms:
                 self._changed.notify_all()
         return stands
 
-    def was_read(self, standing: StandingRoom, reader: object) -> None:
-        """reader: by which it was read last."""
+    def was_read(self, standing: StandingRoom, opened: OpenRoom, reader: object) -> None:
+        """opened: as which it was read. reader: by which it was read last."""
         with self._changed:
-            standing.reader = reader
+            if standing.room is opened:
+                standing.reader = reader
 
-    def leave(self, room: Room) -> list[Room]:
-        """The room, if it stands and is not left yet."""
+    def leave(self, room: Room) -> list[RoomLeft]:
+        """The room, if it stands and is not left yet: who names it is taken to know it as it is."""
         standing = self.find(room)
         return self._leave([] if standing is None else [standing])
 
-    def reader_gone(self, reader: object) -> list[Room]:
-        """Rooms that are left with it: which stand, were read by it last, and are not left yet."""
+    def reader_gone(self, reader: object) -> list[RoomLeft]:
+        """Rooms that are left with it: which stand, were read by it last as they are, and are not left yet."""
         with self._changed:
             read = [standing for standing in self._standing.values() if standing.reader is reader]
         return self._leave(read)
 
-    def _leave(self, rooms: Sequence[StandingRoom]) -> list[Room]:
+    def _leave(self, rooms: Sequence[StandingRoom]) -> list[RoomLeft]:
         with self._changed:
             news = [standing for standing in rooms if self._stands(standing) and not standing.left]
             for standing in news:
                 standing.left = True
-        return [standing.room.room for standing in news]
+            return [RoomLeft(standing.room.room, standing.room.opening) for standing in news]
 
     def _stands(self, standing: StandingRoom) -> bool:
         """With the lock. The very same one, not another of its number."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.shared.observe.log import fields
-from services.worker.core.contracts.rooms import OpenRoom, Room, proof
+from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft, proof
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from services.worker.exec.peers import frames
@@ -62,15 +62,15 @@ class TcpRoomServer:
         page_size: int,
         page_bytes: int,
         read_pages: ReadPages,
-        on_left: Callable[[Room], None],
+        on_left: Callable[[RoomLeft], None],
         limits: ServerLimits | None = None,
         tls: PeerTls | None = None,
         folder: SocketFolder | None = None,
         carrier: Carrier | None = None,
     ) -> None:
         """port: 0 for a free one. layout: what makes two pools' pages exchangeable, beside their sizes. page_size: tokens.
-        on_left: called on any thread, once for a room at the most, when its reader says that it wants nothing more of it, or the
-        connection ends over which the room was last read; the room stands until it is shut. tls: None for none.
+        on_left: called on any thread, once for an opening of a room at the most, when its reader says that it wants no more
+        of it, or the connection ends over which it was last read; the room stands until it is shut. tls: None for none.
         folder: of the socket for those who share this machine's memory; None: they read over TCP. carrier: that pages go through
         where a reader asks for it, closed with this; None: there is no NIXL. Raises OSError where there is nothing to listen
         on."""
@@ -281,12 +281,13 @@ class TcpRoomServer:
 
     def _answer(self, connection: Connection, sender: PageSender, request: Request) -> None:
         standing = self._rooms.find(request.room)
-        status = Status.NO_ROOM if standing is None else self._verdict(request, standing.room)
-        if standing is None or status is not Status.OK:
+        opened = None if standing is None else standing.room
+        status = Status.NO_ROOM if opened is None else self._verdict(request, opened)
+        if standing is None or opened is None or status is not Status.OK:
             self._refuse(connection, status)
             return
-        wanted = standing.room.pages[request.first : request.first + request.count]
-        self._rooms.was_read(standing, connection)  # also where it is lost while it takes it
+        wanted = opened.pages[request.first : request.first + request.count]
+        self._rooms.was_read(standing, opened, connection)  # also where it is lost while it takes it
         sent = sender.send(wanted, partial(self._rooms.copy, standing), time.monotonic() + self._limits.send_timeout_s)
         with self._lock:
             self._served_bytes += sent * self._layout.page_bytes
@@ -325,10 +326,10 @@ class TcpRoomServer:
             frames.pack_answer(Answer(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
         )
 
-    def _tell_left(self, rooms: Sequence[Room]) -> None:
-        for room in rooms:
+    def _tell_left(self, rooms: Sequence[RoomLeft]) -> None:
+        for left in rooms:
             try:
-                self._on_left(room)
+                self._on_left(left)
             except Exception:  # of one room: the others are told
                 logger.exception("a room was not left")
 

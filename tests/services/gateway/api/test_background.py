@@ -369,6 +369,23 @@ def test_what_kills_its_gateways_is_given_up(system: System, both: list[OpenAI],
     assert last.output_text == LONG[:4] and streamed(both[1], response)[-1].type == "response.failed"
 
 
+def test_what_no_gateway_can_read_or_end_has_failed_for_everybody(system: System, both: list[OpenAI], store: RedisServer) -> None:
+    """By its record, of which anybody may build on or tell, and not for as long as somebody knows how it was asked."""
+    system.allow(4)
+    response, owner = begin(both[0]), owner_of("alice")
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
+    store.client.hset(f"state:background:{owner}:{response.id}", mapping={"order": "{", "takes": background_store.GIVEN_UP})
+    lose(store, response)
+    last = over(both[1], response)
+    record = json.loads(store.client.hget(f"state:of:{owner}:{response.id}", "c") or "")
+    assert record["response"]["status"] == "failed" and record["input"] and record["response"]["id"] == response.id
+    assert last.error is not None and (last.status, last.error.code, last.output) == ("failed", "server_error", [])
+    assert last.to_dict()["error"] == record["response"]["error"] and "None of the gateways" in last.error.message
+    assert both[0].responses.cancel(response.id) == last
+    assert code_of(lambda: list(both[0].responses.retrieve(response.id, stream=True))) == (400, "stream_expired")
+    assert not list(store.client.scan_iter(f"state:background:*{response.id}"))
+
+
 def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
     with redis_server() as own:
         with System(state_redis_url=own.url) as first:

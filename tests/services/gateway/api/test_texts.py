@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from services.gateway.admin.standing import QUIET_S, _state
+from services.gateway.discovery.dns import DnsWatch, resolve
+from services.gateway.discovery.targets import DnsTarget
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
+from tests.services.redis_server import redis_server
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("clock", "weather")]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
@@ -66,13 +69,43 @@ def test_the_service_tells_how_it_stands(system: System) -> None:
     assert info["loads"] == system.get("/get_load").json() and info["loads"] == [
         {"worker_id": "worker-0", "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 70}
     ]
+    surroundings = info["gateway"].pop("surroundings")
     assert info["gateway"] == {"waiting": 0, "workers": 1, "tokenizers": 1, "detokenizers": 1}
+    assert surroundings["redis"] == {"index": None, "limits": None, "kept": None} and surroundings["unresolved"] == []
     (worker,) = info["workers"]
     assert (worker["worker_id"], worker["model"], worker["role"], worker["state"]) == ("worker-0", MODEL, "both", "ready")
     assert (worker["num_running"], worker["num_waiting"], worker["kv_used_tokens"], worker["kv_cached_tokens"]) == (2, 1, 60, 5)
     assert {name: worker[name] for name in told.keys() - {"running_tokens"}} == {
         name: value for name, value in told.items() if name != "running_tokens"
     }
+
+
+def test_what_a_gateway_stands_on_is_told_without_addresses() -> None:
+    with redis_server() as own, System(redis_url=own.url, state_redis_url=own.url, keys=["alice"]) as system:
+
+        def told() -> dict[str, Any]:
+            found: dict[str, Any] = system.get("/server_info", headers={"x-api-key": "alice"}).json()["gateway"]["surroundings"]
+            return found
+
+        up = {"index": True, "limits": True, "kept": True}
+        wait_until(lambda: told()["redis"] == up, "its Redis")
+        assert {**told(), "redis": {}} == {
+            "redis": {},
+            "key_file_valid": True,
+            "tls_files_valid": None,
+            "certificate_ends_in_s": None,
+            "unresolved": [],
+            "scraped_s_ago": None,
+        }
+        system.get("/metrics")
+        system.key_file.write_text("{")
+        name = DnsWatch(DnsTarget("tokenizers.serving.svc", 7001), 5.0, resolve, lambda endpoints: None)
+        name.trouble = "no server"
+        system.do(lambda: system.gateway._discoveries[1]._names.append(name))
+        own.kill()
+        wait_until(lambda: set(told()["redis"].values()) == {False}, "its Redis' end")
+        wait_until(lambda: told()["key_file_valid"] is False, "the keys' end")
+        assert told()["unresolved"] == ["tokenizer"] and told()["scraped_s_ago"] < 60.0
 
 
 def test_a_worker_that_is_lost_is_told_without_figures() -> None:

@@ -61,6 +61,10 @@ class Work:
         pass
 
 
+async def unread(owner: str, response_id: str) -> bytes:
+    raise AssertionError(f"{owner}:{response_id} is given up")
+
+
 class Gateway:
     """A runner and what it has taken, in the order in which it has."""
 
@@ -69,7 +73,7 @@ class Gateway:
         self.store = store(self.redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
         self.taken: list[str] = []
         metrics = GatewayMetrics(CollectorRegistry())
-        self.runner = BackgroundRunner(self.store, self._take, 100, lambda: True, 1, metrics)
+        self.runner = BackgroundRunner(self.store, self._take, unread, 100, lambda: True, 1, metrics)
 
     def _take(self, lease: Lease, order: BackgroundOrder) -> Work:
         self.taken.append(order.id)
@@ -218,7 +222,7 @@ def test_a_store_that_is_away_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     async def use() -> None:
         redis = StateRedis("redis://127.0.0.1:1", 0.1)
         store = Away(redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
-        runner = BackgroundRunner(store, Work, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
+        runner = BackgroundRunner(store, Work, unread, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
         running = asyncio.create_task(runner.run())
         async with asyncio.timeout(10):
             while len(asked) < 5:

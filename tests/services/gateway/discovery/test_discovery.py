@@ -63,6 +63,7 @@ class Names:
     def __init__(self) -> None:
         self.answer: list[str] | OSError = []
         self.lookups = 0
+        self.trouble: Callable[[], str] = lambda: ""  # as the discovery that asks it tells it
 
     async def resolve(self, name: str, port: int) -> Sequence[str]:
         self.lookups += 1
@@ -88,6 +89,7 @@ def follow(
         discovery = Discovery(
             targets, lambda endpoints: told.append(dict(endpoints)), dns_refresh_s=dns_refresh_s, resolve=names.resolve
         )
+        names.trouble = discovery.trouble
         task = asyncio.create_task(discovery.run())
         try:
             await test(names, told)  # type: ignore[misc]
@@ -113,9 +115,10 @@ def test_static_addresses_do_not_wait_for_names() -> None:
     async def test(names: Names, told: list[dict[str, bool]]) -> None:
         names.answer = OSError("no server")
         await names.some_lookups(1)
-        assert told == [{"a:1": True}]
+        assert told == [{"a:1": True}] and names.trouble() == "no server"
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
+        assert names.trouble() == ""
         assert told[1:] == [{"a:1": True, "10.0.0.1:7": True}]
 
     follow(["dns:///name:7", "a:1"], test)

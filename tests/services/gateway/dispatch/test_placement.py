@@ -29,9 +29,9 @@ class Link:
         self.left.append(handle)
 
 
-@pytest.mark.parametrize(("knows", "left"), [(True, []), (False, [7])])
-def test_who_keeps_pages_for_one_that_never_heard_of_them_is_told(knows: bool, left: list[int]) -> None:
-    """One that has heard of them says itself that it does not want them any more."""
+@pytest.mark.parametrize(("knows", "left"), [(True, [8]), (False, [7])])
+def test_who_keeps_pages_for_one_that_will_not_come_for_them_is_told(knows: bool, left: list[int]) -> None:
+    """One that has heard of them, and is not lost, says itself that it does not want them any more."""
     unused: Any = None
     prefill, decode, copy = Link(), Link(knows), Link(knows=False)
     placement = Placement(unused, unused, unused)

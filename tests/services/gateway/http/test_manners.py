@@ -99,6 +99,7 @@ class TestSwitches:
         port = guarded.gateway._settings.metrics_port
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
         assert answer.status_code == 200 and "rootstock_gateway_requests_total" in answer.text
+        assert guarded.get("/server_info").json()["gateway"]["surroundings"]["scraped_s_ago"] < 60.0
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 404
         assert httpx.post(f"http://127.0.0.1:{port}/metrics").headers["allow"] == "GET, HEAD"
 

@@ -250,8 +250,15 @@ def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) 
         run_out(server, lease)
         last = await store.take(ALICE, ORDER.id)
         assert last is not None and await store.order(last, ALICE, ORDER.id) is None
+        with pytest.raises(LeaseLost):
+            await store.give_up(lease, ALICE, ORDER.id, b"late")
+        await store.give_up(last, ALICE, ORDER.id, b"failed")
         assert not list(server.client.scan_iter("state:background:*")) and await store.free(9) == []
-        assert (await records.get(ALICE, [ORDER.id]))[0] is not None
+        assert not server.client.exists(last.key) and int(server.client.hget(f"state:size:{ALICE}", ORDER.id) or 0) == 6
+        (found,) = await records.get(ALICE, [ORDER.id])
+        assert found is not None and found.content == b"failed"
+        with pytest.raises(LeaseLost):
+            await store.give_up(last, ALICE, ORDER.id, b"twice")
 
     with_stores(server, use)
 

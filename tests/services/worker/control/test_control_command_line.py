@@ -105,6 +105,11 @@ def test_words_are_a_request(operation: str, words: list[str], request_: object)
     assert PARSERS[operation](words) == request_
 
 
+def test_json_that_is_no_number_and_no_flag_is_text() -> None:
+    said = PARSERS["SetInternalState"](["a=[1]", "b=null"])
+    assert said == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
+
+
 @pytest.mark.parametrize(
     ("operation", "words"),
     [

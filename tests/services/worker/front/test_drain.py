@@ -19,10 +19,9 @@ from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.local.ports import HOST, free_ports
 from services.shared.rpc import grpc_server
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.front.drain import drain
-from services.worker.loop.inbox import RoomLeft
 from tests.services.worker.conftest import Serving, run, serving
 from tests.services.worker.front.test_server import LENGTH, FrontEnd, expected, submit
 
@@ -80,7 +79,7 @@ def test_what_is_kept_for_a_reader_is_waited_for() -> None:
             task = await draining(worker, GUARD_S)
             await asyncio.sleep(0.2)
             assert not task.done() and core.stats().num_rooms == 1
-            worker.inbox.put(RoomLeft(room))
+            worker.inbox.put(RoomLeft(room, worker.executor.open_rooms[1].opening))
             async with asyncio.timeout(GUARD_S):
                 await task
 

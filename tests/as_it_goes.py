@@ -1,0 +1,37 @@
+"""pytest -p tests.as_it_goes: each failure is said when it happens, with its text, and so is each test that took a minute.
+
+For runs of many hours, of which one that is cut off has said what it has found."""
+
+from __future__ import annotations
+
+import pytest
+
+LONG_S = 60.0
+
+
+class AsItGoes:
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._say(f"FAILED ({report.when}) {report.nodeid}\n{report.longreprtext}")
+        elif report.duration >= LONG_S:
+            self._say(f"{report.duration:.0f} s ({report.when}) {report.nodeid}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._say(f"FAILED (collection) {report.nodeid}\n{report.longreprtext}")
+
+    def _say(self, text: str) -> None:
+        self._terminal.ensure_newline()
+        self._terminal.write_line(text)
+        self._terminal.flush()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A process that another one hands its tests has no terminal: the other one says what it reports."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        config.pluginmanager.register(AsItGoes(terminal))

@@ -1,0 +1,79 @@
+"""The chart as `helm upgrade` renders it: what its templates look up is asked of an API server, here one on loopback that answers
+for the objects it was given and knows their kinds alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import helm_python as helm
+import yaml
+
+from services.local.ports import HOST
+from tests.chart.release import CHART, NAME, NAMESPACE, Object, Values
+
+PLURALS = {"Secret": "secrets", "Deployment": "deployments", "StatefulSet": "statefulsets"}
+ABSENT: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+
+
+def rendered_over(there: Sequence[Object], values: Values) -> list[Object]:
+    """What an upgrade renders where these objects are in the namespace. Raises helm.HelmError."""
+    with _api_server(there) as url, helm.Config(kubeconfig_content=_kubeconfig(url), namespace=NAMESPACE) as config:
+        about: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "is_install": False, "is_upgrade": True, "revision": 2}
+        found = config.render(helm.Chart.load(CHART), dict(values), **about)
+    texts = (text for path, text in sorted(found.items()) if not path.endswith("NOTES.txt"))
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+def _kubeconfig(url: str) -> str:
+    named: Object = {"clusters": [{"name": "it", "cluster": {"server": url}}], "users": [{"name": "it", "user": {}}]}
+    contexts = [{"name": "it", "context": {"cluster": "it", "user": "it"}}]
+    return json.dumps({"apiVersion": "v1", "kind": "Config", **named, "contexts": contexts, "current-context": "it"})
+
+
+def _answers(there: Sequence[Object]) -> dict[str, Object]:
+    """By path: the kinds of each group, and the objects."""
+    out: dict[str, Object] = {}
+    for group in ("v1", "apps/v1"):
+        kinds = {kind: plural for kind, plural in PLURALS.items() if (kind == "Secret") == (group == "v1")}
+        rows = [{"name": name, "kind": kind, "namespaced": True, "verbs": ["get"]} for kind, name in kinds.items()]
+        out[_root(group)] = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": rows}
+    for each in there:
+        path = f"{_root(each['apiVersion'])}/namespaces/{NAMESPACE}/{PLURALS[each['kind']]}/{each['metadata']['name']}"
+        out[path] = each
+    return out
+
+
+def _root(group: str) -> str:
+    return f"/apis/{group}" if "/" in group else f"/api/{group}"
+
+
+@contextmanager
+def _api_server(there: Sequence[Object]) -> Iterator[str]:
+    answers = _answers(there)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(urlsplit(self.path).path)
+            self.send_response(404 if found is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(ABSENT if found is None else found).encode())
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,136 @@
+"""What tests/cluster looks with: its clients, against the gateway's own HTTP server, and the page that a run writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from services.gateway.http.http_server import HttpOptions, bind, build
+from services.local.ports import HOST, free_ports
+from tests.cluster.kubernetes import CommandFailed, until
+from tests.cluster.load import Load
+from tests.cluster.proof import gathered
+
+Send = Callable[[MutableMapping[str, Any]], Any]
+WORD = {"choices": [{"delta": {"content": "one "}}]}
+HEAD_S = 2.0  # in which a connection must have said what it wants
+CLIENTS = 40
+
+
+@contextmanager
+def gateway(whole: bool = True) -> Iterator[str]:
+    """URL of a server that says a word. whole: then also that this was all."""
+
+    async def app(scope: MutableMapping[str, Any], receive: Callable[[], Any], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        end = "data: [DONE]\n\n" if whole else ""
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(WORD)}\n\n{end}".encode()})
+
+    listener = bind(HOST, 0)
+    server = build(app, HttpOptions(head_s=HEAD_S))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    thread.start()
+    try:
+        yield f"http://{HOST}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_slow_look_for_gateways_holds_nobody_up() -> None:
+    """Asked by each client on the event loop, all looks together would take four times what a connection has for its head."""
+    with gateway() as url:
+
+        def look() -> list[str]:
+            time.sleep(4 * HEAD_S / CLIENTS)
+            return [url]
+
+        with Load(CLIENTS, look) as load:
+            until(lambda: load.ended >= 4 * CLIENTS, "answers", 60)
+        assert load.check().startswith(f"{load.ended} requests, 0 failed")
+
+
+def test_who_is_cut_says_where_when_and_how_its_gateway_was() -> None:
+    with gateway(whole=False) as url, Load(2, lambda: [url], witness=lambda at: f"{at} was restarted once") as load:
+        until(lambda: sum(load.failures.values()) > 2 and load.firsts, "failures", 60)
+    with pytest.raises(AssertionError) as told:
+        load.check()
+    (kind,) = load.failures
+    assert kind == "ValueError: the stream ended without its end"
+    for part in (
+        f"{load.failures[kind]} × {kind}",
+        f"at {url}, ",
+        "into the request, 4 characters said",
+        f"{url} was restarted once",
+    ):
+        assert part in str(told.value)
+
+
+def test_a_gateway_that_has_left_is_no_failure_and_one_that_refuses_is() -> None:
+    (closed,) = free_ports(1)
+    gone = f"http://{HOST}:{closed}"
+    with gateway() as url:
+        looks = iter([[gone]])
+        with Load(1, lambda: next(looks, [url])) as load:
+            until(lambda: load.ended, "an answer", 60)
+        assert load.check().endswith(", 1 connections refused by gateways that had left")
+        with Load(1, lambda: [gone]) as load:
+            until(lambda: load.failures, "a failure", 60)
+    (kind,) = load.failures
+    assert kind.startswith("ClientConnectorError: ") and load.elsewhere == 0
+    with Load(1, list) as load:
+        until(lambda: load.failures, "a failure", 60)
+    assert set(load.failures) == {"ConnectionError: no gateway is ready"}
+
+
+def test_behind_a_failure_clients_leave_at_once_and_it_is_told_what_they_saw() -> None:
+    with gateway() as url, pytest.raises(KeyError) as error, Load(2, lambda: [url]) as load:
+        until(lambda: load.ended, "an answer", 60)
+        raise KeyError
+    (note,) = error.value.__notes__
+    assert note.startswith("2 streams: ") and "requests have ended, longest pause" in note
+    ended = load.ended
+    time.sleep(0.2)
+    assert load.ended == ended
+
+
+def test_a_look_that_fails_is_one_that_sees_nothing_and_is_told_in_the_end() -> None:
+    looks: Iterator[CommandFailed | bool] = iter([CommandFailed("kubectl get pods: no route"), False, True])
+
+    def holds() -> bool:
+        look = next(looks)
+        if isinstance(look, CommandFailed):
+            raise look
+        return look
+
+    assert until(holds, "pods", 60, 0.001) >= 0
+
+    def fails() -> bool:
+        raise CommandFailed("kubectl get pods: no route")
+
+    with pytest.raises(
+        AssertionError, match=r"waited 0 s in vain for pods; the last look failed: CommandFailed: kubectl get pods"
+    ):
+        until(fails, "pods", 0.01, 0.001)
+
+
+def test_a_run_is_gathered_by_test() -> None:
+    said = [
+        {"file": "b.py", "test": "test_two", "line": "began"},
+        {"file": "a.py", "test": "test_one", "outcome": "passed"},
+        {"file": "a.py", "test": "test_one", "seconds": 3},
+        {"file": "c.py", "test": "test_three", "outcome": "passed"},
+        {"file": "c.py", "test": "test_three", "seconds": 5, "outcome": "failed"},
+    ]
+    assert gathered("\n".join(map(json.dumps, said))) == [
+        {"file": "a.py", "test": "test_one", "outcome": "passed", "seconds": 3, "lines": []},
+        {"file": "b.py", "test": "test_two", "outcome": "not ended", "seconds": 0, "lines": ["began"]},
+        {"file": "c.py", "test": "test_three", "outcome": "failed", "seconds": 5, "lines": []},
+    ]

@@ -1,0 +1,155 @@
+"""What tests/cluster installs can start there: nothing waits for what a node of a local cluster has not, and images have what is
+called in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.pods import pods
+from tests.chart.release import REPO, Release, Values, ci_values, merged, refusal, render, title
+from tests.cluster import images, overlays, test_diagnosis, test_mtls, test_scaling
+from tests.cluster.conftest import BASE
+from tests.cluster.values import FAKE, MONITORED, TWO
+
+CLUSTER, PAGE = REPO / "tests" / "cluster", REPO / "docs" / "kubernetes" / "cluster-tests.md"
+NODE_LABELS = {"kubernetes.io/os": "linux"}
+VOLUMES = {"emptyDir", "configMap", "secret", "projected", "downwardAPI"}
+PROBES = ("readinessProbe", "livenessProbe", "startupProbe")
+CORES = 4.0 - 0.2  # of both nodes, but for what the add-ons ask for
+BUILT_IN = {
+    "command",
+    "exec",
+    "trap",
+    "exit",
+    "wait",
+    "if",
+    "then",
+    "fi",
+    "while",
+    "do",
+    "done",
+    "read",
+    "echo",
+    "test",
+    "[",
+    "set",
+    "kill",
+}
+
+
+def based(*more: Values) -> Values:
+    """As the fixture `install` has it: helm merges files in this order."""
+    values: Values = {}
+    for each in (*(yaml.safe_load(path.read_text()) for path in BASE), *more):
+        values = merged(values, each)
+    return values
+
+
+INSTALLED: dict[str, Values] = {
+    **{f"ci {name}": overlays.installed(name) for name in overlays.CI if name != "cpu-demo"},
+    **{f"broken: {name}": based(test_diagnosis.ONE, fault.values) for name, fault in test_diagnosis.BROKEN.items()},
+    "cpu-demo": ci_values("cpu-demo"),
+    "defaults": {},
+    "two of each": based(TWO, {"drainSeconds": 20}),
+    "the fake executor, monitored": based({"worker": {"replicas": 3, "settings": FAKE}, "monitoring": MONITORED}),
+    "mTLS": based(test_mtls.VALUES, test_mtls.TLS),
+    "KEDA": based(test_scaling.keda(), {"worker": {"settings": test_scaling.SLOW, "resources": test_scaling.LITTLE}}),
+    "KEDA, two models": based(test_scaling.keda(), {"models": test_scaling.two_models()}),
+}
+WAITING = {  # that is what they are about, or the test makes what they claim
+    f"broken: {name}" for name in ("claim that is not bound", "missing RuntimeClass", "RWO shared over nodes")
+}
+
+
+def unmet(release: Release) -> Iterator[str]:
+    """What a pod of it would wait for in vain."""
+    if any(each.get("spec", {}).get("volumeClaimTemplates") for each in release.objects):
+        yield "a volume claim"
+    for pod in pods(release):
+        spec = pod.spec
+        wanted = set(spec.get("nodeSelector", {}).items()) - set(NODE_LABELS.items())
+        affinity = spec.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution")
+        classes = {key: spec[key] for key in ("priorityClassName", "runtimeClassName", "resourceClaims") if spec.get(key)}
+        volumes = [each["name"] for each in spec.get("volumes", ()) if not VOLUMES & set(each)]
+        devices = [
+            name
+            for each in spec["containers"]
+            for name in each.get("resources", {}).get("limits", {})
+            if "/" in name or name == "claims"
+        ]
+        found = {"labels": wanted, "affinity": affinity, "classes": classes, "volumes": volumes, "devices": devices}
+        yield from (f"{title(pod.owner)}: {key} {value}" for key, value in found.items() if value)
+
+
+def cores(release: Release) -> float:
+    """That its long-lived pods ask for."""
+    total = 0.0
+    for each in release.kind("Deployment", "StatefulSet"):
+        containers = each["spec"]["template"]["spec"]["containers"]
+        asked = [str(part.get("resources", {}).get("requests", {}).get("cpu", 0)) for part in containers]
+        alone = sum(float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu) for cpu in asked)
+        total += alone * each["spec"].get("replicas", 1)
+    return total
+
+
+@pytest.fixture(scope="module")
+def releases() -> dict[str, Release]:
+    refused = {name: said for name, values in INSTALLED.items() if (said := refusal(values, "rootstock"))}
+    assert refused == {}
+    return {name: render(values, name="rootstock") for name, values in INSTALLED.items()}
+
+
+def test_nothing_waits_for_what_a_node_has_not(releases: dict[str, Release]) -> None:
+    waits = {name: found for name, release in releases.items() if (found := list(unmet(release)))}
+    assert waits.keys() == WAITING, waits
+    assert {name: asked for name, release in releases.items() if (asked := cores(release)) > CORES / 2} == {}
+
+
+def test_every_image_is_there_and_has_what_is_called_in_it(releases: dict[str, Release]) -> None:
+    """The tests' Redis has a shell and few programs."""
+    ours = {f"rootstock/{service}:{images.release()}" for service in images.SERVICES}
+    redis = {images.redis_image(), images.redis_image("state")}
+    given = {*images.REDIS_PROGRAMS, *BUILT_IN}
+    absent: set[str] = set()
+    missing: dict[str, set[str]] = {}
+    for name, release in releases.items():
+        for pod in pods(release):
+            for each in pod.containers():
+                image = each["image"]
+                whole = image if image.startswith("docker.io/") else f"docker.io/{'' if '/' in image else 'library/'}{image}"
+                if image not in ours and whole not in redis:
+                    absent.add(f"{name}: {image}")
+                if whole in redis and (unknown := called(each) - given):
+                    missing[f"{name}: {title(pod.owner)} {each['name']}"] = unknown
+    assert (absent, missing) == (set(), {})
+
+
+def called(container: dict[str, Any]) -> set[str]:
+    """First words of its commands, in scripts and probes too."""
+    parts = [container.get("command", []), *(container.get(probe, {}).get("exec", {}).get("command", []) for probe in PROBES)]
+    out = {str(part[0]).rpartition("/")[2] for part in parts if part}
+    scripts = [part[part.index("-c") + 1] for part in parts if "-c" in part]
+    for script in scripts:
+        bare = re.sub(r"<<END.*?^END$", "", str(script), flags=re.M | re.S)
+        plain = re.sub(r"'[^']*'|\"[^\"]*\"", "''", bare)
+        commands = re.split(r"&&|\|\||[;|&\n]|\$\(|\bthen\b|\bdo\b|\belse\b|\bif\b|\bwhile\b|!", plain)
+        words = (re.sub(r"^(?:\w+=\S*\s+)+", "", each.strip()).split() for each in commands)
+        out |= {each[0].rpartition("/")[2] for each in words if each and re.fullmatch(r"[\w./\[-]+", each[0])}
+    return out
+
+
+def test_every_test_is_on_the_page_and_every_name_there_is_one() -> None:
+    text = PAGE.read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text))
+    there = {
+        (str(path.relative_to(REPO)), name)
+        for path in {*CLUSTER.glob("test_*.py"), *(REPO / file for file, _ in named)}
+        for name in re.findall(r"^ *def (test_\w+)\(", path.read_text(), re.M)
+    }
+    assert named - there == set()
+    assert {(file, name) for file, name in there if file.startswith("tests/cluster/")} - named == set()

@@ -1,0 +1,62 @@
+"""docs/kubernetes/README.md: every page is in it, and the tests that it and the proof of a cluster name are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chart.release import CI_FILES, REPO
+
+PAGES = REPO / "docs" / "kubernetes"
+INDEX, PROOF = PAGES / "README.md", PAGES / "proof.md"
+NAMED = re.compile(r"`([\w/]+\.py)::([\w:]+)(?:\[([^\]]+)\])?`")
+
+
+def functions_in(path: Path) -> dict[str, ast.AST]:
+    """By name, those of classes with theirs before it."""
+    body = ast.parse(path.read_text()).body
+    inside = [(f"{each.name}::{one.name}", one) for each in body if isinstance(each, ast.ClassDef) for one in each.body
+              if isinstance(one, ast.FunctionDef)]  # fmt: skip
+    return {**{each.name: each for each in body if isinstance(each, ast.FunctionDef)}, **dict(inside)}
+
+
+def texts_of(folder: Path) -> set[str]:
+    """All strings that a folder's modules hold, and the names of ci files: cases are among them."""
+    trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    told = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {each for each in told if isinstance(each, str)} | {path.name.removesuffix("-values.yaml") for path in CI_FILES}
+
+
+def faults(page: str, folder: str) -> Iterator[str]:
+    """folder: of files that are named without one."""
+    for file, test, case in NAMED.findall(page):
+        path = REPO / (file if "/" in file else f"tests/{folder}/{file}")
+        found = functions_in(path).get(test) if path.is_file() else None
+        if found is None:
+            yield f"{file}::{test}"
+        elif case and (case not in texts_of(path.parent) or not getattr(found, "decorator_list", [])):
+            yield f"{file}::{test}[{case}]"
+
+
+@pytest.mark.parametrize(("page", "folder"), [(INDEX, "chart"), (PROOF, "cluster")], ids=["index", "proof"])
+def test_tests_that_a_page_names_are_there(page: Path, folder: str) -> None:
+    text = page.read_text()
+    assert NAMED.search(text) and list(faults(text, folder)) == []
+
+
+def test_a_test_that_is_not_there_is_noticed() -> None:
+    named = "`test_index_docs.py::test_nothing`, `test_nowhere.py::test_x`, `test_templates.py::test_fields[no such case]`"
+    assert len(list(faults(named, "chart"))) == 3
+
+
+def test_every_page_is_in_the_index_and_every_row_has_a_test_of_the_chart() -> None:
+    text = INDEX.read_text()
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", text))
+    assert {path.name for path in PAGES.glob("*.md")} - {INDEX.name} == linked
+    rows = [line for line in text.splitlines() if "::test_" in line]
+    assert len(rows) == 10
+    assert [row[:60] for row in rows if not re.search(r"`(tests/cluster/)?test_\w+\.py::", row) or "](" not in row] == []

@@ -1,0 +1,105 @@
+"""What is installed of each values file of ci/: the file, and over it what replaces what this machine lacks, and no more.
+
+tests/chart/test_cluster_values.py holds that nothing of it waits for what a node of a local cluster does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from tests.cluster.kubernetes import CHART, Object
+
+CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
+DEMO = "/app/models/demo"
+SMALL: Object = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
+FEW: Object = {"max_total_tokens": 16384, "max_running_requests": 8, "grammar_workers": 1}
+OF_A_GPU = ("gpus", "gpuResource", "resourceClaims")
+OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes, GPUs and the hub are not those of the file
+    "air-gapped": {"image": {"registry": "", "pullSecrets": []}, "worker": {"affinity": None}},
+    "eight-gpus-two-models": {
+        "gateway": {"replicas": 1, "autoscaling": {"minReplicas": 1}, "settings": {"max_concurrent_requests": 64}},
+        "worker": {"priorityClassName": ""},
+        "networkPolicy": {"clients": [], "apiServer": []},  # the tests are no ingress
+        "tracing": {"otlpEndpoint": ""},
+    },
+    "kv-in-tiers": {"worker": {"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "4Gi"}}}},
+    "operators-overlay": {  # no such class, no mirror that the proxy leads to, no second node for a worker that comes first
+        "image": {"pullPolicy": "IfNotPresent", "pullSecrets": []},
+        "gateway": {"priorityClassName": ""},
+        "networkPolicy": {"apiServerPorts": [443, 6443]},
+    },
+    "scale-from-zero": {
+        "gateway": {"autoscaling": {"minReplicas": 1}},
+        "autoscaling": {"prometheusUrl": "http://prometheus-server.monitoring.svc:80"},
+    },
+}
+TIERS: Object = {  # of a pool that fits here, on disks that are here; a Redis that is elsewhere is not
+    "hostGB": 1,
+    "files": {"sizeGB": 1, "claimSize": 0, "storageClass": ""},
+    "shared": {"secret": "", "peers": []},
+}
+
+
+def installed(name: str) -> Object:
+    """The file of that name and its overlay, in one."""
+    values: Object = yaml.safe_load(CI[name].read_text())
+    return merged(values, _overlay(name, values))
+
+
+def merged(values: Object, over: Object) -> Object:
+    """As helm merges: maps key by key, everything else replaced; None takes a key away."""
+    return _without_none(_over(values, over))
+
+
+def _without_none(values: Object) -> Object:
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in values.items() if value is not None}
+
+
+def _overlay(name: str, values: Object) -> Object:
+    few: Object = dict.fromkeys(values["worker"].get("settings", {}))  # none of the file's own: they are a GPU's
+    tiers = {"kvTiers": TIERS} if "kvTiers" in values["worker"] else {}
+    worker = {
+        "gpus": 0,
+        "runtimeClassName": "",
+        "nodeSelector": None,
+        "resources": SMALL,
+        "sharedMemory": "64Mi",
+        "replicas": 1,
+        "cacheSize": 0,
+        **tiers,
+    }
+    common: Object = {
+        "models": [_model(each) for each in values["models"]],
+        "modelCache": {"type": "none", "prefetch": {"enabled": False, "tokenSecret": ""}},
+        "worker": {**worker, "settings": {**few, **FEW}},
+        "gateway": {"resources": SMALL, "replicas": 1},
+        "tokenizer": {"resources": SMALL, "replicas": 1, "autoscaling": {"enabled": False}},
+        "detokenizer": {"resources": SMALL, "replicas": 1},
+        "drainSeconds": 10,
+    }
+    return _over(common, OWN.get(name, {}))
+
+
+def _over(values: Object, over: Object) -> Object:
+    """Two overlays in one: None stays what it says."""
+    out = dict(values)
+    for key, value in over.items():
+        mine = out.get(key)
+        out[key] = _over(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _model(entry: Object) -> Object:
+    """The demo model in its place."""
+    own: dict[str, Any] = {key: value for key, value in entry.get("worker", {}).items() if key not in OF_A_GPU}
+    for part in filter(None, (own, own.get("prefill"))):
+        if scaled := part.get("autoscaling"):
+            part["autoscaling"] = {**scaled, "minReplicas": 1, "maxReplicas": 2}
+    if prefill := own.get("prefill"):
+        own["prefill"] = {**prefill, "nodeSelector": {}, "resources": {"limits": SMALL["limits"]}}
+    if "kvTiers" in own:
+        own["kvTiers"] = _over(own["kvTiers"], TIERS)
+    worker = {**own, "settings": FEW, "replicas": 1, "cacheSize": 0, "cacheStorageClass": ""}
+    return {"name": entry["name"], "path": DEMO, "worker": worker, "tokenizer": {"replicas": 1}}

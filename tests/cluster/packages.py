@@ -1,0 +1,43 @@
+"""Programs that a run takes, by Debian's packages; what is missing is installed by apt-get, for root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from tests.cluster.kubernetes import run
+
+ALWAYS = {"buildah": "buildah", "redis-server": "redis-server", "redis-cli": "redis-tools", "openssl": "openssl"}
+OF_A_LOCAL_CLUSTER = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "nft": "nftables",
+    "conntrack": "conntrack",
+    "ip": "iproute2",
+    "/usr/lib/cni/bridge": "containernetworking-plugins",
+    "debootstrap": "debootstrap",  # of a base image that no registry gives
+}
+TOOLS = ("helm", "kubectl")  # which a local cluster brings along
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def provide(local: bool) -> None:
+    """local: for a cluster that starts on this machine. Ends the process with a sentence where something stays missing."""
+    wanted = ALWAYS | OF_A_LOCAL_CLUSTER if local else ALWAYS
+    packages = _missing(wanted)
+    if packages and os.geteuid() == 0 and shutil.which("apt-get"):
+        print(f"installing {', '.join(packages)}", flush=True)
+        quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+        run("apt-get", "update", env=quiet)
+        run("apt-get", "install", "--yes", "--no-install-recommends", *packages, env=quiet)
+        packages = _missing(wanted)
+    if packages:
+        sys.exit(f"first, as root: apt-get install {' '.join(packages)}")
+    tools = [name for name in TOOLS if not local and shutil.which(name) is None]
+    if tools:
+        sys.exit(f"not on PATH: {', '.join(tools)}")
+
+
+def _missing(wanted: dict[str, str]) -> list[str]:
+    return sorted({package for program, package in wanted.items() if shutil.which(program, path=PATH) is None})

@@ -1,0 +1,75 @@
+"""Namespaces of tests, and what there is in one instead of what was waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
+
+LOG_LINES = 12
+EVENTS = 20
+ENDS = ("reason", "exitCode", "finishedAt", "message")  # of a container that has ended or waits
+
+
+def told_of(cluster: Cluster, pods: Sequence[Object]) -> str:
+    """A line about each pod, and the last lines of the logs of those that are not ready or were restarted."""
+    lines = []
+    for pod in pods:
+        name, space = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        statuses = pod["status"].get("containerStatuses", ())
+        ready = sum(each["ready"] for each in statuses)
+        restarts = sum(each["restartCount"] for each in statuses)
+        ends = [each.get("lastState", {}).get("terminated") or each["state"].get("waiting") or {} for each in statuses]
+        why = ", ".join(" ".join(str(end[key]) for key in ENDS if key in end) for end in ends if end)
+        leaving = ", leaving" if "deletionTimestamp" in pod["metadata"] else ""
+        conditions = pod["status"].get("conditions", ())
+        unplaced = [each.get("message", "") for each in conditions if each.get("reason") == "Unschedulable"]
+        lines.append(
+            f"{name} on {pod['spec'].get('nodeName', 'no node')}: {pod['status'].get('phase')}, {ready}/{len(statuses)} ready,"
+            f" {restarts} restarts{leaving} {why} {' '.join(unplaced)}".rstrip()
+        )
+        if ready < len(statuses) or restarts or len(pods) == 1:
+            for previous in ((), ("--previous",)) if restarts else ((),):
+                lines.append(_log(cluster, space, name, *previous))
+    return "\n".join(lines) or "no pods"
+
+
+def _log(cluster: Cluster, space: str, pod: str, *flags: str) -> str:
+    try:
+        told = cluster.kubectl(
+            "logs", "-n", space, pod, "--all-containers", f"--tail={LOG_LINES}", "--request-timeout=20s", *flags
+        )
+    except CommandFailed as error:
+        told = str(error).splitlines()[-1]
+    return "\n".join(f"    {line[:300]}" for line in told.splitlines())
+
+
+def state_of(cluster: Cluster, space: str) -> str:
+    """What there is instead of what was waited for: a namespace's pods, with logs, and what has happened there of late."""
+    try:
+        events = cluster.kubectl("get", "events", "-n", space, "--sort-by=.lastTimestamp").splitlines()
+        return "\n".join([told_of(cluster, cluster.get("pods", "-n", space)["items"]), *events[-EVENTS:]])
+    except CommandFailed as error:
+        return f"the cluster does not say how {space} is: {error}"
+
+
+def gateway_state(release: Release, url: str) -> str:
+    """Of the gateway at that URL: its pod, how often its container was restarted and why, the last lines of its log."""
+    items = release.get("pods", "-l", f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=gateway")["items"]
+    found = [each for each in items if f"//{each['status'].get('podIP')}:" in url]
+    return told_of(release.cluster, found) if found else f"no gateway is at {url} any more; there are {release.urls()}"
+
+
+@contextmanager
+def namespace(cluster: Cluster, name: str) -> Iterator[str]:
+    """With restricted Pod Security. It goes with all that is in it, and nobody waits for that. Who fails is told how it was."""
+    cluster.kubectl("create", "namespace", name)
+    cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    try:
+        yield name
+    except Exception as error:
+        error.add_note(state_of(cluster, name))
+        raise
+    finally:
+        cluster.kubectl("delete", "namespace", name, "--wait=false")

@@ -1,0 +1,61 @@
+"""Autoscalers take over what is there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import CHART, Cluster, until
+from tests.cluster.load import load_on
+from tests.cluster.test_scaling import keda
+from tests.cluster.values import FAKE, MONITORED
+
+LOOKS = 12  # at what must not change, a second apart
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(cluster: Cluster) -> None:
+    if cluster.local:
+        cluster.addon("prometheus", "keda")
+
+
+@pytest.mark.parametrize("engine_name", ["keda", "hpa"])
+def test_switched_on_takes_over_what_is_there(install: Install, engine_name: str, proved: Callable[[str], None]) -> None:
+    """Under load; nobody loses its worker."""
+    release = install({"worker": {"replicas": 3, "settings": FAKE}, "monitoring": MONITORED})
+    values = keda() if engine_name == "keda" else keda(minReplicas=1) | {"autoscaling": {"engine": "hpa"}}
+    values["worker"] |= {"settings": FAKE}
+    values["worker"]["autoscaling"]["scaleDownSeconds"] = 120
+    seen: set[int] = set()
+    with load_on(release, 4) as load:
+        until(lambda: load.ended > 4, "the load")
+        release.install(values)
+        for _ in range(LOOKS):
+            seen.add(release.replicas("worker", "demo"))
+            time.sleep(1)
+    assert seen == {3}
+    proved(f"{engine_name} switched on over 3 workers: 3 all along; {load.check()}")
+
+
+def test_server_side_apply_keeps_what_is_there_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
+    """As docs/kubernetes/autoscaling.md says it: helm template cannot ask the cluster."""
+    release = install({"worker": {"replicas": 3, "settings": FAKE}})
+    name = release.object_name("worker", "demo")
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {"replicas": 3}}
+    release.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--field-manager=autoscaler", "-f", "-", given=json.dumps(owner)
+    )
+    values = {"worker": {"settings": FAKE, "autoscaling": {"enabled": True, "minReplicas": 1}}}
+    files = [word for path in release.base for word in ("-f", str(path))]
+    version = release.cluster.get("--raw", "/version")["gitVersion"]
+    template = ["template", release.name, str(CHART), "-n", release.namespace, "--kube-version", version, *files, "-f", "-"]
+    rendered = release.cluster.helm(*template, "--no-hooks", given=json.dumps(values))
+    release.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", given=rendered)
+    for _ in range(LOOKS):
+        assert release.replicas("worker", "demo") == 3
+        time.sleep(1)
+    proved("helm template and server-side apply, HPA switched on over 3 workers: 3 all along")

@@ -1,0 +1,92 @@
+"""A decode worker that is cut off from its prefill worker, and from nobody else: no request fails, and all answers are right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e import fleet_namespace
+from tests.e2e.fleet_namespace import Namespace
+from tests.e2e.system import System, wait_until
+from tests.e2e.test_prefill_decode import PAGE, apart, bodies, ids_of, pulled, workers
+from tests.night import NIGHTLY
+
+CUT_AFTER_S = 0.3  # some are computed then, some read, some decoded
+AFTER = 64  # prompts, of which one in 16 is read although reading was slower than computing while nothing came
+
+pytestmark = [
+    pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1"),
+    pytest.mark.skipif(NIGHTLY and not fleet_namespace.is_permitted(), reason="no network namespace can be made here"),
+]
+
+
+@contextmanager
+def far_decode_worker(folder: Path) -> Iterator[tuple[System, Namespace]]:
+    """Behind a cable of its own, over which it reads from another address than the one from which the gateway reaches it. A flag
+    that is given twice counts as given last."""
+    with Namespace() as namespace:
+        system = apart(folder, worker_flags="--chunked-prefill-size 64 --disaggregation-shm-dir ''")
+        at = {"prefill-0": namespace.other, "decode-0": namespace.far}
+        for name, host in at.items():
+            part = system.parts[name]
+            argv, port = part.command.argv, part.metrics_url.rpartition(":")[2]
+            argv += ["--host", host, "--metrics-host", host]
+            system.parts[name] = replace(part, metrics_url=f"http://{host}:{port}")
+        system.parts["prefill-0"].command.argv.extend(["--disaggregation-host", namespace.other])
+        far = system.parts["decode-0"].command.argv
+        far[:] = namespace.argv(far)
+        addresses = ",".join(f"{host}:{system.parts[name].health}" for name, host in at.items())
+        system.parts["gateway"].command.argv.extend(["--workers", addresses])
+        with system:
+            wait_until(lambda: workers(system) == 2, 60, "both workers")
+            yield system, namespace
+
+
+async def answers(system: System, asked: list[dict[str, Any]], salt: str) -> list[list[int]]:
+    """All at once; their ids."""
+    async with httpx.AsyncClient(base_url=system.url, timeout=120) as http:
+        said = await asyncio.gather(*(http.post("/v1/completions", json={**body, "cache_salt": salt}) for body in asked))
+    assert [each.status_code for each in said] == [200] * len(said)
+    return [ids_of(each.json()) for each in said]
+
+
+def handovers(system: System) -> float:
+    return system.metric("gateway", "rootstock_gateway_handovers_total")
+
+
+def test_who_cannot_reach_its_prefill_worker_computes_prompts_itself(tmp_path: Path) -> None:
+    asked = bodies(12, 41)
+    with System(tmp_path / "one", worker_flags=f"--deterministic --page-size {PAGE}", log_level="info") as one:
+        expected = asyncio.run(answers(one, asked, "one"))
+    with far_decode_worker(tmp_path / "apart") as (system, namespace):
+        assert asyncio.run(answers(system, asked, "before")) == expected
+        assert pulled(system) > 0 and system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="tcp") > 0
+
+        async def under_the_cut() -> list[list[int]]:
+            asking = asyncio.create_task(answers(system, asked, "cut"))
+            await asyncio.sleep(CUT_AFTER_S)
+            namespace.lose_other()
+            return await asking
+
+        assert asyncio.run(under_the_cut()) == expected
+        read, handed_over = pulled(system), handovers(system)
+        assert asyncio.run(answers(system, asked, "still cut")) == expected
+        assert pulled(system) == read, "nothing comes through"
+        assert handovers(system) > handed_over, "and the gateway, which reaches both, does not know"
+        assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") > 0
+
+        namespace.find_other()
+        for turn in range(AFTER // len(asked) + 1):
+            assert asyncio.run(answers(system, asked, f"after {turn}")) == expected
+            if pulled(system) > read:
+                break
+        assert pulled(system) > read, "pages are imported again"
+        for name in ("prefill-0", "decode-0"):
+            assert '"level":"error"' not in system.log(name), "no step failed and no invariant broke"

@@ -1,0 +1,32 @@
+"""Of what outputs are held to where they are calls, and of how they are read."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import of
+
+PARSERS = (
+    *of(
+        "parsers",
+        "services/gateway/parsers/tags/json_calls.py",
+        ('_objects(demand, "", "parameters", "")', '_objects(demand, "", "arguments", "")'),
+        ('f"{_CALL}{tool.name}{_SEPARATOR}", demand', 'f"{_CALL}{tool.name}", demand'),
+        ('{tool.name}[ARGS]", demand.arguments(tool), "")', '{tool.name}", demand.arguments(tool), "")'),
+        ('"<tool_call>\\n", "arguments"', '"<tool_call>", "arguments"'),
+    ),
+    *of(
+        "parsers",
+        "services/gateway/parsers/tags/structural_tags.py",
+        ('"deepseek_v3": deepseek_v3,', '"deepseek_v3": deepseek_v31,'),
+        ('"harmony": lambda demand, _: harmony(demand),', '"harmony": hermes,'),
+    ),
+    *of(
+        "parsers",
+        "services/gateway/parsers/formats/deepseek.py",
+        ("if outcome is Outcome.WHOLE and fenced:", "if False:"),
+    ),
+    *of(
+        "parsers",
+        "services/gateway/parsers/formats/mistral.py",
+        ('if not (yield from source.choose((",",))):', "if True:"),
+    ),
+)
