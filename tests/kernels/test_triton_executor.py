@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kernels.triton.layers.layers import TritonLayers
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.draft_controller import DraftController
 from services.worker.exec.attention.triton_backend import TritonAttention
-from services.worker.exec.build import DeviceParts, assemble_executor
+from services.worker.exec.build import DeviceParts, assemble_executor, build_device_executor
 from services.worker.exec.loading import load_model
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.weights.weights import DecoderWeights
+from tests.exec.always_guessing import always
 from tests.exec.device_executors import options_for
+from tests.exec.draft_folders import add_mtp
 from tests.exec.tiny_models import TinyModel
 from tests.gpu.served import Served, config_for, greedy
 from tests.gpu.truth import generated, own_logprobs, prompts_of
@@ -61,3 +65,26 @@ def test_requests_from_end_to_end(tmp_path: Path, device: torch.device) -> None:
     assert len(second.tokens) == 3 and not {4, 7} & set(second.tokens)
     own = torch.tensor(second.prompt_values + second.sampled_logprobs)
     torch.testing.assert_close(own, own_logprobs(model, prompts[1] + second.tokens).cpu(), atol=1e-3, rtol=0)
+
+
+def test_guesses_by_a_model_are_verified(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head on the same kernels guesses, and columns of the sampler begin in the middle of others."""
+    MODEL.build(tmp_path)
+    add_mtp(tmp_path, deepseek=False)
+    monkeypatch.setattr(DraftController, "choose", always)
+    said = []
+    for drafts in (0, 2):
+        algorithm = {"max_drafts": drafts, "speculative_algorithm": "mtp"}
+        options = options_for(str(device), kernels="triton", max_tokens=16, **algorithm)
+        parts = DeviceParts(attention=lambda shape: TritonAttention(shape, device))
+        sizes = (PAGE_SIZE, 2, PAGES, 0.5, CONTEXT)
+        executor, _ = build_device_executor(str(tmp_path), "float32", *sizes, options, lambda _: None, True, parts)
+        limits = {"num_pages": PAGES, "page_size": PAGE_SIZE, "context_len": CONTEXT, "max_running_requests": 2}
+        config = config_for(VOCAB, max_drafts=drafts, **limits)
+        asked = [(prompt, greedy(2 * NEW_TOKENS)) for prompt in prompts_of(VOCAB, (2, 7))]
+        answers = Served(config, executor).run(asked)
+        executor.close()
+        said.append([answer.tokens for answer in answers])
+    assert said[0] == said[1] and len(said[0][0]) == 2 * NEW_TOKENS
+    finish = answers[0].finish
+    assert finish is not None and finish.verified.drafted > 0

@@ -416,6 +416,7 @@ class _Assembly:
             return self._max_slots * -(-self._loaded.context_len // self._page_size)
         if self._device.type != "cuda":
             return self._pages_of_host(mem_fraction_static, per_token)
+        self._draft_behind(self._largest)  # takes the buffers that it keeps
         weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
         needs = PoolNeeds(
             layers=(*self._loaded.layers, *self._drafting.layers),

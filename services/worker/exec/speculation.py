@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from services.worker.core.contracts.plan import I32
@@ -89,6 +90,8 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
         raise UnsupportedModel(f"--speculative-algorithm {algorithm} is for models of our own decoder: it reads their states")
     parts = decoder.config, decoder.weights, target.dtype, target.kernels
     head: DraftHead = load_eagle3(folder, *parts) if algorithm == EAGLE3 else load_mtp(folder, *parts)
+    if request.target.device.type == "cuda":
+        torch.cuda.synchronize(request.target.device)  # other streams read it
     context = min(target.context_len, head.config.max_position_embeddings)
     cos_sin = rope_table(head.config.rope, head.config.head_dim, context + 1).to(request.target.device)
     model = HeadOfTarget(head, cos_sin, target.kernels, context)

@@ -17,8 +17,8 @@ Kept = tuple[Tensor, ...]
 @dataclass(frozen=True, slots=True)
 class Computed:
     """Positions start .. start + count - 1 of a slot, whose KV counts. kept: [count, H] each, what the target has kept of their
-    tokens, and nobody else has; None where that is not known, for there were several passes. given: by the plan, and not
-    sampled."""
+    tokens, and nobody else has; None where that is not known, for there were several passes, or nothing is read of it. given:
+    by the plan, and not sampled."""
 
     slot: int
     start: int

@@ -68,7 +68,8 @@ def reads_nothing(_: int) -> Kept:
 class DraftedSteps:
     """What an executor asks of a DeviceRunner, with guesses. lengths: int64[slots], tokens of each slot whose KV counts: where
     its next one stands. guessable: bool[slots], of whose holder the drafter hears. holders: int64[slots], how many there have
-    been. unsettled: steps that were sampled and whose tokens are not here, in order. read: see DeviceRunner.kept()."""
+    been. unsettled: steps that were sampled and whose tokens are not here, in order. read: what the target keeps for who drafts,
+    of so many tokens of its last pass."""
 
     def __init__(
         self,
@@ -266,14 +267,16 @@ class DraftedSteps:
     def _keep(self, step: _Drafted) -> None:
         """What is known of the step before its tokens are here; and what the next pass will overwrite."""
         plan, inner, given = step.plan, step.inner, []
+        of_pass = () if inner.in_pieces else self._read(int(inner.plan.num_tokens.sum()))
         offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
-        for row, first in enumerate(step.firsts.tolist()):
+        for row in range(plan.num_rows if of_pass else plan.num_extend):
             if not self._told_of(step, row):
                 continue
-            count = int(plan.num_tokens[row]) if row < plan.num_extend else 1 + len(step.guesses.get(row, ()))
-            kept = None if inner.in_pieces else self._runner.kept(inner, self._read, int(offsets[first]), count)
-            if row < plan.num_extend:
-                given.append(Computed(int(plan.slots[row]), int(inner.plan.starts[first]), count, kept, given=True))
+            first, extends = int(step.firsts[row]), row < plan.num_extend
+            count = int(plan.num_tokens[row]) if extends else 1 + len(step.guesses.get(row, ()))
+            kept = self._runner.kept(inner, of_pass, int(offsets[first]), count) if of_pass else None
+            if extends:
+                given.append(Computed(int(plan.slots[row]), int(plan.starts[row]), count, kept, given=True))
             elif kept is not None:
                 step.kept[row] = kept
         self._drafter.computed(given)

@@ -159,10 +159,9 @@ class DeviceRunner:
             with self.streams.on_forward():
                 self._update_table(views)
 
-    def kept(self, run: DeviceRun, read: Callable[[int], tuple[Tensor, ...]], first: int, count: int) -> tuple[Tensor, ...]:
-        """Copies of what the model keeps of tokens first .. first + count - 1 of the plan, which one pass has just computed.
-        read: gives it of so many tokens of that pass. On the forward stream."""
-        of_pass = read(int(run.plan.num_tokens.sum()))
+    def kept(self, run: DeviceRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
+        """Copies of what the model keeps of tokens first .. first + count - 1 of the plan. of_pass: [T, H] each, of the one pass
+        that has just computed it. On the forward stream."""
         if run.order is None:
             return tuple(each[first : first + count].clone() for each in of_pass)
         places = np.argsort(run.order)[first : first + count].tolist()
