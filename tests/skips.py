@@ -41,7 +41,7 @@ ALLOWED = (
         ("tests/kernels/", "tests/e2e/", "tests/benchmarks/", "tests/contracts/", "tests/chart/"),
         "`make nightly`",
     ),
-    Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/",), "`make nightly`"),
+    Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/", "tests/kernels/"), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )
 

@@ -164,7 +164,7 @@ class DraftedSteps:
         """And tokens, where the plan needs them. Returns the time that the device had nothing to do for it."""
         if not self._unsettled:
             return []
-        slots = {int(slot) for step in self._unsettled for slot in step.inner.plan.slots[step.firsts[step.sampled]]}
+        slots = {int(step.plan.slots[row]) for step in self._unsettled for row in step.sampled if self._told_of(step, row)}
         slots.difference_update(admitted.slot for admitted in plan.admitted)  # somebody else's
         if not (
             plan.drafts.any()
