@@ -30,6 +30,7 @@ ALLOWED = (
     *(Skip(f"{program} is not on PATH", ("tests/",), f"Debian's package {package}") for program, package in PACKAGES.items()),
     Skip("torch sees no GPU", ("tests/gpu/",), GPU),
     Skip("counts a GPU's memory", ("tests/exec/",), GPU),
+    Skip("there is a GPU", ("tests/exec/",), "a machine without one"),
     Skip("no GPU with flashinfer", ("tests/exec/",), f"{GPU}, and {FLASHINFER}"),
     Skip("flashinfer is not installed", ("tests/gpu/", "tests/exec/"), FLASHINFER),
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),

@@ -223,7 +223,7 @@ def test_without_room_for_guesses_a_step_is_computed_without_them(
     assert narrow.refused > 0 and runner.stats.pieces > pieces and runner.stats.given_up == given_up
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what stands for a GPU has no memory there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes as far as to the first tensor."""
     monkeypatch.setattr(build, "device_of", lambda name: torch.device("cuda", 0))
