@@ -30,6 +30,7 @@ ALLOWED = (
     *(Skip(f"{program} is not on PATH", ("tests/",), f"Debian's package {package}") for program, package in PACKAGES.items()),
     Skip("torch sees no GPU", ("tests/gpu/",), GPU),
     Skip("counts a GPU's memory", ("tests/exec/",), GPU),
+    Skip("there is a GPU", ("tests/exec/",), "a machine without one"),
     Skip("no GPU with flashinfer", ("tests/exec/",), f"{GPU}, and {FLASHINFER}"),
     Skip("flashinfer is not installed", ("tests/gpu/", "tests/exec/"), FLASHINFER),
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
@@ -46,7 +47,7 @@ ALLOWED = (
         "`make nightly`",
     ),
     Skip("no network namespace can be made here", ("tests/e2e/",), "root, and Debian's package iproute2"),
-    Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/",), "`make nightly`"),
+    Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/", "tests/kernels/"), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )
 

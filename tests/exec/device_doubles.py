@@ -192,6 +192,10 @@ class InlineStreams(HostStreams):
         self._device = torch.device("cpu")
         self._nothing, self._past = nullcontext(), _Past()
 
+    @property
+    def on_host(self) -> bool:
+        return False
+
     def launch(self, work: Callable[[], None]) -> None:
         with torch.inference_mode():
             work()

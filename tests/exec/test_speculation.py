@@ -253,13 +253,6 @@ def test_a_step_that_fails_in_the_middle_is_forgotten(
     assert alone(WORLD, drafting, target).bits() == alone(World(), plain, target).bits()
 
 
-@pytest.mark.parametrize("device", ["cuda:0"])
-def test_a_gpu_is_refused(folder: Path, device: str) -> None:
-    options = DeviceOptions(device=device, max_drafts=4)
-    with pytest.raises(ValueError, match=r"no GPU for cuda:0|speculation is for a CPU so far"):
-        build_device_executor(str(folder), "float32", 4, 2, 16, 0.5, 64, options, lambda _: None)
-
-
 def slot_of(history: Sequence[int]) -> SlotParams:
     return SlotParams(0, len(history), SamplingParams(max_new_tokens=9), (), np.array(history, dtype=np.int32))
 

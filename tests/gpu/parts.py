@@ -87,6 +87,7 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         bench("overlap", "overlap on and off, 0.6B shape", 180),
         _tests("graphs", "decode graphs on and off", 120, "tests/gpu/test_graphs.py"),
         _tests("deterministic", "the same bits in any context, by graphs and without", 240, "tests/gpu/test_deterministic.py"),
+        _tests("speculation", "guesses on and off, whoever guesses", 300, "tests/gpu/test_speculation.py"),
         bench("deterministic", "deterministic mode on and off, 0.6B shape", 240),
         bench("gemms", "matrix products of both models, reduced precision on and off", 120, ()),
         bench("attention-kernels", "decode and prompt attention alone, FlashInfer's kernels and Triton's", 240, ()),

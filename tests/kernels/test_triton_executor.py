@@ -5,21 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kernels.triton.layers.layers import TritonLayers
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.draft_controller import DraftController
 from services.worker.exec.attention.triton_backend import TritonAttention
-from services.worker.exec.build import DeviceParts, assemble_executor
+from services.worker.exec.build import DeviceParts, assemble_executor, build_device_executor
 from services.worker.exec.loading import load_model
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
 from services.worker.exec.weights.weights import DecoderWeights
+from tests.exec.always_guessing import always
 from tests.exec.device_executors import options_for
+from tests.exec.draft_folders import add_mtp
 from tests.exec.tiny_models import TinyModel
 from tests.gpu.served import Served, config_for, greedy
 from tests.gpu.truth import generated, own_logprobs, prompts_of
+from tests.night import NIGHTLY
 
 VOCAB, NEW_TOKENS, PAGE_SIZE, PAGES, CONTEXT = 67, 4, 4, 16, 32
 MODEL = TinyModel("Qwen3", {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64})
@@ -61,3 +66,22 @@ def test_requests_from_end_to_end(tmp_path: Path, device: torch.device) -> None:
     assert len(second.tokens) == 3 and not {4, 7} & set(second.tokens)
     own = torch.tensor(second.prompt_values + second.sampled_logprobs)
     torch.testing.assert_close(own, own_logprobs(model, prompts[1] + second.tokens).cpu(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
+def test_guesses_by_a_model_are_verified(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head on the same kernels guesses, and columns of the sampler begin in the middle of others."""
+    model = MODEL.build(tmp_path).to(device)
+    add_mtp(tmp_path, deepseek=False)
+    monkeypatch.setattr(DraftController, "choose", always)
+    algorithm = {"max_drafts": 2, "speculative_algorithm": "mtp"}
+    options = options_for(str(device), kernels="triton", max_tokens=16, **algorithm)
+    parts = DeviceParts(attention=lambda shape: TritonAttention(shape, device))
+    sizes = (PAGE_SIZE, 1, PAGES, 0.5, CONTEXT)
+    executor, _ = build_device_executor(str(tmp_path), "float32", *sizes, options, lambda _: None, True, parts)
+    limits = {"num_pages": PAGES, "page_size": PAGE_SIZE, "context_len": CONTEXT, "max_running_requests": 1}
+    (prompt,) = prompts_of(VOCAB, (2,))
+    (answer,) = Served(config_for(VOCAB, max_drafts=2, **limits), executor).run([(prompt, greedy(NEW_TOKENS))])
+    executor.close()
+    assert answer.tokens == generated(model, prompt, NEW_TOKENS)
+    assert answer.finish is not None and answer.finish.verified.drafted > 0

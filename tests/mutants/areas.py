@@ -85,6 +85,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/test_model_drafters.py",
         "tests/exec/test_ngrams.py",
         "tests/exec/test_speculation.py",
+        "tests/exec/test_device_speculation.py",
         "tests/core/test_rules_guesses.py",
     ),
     "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),

@@ -16,6 +16,7 @@ from services.worker.exec.attention.backend import AttentionBackend, AttentionSh
 from services.worker.exec.attention.choose import choose_attention
 from services.worker.exec.attention.kernel_attention import KernelAttention
 from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.contracts.drafter import Kept
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import DeviceOptions
@@ -85,6 +86,7 @@ def build_device_executor(
     options: DeviceOptions,
     progress: Callable[[str], None],
     check_relay: bool = False,
+    parts: DeviceParts | None = None,
 ) -> tuple[DeviceExecutor, LoadedInfo]:
     """dtype: auto, bfloat16, float16 or float32. num_pages: None for what mem_fraction_static of the device holds beside the
     model (on a CPU: of the memory that is free). context_len: tokens; None for the model's own, or what the pool holds if
@@ -102,7 +104,7 @@ def build_device_executor(
     drafting = Drafting(draft := load_draft(request, loaded, options, load_model), options.draft_corpus)
     if draft.model is not None and draft.model.max_context < loaded.context_len:
         progress(f"what drafts has a context of {draft.model.max_context} tokens, and guesses nothing beyond it")
-    made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, drafting=drafting)
+    made = _Assembly(loaded, max_slots, page_size, options, progress, phases, check_relay, parts, drafting)
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
@@ -113,8 +115,8 @@ def build_device_executor(
     layout = f"{made.kv_layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
     server = made.room_server(layout)
-    parts = made.memory_parts(request, pages)
-    executor = DeviceExecutor(made.runner, parts, steps=made.drafted_steps(), mover=mover, server=server)
+    memory = made.memory_parts(request, pages)
+    executor = DeviceExecutor(made.runner, memory, steps=made.steps, mover=mover, server=server)
     progress(f"loaded in: {phases.describe()}")
     has_storage = mover is not None and mover.store is not None
     info = replace(info, host_pages=host_pages, has_storage=has_storage, kv_layout=layout)
@@ -136,7 +138,7 @@ def assemble_executor(
     """Of a model that is on the device already; the executor, and the pages of its pool. Raises as build_device_executor()."""
     made = _Assembly(loaded, max_slots, page_size, options, progress, LoadPhases(), check_relay, parts)
     pages = made.finish(num_pages, mem_fraction_static)
-    return DeviceExecutor(made.runner, steps=made.drafted_steps()), pages
+    return DeviceExecutor(made.runner, steps=made.steps), pages
 
 
 def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
@@ -144,6 +146,11 @@ def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
     if not loaded.is_encoder:
         return options.max_tokens
     return max(options.max_whole_tokens or options.max_tokens, loaded.context_len)
+
+
+def _read(drafting: Drafting, passes: ForwardPass, num_tokens: int) -> Kept:
+    """Of the model as it is at that time: it may be loaded anew."""
+    return drafting.read(passes.model, num_tokens)
 
 
 def _sum_in_float32() -> None:
@@ -172,8 +179,6 @@ class _Assembly:
         self._options, self._progress, self._phases = options, progress, phases
         self._parts = parts or DeviceParts()
         self._device = device_of(options.device)
-        if options.max_drafts and self._device.type != "cpu":
-            raise ValueError("speculation is for a CPU so far: on a GPU lengths would have to stay on the device")
         _sum_in_float32()
         self._streams = self._parts.streams or streams_of(self._device, options.num_threads)
         vocab_size = int(loaded.config.vocab_size)
@@ -188,6 +193,7 @@ class _Assembly:
         self._widest = widest if options.cuda_graphs else 0  # rows of the largest graph
         self.runner = self._run(partial(self._make_runner, vocab_size, pages_per_slot, check_relay))
         self.graph_rows = self._graph_rows()
+        self.steps = self._run(self._drafted_steps) if options.max_drafts else None
 
     def _kernels_for(self, rows: int, vocab_size: int) -> KernelSet:
         """rows: sampled by one launch. The layers' are those that the weights were laid out for."""
@@ -284,6 +290,7 @@ class _Assembly:
         return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
 
     def _finished(self, num_pages: int | None, mem_fraction_static: float, context_len: int) -> int:
+        self._drafting.allocate(partial(self._pool, 1))
         with self._phases.timed("profile"):
             pages = num_pages or self._pages(mem_fraction_static, context_len)
         with self._phases.timed("kv_pool"):
@@ -292,7 +299,10 @@ class _Assembly:
         megabytes = pages * self._page_size * self._token_bytes >> 20
         self._progress(f"KV pool: {pages} pages of {self._page_size} tokens, {megabytes} MiB")
         with self._phases.timed("warm_up"):
-            warm_up(self.runner, self._bounds, (*PROMPTS, self._largest) if self._device.type == "cuda" else HOST_PROMPTS)
+            prompts = (*PROMPTS, self._largest) if self._device.type == "cuda" else HOST_PROMPTS
+            warm_up(self.runner, self._bounds, prompts, self._options.max_drafts)
+            for tokens in prompts:
+                self._draft_behind(min(tokens, self._largest))
             self.runner.stats = ExecutorStats()
         with self._phases.timed("graphs"):
             self.capture()
@@ -377,13 +387,12 @@ class _Assembly:
         """Of the pools as they are: they may be made anew."""
         return PageCopier((self.runner.passes.pool, self._drafting.pool))
 
-    def drafted_steps(self) -> DraftedSteps | None:
-        if not self._options.max_drafts:
-            return None
-        passes = self.runner.passes
+    def _drafted_steps(self) -> DraftedSteps:
+        passes, drafting = self.runner.passes, self._drafting
         vocab_size = int(self._loaded.config.vocab_size)
-        drafter = self._drafting.drafter(passes.table, self._page_size, lambda: passes.model, vocab_size)
-        return DraftedSteps(self.runner, drafter, self._max_slots, self._largest)
+        drafter = drafting.drafter(passes.table, self._page_size, vocab_size, self._streams)
+        read = partial(_read, drafting, passes)
+        return DraftedSteps(self.runner, drafter, self._max_slots, self._largest, read)
 
     def memory_parts(self, request: LoadRequest, pages: int) -> MemoryParts:
         shape = self._loaded.shape
@@ -407,16 +416,26 @@ class _Assembly:
             return self._max_slots * -(-self._loaded.context_len // self._page_size)
         if self._device.type != "cuda":
             return self._pages_of_host(mem_fraction_static, per_token)
+        self._draft_behind(self._largest)  # takes the buffers that it keeps
+        weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
         needs = PoolNeeds(
-            layers=self._loaded.layers,
+            layers=(*self._loaded.layers, *self._drafting.layers),
             dtype=self._loaded.dtype,
             page_size=self._page_size,
             context_len=context_len,
-            weight_bytes=self._loaded.weight_bytes,
-            fixed_bytes=torch.cuda.memory_allocated(self._device) - self._loaded.weight_bytes,
+            weight_bytes=weight_bytes,
+            fixed_bytes=torch.cuda.memory_allocated(self._device) - weight_bytes,
         )
-        largest = partial(largest_step, self.runner, self._bounds)
+
+        def largest() -> None:
+            largest_step(self.runner, self._bounds)
+            self._draft_behind(self._largest)
+
         return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
+
+    def _draft_behind(self, num_tokens: int) -> None:
+        """What a model drafts with behind a step of so many tokens."""
+        self._drafting.rehearse(self.runner.passes.model, num_tokens)
 
     def _pages_of_host(self, mem_fraction_static: float, per_token: int) -> int:
         """Of the memory that the weights have left. Raises PoolTooSmall."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from services.worker.core.contracts.plan import I32
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.draft_model import DraftModel
-from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
+from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, Kept
 from services.worker.exec.contracts.operations import ReleaseMemory
 from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
 from services.worker.exec.drafting.model_drafter import ModelDrafter
@@ -24,6 +25,7 @@ from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
+from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.weights.checkpoint import CheckpointError
 from services.worker.exec.weights.draft_weights import DraftHead, load_eagle3, load_mtp
 from services.worker.exec.weights.families import UnsupportedModel
@@ -88,6 +90,8 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
         raise UnsupportedModel(f"--speculative-algorithm {algorithm} is for models of our own decoder: it reads their states")
     parts = decoder.config, decoder.weights, target.dtype, target.kernels
     head: DraftHead = load_eagle3(folder, *parts) if algorithm == EAGLE3 else load_mtp(folder, *parts)
+    if request.target.device.type == "cuda":
+        torch.cuda.synchronize(request.target.device)  # other streams read it
     context = min(target.context_len, head.config.max_position_embeddings)
     cos_sin = rope_table(head.config.rope, head.config.head_dim, context + 1).to(request.target.device)
     model = HeadOfTarget(head, cos_sin, target.kernels, context)
@@ -108,6 +112,7 @@ class Drafting:
 
     def __init__(self, loaded: LoadedDraft, corpus: I32 | None = None) -> None:
         self._corpus = corpus
+        self.weight_bytes = loaded.weight_bytes
         self._drafter: ModelDrafter | None = None
         self._model, self.layers = loaded.model, loaded.model.layers if loaded.model is not None else ()
         self.kept, self.kv_bytes_per_token, self._shape = loaded.kept, loaded.kv_bytes_per_token, loaded.shape
@@ -120,19 +125,24 @@ class Drafting:
             if self._drafter is not None:
                 self._drafter.pool = self.pool
 
-    def drafter(self, table: Tensor, page_size: int, target: Callable[[], CausalModel], vocab_size: int) -> Drafter:
-        """Once there are pools. table: int32[slots, pages]. target: the model that steps run at that time. vocab_size: of that
-        model."""
-
-        def kept() -> tuple[Tensor, ...]:
-            model = target()
-            assert isinstance(model, Decoder), "a head reads states of our own decoder"
-            return model.kept()
-
+    def drafter(self, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> Drafter:
+        """Its pool is that of the next allocate(). table: int32[slots, pages]. vocab_size: of the target."""
         if self._model is None:
             return NgramDrafter(None if self._corpus is None else _index_of(self._corpus, vocab_size))
-        self._drafter = ModelDrafter(self._model, self.pool, table, page_size, kept)
+        self._drafter = ModelDrafter(self._model, self.pool, table, page_size, vocab_size, streams)
         return self._drafter
+
+    def read(self, target: CausalModel, num_tokens: int) -> Kept:
+        """What the target, the model that steps run, has kept of the first tokens of its last pass."""
+        if not self.kept:
+            return ()
+        assert isinstance(target, Decoder), "a head reads states of our own decoder"
+        return target.kept(num_tokens)
+
+    def rehearse(self, target: CausalModel, num_tokens: int) -> None:
+        """A pass of a model that drafts behind one of the target's, of as many tokens. On the forward stream."""
+        if self._drafter is not None:
+            self._drafter.rehearse(num_tokens, self.read(target, num_tokens))
 
     def drop(self, parts: ReleaseMemory) -> None:
         self._model = None if parts.weights else self._model

@@ -11,6 +11,8 @@ import torch
 from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, SamplingParams
+from services.worker.exec.contracts.protocol import NO_MASKS
+from services.worker.exec.contracts.step_data import Places
 from services.worker.exec.sampling.logprob_requests import TOPS
 from services.worker.exec.step.idle_steps import StepBounds, idle_decode, largest_step
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
@@ -19,6 +21,7 @@ from services.worker.exec.streams.readback import Readback
 
 PROMPTS = (1, 20, 100, 1000)  # tokens, beside the most: kernels are chosen by how many there are
 DECODES = (1, 40)  # rows of steps that no graph holds
+VERIFIED, GUESSES = (1, 3), 2  # rows of several tokens, and how many are guessed in each
 EVERYTHING = SamplingParams(
     max_new_tokens=4,
     temperature=0.7,
@@ -34,8 +37,9 @@ EVERYTHING = SamplingParams(
 VECTOR = SamplingParams(max_new_tokens=1, embedding=EmbeddingParams())
 
 
-def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = PROMPTS) -> None:
-    """prompts: tokens of steps to launch, no more than bounds allow. On the forward stream.
+def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = PROMPTS, max_drafts: int = 0) -> None:
+    """prompts: tokens of steps to launch, no more than bounds allow. max_drafts: tokens that are guessed behind one. On the
+    forward stream.
 
     Leaves the page table empty, the pool's first pages undefined, and slot 0 to its next admission."""
     for tokens in prompts:
@@ -46,6 +50,9 @@ def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = P
     if bounds.generates:
         _logprobs(runner)
     _request(runner, bounds.generates)
+    if max_drafts:
+        for rows in VERIFIED:
+            _verification(runner, min(rows, bounds.max_slots, bounds.max_tokens // (1 + GUESSES)))
 
 
 def _logprobs(runner: DeviceRunner) -> None:
@@ -63,6 +70,32 @@ def _request(runner: DeviceRunner, generates: bool) -> None:
         masks = {0: np.full(runner.sampler.num_words, ~np.uint32(0), dtype=np.uint32)} if generates else {}
         runner.sample(run, masks)
         runner.result(run)
+    runner.passes.table.fill_(-1)
+
+
+def _verification(runner: DeviceRunner, rows: int) -> None:
+    """Rows of several tokens, in the first slots; none is relayed."""
+    if not rows:
+        return
+    tokens = rows * (1 + GUESSES)
+    plan = replace(
+        _step(1, 0, EVERYTHING),
+        slots=np.repeat(np.arange(rows, dtype=np.int32), 1 + GUESSES),
+        starts=np.tile(np.arange(1 + GUESSES, dtype=np.int32), rows),
+        num_tokens=np.ones(tokens, dtype=np.int32),
+        sample=np.ones(tokens, dtype=np.bool_),
+        table_slots=NOTHING,
+        table_firsts=NOTHING,
+        table_counts=NOTHING,
+        table_pages=NOTHING,
+    )
+    run = DeviceRun(plan, Readback(runner.streams), known=np.zeros(tokens, dtype=np.int32))
+    order = np.arange(tokens).reshape(rows, 1 + GUESSES).T.ravel()
+    places = Places(order, (rows,) * (1 + GUESSES), np.zeros(rows * GUESSES, dtype=np.int32))
+    runner.passes.table.fill_(0)
+    runner.forward(run)
+    runner.sample(run, NO_MASKS, NO_MASKS, lambda _: places)
+    runner.result(run)
     runner.passes.table.fill_(-1)
 
 

@@ -6,27 +6,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from services.worker.core.contracts.plan import SlotParams
 
 BETWEEN_TEXTS = -1  # in the token ids of several
+Kept = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Positions start .. start + count - 1 of a slot, whose KV counts. first: index of the first one's token in the pass that has
-    computed it; -1 where that is not known, for there were several passes. given: by the plan, and not sampled."""
+    """Positions start .. start + count - 1 of a slot, whose KV counts. kept: [count, H] each, what the target has kept of their
+    tokens, and nobody else has; None where that is not known, for there were several passes, or nothing is read of it. given:
+    by the plan, and not sampled."""
 
     slot: int
     start: int
     count: int
-    first: int
+    kept: Kept | None
     given: bool
 
 
 class Drafter(Protocol):
-    """Calls are of the thread that launches steps, in the order of steps; of one step in the order below. Pages are those of the
-    table, and hold what a drafter keeps of a token beside what the target does. Of a slot whose holder wants no guesses it hears
-    nothing until the next one is admitted."""
+    """Calls are of the thread that launches steps, on the forward stream, in the order of steps; of one step in the order below,
+    but that the tokens of a step may be told once the next one has begun, where that one asks for no guesses. Pages are those of
+    the table, and hold what a drafter keeps of a token beside what the target does. Of a slot whose holder wants no guesses it
+    hears nothing until the next one is admitted."""
 
     def begin(self) -> None:
         """Before anything of a step: slots and pages are still those of the step before."""
@@ -47,4 +52,4 @@ class Drafter(Protocol):
         """The next tokens, of which all but the last were guessed right."""
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        """Of all rows of the step, once it has been sampled."""
+        """Of the given rows of the step once its sampling is launched, and of the others once their tokens are told."""

@@ -53,7 +53,7 @@ class DeviceOptions:
     cpp or torch. cuda_graphs: capture decode steps, up to max_graph_rows rows. max_tokens: of one step; a larger one is
     computed in pieces. max_whole_tokens: the same of a model whose prompts are not cut; 0: max_tokens. load_threads: that read
     weights for a GPU. deterministic: what a row gives is a function of that row alone, to the last bit. max_drafts: tokens of
-    a decode row that are guessed and verified beside the one that it computes anyway; on a CPU alone. speculative_algorithm:
+    a decode row that are guessed and verified beside the one that it computes anyway. speculative_algorithm:
     who guesses, if there are any. draft_model: folder of a model or head that does, where it is not the target's own.
     draft_corpus: int32[n], texts in which n-grams are sought where a request's own have none, with BETWEEN_TEXTS among them; the
     executor's to change.

@@ -31,7 +31,8 @@ class Run(Protocol):
 class Executor(Protocol):
     """Executes plans.
 
-    forward: launches the forward pass and returns at once. Reads the plan until wait() has returned.
+    forward: launches the forward pass and returns at once, unless it has to know first how many guesses the step before has
+        accepted. Reads the plan until wait() has returned.
     sample: launches sampling for a launched step, exactly once per run, after its forward and before the next forward.
         masks: row -> uint32[ceil(V / 32)], bit i of word w set where token 32 w + i may be sampled, for rows of
         plan.mask_rows; read until wait() has returned. A mask row without a mask here is sampled unmasked: its request

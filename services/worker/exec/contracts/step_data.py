@@ -48,8 +48,38 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Rows of a batch that are tokens of their slots one after the other: all slots' first ones, then the second ones of those
+    that have been guessed at, and so on. A row is sampled if the token before it is what was guessed, else it is NOT_SAMPLED.
+
+    order: int64[n], the batch's rows in this order. sizes: how many there are at each place, none more than at the one before,
+    whose first rows they follow. guesses: int32[n - sizes[0]], of the rows behind the first place, what has to come before."""
+
+    order: I64
+    sizes: tuple[int, ...]
+    guesses: I32
+
+    def __post_init__(self) -> None:
+        assert sum(self.sizes) == len(self.order) == self.sizes[0] + len(self.guesses), "each row stands at a place"
+        assert list(self.sizes) == sorted(self.sizes, reverse=True), "who has a token has one at each place before"
+
+    @property
+    def in_order(self) -> bool:
+        """The batch's first rows stand as they should."""
+        return bool((self.order == np.arange(len(self.order))).all())
+
+    def guesses_behind(self, row: int) -> list[int]:
+        """Of a row of the first place, in order."""
+        firsts = np.cumsum(self.sizes[1:]) - np.array(self.sizes[1:], dtype=np.int64)
+        return [int(self.guesses[first + row]) for first, size in zip(firsts, self.sizes[1:], strict=True) if row < size]
+
+
+NOT_SAMPLED = -1  # among the codes of faults
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """tokens: int32[n]. faults, logprobs: by index into the rows."""
+    """tokens: int32[n]. faults, logprobs: by index into the rows; a row that was NOT_SAMPLED has neither, and token 0."""
 
     tokens: I32
     faults: dict[int, RowFault]

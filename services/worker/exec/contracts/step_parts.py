@@ -13,7 +13,15 @@ from torch import Tensor
 from kernels.contracts.sample_ops import Measured
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, SlotParams
 from services.worker.exec.contracts.protocol import Masks
-from services.worker.exec.contracts.step_data import Batch, CudaGraph, Outcome, OutputLogprobs, PromptPiece, SampleSpace
+from services.worker.exec.contracts.step_data import (
+    Batch,
+    CudaGraph,
+    Outcome,
+    OutputLogprobs,
+    Places,
+    PromptPiece,
+    SampleSpace,
+)
 from services.worker.exec.streams.readback import Readback
 from services.worker.exec.streams.upload import UploadRing
 
@@ -88,8 +96,11 @@ class StepSampler(Protocol):
     def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
         """On the current stream; can be captured. logits: float32[>= n, V]."""
 
-    def launch(self, batch: Batch, masks: Masks, replay: Callable[[], None] | None = None) -> Launched:
-        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here."""
+    def launch(
+        self, batch: Batch, masks: Masks, replay: Callable[[], None] | None = None, places: Places | None = None
+    ) -> Launched:
+        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here. places: None
+        for rows that do not wait for each other."""
 
     def outcome(self, launched: Launched) -> Outcome:
         """Waits for it."""

@@ -7,21 +7,25 @@ were cached while nobody drafted) makes guesses worse, and no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
-from services.worker.core.contracts.plan import SlotParams
+from services.worker.core.contracts.plan import I32, SlotParams
 from services.worker.exec.contracts.draft_model import DraftModel
-from services.worker.exec.contracts.drafter import Computed
+from services.worker.exec.contracts.drafter import Computed, Kept
 from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.streams.cuda_streams import Streams
+from services.worker.exec.streams.readback import Readback
+from services.worker.exec.streams.upload import UploadRing
 
 MOST_PENDING = 64  # entries of an answer that wait for the next guess
-
-Kept = tuple[Tensor, ...]
+UPLOAD_WORDS = 1 << 12  # of a pass; more costs a larger buffer, once
 
 
 @dataclass(slots=True)
@@ -60,15 +64,44 @@ class _Entries:
     states: Tensor | None
 
 
-class ModelDrafter:
-    """A Drafter. table: int32[slots, pages]. kept: what the target has kept in its last pass, by token of that pass; empty where
-    the model does not read it. pool: of the model's layers. Both are None while memory is released."""
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A pass over R rows of T entries. slots, starts, counts: int32[R]."""
 
-    def __init__(self, model: DraftModel, pool: KVPool, table: Tensor, page_size: int, kept: Callable[[], Kept]) -> None:
+    slots: I32
+    starts: I32
+    counts: I32
+
+    @property
+    def max_context(self) -> int:
+        return int((self.starts + self.counts).max())
+
+    def sections(self, prefix: str) -> list[tuple[str, NDArray[np.generic]]]:
+        ends = np.cumsum(self.counts)
+        offsets = ends - self.counts
+        positions = np.arange(int(ends[-1])) + np.repeat(self.starts - offsets, self.counts)
+        columns = {
+            "slots": self.slots,
+            "starts": self.starts,
+            "counts": self.counts,
+            "offsets": offsets,
+            "lasts": ends - 1,
+            "positions": positions,
+            "slot_of": np.repeat(self.slots, self.counts),
+        }
+        return [(f"{prefix}{name}", column) for name, column in columns.items()]
+
+
+class ModelDrafter:
+    """A Drafter. table: int32[slots, pages]. vocab_size: of the target, whose tokens it reads. pool: of the model's layers. Model
+    and pool are None while memory is released."""
+
+    def __init__(self, model: DraftModel, pool: KVPool, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> None:
         self.model: DraftModel | None = model
         self.pool: KVPool | None = pool
         self._shift, self._max_context = model.shift, model.max_context
-        self._table, self._page_size, self._kept = table, page_size, kept
+        self._table, self._page_size, self._vocab_size, self._streams = table, page_size, vocab_size, streams
+        self._ring = UploadRing(streams, UPLOAD_WORDS)
         self._slots: dict[int, _Slot] = {}
         self._behind: set[int] = set()  # slots whose entries are to be computed before the next step begins
 
@@ -79,11 +112,36 @@ class ModelDrafter:
             self._behind.clear()
         self.model, self.pool = None if model else self.model, None if pool else self.pool
 
+    def rehearse(self, num_tokens: int, kept: Kept) -> None:
+        """The largest pass that there will be, over page 0 alone, for its kernels and its memory. kept: [num_tokens, H] each. On
+        the forward stream."""
+        assert self.model is not None, "a model is rehearsed while it is there"
+        whole = self.model.entry(tuple(each.clone() for each in kept)) if self._shift else None
+        rows: list[_Entries] = []
+        for first in range(0, num_tokens, self._max_context):
+            end = min(first + self._max_context, num_tokens)
+            slot = len(rows) % len(self._table)
+            rows.append(_Entries(slot, 0, [0] * (end - first), None if whole is None else whole[first:end]))
+        self._table.fill_(0)
+        try:
+            views = self._send([_columns_of(rows)], rows)
+            self.model.guess(self._pass("0_", _columns_of(rows).max_context, views, views["ids"].long(), _joined(rows)))
+        finally:
+            self._ring.release(Readback(self._streams).launch())
+        self._table.fill_(-1)
+
     def begin(self) -> None:
         due = [self._due(slot, self._slots[slot].covered) for slot in sorted(self._behind)]
         self._behind.clear()
-        if rows := [entries for entries in due if entries is not None]:
-            self._pass(rows)
+        rows = [entries for entries in due if entries is not None]
+        if not rows:
+            return
+        columns = _columns_of(rows)
+        try:
+            views = self._send([columns], rows)
+            self._pass("0_", columns.max_context, views, views["ids"].long(), _joined(rows))
+        finally:
+            self._ring.release(Readback(self._streams).launch())
 
     def admit(self, slot: SlotParams) -> None:
         self._slots[slot.slot] = _Slot(slot.history.tolist())
@@ -102,23 +160,16 @@ class ModelDrafter:
         assert self.model is not None, "nobody is asked to draft while its memory is released"
         ends = {slot: len(self._slots[slot].text) - shift for slot in wanted}
         due = [self._due(slot, ends[slot]) for slot, most in wanted.items() if ends[slot] + most <= limit]
-        rows = [entries for entries in due if entries is not None]
-        guesses: dict[int, list[int]] = {}
-        for number in range(max((wanted[entries.slot] for entries in rows), default=0)):
-            found, states = self.model.guess(self._pass(rows))
-            tokens = found.tolist()
-            for entries, token in zip(rows, tokens, strict=True):
-                guesses.setdefault(entries.slot, []).append(token)
-            going = [index for index, entries in enumerate(rows) if wanted[entries.slot] > number + 1]
-            rows = [
-                _Entries(
-                    rows[index].slot,
-                    rows[index].first + len(rows[index].ids),
-                    tokens[index : index + 1],
-                    None if states is None else states[index : index + 1].clone(),
-                )
-                for index in going
-            ]
+        rows = sorted((each for each in due if each is not None), key=lambda entries: -wanted[entries.slot])
+        if not rows:
+            return {}
+        numbers = [wanted[entries.slot] for entries in rows]
+        found = iter(self._guessed(rows, numbers))
+        guesses: dict[int, list[int]] = {entries.slot: [] for entries in rows}
+        for number in range(numbers[0]):
+            for entries, most in zip(rows, numbers, strict=True):
+                if most > number:
+                    guesses[entries.slot].append(next(found))
         for slot, guessed in guesses.items():
             self._slots[slot].ahead = len(guessed) - 1
         return guesses
@@ -135,18 +186,17 @@ class ModelDrafter:
         state.ahead = 0
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        kept = self._kept() if self._shift else ()
         for row in rows:
             state = self._slots[row.slot]
             state.covered = row.start + row.count
             if not self._shift:
                 state.valid = row.start if state.valid < 0 else state.valid
-            elif row.first < 0:
+            elif row.kept is None:
                 state.valid, state.pending = state.covered, []
             else:
                 if state.valid < 0 or row.start != state.valid + state.num_pending:
                     state.valid, state.pending = row.start, []
-                state.pending.append(tuple(each[row.first : row.first + row.count].clone() for each in kept))
+                state.pending.append(row.kept)
             if row.given or state.num_pending > MOST_PENDING:
                 self._behind.add(row.slot)
 
@@ -167,29 +217,65 @@ class ModelDrafter:
         first, state.valid = state.valid, state.valid + count
         return _Entries(slot, first, state.text[first + shift : first + shift + count], states)
 
-    def _pass(self, rows: Sequence[_Entries]) -> Tensor:
-        """Over the rows. int64[rows], index of the last entry of each."""
+    def _guessed(self, rows: Sequence[_Entries], numbers: Sequence[int]) -> list[int]:
+        """A pass over the rows, and one behind each guess, for as many of the first rows as want another. numbers: guesses wanted
+        of each row, falling. Those of a pass stand together, in order of the rows. Waits, once."""
+        assert self.model is not None, "nobody is asked to draft while its memory is released"
+        columns = [_columns_of(rows)]
+        ends = columns[0].starts + columns[0].counts
+        for number in range(1, numbers[0]):
+            going = sum(most > number for most in numbers)
+            columns.append(
+                _Columns(columns[0].slots[:going], ends[:going] + np.int32(number - 1), np.ones(going, dtype=np.int32))
+            )
+        readback, found = Readback(self._streams), list[Tensor]()
+        try:
+            views = self._send(columns, rows)
+            ids, states = views["ids"].long(), _joined(rows)
+            for number, own in enumerate(columns):
+                tokens, after = self.model.guess(self._pass(f"{number}_", own.max_context, views, ids, states))
+                found.append(tokens)
+                going = len(columns[number + 1].slots) if number + 1 < len(columns) else 0
+                ids, states = tokens[:going], None if after is None else after[:going].clone()
+            readback.add("found", torch.cat(found))
+        finally:
+            self._ring.release(readback.launch())
+        guessed: list[int] = readback.host()["found"].tolist()
+        return guessed
+
+    def _send(self, columns: Sequence[_Columns], rows: Sequence[_Entries]) -> dict[str, Tensor]:
+        """Columns of passes, by their number, and ids of the first one, which its rows have."""
+        sections = [section for number, each in enumerate(columns) for section in each.sections(f"{number}_")]
+        ids = np.array([token for row in rows for token in row.ids], dtype=np.int32)
+        views = self._ring.send([*sections, ("ids", np.clip(ids, 0, self._vocab_size - 1))])
+        self._streams.forward_after_schedule()
+        return views
+
+    def _pass(self, prefix: str, max_context: int, views: Mapping[str, Tensor], ids: Tensor, states: Tensor | None) -> Tensor:
+        """Over the rows of a _Columns. ids: int64[T]. Returns int64[R], index of the last entry of each."""
         assert self.model is not None and self.pool is not None, "no step runs while memory is released"
-        counts = torch.tensor([len(row.ids) for row in rows], dtype=torch.int32)
-        starts = torch.tensor([row.first for row in rows], dtype=torch.int32)
-        slots = torch.tensor([row.slot for row in rows], dtype=torch.int32)
-        ends = counts.cumsum(0)
-        offsets = (ends - counts).int()
-        of_row = torch.repeat_interleave(torch.arange(len(rows)), counts)
-        positions = torch.arange(int(ends[-1]), dtype=torch.int32) - offsets[of_row] + starts[of_row]
-        pages = self._table[slots[of_row].long(), (positions // self._page_size).long()].long()
-        assert int((starts + counts).max()) <= self._max_context, "no entry lies beyond the model's context"
+        assert max_context <= self._max_context, "no entry lies beyond the model's context"
+        positions, page_size = views[f"{prefix}positions"], self._page_size
+        pages = self._table[views[f"{prefix}slot_of"].long(), (positions // page_size).long()].long()
         ragged = RaggedRows(
             page_table=self._table,
-            slots=slots,
-            starts=starts,
-            num_tokens=counts,
-            offsets=offsets,
+            slots=views[f"{prefix}slots"],
+            starts=views[f"{prefix}starts"],
+            num_tokens=views[f"{prefix}counts"],
+            offsets=views[f"{prefix}offsets"],
             positions=positions,
-            locations=torch.where(pages < 0, -1, pages * self._page_size + positions % self._page_size),
-            max_context=int((starts + counts).max()),
+            locations=torch.where(pages < 0, -1, pages * page_size + positions % page_size),
+            max_context=max_context,
         )
-        ids = torch.tensor([token for row in rows for token in row.ids])
-        given = [row.states for row in rows if row.states is not None]
-        self.model.forward(ids, torch.cat(given) if given else None, ragged, self.pool)
-        return ends - 1
+        self.model.forward(ids, states, ragged, self.pool)
+        return views[f"{prefix}lasts"].long()
+
+
+def _columns_of(rows: Sequence[_Entries]) -> _Columns:
+    slots, starts = (np.array(column, dtype=np.int32) for column in zip(*((row.slot, row.first) for row in rows), strict=True))
+    return _Columns(slots, starts, np.array([len(row.ids) for row in rows], dtype=np.int32))
+
+
+def _joined(rows: Sequence[_Entries]) -> Tensor | None:
+    given = [row.states for row in rows if row.states is not None]
+    return torch.cat(given) if given else None

@@ -78,9 +78,10 @@ class Decoder:
             torch.add(held.residual, held.update, out=keeping[self._kept[config.num_layers]])
         self._held = held
 
-    def kept(self) -> tuple[Tensor, ...]:
-        """[T, H] of each layer of `kept`, of the last pass; valid until the next."""
-        return self._keeping(len(self._computed().residual))
+    def kept(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """[num_tokens, H] of each layer of `kept`, of the first tokens of the last pass, a replayed one too; valid until the
+        next."""
+        return self._keeping(num_tokens)
 
     def states(self, wanted: Tensor) -> Tensor:
         """See CausalModel. Normed for the wanted rows alone: the others' are seldom asked for."""

@@ -5,6 +5,8 @@ A token that stood after an earlier copy of the last n tokens would make that re
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -79,6 +81,12 @@ class Repeats:
     def remove_last(self, count: int) -> None:
         assert 0 <= count <= self._size, "more tokens are taken back than there are"
         self._begin(self._tokens[: self._size - count].tolist())
+
+    def ahead(self) -> Repeats:
+        """The same sequence, to go on by itself."""
+        other = copy.copy(self)
+        other._tokens, other._lengths = self._tokens.copy(), self._lengths.copy()
+        return other
 
     def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Distinct ids of tokens that would go on with a repeat, and what each logit loses. Breakers end a repeat: none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,26 +63,33 @@ class LogprobRequests:
         return [("measured_rows", wish.rows), ("chosen_rows", rows), ("chosen_places", places), ("chosen_ids", ids)]
 
     def measure_outputs(
-        self, wish: OutputLogprobs, views: Mapping[str, Tensor], logits: Tensor, tokens: Tensor, readback: Readback
+        self,
+        wish: OutputLogprobs,
+        views: Mapping[str, Tensor],
+        logits: Tensor,
+        tokens: Tensor,
+        readback: Readback,
+        skipped: Tensor | None = None,
     ) -> None:
-        """logits: float32[n, V], raw; tokens: int32[n], those sampled."""
+        """logits: float32[n, V], raw; tokens: int32[n], those sampled. skipped: bool[n], of which nothing is measured."""
         rows = views["measured_rows"]
-        measured = self.measure(logits, tokens.index_select(0, rows.long()), rows, max(wish.nums))
+        wanted = rows if skipped is None else torch.where(skipped.index_select(0, rows.long()), -1, rows)
+        measured = self.measure(logits, tokens.index_select(0, rows.long()), wanted, max(wish.nums))
         for name in COLUMNS:
             readback.add(f"output_{name}", getattr(measured, name))
         if len(views["chosen_ids"]):
             picked = logits[views["chosen_rows"].long(), views["chosen_ids"].long()]
             readback.add("output_chosen", picked - measured.mass[views["chosen_places"].long()])
 
-    def outputs(self, wish: OutputLogprobs, host: Mapping[str, Tensor], faults: Mapping[int, RowFault]) -> dict[int, RowLogprobs]:
-        """By index into the sampled rows; none of rows with a fault."""
+    def outputs(self, wish: OutputLogprobs, host: Mapping[str, Tensor], without: Collection[int]) -> dict[int, RowLogprobs]:
+        """By index into the sampled rows. without: those of which nothing is wanted."""
         own, top_ids, top = (host[f"output_{name}"].tolist() for name in COLUMNS[:3])
         chosen = host["output_chosen"].numpy() if "output_chosen" in host else np.empty(0, np.float32)
         result, at = {}, 0
         for index, (row, num, ids) in enumerate(zip(wish.rows.tolist(), wish.nums, wish.ids, strict=True)):
             values = self._outside(chosen[at : at + len(ids)], ids)
             at += len(ids)
-            if row not in faults:
+            if row not in without:
                 kept = slice(min(num, self._vocab_size))
                 tops = tuple(top_ids[index][kept]), tuple(top[index][kept])
                 result[row] = RowLogprobs(own[index], *tops, tuple(values.tolist()))

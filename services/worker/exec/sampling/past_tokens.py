@@ -138,3 +138,14 @@ class PastTokens:
         """What DRY takes from single logits of the slot."""
         past = self._of.get(slot)
         return NO_LOSS if past is None or past.repeats is None else past.repeats.penalties()
+
+    def losses_behind(self, slot: int, guesses: Sequence[int]) -> list[Loss]:
+        """The same, behind each of the guesses if it is right."""
+        past = self._of.get(slot)
+        if past is None or past.repeats is None:
+            return [NO_LOSS] * len(guesses)
+        ahead, losses = past.repeats.ahead(), []
+        for token in guesses:
+            ahead.add(token)
+            losses.append(ahead.penalties())
+        return losses

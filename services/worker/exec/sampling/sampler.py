@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import SampleKernels, SampleRows
 from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.exec.contracts.step_data import Batch, Outcome, OutputLogprobs, SampleSpace
+from services.worker.exec.contracts.step_data import NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
 from services.worker.exec.contracts.step_parts import Launched
 from services.worker.exec.sampling.admission import Admission
 from services.worker.exec.sampling.logprob_requests import LogprobRequests
@@ -28,6 +29,8 @@ from services.worker.exec.streams.upload import UploadRing
 
 logger = logging.getLogger(__name__)
 
+I32 = NDArray[np.int32]
+NOBODY = -1  # the slot of a row that is not sampled
 EDITED_ROWS = 256  # rows whose edited logits are in memory at a time
 MAX_LOSSES = 1 << 16  # of one graph's step
 
@@ -43,6 +46,14 @@ def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
         loss_offsets=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
         loss_ids=none,
         losses=none.view(torch.float32),
+    )
+
+
+def _part_of(rows: SampleRows, part: slice) -> SampleRows:
+    """All rows' masks and losses, as the part's rows name them."""
+    offsets = rows.loss_offsets[part.start : part.stop + 1]
+    return replace(
+        rows, slots=rows.slots[part], positions=rows.positions[part], mask_rows=rows.mask_rows[part], loss_offsets=offsets
     )
 
 
@@ -152,8 +163,17 @@ class DeviceSampler:
             with self._streams.on_forward():
                 self._slots.adjust_counts(views["slots"], views["ids"], views["changes"])
 
-    def launch(self, batch: Batch, masks: Mapping[int, Words], replay: Callable[[], None] | None = None) -> Launched:
-        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here."""
+    def launch(
+        self,
+        batch: Batch,
+        masks: Mapping[int, Words],
+        replay: Callable[[], None] | None = None,
+        places: Places | None = None,
+    ) -> Launched:
+        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here. places: None
+        for rows that do not wait for each other."""
+        if places is not None:
+            batch = replace(batch, slots=batch.slots[places.order], rows=batch.rows[places.order])
         index_of = {row: index for index, row in enumerate(batch.rows.tolist())} if masks else {}
         masked = {index_of[row]: mask for row, mask in masks.items() if row in index_of}
         wish = self._wishes.of_rows(batch.slots)
@@ -161,20 +181,25 @@ class DeviceSampler:
         lossy = any(past.repeats is not None for _, past in pasts)
         if lossy:
             self.settle()
-        views = self._send(batch, masked, lossy, wish)
+        views = self._send(batch, masked, lossy, wish, places)
         readback = Readback(self._streams)
         if views:
             self._streams.forward_after_schedule()
         self._streams.forward_after_copy()  # the last results of this space are on their way out of it
         with self._streams.on_forward():
-            space = self._filled(batch, views)
-            if replay is None or space is not batch.space:
+            if places is not None:
+                batch = self._placed(batch, places, views)
+            space, skipped = self._filled(batch, views), None
+            if places is not None:
+                self._run_places(batch.logits, space, places, views)
+                skipped = space.faults == NOT_SAMPLED
+            elif replay is None or space is not batch.space:
                 self.run_kernels(batch.logits, space)
             else:
                 replay()
             readback.add("sampled", space.out)
             if wish is not None:
-                self._wishes.measure_outputs(wish, views, batch.logits, space.tokens, readback)
+                self._wishes.measure_outputs(wish, views, batch.logits, space.tokens, readback, skipped)
         launched = Launched(batch, readback, wish, pasts, frozenset(self._broken))
         self._ring.release(readback.launch())
         if pasts:
@@ -183,18 +208,17 @@ class DeviceSampler:
 
     def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
         """On the current stream; can be captured. logits: float32[>= n, V]."""
-        rows = space.rows
-        assert len(rows.slots) <= len(logits), "each row to sample has logits"
-        if len(rows.slots) <= len(self._edited):
-            self._run_piece(logits, rows, space.tokens, space.faults)
+        self._run(logits, space.rows, space.tokens, space.faults)
+
+    def _run(self, logits: Tensor, rows: SampleRows, tokens: Tensor, faults: Tensor) -> None:
+        count = len(rows.slots)
+        assert count <= len(logits), "each row to sample has logits"
+        if count <= len(self._edited):
+            self._run_piece(logits, rows, tokens, faults)
             return
-        for first in range(0, len(rows.slots), EDITED_ROWS):
-            part = slice(first, first + EDITED_ROWS)
-            offsets = rows.loss_offsets[first : first + EDITED_ROWS + 1]
-            piece = SampleRows(
-                rows.slots[part], rows.positions[part], rows.mask_rows[part], rows.masks, offsets, rows.loss_ids, rows.losses
-            )
-            self._run_piece(logits[first:], piece, space.out[0, part], space.out[1, part])
+        for first in range(0, count, EDITED_ROWS):
+            part = slice(first, min(first + EDITED_ROWS, count))
+            self._run_piece(logits[first:], _part_of(rows, part), tokens[part], faults[part])
 
     def _run_piece(self, logits: Tensor, rows: SampleRows, tokens: Tensor, faults: Tensor) -> None:
         count, table = len(rows.slots), self._slots.table
@@ -203,19 +227,52 @@ class DeviceSampler:
         self._kernels.edit_logits(edited, values, rows, table)
         self._kernels.select_tokens(tokens, faults, values, edited, rows, table, self._relay)
 
+    def _placed(self, batch: Batch, places: Places, views: Mapping[str, Tensor]) -> Batch:
+        """With logits, slots and positions of its rows, in their order; none has been sampled."""
+        rows, logits, count = batch.space.rows, batch.logits, len(places.order)
+        if places.in_order:
+            logits, slots, positions = logits[:count], rows.slots[:count], rows.positions[:count]
+        else:
+            order = views["order"].long()
+            logits, slots, positions = (each.index_select(0, order) for each in (logits, rows.slots, rows.positions))
+        space = self.passing_space(slots, positions)
+        space.faults.fill_(NOT_SAMPLED)
+        return replace(batch, logits=logits, space=space, fixed=False)
+
+    def _run_places(self, logits: Tensor, space: SampleSpace, places: Places, views: Mapping[str, Tensor]) -> None:
+        """Nothing is read on the host, unless the host is the device: then nobody is asked where nobody is left."""
+        rows, (tokens, faults), guesses = space.rows, space.out, views["guesses"]
+        before = at = known = 0
+        for place, size in enumerate(places.sizes):
+            part = slice(at, at + size)
+            piece = _part_of(rows, part)
+            if place == 0:
+                self._run(logits[part], piece, tokens[part], faults[part])
+            else:
+                last = slice(before, before + size)
+                alive = (tokens[last] == guesses[known : known + size]) & (faults[last] == 0)
+                if self._streams.on_host and not alive.any():
+                    return
+                piece = replace(piece, slots=torch.where(alive, piece.slots, NOBODY))
+                self._run(logits[part], piece, tokens[part], faults[part])
+                faults[part].masked_fill_(~alive, NOT_SAMPLED)
+                known += size
+            before, at = at, at + size
+
     def outcome(self, launched: Launched) -> Outcome:
         """Waits for it."""
         self.settle()
         host, count = launched.readback.host(), len(launched.batch.slots)
         tokens, codes = host["sampled"].numpy()[:, :count]
         assert len(tokens) == len(codes) == count, "each row has a token and the code of a fault"
-        tokens = tokens.copy()
-        faults = {index: RowFault(int(codes[index])) for index in np.flatnonzero(codes).tolist()}
+        tokens, skipped = tokens.copy(), np.flatnonzero(codes == NOT_SAMPLED)
+        faults = {index: RowFault(int(codes[index])) for index in np.flatnonzero(codes > 0).tolist()}
         for index, slot in enumerate(launched.batch.slots.tolist() if launched.broken else ()):
             if slot in launched.broken:
                 faults[index] = RowFault.FAILED
-        tokens[list(faults)] = 0
-        logprobs = self._wishes.outputs(launched.wish, host, faults) if launched.wish is not None else {}
+        tokens[list(faults)] = tokens[skipped] = 0
+        without = {*faults, *skipped.tolist()}
+        logprobs = self._wishes.outputs(launched.wish, host, without) if launched.wish is not None else {}
         return Outcome(tokens, faults, logprobs)
 
     def settle(self) -> None:
@@ -228,9 +285,11 @@ class DeviceSampler:
                 if not faults[index]:
                     past.add(tokens[index])
 
-    def _send(self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputLogprobs | None) -> dict[str, Tensor]:
+    def _send(
+        self, batch: Batch, masked: Mapping[int, Words], lossy: bool, wish: OutputLogprobs | None, places: Places | None
+    ) -> dict[str, Tensor]:
         sections: list[tuple[str, NDArray[np.generic]]] = []
-        size = len(batch.space.rows.slots)
+        size = len(batch.space.rows.slots) if places is None else len(places.order)
         if masked:
             mask_rows = np.full(size, -1, dtype=np.int32)
             assert max(masked) < len(batch.slots) <= size, "a mask belongs to a row, and not to padding"
@@ -239,10 +298,12 @@ class DeviceSampler:
         if lossy:
             slots = np.full(size, -1, dtype=np.int32)
             slots[: len(batch.slots)] = batch.slots
-            losses = Losses.of([self._loss(slot) for slot in slots.tolist()])
+            losses = Losses.of([self._loss(slot) for slot in slots.tolist()] if places is None else self._losses(slots, places))
             sections += [("loss_offsets", losses.offsets), ("loss_ids", losses.ids), ("losses", losses.values)]
         if wish is not None:
             sections += self._wishes.sections(wish)
+        if places is not None:
+            sections += [("order", places.order), ("guesses", places.guesses)]
         return self._ring.send(sections) if sections else {}
 
     def _loss(self, slot: int) -> Loss:
@@ -253,6 +314,22 @@ class DeviceSampler:
             logger.exception("what repeats cost slot %d could not be told", slot)
             self._broken.add(slot)
             return NO_LOSS
+
+    def _losses(self, slots: I32, places: Places) -> list[Loss]:
+        """A row behind the first place is sampled where the guesses before it are right: so they are known."""
+        losses = [self._loss(slot) for slot in slots[: places.sizes[0]].tolist()]
+        behind = [self._behind(int(slots[row]), places.guesses_behind(row)) for row in range(max((0, *places.sizes[1:])))]
+        for place, size in enumerate(places.sizes[1:]):
+            losses += [behind[row][place] for row in range(size)]
+        return losses
+
+    def _behind(self, slot: int, guesses: Sequence[int]) -> list[Loss]:
+        try:
+            return self._past.losses_behind(slot, guesses)
+        except Exception:  # of any kind: as above
+            logger.exception("what repeats cost slot %d behind guesses could not be told", slot)
+            self._broken.add(slot)
+            return [NO_LOSS] * len(guesses)
 
     def _filled(self, batch: Batch, views: Mapping[str, Tensor]) -> SampleSpace:
         """The batch's space with its masks and losses: itself, where they fit in; another one, if not."""

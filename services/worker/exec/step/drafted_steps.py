@@ -3,111 +3,133 @@ what the request's own draw says there.
 
 A drafted row goes to the runner as one row for each of its tokens. They are sampled place by place, all rows' first tokens first,
 as so many steps would: with the state that the places before have left, so penalties, draws, log probabilities and faults are
-those of plain decoding. A row leaves where a token is not what was guessed. Values are read between places: this is for streams
-on which all that was launched is done.
+those of plain decoding. A row leaves where a token is not what was guessed; the device sees to that by itself.
+
+How far a row has come is wanted on the host before the next step: where its tokens begin, and what to guess from. So forward()
+waits for a step that verifies guesses, and before it asks for guesses; behind steps without, it waits for nothing.
 """
 
 from __future__ import annotations
 
-import time
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, RowFault, StepResult, no_tokens
-from services.worker.exec.contracts.drafter import Computed, Drafter
+from services.worker.exec.contracts.drafter import Computed, Drafter, Kept
 from services.worker.exec.contracts.protocol import NO_MASKS, Masks
-from services.worker.exec.contracts.step_data import Batch
-from services.worker.exec.contracts.step_parts import Launched
+from services.worker.exec.contracts.step_data import Batch, Places
 from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.step.plan_pieces import NOTHING
+from services.worker.exec.streams.cuda_streams import Moment
 from services.worker.exec.streams.readback import Readback
+
+logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Drafted:
-    """A step. inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one there. guesses:
-    by row of the plan, as far as a grammar allows them; proposed: how many there were before; predicted: rows whose guesses are
-    of a prediction. runs: tokens of each row that samples. seconds: that the step has taken so far."""
+    """A step. plan: as it came; inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one
+    there. holders: int64[rows], which holder of its slot a row belongs to. guesses: by row of the plan, as far as a grammar
+    allows them; proposed: how many there were before; predicted: rows whose guesses are of a prediction. sampled: rows that
+    sample. kept: what the target has kept of decode rows, of all tokens that were computed. runs: tokens of each row that
+    samples, once they are here, and told: what else came of it. spans: times that the step has taken."""
 
+    plan: BatchPlan
     inner: DeviceRun
     firsts: I64
+    holders: I64
     guesses: dict[int, list[int]]
     proposed: dict[int, int]
     predicted: list[int]
+    sampled: list[int] = field(default_factory=list)
+    kept: dict[int, Kept] = field(default_factory=dict)
     runs: dict[int, list[int]] = field(default_factory=dict)
-    seconds: float = 0.0
+    told: StepResult | None = None
+    spans: list[tuple[Moment, Moment]] = field(default_factory=list)
+
+    @property
+    def verifies(self) -> bool:
+        return self.inner.known is not None
+
+
+def reads_nothing(_: int) -> Kept:
+    """Who drafts has no use for the target's states."""
+    return ()
 
 
 class DraftedSteps:
     """What an executor asks of a DeviceRunner, with guesses. lengths: int64[slots], tokens of each slot whose KV counts: where
-    its next one stands. guessable: bool[slots], of whose holder the drafter hears."""
+    its next one stands. guessable: bool[slots], of whose holder the drafter hears. holders: int64[slots], how many there have
+    been. unsettled: steps that were sampled and whose tokens are not here, in order. read: what the target keeps for who drafts,
+    of so many tokens of its last pass."""
 
-    def __init__(self, runner: DeviceRunner, drafter: Drafter, max_slots: int, max_tokens: int) -> None:
-        self._runner, self._drafter, self._max_tokens = runner, drafter, max_tokens
-        self._lengths = np.zeros(max_slots, dtype=np.int64)
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        drafter: Drafter,
+        max_slots: int,
+        max_tokens: int,
+        read: Callable[[int], Kept] = reads_nothing,
+    ) -> None:
+        self._runner, self._drafter, self._max_tokens, self._read = runner, drafter, max_tokens, read
+        self._lengths, self._holders = np.zeros((2, max_slots), dtype=np.int64)
         self._guessable = np.zeros(max_slots, dtype=np.bool_)
         self._steps: dict[int, _Drafted] = {}
+        self._unsettled: list[_Drafted] = []
 
     def forward(self, run: DeviceRun) -> None:
-        plan = run.plan
-        try:
-            self._drafter.begin()
-        finally:  # whatever becomes of this step: a later one may be planned with these pages
-            self._runner.map_pages(plan)
-        begun = time.perf_counter()  # what prompts left to do is no decode step's cost
-        for admitted in plan.admitted:
-            self._guessable[admitted.slot] = admitted.params.speculative
-            if admitted.params.speculative:
-                self._drafter.admit(admitted)
-        ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
-        for row, end in enumerate(ends):
-            slot, ids = int(plan.slots[row]), plan.input_ids[end - int(plan.num_tokens[row]) : end]
-            if self._guessable[slot]:
-                self._drafter.know(slot, int(plan.starts[row]), ids.tolist())
-        guesses = self._guesses(plan)
+        plan, streams = run.plan, self._runner.streams
+        spans = self._wait_for_lengths(plan)
+        with streams.on_forward():
+            try:
+                self._begin()
+            finally:  # whatever becomes of this step: a later one may be planned with these pages
+                self._runner.map_pages(plan)
+            begun = streams.moment()  # what prompts left to do is no decode step's cost
+            self._tell_given(plan)
+            guesses = self._guesses(plan)
         run.guess(guesses)
         step = self._resolved(plan, guesses)
         self._steps[plan.step_id] = step
         self._runner.forward(step.inner)
-        step.seconds = time.perf_counter() - begun
+        step.spans = [*spans, (begun, streams.moment())]
 
     def sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
-        step, begun = self._steps[run.plan.step_id], time.perf_counter()
+        plan, step, streams = run.plan, self._steps[run.plan.step_id], self._runner.streams
+        begun = streams.moment()
         own = {int(step.firsts[row]): mask for row, mask in masks.items()}
-        for row in run.plan.mask_rows.tolist():
+        for row in plan.mask_rows.tolist():
             ahead = behind.get(row, ())
             own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}
             if row in step.guesses:
                 step.guesses[row] = step.guesses[row][: len(ahead)]
+        if step.inner.in_pieces:  # which compute no guesses
+            step.guesses.clear()
+        placed = partial(self._places, step) if step.verifies and not step.inner.in_pieces else None
         try:
-            self._runner.sample(step.inner, NO_MASKS, NO_MASKS, lambda batch: self._launch(run.plan, step, batch, own))
-            self._drafter.computed(self._computed(run.plan, step))
+            batches = step.inner.batches
+            there = {row for batch in batches for row in batch.rows.tolist()}
+            step.sampled = [row for row in np.flatnonzero(plan.sample).tolist() if int(step.firsts[row]) in there]
+            self._runner.sample(step.inner, own, NO_MASKS, placed)
+            with streams.on_forward():
+                self._keep(step)
         except BaseException:  # of any kind: nobody asks for the result of a step that has failed
-            del self._steps[run.plan.step_id]
+            del self._steps[plan.step_id]
             raise
-        step.seconds += time.perf_counter() - begun
-
-    def _computed(self, plan: BatchPlan, step: _Drafted) -> list[Computed]:
-        """Of a decode row what its guesses have proved to be; what one that was given up has computed counts for nothing."""
-        inner = step.inner
-        offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
-        rows = []
-        for row, first in enumerate(step.firsts.tolist()):
-            given = row < plan.num_extend
-            count, slot = int(plan.num_tokens[row]) if given else len(step.runs.get(row, ())), int(plan.slots[row])
-            if count and first not in inner.faults and self._guessable[slot]:
-                place = -1 if inner.in_pieces else int(offsets[first])
-                rows.append(Computed(slot, int(inner.plan.starts[first]), count, place, given))
-        return rows
+        self._unsettled.append(step)
+        step.spans.append((begun, streams.moment()))
 
     def result(self, run: DeviceRun) -> StepResult:
         step = self._steps.pop(run.plan.step_id)
-        inner = self._runner.result(step.inner)
+        inner = self._settled(step)
         tokens: list[int] = []
         counts = np.ones(run.plan.num_rows, dtype=np.int32)
         faults: dict[int, RowFault] = {}
@@ -124,8 +146,8 @@ class DraftedSteps:
         drafted = np.zeros(run.plan.num_rows, dtype=np.int32)
         for row, count in step.proposed.items():
             drafted[row] = count
-        flat = np.array(tokens, dtype=np.int32)
-        told = replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=step.seconds)
+        flat, seconds = np.array(tokens, dtype=np.int32), sum(end.seconds_since(begun) for begun, end in step.spans)
+        told = replace(inner, tokens=flat, counts=counts, drafted=drafted, faults=faults, logprobs=logprobs, seconds=seconds)
         if not step.predicted:
             return told
         predicted = np.zeros(run.plan.num_rows, dtype=np.bool_)
@@ -135,6 +157,42 @@ class DraftedSteps:
     def release(self, run: DeviceRun) -> None:
         step = self._steps.pop(run.plan.step_id, None)
         self._runner.release(run if step is None else step.inner)
+
+    # Before the forward pass
+
+    def _wait_for_lengths(self, plan: BatchPlan) -> list[tuple[Moment, Moment]]:
+        """And tokens, where the plan needs them. Returns the time that the device had nothing to do for it."""
+        if not self._unsettled:
+            return []
+        slots = {int(step.plan.slots[row]) for step in self._unsettled for row in step.sampled if self._told_of(step, row)}
+        slots.difference_update(admitted.slot for admitted in plan.admitted)  # somebody else's
+        if not (
+            plan.drafts.any()
+            or any(step.verifies for step in self._unsettled)
+            or not slots.isdisjoint(plan.slots[: plan.num_extend].tolist())  # its text goes on otherwise than was sampled
+        ):
+            return []
+        last = self._unsettled[-1]
+        self._settled(last)
+        return [(last.spans[-1][1], self._runner.streams.moment())]
+
+    def _begin(self) -> None:
+        try:
+            self._drafter.begin()
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for what drafts: guesses get worse: %s", error)
+
+    def _tell_given(self, plan: BatchPlan) -> None:
+        for admitted in plan.admitted:
+            self._guessable[admitted.slot] = admitted.params.speculative
+            self._holders[admitted.slot] += 1
+            if admitted.params.speculative:
+                self._drafter.admit(admitted)
+        ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
+        for row, end in enumerate(ends):
+            slot, ids = int(plan.slots[row]), plan.input_ids[end - int(plan.num_tokens[row]) : end]
+            if self._guessable[slot]:
+                self._drafter.know(slot, int(plan.starts[row]), ids.tolist())
 
     def _guesses(self, plan: BatchPlan) -> dict[int, list[int]]:
         """By row, as far as the step has room for them."""
@@ -148,7 +206,12 @@ class DraftedSteps:
                 break
             rows[slot], wanted[slot] = row, min(int(plan.drafts[row]), room)
             room -= wanted[slot]
-        return {rows[slot]: guess for slot, guess in self._drafter.propose(wanted).items() if guess}
+        try:
+            proposed = self._drafter.propose(wanted)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for what drafts: no guesses in step %d: %s", plan.step_id, error)
+            return {}
+        return {rows[slot]: guess for slot, guess in proposed.items() if guess}
 
     def _resolved(self, plan: BatchPlan, guesses: dict[int, list[int]]) -> _Drafted:
         """The step as a plan that says where its decode rows begin, a row for each token."""
@@ -183,40 +246,84 @@ class DraftedSteps:
                 first = at + int(firsts[row]) + 1
                 run.known[first : first + len(guess)] = guess
         predicted = [row for row in guesses if self._drafter.predicted(int(plan.slots[row]))]
-        return _Drafted(run, firsts, guesses, {row: len(guess) for row, guess in guesses.items()}, predicted)
+        proposed = {row: len(guess) for row, guess in guesses.items()}
+        return _Drafted(plan, run, firsts, self._holders[plan.slots], guesses, proposed, predicted)
 
-    def _launch(self, plan: BatchPlan, step: _Drafted, batch: Batch, masks: Masks) -> list[Launched]:
-        """Place by place. batch: rows of the runner's, each with its logits; all of them, unless the step was cut in pieces."""
+    # Behind it
+
+    def _places(self, step: _Drafted, batch: Batch) -> Places:
+        """batch: all rows of the runner's that want a token, with their logits. Who has most guesses stands first."""
         index = {int(row): place for place, row in enumerate(batch.rows.tolist())}
-        rows = alive = [row for row in np.flatnonzero(plan.sample).tolist() if int(step.firsts[row]) in index]
-        launched = []
-        place = 0
-        while alive:
-            whole = place == 0 and len(alive) == len(batch.rows)
-            own = batch if whole else self._part(batch, [index[int(step.firsts[row]) + place] for row in alive])
-            launched.append(self._runner.sampler.launch(own, masks, None))
-            outcome = self._runner.sampler.outcome(launched[-1])
-            going = []
-            for at, row in enumerate(alive):
-                token, guess = int(outcome.tokens[at]), step.guesses.get(row, [])
-                step.runs.setdefault(row, []).append(token)
-                if at not in outcome.faults and place < len(guess) and guess[place] == token:
-                    going.append(row)
-            alive, place = going, place + 1
-        self._note(plan, step, rows)
-        return launched
+        guesses = {row: step.guesses.get(row, []) for row in step.sampled}
+        rows = sorted(step.sampled, key=lambda row: -len(guesses[row]))
+        order, sizes, known = [index[int(step.firsts[row])] for row in rows], [len(rows)], []
+        for place in range(len(guesses[rows[0]])):
+            rows = [row for row in rows if place < len(guesses[row])]
+            order += [index[int(step.firsts[row]) + place + 1] for row in rows]
+            known += [guesses[row][place] for row in rows]
+            sizes.append(len(rows))
+        return Places(np.array(order, dtype=np.int64), tuple(sizes), np.array(known, dtype=np.int32))
 
-    def _part(self, batch: Batch, places: list[int]) -> Batch:
-        chosen, rows = torch.tensor(places), batch.space.rows
-        space = self._runner.sampler.passing_space(rows.slots[chosen], rows.positions[chosen])
-        return Batch(batch.slots[places], batch.rows[places], batch.logits[chosen], space, fixed=False)
-
-    def _note(self, plan: BatchPlan, step: _Drafted, rows: list[int]) -> None:
-        for row in rows:
-            slot, tokens = int(plan.slots[row]), step.runs[row]
+    def _keep(self, step: _Drafted) -> None:
+        """What is known of the step before its tokens are here; and what the next pass will overwrite."""
+        plan, inner, given = step.plan, step.inner, []
+        of_pass = () if inner.in_pieces else self._read(int(inner.plan.num_tokens.sum()))
+        offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
+        for row in range(plan.num_rows if of_pass else plan.num_extend):
+            if not self._told_of(step, row):
+                continue
+            first, extends = int(step.firsts[row]), row < plan.num_extend
+            count = int(plan.num_tokens[row]) if extends else 1 + len(step.guesses.get(row, ()))
+            kept = self._runner.kept(inner, of_pass, int(offsets[first]), count) if of_pass else None
+            if extends:
+                given.append(Computed(int(plan.slots[row]), int(plan.starts[row]), count, kept, given=True))
+            elif kept is not None:
+                step.kept[row] = kept
+        self._drafter.computed(given)
+        for row in step.sampled:
             if row < plan.num_extend:
-                self._lengths[slot] = int(plan.starts[row]) + int(plan.num_tokens[row])
-            else:
-                self._lengths[slot] += len(tokens)
-            if self._guessable[slot]:
-                self._drafter.sampled(slot, tokens)
+                self._lengths[plan.slots[row]] = int(plan.starts[row]) + int(plan.num_tokens[row])
+            elif not step.verifies:
+                self._lengths[plan.slots[row]] += 1
+
+    def _settled(self, step: _Drafted) -> StepResult:
+        """Waits for the step's tokens, and has all that follows from them noted, behind that of the steps before it."""
+        while step in self._unsettled:
+            self._settle(self._unsettled.pop(0))
+        if step.told is None:  # it was tried before
+            self._settle(step)
+        assert step.told is not None, "what is settled has its tokens"
+        return step.told
+
+    def _settle(self, step: _Drafted) -> None:
+        plan, inner = step.plan, step.inner
+        told = step.told = self._runner.result(inner)
+        computed = []
+        for row in step.sampled:
+            first, slot = int(step.firsts[row]), int(plan.slots[row])
+            run = step.runs[row] = self._run_of(step, told, row)
+            if row >= plan.num_extend and step.verifies:
+                self._lengths[slot] += len(run)
+            if not self._told_of(step, row):
+                continue
+            self._drafter.sampled(slot, run)
+            if row >= plan.num_extend:
+                kept = tuple(each[: len(run)] for each in step.kept[row]) if row in step.kept else None
+                computed.append(Computed(slot, int(inner.plan.starts[first]), len(run), kept, given=False))
+        step.kept.clear()
+        self._drafter.computed(computed)
+
+    def _run_of(self, step: _Drafted, told: StepResult, row: int) -> list[int]:
+        """The row's tokens, up to the first that is not what was guessed."""
+        first, guess = int(step.firsts[row]), step.guesses.get(row, [])
+        tokens: list[int] = told.tokens[first : first + len(guess) + 1].tolist()
+        for place, guessed in enumerate(guess):
+            if first + place in told.faults or tokens[place] != guessed:
+                return tokens[: place + 1]
+        return tokens
+
+    def _told_of(self, step: _Drafted, row: int) -> bool:
+        """The drafter hears of the row: its slot has the same holder still, who wants guesses, and it was not given up."""
+        slot = step.plan.slots[row]
+        same = self._holders[slot] == step.holders[row]
+        return bool(same and self._guessable[slot]) and int(step.firsts[row]) not in step.inner.faults

@@ -18,7 +18,8 @@ NOBODY = -1  # the slot of a padding row
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """R rows, padding last. rows: int64[n], of the plan, that sample a token; sample_*: of these, padded to R where R is a
-    graph's: slot, absolute position of the token, index into the pass's tokens. max_tokens: of one row."""
+    graph's: slot, absolute position of the token, index into the pass's tokens. max_tokens: of one row. order: int64[tokens of
+    the plan], the plan's token at each place of the pass; None where they stand in the plan's order."""
 
     num_extend: int
     slots: I32
@@ -31,6 +32,7 @@ class ForwardBatch:
     sample_indices: I32
     max_context: int
     max_tokens: int
+    order: I64 | None = None
 
     @classmethod
     def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
@@ -83,10 +85,10 @@ class ForwardBatch:
         )
 
     @classmethod
-    def of_known(cls, plan: BatchPlan, capacity: int, size: int) -> tuple[ForwardBatch, I32]:
+    def of_known(cls, plan: BatchPlan, capacity: int, size: int, guessed: I32 | None = None) -> tuple[ForwardBatch, I32]:
         """A plan whose extend rows are few tokens each, as if every token were a row that decodes: those that are sampled after
-        first, in the order of their rows, then padding up to size. With int32[size]: the ids that the plan gives, -1 where the
-        relay has them."""
+        first, in the order of their rows, then padding up to size. guessed: int32[tokens], ids of rows that decode, else -1.
+        With int32[size]: the ids that are known, -1 where the relay has them."""
         counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
         rows = np.repeat(np.arange(plan.num_rows), counts)
         count = len(rows)
@@ -104,6 +106,8 @@ class ForwardBatch:
         starts[:count] = np.minimum((plan.starts[rows] + ahead)[placed], capacity - 1)
         positions[:num_sampled] = (plan.starts + counts)[plan.sample]
         given = np.full(count, -1, dtype=np.int32)
+        if guessed is not None:
+            given[:] = guessed
         given[: len(plan.input_ids)] = plan.input_ids
         known[:count] = given[placed]
         columns = cls(
@@ -118,6 +122,7 @@ class ForwardBatch:
             sample_indices=order,
             max_context=capacity,
             max_tokens=1,
+            order=placed if plan.num_extend else None,
         )
         return columns, known
 

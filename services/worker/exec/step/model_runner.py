@@ -22,7 +22,7 @@ from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
-from services.worker.exec.contracts.step_data import Batch, CudaGraph, PromptPiece
+from services.worker.exec.contracts.step_data import Batch, CudaGraph, Places, PromptPiece
 from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
 from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
@@ -35,13 +35,15 @@ from services.worker.exec.streams.upload import UploadRing
 logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
+TABLE_COLUMNS = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
 UPLOAD_WORDS = 1 << 16  # of a step beside its tokens; more costs a larger buffer, once
 
 
 @dataclass(slots=True)
 class DeviceRun:
-    """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it. known:
-    int32[tokens], ids of decode rows that nothing has sampled, else -1; None where there are none. readback: of what the forward
+    """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it. order: see
+    ForwardBatch. known: int32[tokens], ids of decode rows that nothing has sampled, else -1; None where there are none; in
+    pieces their rows are left out. readback: of what the forward
     pass gave beside logits. faults: of rows that were given up, by row of the plan. guesses: at what comes behind its decode
     rows. in_pieces: several passes have computed it. result: gives what came of it. All but plan, guesses and result belongs to
     what runs on the streams."""
@@ -50,6 +52,7 @@ class DeviceRun:
     readback: Readback
     batches: list[Batch] = field(default_factory=list)
     graph: CudaGraph | None = None
+    order: I64 | None = None
     known: NDArray[np.int32] | None = None
     prompts: list[PromptPiece] = field(default_factory=list)
     embeddings: list[int] = field(default_factory=list)
@@ -64,6 +67,17 @@ class DeviceRun:
         """Says them to whoever asks, once; what comes later is not heard."""
         if not self.guesses.done():
             self.guesses.set_result(guesses)
+
+
+def _table_sections(plan: BatchPlan) -> list[tuple[str, NDArray[np.generic]]]:
+    """Of an upload; none where no page is mapped."""
+    if not len(plan.table_slots):
+        return []
+    offsets = np.cumsum(plan.table_counts) - plan.table_counts
+    assert len(plan.table_slots) == len(plan.table_firsts) == len(plan.table_counts), "columns of updates are equally long"
+    assert int(plan.table_counts.sum()) == len(plan.table_pages), "each page belongs to one update"
+    columns = (plan.table_slots, plan.table_firsts, plan.table_counts, offsets, plan.table_pages)
+    return list(zip(TABLE_COLUMNS, columns, strict=True))
 
 
 class DeviceRunner:
@@ -105,11 +119,11 @@ class DeviceRunner:
         assert not run.batches and not run.launched, "a step is launched once"
         run.guess({})
         self._unsampled = plan
-        graph = self._graph_for(plan)
+        graph = self._graph_for(plan, run.known is not None)
         samples = self._samples(plan)
-        columns, given = self._columns(plan, graph, samples)
+        columns, given = self._columns(plan, graph, samples, run.known)
         sections = self._sections(plan, columns, given)
-        views = self._ring.send(sections if run.known is None else [*sections, ("known", run.known)])
+        views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
         self.streams.forward_after_schedule()
         with self.streams.on_forward():
             self._begin(plan, views)
@@ -121,30 +135,37 @@ class DeviceRunner:
                 self._eager(run, plan, columns, views)
 
     def sample(
-        self, run: DeviceRun, masks: Masks, behind: Masks = NO_MASKS, launch: Callable[[Batch], list[Launched]] | None = None
+        self, run: DeviceRun, masks: Masks, behind: Masks = NO_MASKS, places: Callable[[Batch], Places] | None = None
     ) -> None:
-        """Launches what is left of the step, and its way back to the host. launch: has a batch sampled; None: all at once."""
+        """Launches what is left of the step, and its way back to the host. places: of a batch's rows; None: no row waits for
+        another."""
         assert not behind, "a runner verifies no guesses"
         assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
         self._unsampled = None
         self.sampler.follow(run.plan)
         replay = run.graph.sample.replay if run.graph is not None else None
-        if launch is None:
-            run.launched = [self.sampler.launch(batch, masks, replay) for batch in run.batches]
-        else:
-            run.launched = [launched for batch in run.batches for launched in launch(batch)]
+        for batch in run.batches:
+            run.launched.append(self.sampler.launch(batch, masks, replay, None if places is None else places(batch)))
         if self._unwritten is not None:
             with self.streams.on_forward():
                 run.readback.add("unwritten", self._unwritten.clone())
         self.release(run)
 
     def map_pages(self, plan: BatchPlan) -> None:
-        """Ahead of the rest of a step, for who computes something before it, on streams on which what was launched is done."""
-        if len(plan.table_slots):
-            offsets = np.cumsum(plan.table_counts) - plan.table_counts
-            columns = (plan.table_slots, plan.table_firsts, plan.table_counts, offsets, plan.table_pages)
-            updates = TableUpdates(*(torch.from_numpy(column.astype(np.int32)) for column in columns))
-            self._kernels.update_page_table(self.passes.table, updates)
+        """Ahead of the rest of a step, for who computes something before it."""
+        if sections := _table_sections(plan):
+            views = self._ring.send(sections)
+            self.streams.forward_after_schedule()
+            with self.streams.on_forward():
+                self._update_table(views)
+
+    def kept(self, run: DeviceRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
+        """Copies of what the model keeps of tokens first .. first + count - 1 of the plan. of_pass: [T, H] each, of the one pass
+        that has just computed it. On the forward stream."""
+        if run.order is None:
+            return tuple(each[first : first + count].clone() for each in of_pass)
+        places = np.argsort(run.order)[first : first + count].tolist()
+        return tuple(torch.cat([each[place : place + 1] for place in places]) for each in of_pass)
 
     def free_uploads(self) -> None:
         """Once the device has done everything: all that was sent may be overwritten."""
@@ -193,13 +214,17 @@ class DeviceRunner:
             self._embeddings.admit(slot)
         return plan.sample if self._embeddings.empty else plan.sample & ~self._embeddings.wanted(plan.slots)
 
-    def _graph_for(self, plan: BatchPlan) -> CudaGraph | None:
-        """For decode rows, which all sample, and beside them what is known of begun requests, if it is little."""
+    def _graph_for(self, plan: BatchPlan, guessed: bool) -> CudaGraph | None:
+        """For decode rows, which all sample, and beside them what is known of begun requests, if it is little. guessed: slots
+        have several rows, and all want logits."""
         if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
         if plan.num_extend and not self._extends_in_graph(plan):
             return None
-        return self.graphs.for_rows(int(plan.num_tokens.sum()))
+        graph = self.graphs.for_rows(int(plan.num_tokens.sum()))
+        if guessed and graph is not None and len(graph.space.rows.slots) < int(plan.sample.sum()):
+            return None
+        return graph
 
     def _extends_in_graph(self, plan: BatchPlan) -> bool:
         """A graph gives nothing but the logits of sampled rows."""
@@ -208,16 +233,16 @@ class DeviceRunner:
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
 
     def _columns(
-        self, plan: BatchPlan, graph: CudaGraph | None, samples: NDArray[np.bool_]
+        self, plan: BatchPlan, graph: CudaGraph | None, samples: NDArray[np.bool_], known: NDArray[np.int32] | None = None
     ) -> tuple[ForwardBatch | None, NDArray[np.int32]]:
-        """With the ids that the plan gives, as the pass reads them: of the extend rows, or of all tokens where a graph needs
-        them."""
+        """With the ids that the plan gives, as the pass reads them: of the extend rows, or of all tokens, those of `known` among
+        them, where a graph needs them."""
         if not plan.num_rows:
             return None, plan.input_ids
         if graph is None:
             return ForwardBatch.of(plan, samples, self.passes.capacity), plan.input_ids
-        if plan.num_extend:
-            return ForwardBatch.of_known(plan, self.passes.capacity, graph.size)
+        if plan.num_extend or known is not None:
+            return ForwardBatch.of_known(plan, self.passes.capacity, graph.size, known)
         return ForwardBatch.of_decode(plan, self.passes.capacity, graph.size), plan.input_ids
 
     def _sections(
@@ -226,14 +251,7 @@ class DeviceRunner:
         sections: list[tuple[str, NDArray[np.generic]]] = []
         if columns is not None:
             sections += [("columns", columns.words()), ("given", given)]
-        if len(plan.table_slots):
-            offsets = np.cumsum(plan.table_counts) - plan.table_counts
-            assert len(plan.table_slots) == len(plan.table_firsts) == len(plan.table_counts), (
-                "columns of updates are equally long"
-            )
-            assert int(plan.table_counts.sum()) == len(plan.table_pages), "each page belongs to one update"
-            sections += [("table_slots", plan.table_slots), ("table_firsts", plan.table_firsts)]
-            sections += [("table_counts", plan.table_counts), ("table_offsets", offsets), ("table_pages", plan.table_pages)]
+        sections += _table_sections(plan)
         if plan.admitted:
             sections += self.sampler.admission(plan.admitted).sections()
             sections.append(("admitted", np.array([slot.slot for slot in plan.admitted], dtype=np.int32)))
@@ -241,13 +259,15 @@ class DeviceRunner:
 
     def _begin(self, plan: BatchPlan, views: Mapping[str, Tensor]) -> None:
         if len(plan.table_slots):
-            names = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
-            self._kernels.update_page_table(self.passes.table, TableUpdates(*(views[name] for name in names)))
+            self._update_table(views)
         if plan.admitted:
             self.sampler.admit(views)
             self._relay.index_fill_(0, views["admitted"].long(), POISON)
         if self._unwritten is not None:
             self._unwritten.zero_()
+
+    def _update_table(self, views: Mapping[str, Tensor]) -> None:
+        self._kernels.update_page_table(self.passes.table, TableUpdates(*(views[name] for name in TABLE_COLUMNS)))
 
     # The forward pass
 
@@ -256,10 +276,10 @@ class DeviceRunner:
         assert columns.total == graph.size, "a graph is replayed with all of its rows"
         self.stats.graph_steps += 1
         graph.words.copy_(views["columns"])
-        self.graphs.tell(graph, views["given"] if run.plan.num_extend else None)
+        self.graphs.tell(graph, views["given"] if run.plan.num_extend or run.known is not None else None)
         self.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, graph.rows, graph=graph.size))
         graph.forward.replay()
-        run.graph = graph
+        run.graph, run.order = graph, columns.order
         slots = run.plan.slots if len(columns.rows) == run.plan.num_rows else run.plan.slots[columns.rows]
         run.batches = [Batch(slots, columns.rows, graph.logits, graph.space, fixed=True)] if len(slots) else []
 
@@ -317,7 +337,10 @@ class DeviceRunner:
         """Halves what does not fit until it does. Where one token (or a row that stays whole) does not, the row with the longest
         context ends, and the others are tried again."""
         run.in_pieces = True
-        pending = list(halves(whole(plan), self._cut_rows) or (whole(plan),))
+        piece = whole(plan)
+        if run.known is not None:
+            piece = select(piece, np.flatnonzero(run.known[np.cumsum(plan.num_tokens) - plan.num_tokens] < 0))
+        pending = list(halves(piece, self._cut_rows) or (piece,))
         while pending:
             piece = pending.pop(0)
             if self._fits(run, piece):

@@ -23,6 +23,13 @@ class Mark(Protocol):
         """Blocks the caller until the device is past it, without the interpreter lock."""
 
 
+class Moment(Protocol):
+    """When the forward stream was somewhere."""
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Waits for it. earlier: of the same streams."""
+
+
 class Graph(Protocol):
     def replay(self) -> None:
         """Launches on the current stream; all that was captured reads and writes the same addresses again."""
@@ -34,6 +41,10 @@ class Streams(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def on_host(self) -> bool:
+        """The device is the host: what was launched is done, and a look at its values waits for nothing."""
 
     def launch(self, work: Callable[[], None]) -> None:
         """Has work put its part of a step on the streams, behind all that was launched before. Returns without waiting for
@@ -61,6 +72,9 @@ class Streams(Protocol):
 
     def mark_copy(self) -> Mark: ...
 
+    def moment(self) -> Moment:
+        """Where the forward stream is, to be timed."""
+
     def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
         """int32[num_words] that the host writes, and where the device reads them once they were copied there: the same memory
         where the device is the host."""
@@ -85,6 +99,10 @@ class CudaStreams:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def on_host(self) -> bool:
+        return False
 
     def launch(self, work: Callable[[], None]) -> None:
         with torch.inference_mode():
@@ -130,6 +148,11 @@ class CudaStreams:
         event.record(self._copy)
         return CudaMark(event)
 
+    def moment(self) -> Moment:
+        event = CUDA.Event(enable_timing=True)
+        event.record(self._forward)
+        return CudaMoment(event)
+
     def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
         host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
         return host, torch.empty(num_words, dtype=torch.int32, device=self._device)
@@ -148,3 +171,13 @@ class CudaMark:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+class CudaMoment:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def seconds_since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, CudaMoment), "moments of one device"
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
@@ -15,7 +16,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from services.worker.exec.streams.cuda_streams import Mark, T
+from services.worker.exec.streams.cuda_streams import Mark, Moment, T
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -52,6 +53,15 @@ class _Past:
         return
 
 
+class HostMoment:
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, HostMoment), "moments of one clock"
+        return self._at - earlier._at
+
+
 class HostStreams:
     """Implements Streams. num_threads: that torch computes with; our kernels have theirs from who loads them."""
 
@@ -66,6 +76,10 @@ class HostStreams:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def on_host(self) -> bool:
+        return True
 
     def launch(self, work: Callable[[], None]) -> None:
         assert threading.current_thread() is not self._thread, "work does not launch work: it would come after its own end"
@@ -110,6 +124,9 @@ class HostStreams:
 
     def mark_copy(self) -> Mark:
         return self._past
+
+    def moment(self) -> Moment:
+        return HostMoment()
 
     def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
         memory = torch.empty(num_words, dtype=torch.int32)

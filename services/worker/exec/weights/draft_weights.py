@@ -77,10 +77,11 @@ def load_eagle3(folder: Path, target: DecoderConfig, weights: DecoderWeights, dt
     try:
         prefix = "model." if checkpoint.holds("model.norm.weight") else ""
         place = "layers.0" if checkpoint.holds(f"{prefix}layers.0.hidden_norm.weight") else "midlayer"
-        read = Assembly(StoredTensors(checkpoint, dtype), prefix, config, kernels)
+        source = StoredTensors(checkpoint, dtype, weights.embedding.device)
+        read = Assembly(source, prefix, config, kernels)
         layer = read.layer(place, 2 * hidden)
         own = checkpoint.holds(f"{prefix}embed_tokens.weight")
-        head = checkpoint.tensor("lm_head.weight", (size, hidden), dtype)
+        head = source.tensor("lm_head.weight", size, hidden)
         found = DraftWeights(
             embedding=read.own("embed_tokens.weight", target.vocab_size, hidden) if own else weights.embedding,
             embedding_norm=layer.input_norm,
@@ -91,7 +92,7 @@ def load_eagle3(folder: Path, target: DecoderConfig, weights: DecoderWeights, dt
             layer=layer,
             norm=read.own("norm.weight", hidden),
             lm_head=kernels.pack_linear(head, None),
-            ids=_ids(checkpoint, size, target.vocab_size),
+            ids=_ids(source, size, target.vocab_size),
         )
     finally:
         checkpoint.close()
@@ -124,14 +125,15 @@ def _kept(given: Any, target: DecoderConfig) -> tuple[int, ...]:
     return layers
 
 
-def _ids(checkpoint: Checkpoint, size: int, vocab_size: int) -> Tensor | None:
+def _ids(source: StoredTensors, size: int, vocab_size: int) -> Tensor | None:
     """d2t holds what is to be added to a token of the head. Raises CheckpointError."""
+    checkpoint = source.checkpoint
     if size == vocab_size and not checkpoint.holds("d2t"):
         return None
     ids = torch.arange(size) + checkpoint.integers("d2t", (size,))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise CheckpointError(f"d2t leads beyond the {vocab_size} tokens of the target")
-    return ids
+    return ids.to(source.device)
 
 
 def load_mtp(folder: Path, config: DecoderConfig, weights: DecoderWeights, dtype: torch.dtype, kernels: Kernels) -> DraftHead:
@@ -150,7 +152,7 @@ def load_mtp(folder: Path, config: DecoderConfig, weights: DecoderWeights, dtype
             raise CheckpointError(f"{folder} has no layer for multi-token prediction: neither mtp.* nor model.{behind}.eh_proj")
         if weights.lm_head is None:
             raise CheckpointError(f"{folder} has no vocabulary projection to draft with")
-        read = Assembly(StoredTensors(checkpoint, dtype), prefix, config, kernels)
+        read = Assembly(StoredTensors(checkpoint, dtype, weights.embedding.device), prefix, config, kernels)
         found = DraftWeights(
             embedding=weights.embedding,
             embedding_norm=read.own(f"{embedding_norm}.weight", hidden),

@@ -19,6 +19,7 @@ from services.worker.exec.weights.load_meter import LoadMeter
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,10 @@ class StoredTensors:
 
     checkpoint: Checkpoint
     dtype: torch.dtype
+    device: torch.device = HOST
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.checkpoint.tensor(name, shape, self.dtype)
+        return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
 
     def stacked(self, parts: Sequence[Part]) -> Tensor:
         return torch.cat([self.tensor(name, *shape) for name, shape in parts])

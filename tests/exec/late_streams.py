@@ -1,0 +1,96 @@
+"""Streams of a device that is late: what nobody has waited for is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.worker.exec.streams.cuda_streams import Mark
+from tests.exec.device_doubles import InlineStreams
+
+JUNK = -1_234_567
+
+
+def _junk_like(source: Tensor) -> Tensor:
+    return torch.full_like(source, float("nan") if source.is_floating_point() else JUNK)
+
+
+class _Reached:
+    def __init__(self, streams: LateStreams, copies: int) -> None:
+        self._streams, self._copies = streams, copies
+
+    def wait(self) -> None:
+        self._streams.deliver(self._copies)
+
+
+class LateStreams(InlineStreams):
+    """A copy to the host holds junk until a mark behind it was waited for, and for ever if its stream did not follow what has
+    computed its source. An upload holds junk until the forward stream follows the schedule stream. waits: how often the host has
+    been too early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+        self._copies: list[tuple[Tensor, Tensor]] = []  # to be made, with what they will hold
+        self._made = 0
+        self._copy_follows = True
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # of uploads, with what they hold as far as anybody has written
+        self._sent: list[int] = []  # of them, that the forward stream does not see yet
+
+    def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
+        host, device = (torch.full((num_words,), JUNK, dtype=torch.int32) for _ in range(2))
+        self._buffers.append((device, device.clone()))
+        return host, device
+
+    @contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        yield
+        for index, (device, known) in enumerate(self._buffers):
+            written = bool((device != JUNK).any()) if index in self._sent else not torch.equal(device, known)
+            if written:
+                known.copy_(device)
+                device.fill_(JUNK)
+                self._sent.append(index)
+
+    def on_schedule(self) -> AbstractContextManager[Any]:
+        return self._scheduling()
+
+    def forward_after_schedule(self) -> None:
+        for index in self._sent:
+            device, known = self._buffers[index]
+            device.copy_(known)
+        self._sent.clear()
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        yield
+        self._copy_follows = False
+
+    def on_forward(self) -> AbstractContextManager[Any]:
+        return self._forwarding()
+
+    def copy_after_forward(self) -> None:
+        self._copy_follows = True
+
+    def to_host(self, source: Tensor) -> Tensor:
+        host = _junk_like(source)
+        self._copies.append((host, source.clone() if self._copy_follows else host.clone()))
+        return host
+
+    def mark_copy(self) -> Mark:
+        return _Reached(self, self._made + len(self._copies))
+
+    def deliver(self, copies: int) -> None:
+        """As many as there were at that time."""
+        self.waits += self._made < copies
+        while self._made < copies:
+            host, value = self._copies.pop(0)
+            host.copy_(value)
+            self._made += 1
+
+    def synchronize(self) -> None:
+        self.deliver(self._made + len(self._copies))

@@ -1,0 +1,233 @@
+"""Guesses on a device: the host waits for lengths and for nothing else, and ids and bits are those of plain decoding on a CPU,
+whoever guesses, by graphs and without. What stands for a device is late: see LateStreams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference import layers as reference
+from kernels.reference import sampling as sampling_twin
+from services.worker.core.draft_controller import DraftController
+from services.worker.exec import build
+from services.worker.exec.attention.kernel_attention import KernelAttention
+from services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor, build_device_executor
+from services.worker.exec.executor import DeviceExecutor
+from services.worker.exec.kernel_set import KernelSet
+from services.worker.exec.loading import load_model
+from services.worker.exec.step.forward_batch import ForwardBatch
+from tests.core.fake_grammar import spec
+from tests.exec.always_guessing import always, now_and_then
+from tests.exec.device_doubles import GraphMemoryDouble, Watch, WatchedKernels
+from tests.exec.draft_folders import add_mtp, write_eagle3
+from tests.exec.guesses import Guesses
+from tests.exec.host_executors import load_request
+from tests.exec.late_streams import LateStreams
+from tests.exec.random_contexts import Asked, Turned, World, alone, answer_in, random_context, strings, targets
+from tests.exec.test_device_graphs import CapturableTorch, WatchedAttention
+from tests.exec.test_device_memory import Narrow
+from tests.exec.tiny_models import TinyModel
+from tests.night import NIGHTLY
+
+CONTEXTS = 100 if NIGHTLY else 3
+WORLD = World(max_drafts=4)
+PROMPT_TOKENS, NEW_TOKENS = 45, 30
+MODEL = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128})
+SIZES = (WORLD.page_size, WORLD.max_slots, WORLD.num_pages, 0.5, WORLD.context_len)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a layer for multi-token prediction, and heads beside it."""
+    made = tmp_path_factory.mktemp("model")
+    MODEL.build(made / "target")
+    add_mtp(made / "target", deepseek=False)
+    write_eagle3(made / "eagle3", made / "target", draft_vocab=100)
+    return made
+
+
+def made_of(folder: Path, algorithm: str = "none", **options: Any) -> DeviceExecutor:
+    """On late streams if somebody drafts."""
+    drafts = 0 if algorithm == "none" else WORLD.max_drafts
+    draft = {"draft": "target", "eagle3": "eagle3"}.get(algorithm)
+    given = DeviceOptions(
+        device="cpu",
+        num_threads=1,
+        deterministic=True,
+        max_drafts=drafts,
+        speculative_algorithm=algorithm,
+        draft_model=str(folder / draft) if draft else "",
+        **options,
+    )
+    parts = DeviceParts(streams=LateStreams()) if drafts else None
+    executor, _ = build_device_executor(str(folder / "target"), "float32", *SIZES, given, lambda _: None, True, parts)
+    return executor
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[DeviceExecutor]:
+    executor = made_of(folder)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def late(folder: Path) -> DeviceExecutor:
+    return made_of(folder, "ngram")
+
+
+def asked(number: int) -> Asked:
+    return list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
+
+
+def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, errors: float) -> Guesses:
+    guesses = Guesses([[*target.prompt, *alone(World(), plain, target).tokens]], errors, WORLD.vocab_size)
+    executor._steps._drafter = guesses  # type: ignore[attr-defined]
+    return guesses
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["top-p", "penalties"])
+def test_one_string_of_ids_and_bits_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
+    target = asked(number)
+    guesses = guess_with(late, plain, target, 0.3)
+    assert strings(WORLD, late, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
+    assert guesses.accepted > 0
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"])
+def test_whoever_guesses(folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model that is the target itself is right wherever it guesses: it misses no token and no entry."""
+    target = asked(0)
+    executor = made_of(folder, algorithm)
+    assert strings(WORLD, executor, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
+    monkeypatch.setattr(DraftController, "choose", now_and_then())
+    verified = alone(WORLD, executor, target).verified
+    if algorithm == "draft":
+        assert 0 < verified.accepted == verified.drafted
+    executor.close()
+
+
+def test_under_a_grammar(plain: DeviceExecutor, late: DeviceExecutor) -> None:
+    """Some of whose places leave no choice: a row in flight is void, and its text goes on otherwise."""
+    bound = asked(2)
+    target = replace(bound, params=replace(bound.params, grammar=spec(1, NEW_TOKENS), top_logprobs=-1))
+    expected = alone(World(), plain, target).tokens
+    guesses = guess_with(late, plain, target, 0.3)
+    for seed in range(CONTEXTS):
+        context = random_context(WORLD, seed, target, expected)
+        assert answer_in(replace(context, overlap=True), late).tokens == expected[len(context.target.kept) :]
+    assert guesses.accepted > 0
+
+
+def test_a_step_waits_for_one_that_verifies_and_for_no_other(
+    plain: DeviceExecutor, late: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, streams = asked(1), late.runner.streams
+    assert isinstance(streams, LateStreams)
+    guess_with(late, plain, target, 0.0)
+    waits: list[tuple[bool, bool]] = []
+    forward, step = late._steps.forward, [False]
+
+    def counted(run: Any) -> None:
+        before, verified = streams.waits, step[0]
+        forward(run)
+        step[0] = bool(run.guesses.result())
+        waits.append((verified or bool(run.plan.drafts.any()), streams.waits > before))
+
+    monkeypatch.setattr(late._steps, "forward", counted)
+    monkeypatch.setattr(DraftController, "choose", now_and_then())
+    turned = Turned(WORLD.config(), late, overlap=True)
+    answer, beside = turned.submit(target), turned.submit(Asked(target.prompt[:20], target.params))
+    turned.finish()
+    assert answer.bits() == alone(World(), plain, target).bits() and beside.ended
+    assert {waited for must, waited in waits if not must} == {False}
+    assert {waited for must, waited in waits if must} == {True}
+
+
+def with_graphs(folder: Path) -> DeviceExecutor:
+    watch = Watch()
+    layers, sampling = WatchedKernels(reference, watch), WatchedKernels(sampling_twin, watch)
+    loaded = load_model(load_request(folder / "target", "float32", WORLD.page_size, WORLD.context_len))
+    parts = DeviceParts(
+        streams=LateStreams(),
+        kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
+        attention=lambda shape: WatchedAttention(CapturableTorch(reference), watch),  # type: ignore
+        graph_memory=GraphMemoryDouble(watch),  # type: ignore[arg-type]
+        eager_cost=1.0,
+    )
+    options = DeviceOptions(device="cpu", max_graph_rows=8, max_tokens=64, max_drafts=4)
+    model = replace(loaded, kernels=layers, model=loaded.model)  # type: ignore[arg-type]
+    executor, _ = assemble_executor(model, 6, WORLD.page_size, WORLD.num_pages, 0.5, options, lambda _: None, True, parts)
+    return executor
+
+
+def test_verification_is_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot may have several rows of a graph, whose kernels for sampling are then launched by themselves; more tokens than a
+    graph has logits for are computed without one."""
+    monkeypatch.setattr(DraftController, "choose", always)
+    target, executor = replace(asked(2), prompt=asked(2).prompt[:9]), with_graphs(folder)
+    world = replace(WORLD, max_slots=6)
+    options = DeviceOptions(device="cpu", kernels="torch", attention_backend="torch")
+    torch_alone, _ = build_device_executor(str(folder / "target"), "float32", *SIZES, options, lambda _: None)
+    expected = alone(World(), torch_alone, target)
+    guesses = guess_with(executor, torch_alone, target, 0.3)
+    before = replace(executor.runner.stats)
+    assert alone(world, executor, target).tokens == expected.tokens and guesses.accepted > 0
+    assert executor.runner.stats.graph_steps > before.graph_steps
+    assert executor.runner.stats.eager_steps == before.eager_steps + 1, "the prompt"
+    turned = Turned(world.config(), executor, overlap=True)
+    crowd = [turned.submit(target) for _ in range(3)]
+    turned.finish()
+    assert [answer.tokens for answer in crowd] == [expected.tokens] * 3
+    torch_alone.close()
+
+
+def test_what_a_graph_has_reordered_is_kept_in_the_plans_order(late: DeviceExecutor) -> None:
+    """Of tokens that the plan gives, the last one of each row is sampled and stands first."""
+    plans = []
+    forward = late.runner.forward
+    turned = Turned(WORLD.config(), late, overlap=False)
+    for size in (3, 5):
+        turned.submit(replace(asked(0), prompt=asked(0).prompt[:size]))
+    late.runner.forward = lambda run: (plans.append(run), forward(run))  # type: ignore[method-assign, assignment]
+    turned.turn()
+    late.runner.forward = forward  # type: ignore[method-assign]
+    turned.finish()
+    run = plans[0]
+    columns, known = ForwardBatch.of_known(run.plan, 64, 16)
+    run.order = columns.order
+    assert known[:8].tolist() != run.plan.input_ids.tolist()
+    of_pass = (torch.from_numpy(known),)
+    for first, count in ((0, 3), (3, 5), (4, 2)):
+        (kept,) = late.runner.kept(run, of_pass, first, count)
+        assert kept.tolist() == run.plan.input_ids[first : first + count].tolist()
+
+
+def test_without_room_for_guesses_a_step_is_computed_without_them(
+    plain: DeviceExecutor, late: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, runner = asked(1), late.runner
+    guess_with(late, plain, target, 0.0)
+    monkeypatch.setattr(DraftController, "choose", always)
+    narrow, given_up, pieces = Narrow(runner.passes.model, 1), runner.stats.given_up, runner.stats.pieces
+    monkeypatch.setattr(runner.passes, "model", narrow)
+    answer = alone(WORLD, late, target)
+    assert answer.bits() == alone(World(), plain, target).bits()
+    assert answer.verified.drafted > 0 == answer.verified.accepted
+    assert narrow.refused > 0 and runner.stats.pieces > pieces and runner.stats.given_up == given_up
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes as far as to the first tensor."""
+    monkeypatch.setattr(build, "device_of", lambda name: torch.device("cuda", 0))
+    loaded = load_model(load_request(folder / "target", "float32", WORLD.page_size, WORLD.context_len))
+    parts = DeviceParts(LateStreams(), KernelSet(reference, sampling_twin), lambda _: KernelAttention(reference))
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        assemble_executor(loaded, 4, 4, 16, 0.5, DeviceOptions(max_drafts=4), lambda _: None, False, parts)
