@@ -48,6 +48,8 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
     ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0}, ["0.1", "1"], ["0", "0.0", "-1"]),
     ("exclusiveMaximum", {"type": "integer", "exclusiveMaximum": 10}, ["9", "-50"], ["10", "11"]),
     ("both minima", {"type": "number", "minimum": 1, "exclusiveMinimum": 1}, ["1.5"], ["1", "1.0"]),
+    ("minimum, the tighter", {"type": "integer", "minimum": 3, "exclusiveMinimum": 1}, ["3"], ["2"]),
+    ("exclusiveMinimum, the tighter", {"type": "integer", "minimum": 1, "exclusiveMinimum": 3}, ["4"], ["2", "3"]),
     ("fractions bound integers", {"type": "integer", "minimum": 1.5, "exclusiveMaximum": 3.5}, ["2", "3"], ["1", "4"]),
     ("multipleOf", {"type": "integer", "multipleOf": 7}, ["0", "14", "-21", "70000000000007"], ["1", "8", "-6"]),
     ("minLength", {"type": "string", "minLength": 2}, ['"ab"', '"世界"'], ['""', '"a"', '"世"']),
