@@ -172,7 +172,7 @@ def with_graphs(folder: Path) -> DeviceExecutor:
     parts = DeviceParts(
         streams=LateStreams(watch),
         kernels=KernelSet(layers, sampling),  # type: ignore[arg-type]
-        attention=lambda shape: Sized(shape, watch),  # type: ignore[arg-type, return-value]
+        attention=lambda shape: Sized(shape, watch),
         graph_memory=GraphMemoryDouble(watch),  # type: ignore[arg-type]
         eager_cost=1.0,
     )
