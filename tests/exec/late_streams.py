@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from services.worker.exec.streams.cuda_streams import Mark
-from tests.exec.device_doubles import InlineStreams
+from tests.exec.device_doubles import HostWaits, InlineStreams, Watch
 
 JUNK = -1_234_567
 
 
 def _junk_like(source: Tensor) -> Tensor:
     return torch.full_like(source, float("nan") if source.is_floating_point() else JUNK)
+
+
+class _NumbersStayAway(TorchFunctionMode):
+    """torch.where copies a number to the device as a tensor of one, from memory that is not pinned: the host waits."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        where = getattr(func, "__name__", "") == "where" and not self._watch.inside_kernel
+        if where and any(isinstance(each, int | float) for each in args):
+            raise HostWaits("where with a number on the step's way")
+        return func(*args, **(kwargs or {}))
 
 
 class _Reached:
@@ -30,16 +45,22 @@ class _Reached:
 class LateStreams(InlineStreams):
     """A copy to the host holds junk until a mark behind it was waited for, and for ever if its stream did not follow what has
     computed its source. An upload holds junk until the forward stream follows the schedule stream. waits: how often the host has
-    been too early."""
+    been too early. What steps launch may not wait in passing; watch: knows where
+    kernels begin and end, if they are torch's twins."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         super().__init__()
+        self._watch = watch or Watch()
         self.waits = 0
         self._copies: list[tuple[Tensor, Tensor]] = []  # to be made, with what they will hold
         self._made = 0
         self._copy_follows = True
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of uploads, with what they hold as far as anybody has written
         self._sent: list[int] = []  # of them, that the forward stream does not see yet
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with _NumbersStayAway(self._watch):
+            super().launch(work)
 
     def staging(self, num_words: int) -> tuple[Tensor, Tensor]:
         host, device = (torch.full((num_words,), JUNK, dtype=torch.int32) for _ in range(2))

@@ -249,10 +249,10 @@ class _Assembly:
             head_dim=config.head_dim,
             page_size=self._page_size,
             windows=tuple(dict.fromkeys(config.windows)),
-            max_rows=max(self._max_slots, self._widest),
+            max_rows=max(self._sampled, self._widest),
             max_tokens=self._largest,
             max_context=pages_per_slot * self._page_size,
-            max_pages=max(self._max_slots, self._widest) * pages_per_slot,
+            max_pages=max(self._sampled, self._widest) * pages_per_slot,
         )
         backend = self._attention(shape)
         attending = model.attending(backend.attend, self._drafting.kept)
@@ -428,8 +428,10 @@ class _Assembly:
         )
 
         def largest() -> None:
+            waiting = self._drafting.waiting(self.runner.passes.model, self._max_slots)  # beside all that follows
             largest_step(self.runner, self._bounds)
             self._draft_behind(self._largest)
+            del waiting
 
         return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
 

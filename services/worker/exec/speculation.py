@@ -16,7 +16,7 @@ from services.worker.exec.contracts.draft_model import DraftModel
 from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter, Kept
 from services.worker.exec.contracts.operations import ReleaseMemory
 from services.worker.exec.contracts.options import DRAFT, EAGLE3, MTP, NGRAM, NONE, DeviceOptions
-from services.worker.exec.drafting.model_drafter import ModelDrafter
+from services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDrafter
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.drafting.ngram_index import NgramIndex
 from services.worker.exec.models.decoder import Decoder
@@ -143,6 +143,10 @@ class Drafting:
         """A pass of a model that drafts behind one of the target's, of as many tokens. On the forward stream."""
         if self._drafter is not None:
             self._drafter.rehearse(num_tokens, self.read(target, num_tokens))
+
+    def waiting(self, target: CausalModel, num_slots: int) -> Kept:
+        """As much as slots whose answers nobody guesses at have kept at most, before it is computed."""
+        return tuple(each.new_empty((num_slots * MOST_PENDING, each.shape[1])) for each in self.read(target, 1))
 
     def drop(self, parts: ReleaseMemory) -> None:
         self._model = None if parts.weights else self._model

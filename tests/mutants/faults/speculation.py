@@ -24,13 +24,13 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/exec/step/drafted_steps.py",
-        ("            or any(step.verifies for step in self._unsettled)\n", ""),
+        (" or any(step.verifies for step in self._unsettled)", ""),
         only="test_device_speculation",
     ),
     *of(
         "speculation",
         "services/worker/exec/sampling/sampler.py",
-        ("slots=torch.where(alive, piece.slots, NOBODY)", "slots=piece.slots"),
+        ("slots=piece.slots.masked_fill(~alive, NOBODY)", "slots=piece.slots"),
         only="test_device_speculation",
     ),
     *of(
@@ -68,8 +68,8 @@ SPECULATION = (
         ("own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}", "pass"),
         ("step.guesses[row] = step.guesses[row][: len(ahead)]", "pass"),
         ("or tokens[place] != guessed:", "or False:"),
-        ("self._lengths[slot] += len(run)", "self._lengths[slot] += 1"),
-        ("len(run), kept, given=False", "1 + len(step.guesses.get(row, ())), kept, given=False"),
+        ("+= len(run) if row", "+= 1 if row"),
+        ("len(run), own, given=False", "1 + len(step.guesses.get(row, ())), own, given=False"),
         only="test_speculation",
     ),
     *of(

@@ -211,7 +211,7 @@ class ModelDrafter:
         states = None
         if shift:
             assert self.model is not None, "no step runs while memory is released"
-            whole = tuple(torch.cat(parts) for parts in zip(*state.pending, strict=True))
+            whole = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*state.pending, strict=True))
             states = self.model.entry(tuple(each[:count] for each in whole))
             state.pending = [tuple(each[count:] for each in whole)] if len(whole[0]) > count else []
         first, state.valid = state.valid, state.valid + count
@@ -264,7 +264,7 @@ class ModelDrafter:
             num_tokens=views[f"{prefix}counts"],
             offsets=views[f"{prefix}offsets"],
             positions=positions,
-            locations=torch.where(pages < 0, -1, pages * page_size + positions % page_size),
+            locations=(pages * page_size + positions % page_size).masked_fill(pages < 0, -1),
             max_context=max_context,
         )
         self.model.forward(ids, states, ragged, self.pool)

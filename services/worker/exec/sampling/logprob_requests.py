@@ -73,7 +73,7 @@ class LogprobRequests:
     ) -> None:
         """logits: float32[n, V], raw; tokens: int32[n], those sampled. skipped: bool[n], of which nothing is measured."""
         rows = views["measured_rows"]
-        wanted = rows if skipped is None else torch.where(skipped.index_select(0, rows.long()), -1, rows)
+        wanted = rows if skipped is None else rows.masked_fill(skipped.index_select(0, rows.long()), -1)
         measured = self.measure(logits, tokens.index_select(0, rows.long()), wanted, max(wish.nums))
         for name in COLUMNS:
             readback.add(f"output_{name}", getattr(measured, name))

@@ -253,7 +253,7 @@ class DeviceSampler:
                 alive = (tokens[last] == guesses[known : known + size]) & (faults[last] == 0)
                 if self._streams.on_host and not alive.any():
                     return
-                piece = replace(piece, slots=torch.where(alive, piece.slots, NOBODY))
+                piece = replace(piece, slots=piece.slots.masked_fill(~alive, NOBODY))
                 self._run(logits[part], piece, tokens[part], faults[part])
                 faults[part].masked_fill_(~alive, NOT_SAMPLED)
                 known += size
@@ -265,13 +265,13 @@ class DeviceSampler:
         host, count = launched.readback.host(), len(launched.batch.slots)
         tokens, codes = host["sampled"].numpy()[:, :count]
         assert len(tokens) == len(codes) == count, "each row has a token and the code of a fault"
-        tokens, skipped = tokens.copy(), np.flatnonzero(codes == NOT_SAMPLED)
-        faults = {index: RowFault(int(codes[index])) for index in np.flatnonzero(codes > 0).tolist()}
+        tokens, told = tokens.copy(), np.flatnonzero(codes).tolist()
+        faults = {index: RowFault(int(codes[index])) for index in told if codes[index] != NOT_SAMPLED}
         for index, slot in enumerate(launched.batch.slots.tolist() if launched.broken else ()):
             if slot in launched.broken:
                 faults[index] = RowFault.FAILED
-        tokens[list(faults)] = tokens[skipped] = 0
-        without = {*faults, *skipped.tolist()}
+        without = {*faults, *told}
+        tokens[list(without)] = 0
         logprobs = self._wishes.outputs(launched.wish, host, without) if launched.wish is not None else {}
         return Outcome(tokens, faults, logprobs)
 

@@ -87,9 +87,9 @@ class DraftedSteps:
 
     def forward(self, run: DeviceRun) -> None:
         plan, streams = run.plan, self._runner.streams
-        spans = self._wait_for_lengths(plan)
         with streams.on_forward():
             try:
+                spans = self._wait_for_lengths(plan)
                 self._begin()
             finally:  # whatever becomes of this step: a later one may be planned with these pages
                 self._runner.map_pages(plan)
@@ -164,17 +164,19 @@ class DraftedSteps:
         """And tokens, where the plan needs them. Returns the time that the device had nothing to do for it."""
         if not self._unsettled:
             return []
-        slots = {int(step.plan.slots[row]) for step in self._unsettled for row in step.sampled if self._told_of(step, row)}
-        slots.difference_update(admitted.slot for admitted in plan.admitted)  # somebody else's
-        if not (
-            plan.drafts.any()
-            or any(step.verifies for step in self._unsettled)
-            or not slots.isdisjoint(plan.slots[: plan.num_extend].tolist())  # its text goes on otherwise than was sampled
-        ):
+        if not (plan.drafts.any() or any(step.verifies for step in self._unsettled) or self._goes_on_otherwise(plan)):
             return []
         last = self._unsettled[-1]
         self._settled(last)
         return [(last.spans[-1][1], self._runner.streams.moment())]
+
+    def _goes_on_otherwise(self, plan: BatchPlan) -> bool:
+        """The plan says tokens of a slot for which others were sampled that are not here."""
+        given = set(plan.slots[: plan.num_extend].tolist())
+        given.difference_update(admitted.slot for admitted in plan.admitted)  # somebody else's
+        return bool(given) and any(
+            int(step.plan.slots[row]) in given and self._told_of(step, row) for step in self._unsettled for row in step.sampled
+        )
 
     def _begin(self) -> None:
         try:
@@ -266,25 +268,36 @@ class DraftedSteps:
 
     def _keep(self, step: _Drafted) -> None:
         """What is known of the step before its tokens are here; and what the next pass will overwrite."""
-        plan, inner, given = step.plan, step.inner, []
-        of_pass = () if inner.in_pieces else self._read(int(inner.plan.num_tokens.sum()))
-        offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
-        for row in range(plan.num_rows if of_pass else plan.num_extend):
-            if not self._told_of(step, row):
-                continue
-            first, extends = int(step.firsts[row]), row < plan.num_extend
-            count = int(plan.num_tokens[row]) if extends else 1 + len(step.guesses.get(row, ()))
-            kept = self._runner.kept(inner, of_pass, int(offsets[first]), count) if of_pass else None
-            if extends:
-                given.append(Computed(int(plan.slots[row]), int(plan.starts[row]), count, kept, given=True))
-            elif kept is not None:
-                step.kept[row] = kept
+        plan, kept = step.plan, dict[int, Kept]()
+        try:
+            kept = self._copied(step)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for what drafts reads of step %d: guesses get worse: %s", plan.step_id, error)
+        given = []
+        for row in range(plan.num_extend):
+            if self._told_of(step, row):
+                count = int(plan.num_tokens[row])
+                given.append(Computed(int(plan.slots[row]), int(plan.starts[row]), count, kept.pop(row, None), given=True))
+        step.kept = kept
         self._drafter.computed(given)
         for row in step.sampled:
             if row < plan.num_extend:
                 self._lengths[plan.slots[row]] = int(plan.starts[row]) + int(plan.num_tokens[row])
             elif not step.verifies:
                 self._lengths[plan.slots[row]] += 1
+
+    def _copied(self, step: _Drafted) -> dict[int, Kept]:
+        """By row, of those that the drafter hears of; nothing where it reads nothing, or several passes have computed them."""
+        plan, inner, kept = step.plan, step.inner, dict[int, Kept]()
+        of_pass = () if inner.in_pieces else self._read(int(inner.plan.num_tokens.sum()))
+        if not of_pass:
+            return kept
+        offsets = np.cumsum(inner.plan.num_tokens) - inner.plan.num_tokens
+        for row, first in enumerate(step.firsts.tolist()):
+            if self._told_of(step, row):
+                count = int(plan.num_tokens[row]) if row < plan.num_extend else 1 + len(step.guesses.get(row, ()))
+                kept[row] = self._runner.kept(inner, of_pass, int(offsets[first]), count)
+        return kept
 
     def _settled(self, step: _Drafted) -> StepResult:
         """Waits for the step's tokens, and has all that follows from them noted, behind that of the steps before it."""
@@ -297,20 +310,22 @@ class DraftedSteps:
 
     def _settle(self, step: _Drafted) -> None:
         plan, inner = step.plan, step.inner
-        told = step.told = self._runner.result(inner)
+        told = self._runner.result(inner)
+        step.runs = {row: self._run_of(step, told, row) for row in step.sampled}
+        if step.verifies:
+            for row, run in step.runs.items():
+                self._lengths[plan.slots[row]] += len(run) if row >= plan.num_extend else 0
+        step.told = told  # whatever becomes of what drafts
+        kept, step.kept = step.kept, {}
         computed = []
-        for row in step.sampled:
-            first, slot = int(step.firsts[row]), int(plan.slots[row])
-            run = step.runs[row] = self._run_of(step, told, row)
-            if row >= plan.num_extend and step.verifies:
-                self._lengths[slot] += len(run)
+        for row, run in step.runs.items():
             if not self._told_of(step, row):
                 continue
+            slot = int(plan.slots[row])
             self._drafter.sampled(slot, run)
             if row >= plan.num_extend:
-                kept = tuple(each[: len(run)] for each in step.kept[row]) if row in step.kept else None
-                computed.append(Computed(slot, int(inner.plan.starts[first]), len(run), kept, given=False))
-        step.kept.clear()
+                own = tuple(each[: len(run)] for each in kept[row]) if row in kept else None
+                computed.append(Computed(slot, int(inner.plan.starts[step.firsts[row]]), len(run), own, given=False))
         self._drafter.computed(computed)
 
     def _run_of(self, step: _Drafted, told: StepResult, row: int) -> list[int]:
