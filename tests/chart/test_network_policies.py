@@ -117,8 +117,8 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
                 "extraIngress": [{"from": [{"podSelector": {"matchLabels": {"app": "other"}}}], "ports": [{"port": 9999}]}],
             },
         },
-        WHOLE
-        | {("worker", ANY, 8080)}
+        WHOLE - {("test", ANY, 443), ("test", ANY, 6443)}
+        | {("worker", ANY, 8080), ("test", ANY, 8080)}
         | {(source, ANY, 4317) for source in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")}
         | {("neighbour", target, 9999) for target in ("gateway", "tokenizer", "detokenizer", "worker", "redis", "test")},
     ),

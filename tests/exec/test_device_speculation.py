@@ -94,7 +94,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
     return guesses
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=["top-p", "penalties"])
+@pytest.mark.parametrize("number", [pytest.param(2, id="penalties"), *([pytest.param(1, id="top-p")] if NIGHTLY else [])])
 def test_one_string_of_ids_and_bits_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
     target = asked(number)
     guesses = guess_with(late, plain, target, 0.3)
@@ -102,7 +102,7 @@ def test_one_string_of_ids_and_bits_on_a_late_device(plain: DeviceExecutor, late
     assert guesses.accepted > 0
 
 
-@pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"])
+@pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"] if NIGHTLY else ["eagle3"])
 def test_whoever_guesses(folder: Path, plain: DeviceExecutor, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft model that is the target itself is right wherever it guesses: it misses no token and no entry."""
     target = asked(0)

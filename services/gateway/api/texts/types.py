@@ -111,6 +111,25 @@ class WorkerStanding(Answer):
     retractions: Count | None
 
 
+class RedisStanding(Answer):
+    """Whether each answers; null where there is none."""
+
+    index: bool | None
+    limits: bool | None = Field(description="The keys' limits, which gateways share.")
+    kept: bool | None = Field(description="What clients have kept: responses, files, batches.")
+
+
+class GatewaySurroundings(Answer):
+    """What the gateway stands on. null: there is none of it."""
+
+    redis: RedisStanding
+    key_file_valid: bool | None
+    tls_files_valid: bool | None
+    certificate_ends_in_s: int | None = Field(description="Of its own certificate; below 0 where it has expired.")
+    unresolved: list[str] = Field(description="Services whose names cannot be looked up.")
+    scraped_s_ago: float | None = Field(description="Since its metrics were asked for; null: never.")
+
+
 class GatewayStanding(Answer):
     """The gateway that answers."""
 
@@ -118,6 +137,7 @@ class GatewayStanding(Answer):
     workers: Count = Field(description="That get requests.")
     tokenizers: Count = Field(description="Connected.")
     detokenizers: Count = Field(description="Connected.")
+    surroundings: GatewaySurroundings
 
 
 class ServedModel(Answer):
