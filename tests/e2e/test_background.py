@@ -74,7 +74,7 @@ class Follower:
 def test_another_gateway_goes_on_where_one_was(tmp_path: Path, fault: signal.Signals) -> None:
     with System(tmp_path, gateways=2, gateway_flags=FLAGS, worker_flags="--deterministic", log_level="info") as system:
         urls = [part.url for part in system.parts.values() if part.url]
-        first, second = [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) for url in urls]
+        first, second = [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=180) for url in urls]
         with ThreadPoolExecutor(RESPONSES) as pool:
             whole = list(pool.map(lambda number: second.responses.create(**asked(number)), range(RESPONSES)))
             answers = pool.map(lambda number: first.responses.create(background=True, **asked(number)), range(RESPONSES))
