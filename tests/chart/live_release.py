@@ -4,17 +4,15 @@ for the objects it was given and knows their kinds alone."""
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
 import helm_python as helm
 import yaml
 
-from services.local.ports import HOST
+from tests.chart.loopback_server import QuietHandler, serving
 from tests.chart.release import CHART, NAME, NAMESPACE, Object, Values
 
 PLURALS = {"Secret": "secrets", "Deployment": "deployments", "StatefulSet": "statefulsets"}
@@ -57,7 +55,7 @@ def _root(group: str) -> str:
 def _api_server(there: Sequence[Object]) -> Iterator[str]:
     answers = _answers(there)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             found = answers.get(urlsplit(self.path).path)
             self.send_response(404 if found is None else 200)
@@ -65,15 +63,5 @@ def _api_server(there: Sequence[Object]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(ABSENT if found is None else found).encode())
 
-        def log_message(self, *_: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer((HOST, 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"http://{HOST}:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as url:
+        yield url

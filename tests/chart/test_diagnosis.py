@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from tests.chart.diagnosis_cases import (
     series,
     with_pods,
 )
+from tests.chart.loopback_server import QuietHandler, serving
 from tests.chart.release import CHART, NAMESPACE, merged, render
 from tests.services.redis_server import RedisServer
 
@@ -153,7 +152,7 @@ def cluster(facts: Facts) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Its URL, and (path, authorization) of what was asked."""
     answers, asked = api_of(facts), list[tuple[str, str]]()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = urllib.parse.urlsplit(self.path).path
@@ -165,18 +164,8 @@ def cluster(facts: Facts) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer((HOST, 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"http://{HOST}:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as url:
+        yield url, asked
 
 
 @pytest.fixture(scope="module")

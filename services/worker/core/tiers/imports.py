@@ -379,10 +379,8 @@ class Imports:
 
     def _unpin(self, seq: int) -> bool:
         """Whether anything was pinned for it."""
-        pinned = self._pinned.pop(seq, None)
-        if pinned is not None:
-            node, memory = pinned
-            memory.unpin(node)
+        if (pinned := self._pinned.pop(seq, None)) is not None:
+            pinned[1].unpin(pinned[0])
         return pinned is not None
 
 

@@ -167,12 +167,13 @@ class TcpRoomServer:
             connection.close()
 
     def _serve(self, connection: Connection, is_shared: bool) -> None:
-        with ExitStack() as senders:
+        with ExitStack() as ends:  # the last one that is named first; none is left out for what another has run into
+            ends.callback(self._is_gone, connection)
             try:
                 if self._is_let_in(connection, is_shared) and self._is_greeted(connection):
                     sender = self._sender(connection, is_shared)
-                    senders.callback(sender.close)
-                    self._converse(connection, sender, senders)
+                    ends.callback(sender.close)
+                    self._converse(connection, sender, ends)
             except Malformed as error:
                 logger.info("a reader of pages is not understood", extra=fields(error=str(error)))
                 self._refuse(connection, Status.MALFORMED, str(error))
@@ -182,6 +183,8 @@ class TcpRoomServer:
                 logger.exception("pages were not read")
             finally:
                 connection.close()
+
+    def _is_gone(self, connection: Connection) -> None:
         with self._lock:
             del self._connections[connection]
         self._tell_left(self._rooms.reader_gone(connection))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import SampleKernels, SampleRows
 from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.exec.contracts.step_data import NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
+from services.worker.exec.contracts.step_data import NOBODY, NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
 from services.worker.exec.contracts.step_parts import Launched
 from services.worker.exec.sampling.admission import Admission
 from services.worker.exec.sampling.logprob_requests import LogprobRequests
@@ -30,7 +30,6 @@ from services.worker.exec.streams.upload import UploadRing
 logger = logging.getLogger(__name__)
 
 I32 = NDArray[np.int32]
-NOBODY = -1  # the slot of a row that is not sampled
 EDITED_ROWS = 256  # rows whose edited logits are in memory at a time
 MAX_LOSSES = 1 << 16  # of one graph's step
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.core.contracts.plan import BatchPlan
+from services.worker.exec.contracts.step_data import NOBODY
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-NOBODY = -1  # the slot of a padding row
 
 
 @dataclass(frozen=True, slots=True)

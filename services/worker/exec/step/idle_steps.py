@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
+from services.worker.exec.contracts.step_data import NOBODY
 from services.worker.exec.contracts.step_parts import StepSampler
-from services.worker.exec.step.forward_batch import NOBODY, DeviceBatch, ForwardBatch
+from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 from services.worker.exec.step.passes import ForwardPass
 from services.worker.exec.streams.cuda_streams import Streams
 
