@@ -41,6 +41,7 @@ class SlotColumn(enum.IntEnum):
 
 SEEN = -(1 << 15)  # bit 15 of a count: the token stands in the prompt; the other 15 bits count it in the output
 MAX_COUNT = (1 << 15) - 1
+NOBODY = -1  # the slot of a row that is padding, or is not sampled
 MAX_TOP = 32  # top log probabilities of one row
 
 

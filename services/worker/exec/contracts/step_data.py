@@ -75,7 +75,6 @@ class Places:
 
 
 NOT_SAMPLED = -1  # among the codes of faults
-NOBODY = -1  # the slot of a row that is padding, or is not sampled
 
 
 @dataclass(frozen=True, slots=True)

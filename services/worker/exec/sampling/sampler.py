@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.sample_ops import SampleKernels, SampleRows
+from kernels.contracts.sample_ops import NOBODY, SampleKernels, SampleRows
 from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
-from services.worker.exec.contracts.step_data import NOBODY, NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
+from services.worker.exec.contracts.step_data import NOT_SAMPLED, Batch, Outcome, OutputLogprobs, Places, SampleSpace
 from services.worker.exec.contracts.step_parts import Launched
 from services.worker.exec.sampling.admission import Admission
 from services.worker.exec.sampling.logprob_requests import LogprobRequests

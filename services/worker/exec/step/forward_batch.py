@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.contracts.sample_ops import NOBODY
 from services.worker.core.contracts.plan import BatchPlan
-from services.worker.exec.contracts.step_data import NOBODY
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kernels.contracts.sample_ops import NOBODY
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
-from services.worker.exec.contracts.step_data import NOBODY
 from services.worker.exec.contracts.step_parts import StepSampler
 from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 from services.worker.exec.step.passes import ForwardPass
