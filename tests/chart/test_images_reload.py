@@ -63,7 +63,7 @@ def test_a_signal_reaches_the_service_and_its_status_comes_back(reloader: subpro
 def test_a_service_that_fails_before_any_change_ends_the_container(app: Path) -> None:
     (app / "services/one/__main__.py").write_text("raise SystemExit(5)")
     command = [sys.executable, str(DEV / "reload.py"), "-m", "services.one"]
-    assert subprocess.run(command, cwd=app, timeout=20, check=False).returncode == 5
+    assert subprocess.run(command, cwd=app, timeout=60, check=False).returncode == 5
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_only_a_service_runs_under_the_loop(arguments: list[str], reloads: bool,
     script.write_text((DEV / "python").read_text().replace("/opt/venv/bin/python", str(tmp_path / "interpreter")))
     for file in (script, tmp_path / "interpreter"):
         file.chmod(0o755)
-    said = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    said = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout.split()
     assert said == (["/opt/dev/reload.py"] if reloads else []) + arguments

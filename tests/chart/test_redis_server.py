@@ -39,7 +39,7 @@ class Server:
         return {"6379": str(self.port), "0.0.0.0": HOST, "/data": str(self._folder), "/tmp": str(self._folder)}.get(word, word)
 
     def is_ready(self) -> bool:
-        return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=20).returncode == 0
+        return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=60).returncode == 0
 
     def shown(self, by: Mounted | None = None) -> bytes:
         """Its certificate, as it is shown to who shows one: with its own files, or others."""

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "charts" / "rootstock" / "scripts"
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", (SCRIPTS / f"{script}.py").read_text(), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, env={**os.environ, **environment}, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False)
 
 
 class TestWaitForModel:

@@ -122,7 +122,7 @@ class Fleet:
             time.sleep(0.05)
         for child in self.children.values():
             child.kill_group()
-        wait_until(lambda: not any(self.is_alive(name) for name in self.children), 5, "every process to be gone")
+        wait_until(lambda: not any(self.is_alive(name) for name in self.children), 60, "every process to be gone")
 
     def restore(self) -> None:
         """Whatever a test has done to it, all of it runs afterwards."""
@@ -147,7 +147,7 @@ class Fleet:
     def kill(self, name: str) -> None:
         """SIGKILL."""
         self.children[name].signal(signal.SIGKILL)
-        wait_until(lambda: not self.is_alive(name), 5, f"{name} to die")
+        wait_until(lambda: not self.is_alive(name), 60, f"{name} to die")
 
     def term(self, name: str, within_s: float = 90.0) -> None:
         """SIGTERM, and its end."""

@@ -85,4 +85,4 @@ def is_permitted() -> bool:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout

@@ -75,14 +75,14 @@ class System:
 
     def kill(self, name: str) -> None:
         self.children[name].signal(signal.SIGKILL)
-        wait_until(lambda: self.children[name].exit_code is not None, 5, f"{name} to die")
+        wait_until(lambda: self.children[name].exit_code is not None, 60, f"{name} to die")
 
     def start(self, name: str) -> None:
         self.children[name].start()
 
     def status(self, path: str) -> int:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+            with urllib.request.urlopen(self.url + path, timeout=20) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -101,7 +101,7 @@ class System:
 
     def metric(self, name: str, metric: str, **labels: str) -> float:
         """Sum over the labels of one metric of one process, over those with these alone."""
-        with urllib.request.urlopen(self.parts[name].metrics_url, timeout=5) as response:
+        with urllib.request.urlopen(self.parts[name].metrics_url, timeout=60) as response:
             families = text_string_to_metric_families(response.read().decode())
             samples = [sample for family in families for sample in family.samples if sample.name == metric]
             values = [sample.value for sample in samples if labels.items() <= sample.labels.items()]

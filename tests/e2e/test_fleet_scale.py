@@ -53,7 +53,7 @@ def empty(tmp_path: Path) -> Iterator[Fleet]:
     down = tuple(f"worker-{index}" for index in range(4))
     with Fleet(tmp_path, down=down, workers=4, **SMALL, **flags) as started:
         started.wait_ready("redis", "tokenizer", "detokenizer")
-        wait_until(lambda: started.is_listening("gateway"), 30, "the gateway to listen")
+        wait_until(lambda: started.is_listening("gateway"), 60, "the gateway to listen")
         yield started
 
 
@@ -65,7 +65,7 @@ def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
             return clients.wave([completion(number, tokens) for number in range(count)])
 
         first = send(8)
-        wait_until(lambda: waiting(fleet) > 0, 10, "requests to wait for the first worker")
+        wait_until(lambda: waiting(fleet) > 0, 60, "requests to wait for the first worker")
         fleet.start("worker-0")
         all_answered(first.wait(), tokens)
 
@@ -73,7 +73,7 @@ def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
         for name in ("worker-1", "worker-2", "worker-3"):
             fleet.start(name)
         fleet.wait_ready(*fleet.workers)
-        wait_until(lambda: usable(fleet) == 4, 10, "the gateway to know all four")
+        wait_until(lambda: usable(fleet) == 4, 60, "the gateway to know all four")
         third = send(160)
         all_answered(second.wait() + third.wait(), tokens)
         served = {name: fleet.metric(name, "sglang:num_requests_total") for name in fleet.workers}
@@ -84,7 +84,7 @@ def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
         for name in fleet.workers:
             fleet.term(name)
         late = send(4)
-        wait_until(lambda: waiting(fleet) > 0, 10, "requests to wait while there is no worker")
+        wait_until(lambda: waiting(fleet) > 0, 60, "requests to wait while there is no worker")
         fleet.start("worker-0")
         all_answered(last.wait() + late.wait(), tokens)
     fleet.wait_quiet(5)
@@ -110,7 +110,7 @@ def test_one_that_asks_for_fifty_times_as_much_takes_nothing_from_the_others(sha
         alone = served_to_the_modest(clients)
         over = threading.Event()
         greedy = clients.keep_asking([completion(number, TOKENS) for number in range(97)], GREED, over, key="greedy")
-        wait_until(lambda: greedy.num_ended() > SLOTS, 30, "the greedy one to fill the worker")
+        wait_until(lambda: greedy.num_ended() > SLOTS, 60, "the greedy one to fill the worker")
         beside = served_to_the_modest(clients)
         over.set()
         greedy.wait()

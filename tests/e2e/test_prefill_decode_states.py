@@ -49,11 +49,11 @@ class Fleet:
     def slow(self, names: tuple[str, ...], seconds: float, but: str = "") -> None:
         def is_slow(name: str) -> bool:
             body = {"worker": name, "forward_sleep_time": seconds, "timeout_s": 5}
-            return bool(httpx.post(f"{self.admin}/slow_down", json=body, timeout=10).json().get("success"))
+            return bool(httpx.post(f"{self.admin}/slow_down", json=body, timeout=60).json().get("success"))
 
         for name in names:
             if name != but:
-                wait_until(lambda: is_slow(name), 20, f"{name} to hear of its pace")  # noqa: B023
+                wait_until(lambda: is_slow(name), 60, f"{name} to hear of its pace")  # noqa: B023
 
     @property
     def admin(self) -> str:
@@ -87,7 +87,7 @@ class Fleet:
                 self.signal(name, signal.SIGCONT)
         wait_until(self.is_whole, 90, "all of them")
         self.slow((*PREFILL, *DECODE), 0.0)
-        wait_until(self.rests, 40, "all pages to be nobody's")
+        wait_until(self.rests, 60, "all pages to be nobody's")
 
     def close(self) -> None:
         self._clients.shutdown(cancel_futures=True)
@@ -123,7 +123,7 @@ class Case:
         self.fleet = fleet
         self._asked, self._others = body(5, LONG, 24), [body(10, SHORT, 30), body(11, SHORT, 30), body(12, LONG, 8)]
         self._expected, *self._of_others = [self._alone(each) for each in (self._asked, *self._others)]
-        wait_until(fleet.rests, 40, "rest")
+        wait_until(fleet.rests, 60, "rest")
         self._before = {name: fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
         self._handed = fleet.handovers()
         self._through = through
@@ -144,7 +144,7 @@ class Case:
         for other in others:
             before = sum(map(self._runs, running))
             self._beside.append((self.fleet.ask(self._others[other]), self._of_others[other]))
-            wait_until(lambda: sum(map(self._runs, running)) > before, 20, "another request")  # noqa: B023
+            wait_until(lambda: sum(map(self._runs, running)) > before, 60, "another request")  # noqa: B023
         assert max(map(self._runs, running)) == 1, "each on one of its own"
 
     def _runs(self, name: str) -> float:
@@ -161,7 +161,7 @@ class Case:
             waits = of(name, "rootstock_worker_importing_requests") + of(name, "sglang:num_queue_reqs")
             return waits > 0 or self.pulled(name) > 0 or self._runs(name) > 1
 
-        wait_until(lambda: any(map(has_it, DECODE)), 20, "a reader")
+        wait_until(lambda: any(map(has_it, DECODE)), 60, "a reader")
         return next(filter(has_it, DECODE))
 
     def reach(self, state: str) -> str:
@@ -175,26 +175,26 @@ class Case:
             if state == "queued":
                 self.begin_beside(2)
                 self.begin()
-                wait_until(lambda: of("prefill-0", "sglang:num_queue_reqs") >= 1, 20, "the queue")
+                wait_until(lambda: of("prefill-0", "sglang:num_queue_reqs") >= 1, 60, "the queue")
                 return DECODE[0]
             self.begin()
-            wait_until(lambda: of("prefill-0", "rootstock_worker_rooms") >= 1, 20, "its first chunk")
+            wait_until(lambda: of("prefill-0", "rootstock_worker_rooms") >= 1, 60, "its first chunk")
             assert of("prefill-0", "sglang:num_running_reqs") >= 1, "it is computed still"
             return self.reader()
         fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
         self.begin_beside(0, 1)
         self.begin()
-        wait_until(lambda: fleet.handovers() == self._handed + len(self._answers), 20, "the hand-over")
+        wait_until(lambda: fleet.handovers() == self._handed + len(self._answers), 60, "the hand-over")
         if state == "held":
             return self.reader()
         if state == "pulling":
             fleet.signal("prefill-0", STOP)
-            wait_until(lambda: any(of(name, "rootstock_worker_quarantined_tokens") for name in DECODE), 20, "a read")
+            wait_until(lambda: any(of(name, "rootstock_worker_quarantined_tokens") for name in DECODE), 60, "a read")
             return next(name for name in DECODE if of(name, "rootstock_worker_quarantined_tokens"))
-        wait_until(lambda: sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers), 20, "the pages")
+        wait_until(lambda: sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers), 60, "the pages")
         reader = self.reader()
         if state == "decoding":
-            wait_until(lambda: self._runs(reader) >= 2, 20, "its turn")
+            wait_until(lambda: self._runs(reader) >= 2, 60, "its turn")
         return reader
 
     def end(self, lost_gateway: str = "") -> None:
@@ -224,7 +224,7 @@ def test_nobody_notices(fleet: Fleet, state: str, who: str, how: signal.Signals)
     case.end(lost_gateway)
     assert_free(fleet, {victim, still}, lost_at)
     if how is KILL:
-        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 5, "its end")
+        wait_until(lambda: fleet.system.children[victim].exit_code is not None, 60, "its end")
     fleet.restore()
 
 
@@ -254,4 +254,4 @@ def test_a_room_whose_time_is_over_is_refused_once_and_its_prompt_is_computed(fl
     case.end()
     assert fleet.of(reader, "rootstock_worker_refused_pulls_total") == refused[reader] + 1
     assert case.pulled(reader) == 0
-    wait_until(fleet.rests, 10, "all pages to be nobody's")
+    wait_until(fleet.rests, 60, "all pages to be nobody's")

@@ -89,7 +89,7 @@ def redis_server(program: str = "") -> Iterator[RedisServer]:
         server.client.close()
 
 
-async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 10.0) -> None:
+async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0) -> None:
     """Waits for a condition; fails if it does not come true."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:

@@ -27,7 +27,7 @@ LAYOUT, PAGE_SIZE, PAGE_BYTES = b"a model, bfloat16", 4, 640
 POOL_PAGES = 32
 EPOCH = 3
 TREE = "a tree"
-PATIENCE_S = 20.0  # of a test, for what comes about soon
+PATIENCE_S = 60.0  # of a test, for what comes about soon
 
 
 def until(is_so: Callable[[], Any], seconds: float = PATIENCE_S) -> None:

@@ -24,7 +24,7 @@ from services.local.ports import free_ports
 from tests.services.gateway.fakes import MODEL, FakeDetokenizer, FakeTokenizer, FakeWorker, Host
 
 T = TypeVar("T")
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], bool], what: str = "condition", wait_s: float = WAIT_S) -> None:

@@ -25,9 +25,9 @@ def test_stop_leaves_nothing(tmp_path: Path, code: str) -> None:
     marker = f"ROOTSTOCK_TEST_MARKER={uuid.uuid4().hex}"
     supervisor = Supervisor(tmp_path)
     supervisor.start(Command("child", [sys.executable, "-c", code], dict([marker.split("=")])))
-    wait_until(lambda: len(processes_with(marker)) == (2 if code == NEST else 1), 10, "the child to be up")
+    wait_until(lambda: len(processes_with(marker)) == (2 if code == NEST else 1), 60, "the child to be up")
     if code == STUBBORN:
-        wait_until(lambda: "up" in supervisor.children[0].log.read_text(), 10, "its handler to be set")
+        wait_until(lambda: "up" in supervisor.children[0].log.read_text(), 60, "its handler to be set")
     asyncio.run(supervisor.stop())
     wait_until(lambda: not processes_with(marker), 2, "all to be gone")
     assert supervisor.children[0].exit_code is not None
@@ -40,7 +40,7 @@ def test_what_ends_is_started_again(tmp_path: Path) -> None:
         keeping = asyncio.create_task(supervisor.keep_running())
         first = child.pid
         child.signal(9)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while child.pid == first:
                 await asyncio.sleep(0.05)
         second = child.pid

@@ -50,7 +50,7 @@ class Server:
     def got(self, path: str) -> list[Asked]:
         return [each for each in self.asked if each.path == path and each.method == "GET"]
 
-    def wait_for(self, path: str, seconds: float = 10) -> None:
+    def wait_for(self, path: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not self.got(path):
             assert time.monotonic() < deadline, f"nobody asked for {path}"

@@ -91,7 +91,7 @@ class TestHub:
             process = subprocess.Popen([*COMMAND, str(folder), "org/a"], env={**CLEAN, "HF_ENDPOINT": server.url})
             try:
                 half = len(LARGE) // 2
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 60
                 while sum(each.stat().st_size for each in tmp_path.glob(".a.*.partial/model.safetensors.part")) < half:
                     assert time.monotonic() < deadline and process.poll() is None
                     time.sleep(0.02)
@@ -303,10 +303,10 @@ def server_of_others(path: str, *module: str) -> Iterator[str]:
     words, nowhere = [sys.executable, "-m", *module, str(port)], subprocess.DEVNULL
     with subprocess.Popen(words, stdout=nowhere, stderr=nowhere) as process:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while True:
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60).close()
                     break
                 except OSError:
                     assert time.monotonic() < deadline and process.poll() is None
@@ -360,7 +360,7 @@ class TestGoogle:
                 place = urllib.parse.urlencode({"uploadType": "media", "name": name})
                 request = urllib.request.Request(f"{url}/upload/storage/v1/b/store/o?{place}", data, method="POST")
                 request.add_header("Content-Type", "application/octet-stream")
-                urllib.request.urlopen(request, timeout=10).close()
+                urllib.request.urlopen(request, timeout=60).close()
             host = node.url.removeprefix("http://")
             said = fetch(tmp_path / "a", "gs://store/models/a", GCS_ENDPOINT=url, GCE_METADATA_HOST=host)
         assert said.returncode == 0, said.stderr

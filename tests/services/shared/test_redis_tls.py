@@ -55,7 +55,7 @@ def test_files_are_taken_as_they_are(tmp_path: Path) -> None:
         asyncio.run(asyncio.wait_for(work(), 60))
     finally:
         server.terminate()
-        wait_until(lambda: server.poll() is not None, 10, "the server's end")
+        wait_until(lambda: server.poll() is not None, 60, "the server's end")
 
 
 def test_what_is_not_followed_is_refused() -> None:

@@ -102,7 +102,7 @@ def test_a_job_that_comes_as_a_lane_ends_is_not_forgotten() -> None:
         gate.open.set()
         with ThreadPoolExecutor(2) as executor:
             waiting = queue(gate, executor)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 return await asyncio.gather(*(client(waiting) for _ in range(3)))
 
     assert asyncio.run(run()) == [1500] * 3

@@ -133,7 +133,7 @@ async def admin(
     addresses = [address for _, address in started] + [f"127.0.0.1:{number}" for number in unused]
     config = GatewaySettings(admin_port=port, worker_control_addresses=",".join(addresses), **settings)
     try:
-        async with listening(config, requests), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        async with listening(config, requests), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client
     finally:
         for server, _ in started:

@@ -40,7 +40,7 @@ class Operated:
         return {entry["worker"]: entry.get("result", entry) for entry in answer.json()["workers"]}
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while not await holds():
                 await asyncio.sleep(0.01)
 
@@ -75,9 +75,9 @@ async def operated(step_s: float = 0.005) -> AsyncIterator[Operated]:
         listener, stop, gateway = http_server.bind(HOST, 0), asyncio.Event(), Gateway(config)
         await stack.enter_async_context(admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies))
         serving_gateway = asyncio.create_task(gateway.run(listener, stop))
-        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{HOST}:{admin_port}", timeout=20))
+        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{HOST}:{admin_port}", timeout=60))
         url = f"http://{HOST}:{listener.getsockname()[1]}"
-        api = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+        api = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         at = Operated(admin, api, workers, gateway)
         try:
             await at.until(lambda: connected(at))

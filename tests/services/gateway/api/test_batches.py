@@ -74,7 +74,7 @@ def over(client: OpenAI, batch: Batch) -> Batch:
         found = client.batches.retrieve(batch.id)
         return found.status in OVER
 
-    wait_until(is_over, f"{batch.id} to be over", 30)
+    wait_until(is_over, f"{batch.id} to be over", 60)
     return found
 
 

@@ -45,6 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"model": MODEL, "input": "Hi"},
 }
 SCHEMA = {"type": "object"}
+CONTENT = re.compile(r'"(?:content|text)":"([^"]*)"')
 # What is sent beside a field, and the value that must make a difference.
 OF_FORMATS = {"separate_reasoning"}  # makes none to a model that does not reason: test_tools.py
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -117,7 +118,13 @@ def evidence(system: System, path: str, body: dict[str, Any]) -> list[Any]:
     opens = [o for batch in detokenizer.batches[before[2] :] for o in batch.opens]
     for one in opens:
         one.ClearField("handle")
-    return [submits, tokenizer.calls[before[1] :], opens, re.sub(r'"created":\d+', "", answer.text)]
+    return [submits, tokenizer.calls[before[1] :], opens, *in_one_piece(re.sub(r'"created":\d+,?', "", answer.text))]
+
+
+def in_one_piece(answer: str) -> tuple[str, list[str]]:
+    """An answer's text, its tokens' pieces put together: how many come at once is chance. And all else that it says, in order."""
+    text = "".join(CONTENT.findall(answer))
+    return text, list(dict.fromkeys(CONTENT.sub("", answer).split("\n\n")))
 
 
 def served_at(path: str) -> list[str]:

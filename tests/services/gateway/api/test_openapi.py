@@ -160,7 +160,7 @@ def ask_all(system: System, bodies: dict[str, Any], **headers: str) -> list[Answ
 
 def raw(system: System, method: str, path: str, rest: bytes) -> Answered:
     """An answer to what no client of HTTP sends."""
-    with socket.create_connection(("127.0.0.1", system.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", system.port), timeout=60) as connection:
         connection.sendall(f"{method} {path} HTTP/1.1\r\n".encode() + rest)
         received = b""
         while more := connection.recv(65536):

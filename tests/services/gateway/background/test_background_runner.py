@@ -94,7 +94,7 @@ class SlowTakes(BackgroundStore):
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -224,7 +224,7 @@ def test_a_store_that_is_away_is_said_once(caplog: pytest.LogCaptureFixture) -> 
         store = Away(redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
         runner = BackgroundRunner(store, Work, unread, 100, lambda: True, 1, GatewayMetrics(CollectorRegistry()))
         running = asyncio.create_task(runner.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(asked) < 5:
                 await asyncio.sleep(0.01)
         running.cancel()

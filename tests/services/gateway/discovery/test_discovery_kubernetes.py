@@ -21,7 +21,7 @@ from services.gateway.discovery.endpoint_slices import endpoints_of
 from services.gateway.discovery.kubernetes_watch import KubernetesWatch
 from services.gateway.discovery.targets import KubernetesTarget
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def endpoint(*addresses: str, uid: str = "", **conditions: bool | None) -> dict[str, Any]:

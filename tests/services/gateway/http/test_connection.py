@@ -19,7 +19,7 @@ from services.shared.limits import MAX_HEAD_BYTES
 HOST = "127.0.0.1"
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class App:

@@ -93,7 +93,7 @@ async def published(
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             await test()
 
     asyncio.run(limited())

@@ -87,7 +87,7 @@ async def served(tls: MutualTls, *callers: Role, port: int = 0) -> AsyncIterator
 async def ask(channel: grpc.aio.Channel) -> str:
     """SERVING, or why not."""
     try:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(Check(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(Check(), timeout=60)
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

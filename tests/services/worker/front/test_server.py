@@ -58,7 +58,7 @@ class FrontEnd:
         await self.call.write(worker_pb2.GenerateRequest(submits=submits, aborts=aborts))
 
     async def until(self, done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not done():
                 assert await self.next(), "the stream has ended"
 
@@ -210,7 +210,7 @@ def test_what_was_read_ahead_for_a_request_that_is_refused_is_not_kept() -> None
 
 async def until(holds: Callable[[], bool]) -> None:
     """Sooner than what was read ahead is forgotten."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.01)
 

@@ -99,11 +99,11 @@ def test_what_comes_with_the_end_is_answered_too(late: str) -> None:
                 assert front.finishes[2].error == common_pb2.ERROR_CODE_UNAVAILABLE
             elif late == "session":
                 at.inbox.put(OpenSession("s", 0, 0.0, refusal))
-                assert "stopping" in await asyncio.wait_for(asyncio.wrap_future(refusal), 5)
+                assert "stopping" in await asyncio.wait_for(asyncio.wrap_future(refusal), 60)
             else:
                 at.inbox.put(Command(Barrier.IDLE, lambda core, executor, pace: 1, done, float("inf")))
                 with pytest.raises(LoopEnded):
-                    await asyncio.wait_for(asyncio.wrap_future(done), 5)
+                    await asyncio.wait_for(asyncio.wrap_future(done), 60)
             await front.ended(1)
             assert front.finishes[1].error == common_pb2.ERROR_CODE_UNAVAILABLE
 
