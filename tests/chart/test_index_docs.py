@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ INDEX = PAGES / "README.md"
 NAMED = re.compile(r"`([\w/]+\.py)::([\w:]+)(?:\[([^\]]+)\])?`")
 
 
+@functools.cache
 def functions_in(path: Path) -> dict[str, ast.AST]:
     """By name, those of classes with theirs before it."""
     body = ast.parse(path.read_text()).body
@@ -22,6 +24,7 @@ def functions_in(path: Path) -> dict[str, ast.AST]:
     return {**{each.name: each for each in body if isinstance(each, ast.FunctionDef)}, **dict(inside)}
 
 
+@functools.cache
 def texts_of(folder: Path) -> set[str]:
     """All strings that a folder's modules hold, and the names of ci files: cases are among them."""
     trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]

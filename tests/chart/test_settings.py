@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -61,13 +62,17 @@ def variables(release: Release, each: PodTemplate) -> dict[str, str]:
     return environment(release, each, each.container(), AnySecret())
 
 
-def settings_of(release: Release, each: PodTemplate, monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+def settings_of(release: Release, each: PodTemplate) -> ServiceSettings:
     """As the service itself would read them."""
-    found = variables(release, each)
-    with monkeypatch.context() as patch:
-        for name, value in found.items():
+    return loaded_with(each.service, frozenset(variables(release, each).items()))
+
+
+@functools.cache
+def loaded_with(service: str, environment: frozenset[tuple[str, str]]) -> ServiceSettings:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment:
             patch.setenv(name, value)
-        return load(SERVICES[each.service], each.service, [])
+        return load(SERVICES[service], service, [])
 
 
 def service_pods(release: Release) -> list[PodTemplate]:
@@ -90,10 +95,10 @@ def test_variables_are_settings() -> None:
     assert offences(law) == {}
 
 
-def test_services_listen_on_the_ports_that_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_listen_on_the_ports_that_are_declared() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
-            loaded = settings_of(release, each, monkeypatch)
+            loaded = settings_of(release, each)
             listening = {getattr(loaded, field) for field in PORTS if getattr(loaded, field, 0)}
             if listening != set(each.ports().values()):
                 yield f"{each.role}: listens on {sorted(listening)}, declares {each.ports()}"
@@ -101,10 +106,10 @@ def test_services_listen_on_the_ports_that_are_declared(monkeypatch: pytest.Monk
     assert offences(law) == {}
 
 
-def test_services_listen_on_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_services_listen_on_all_addresses() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
-            loaded = settings_of(release, each, monkeypatch)
+            loaded = settings_of(release, each)
             hosts = [host for field, host in HOSTS.items() if getattr(loaded, field, 0)]
             yield from (f"{each.role}: {host}" for host in hosts if getattr(loaded, host) != "0.0.0.0")
 
@@ -130,33 +135,30 @@ def test_no_secret_is_in_the_clear() -> None:
     assert offences(law) == {}
 
 
-def test_numbers_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_keep_their_digits() -> None:
     """Helm's numbers are floats, which print as 3.3554432e+07."""
     release = render(VARIANTS["tuned"])
     gateway, worker = pod(release, "gateway"), pod(release, "worker")
     assert variables(release, gateway)["ROOTSTOCK_MAX_BODY_BYTES"] == "33554432"
     assert variables(release, gateway)["ROOTSTOCK_MAX_SPECULATIVE_BLOCKS"] == "1000000"
     assert variables(release, worker)["ROOTSTOCK_MAX_TOTAL_TOKENS"] == "2000000"
-    loaded = settings_of(release, worker, monkeypatch)
+    loaded = settings_of(release, worker)
     assert isinstance(loaded, WorkerSettings)
     assert (loaded.mem_fraction_static, loaded.enable_mixed_chunk) == (0.85, True)
 
 
-def test_everybody_means_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everybody_means_the_same_model() -> None:
     release = render(VARIANTS["two-models"])
-    served = {
-        (each.component, getattr(settings_of(release, each, monkeypatch), "served_model_name", ""))
-        for each in service_pods(release)
-    }
+    served = {(each.component, getattr(settings_of(release, each), "served_model_name", "")) for each in service_pods(release)}
     names = {"small", "Org/Large.v2"}
     assert served == {(component, name) for component in SERVICES if component != "gateway" for name in names} | {("gateway", "")}
-    gateway = settings_of(release, pod(release, "gateway"), monkeypatch)
+    gateway = settings_of(release, pod(release, "gateway"))
     assert isinstance(gateway, GatewaySettings) and set(gateway.models) == names
 
 
-def test_gateways_operate_what_they_discover_with_the_workers_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateways_operate_what_they_discover_with_the_workers_token() -> None:
     release = render(VARIANTS["operated"])
-    gateway, worker = (settings_of(release, pod(release, name), monkeypatch) for name in ("gateway", "worker"))
+    gateway, worker = (settings_of(release, pod(release, name)) for name in ("gateway", "worker"))
     assert isinstance(gateway, GatewaySettings) and isinstance(worker, WorkerSettings)
     assert gateway.control_token == worker.control_token == "t"
     assert (gateway.admin_port, gateway.admin_host, gateway.worker_control_addresses) == (8001, "127.0.0.1", ())
@@ -172,16 +174,16 @@ def test_a_models_settings_override_the_workers() -> None:
     assert {each["ROOTSTOCK_MAX_RUNNING_REQUESTS"] for each in found.values()} == {"8"}
 
 
-def test_the_drain_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drain_is_one_value() -> None:
     release = render({"drainSeconds": 33})
-    assert {settings_of(release, each, monkeypatch).grace_s for each in service_pods(release)} == {33.0}
+    assert {settings_of(release, each).grace_s for each in service_pods(release)} == {33.0}
 
 
-def test_workers_of_two_kinds_know_theirs_and_gateways_find_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_two_kinds_know_theirs_and_gateways_find_both() -> None:
     over = {"worker": {"settings": {"max_prefill_tokens": 4096, "page_size": 32}}}
     apart = {"worker": {"prefill": {"settings": {"max_prefill_tokens": 8192}}}}
     release = render(merged(merged(VARIANTS["apart"], over), apart))
-    found = {each.component: settings_of(release, each, monkeypatch) for each in service_pods(release)}
+    found = {each.component: settings_of(release, each) for each in service_pods(release)}
     decode, prefill, gateway = found["worker"], found["prefill"], found["gateway"]
     assert isinstance(decode, WorkerSettings) and isinstance(prefill, WorkerSettings) and isinstance(gateway, GatewaySettings)
     assert (decode.disaggregation_mode, decode.disaggregation_port) == ("decode", 0)
@@ -191,11 +193,11 @@ def test_workers_of_two_kinds_know_theirs_and_gateways_find_both(monkeypatch: py
     assert gateway.workers == tuple(f"dns:///llm-rootstock-{each}.{NAMESPACE}.svc:7003" for each in ("worker", "prefill"))
 
 
-def test_workers_share_a_storage_by_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_a_storage_by_secrets() -> None:
     release = render(VARIANTS["tiers-shared"])
     for component in ("worker", "prefill"):
         each = pod(release, component)
-        loaded = settings_of(release, each, monkeypatch)
+        loaded = settings_of(release, each)
         assert isinstance(loaded, WorkerSettings)
         assert loaded.enable_hierarchical_cache and (loaded.hicache_size, loaded.hicache_storage_backend) == (2, "redis")
         assert loaded.hicache_storage_url == AnySecret()["any"]["url"]

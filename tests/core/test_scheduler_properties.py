@@ -16,6 +16,7 @@ from services.worker.core.contracts.transfers import Tier, WritePolicy
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
+from tests.night import NIGHTLY
 
 CONTEXT = 96
 
@@ -183,13 +184,13 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=32 if NIGHTLY else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_every_request_gets_its_answer_once_and_nothing_leaks(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     check_run(drive(config, seed, 120, overlap))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12 if NIGHTLY else 4, deadline=None)
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_the_same_log_gives_the_same_plans(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     first, second = (drive(config, seed, 80, overlap, checked=False) for _ in range(2))

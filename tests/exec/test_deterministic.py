@@ -24,7 +24,7 @@ from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
 WORLD = World()
-CONTEXTS = 1000 if NIGHTLY else 40  # of each way of sampling, a third
+CONTEXTS = 1000 if NIGHTLY else 24  # of each way of sampling, a third
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 
 

@@ -24,7 +24,7 @@ from tests.exec.random_contexts import Turned, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel
 from tests.night import NIGHTLY
 
-CONTEXTS = 300 if NIGHTLY else 4
+CONTEXTS = 300 if NIGHTLY else 3
 WORLD = World(max_drafts=3)
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 TARGET = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128})

@@ -26,7 +26,7 @@ from tests.exec.tiny_models import TinyModel
 from tests.exec.transformers_families import SERVED
 from tests.night import NIGHTLY
 
-CONTEXTS = 300 if NIGHTLY else 6  # of each way of sampling
+CONTEXTS = 300 if NIGHTLY else 4  # of each way of sampling
 WORLD = World(max_drafts=4)
 PROMPT_TOKENS, NEW_TOKENS = 45, 30
 

@@ -1,4 +1,4 @@
-"""The property tests' workload: 6,000 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
+"""The property tests' workload: 4,500 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.night import NIGHTLY
 
 ROUNDS = range(20) if NIGHTLY else range(1)
 PATIENCE = 4 if NIGHTLY else 15  # times its share of steps that a run may take to meet all that it claims to test
-STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 6_000
+STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 4_500
 TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # after which the next seed begins
 
 LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY
