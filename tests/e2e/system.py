@@ -89,7 +89,7 @@ class System:
         except OSError:
             return 0
 
-    def post(self, path: str, body: dict[str, Any], timeout: float = 60, key: str = "") -> tuple[int, dict[str, Any]]:
+    def post(self, path: str, body: dict[str, Any], timeout: float = 120, key: str = "") -> tuple[int, dict[str, Any]]:
         """Status and JSON body, of errors too. key: API key. Raises OSError if there is no answer."""
         headers = {"content-type": "application/json"} | ({"x-api-key": key} if key else {})
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)

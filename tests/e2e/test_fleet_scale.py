@@ -87,7 +87,7 @@ def test_scale_from_none_to_one_to_four_to_none(empty: Fleet) -> None:
         wait_until(lambda: waiting(fleet) > 0, 60, "requests to wait while there is no worker")
         fleet.start("worker-0")
         all_answered(last.wait() + late.wait(), tokens)
-    fleet.wait_quiet(5)
+    fleet.wait_quiet(60)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_random_faults_leave_nothing_behind(fleet: Fleet) -> None:
         expected = {e.case: e.answer for e in clients.ask(cases, concurrency=12) if e.answer is not None}
         assert len(expected) == len(set(cases))
         alone(fleet, clients, cases)
-        fleet.wait_quiet(5)
+        fleet.wait_quiet(60)
         files_before = {name: fleet.num_fds(name) for name in SURVIVORS}
         memory: dict[str, list[float]] = {name: [] for name in SURVIVORS}
         done = threading.Event()
@@ -85,7 +85,7 @@ def test_random_faults_leave_nothing_behind(fleet: Fleet) -> None:
             done.set()
         line = check(wave.wait(), expected)
     fleet.restore()
-    fleet.wait_quiet(15)
+    fleet.wait_quiet(60)
     files_after = {name: fleet.num_fds(name) for name in SURVIVORS}
     print(f"{line}; open files {files_before} -> {files_after}")
     for name, samples in memory.items():

@@ -41,7 +41,7 @@ class Crowd:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive()
 
     def _ask(self, name: str, priority: int, max_tokens: int) -> None:

@@ -114,7 +114,7 @@ def test_waiting_is_a_span_of_its_own(collector: Collector) -> None:
         waiting = in_background(system, TRACED)
         wait_until(lambda: system.num_waiting == 1, "the wait")
         system.call(system.workers[0].start())
-        waiting.join(15)
+        waiting.join(60)
         (server,) = collector.wait_for(SERVER)
         (queue,), (attempt,) = collector.wait_for("queue"), collector.wait_for("attempt")
     assert (queue.parent, attempt.parent) == (server.id, server.id)
@@ -133,7 +133,7 @@ def test_a_lost_worker_and_the_next_are_two_tries(collector: Collector) -> None:
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(None if host is not first else 0))  # type: ignore[misc]
         system.call(first.stop())
-        waiting.join(15)
+        waiting.join(60)
         (server,) = collector.wait_for(SERVER)
         lost, second = collector.wait_for("attempt", 2)
     assert (lost.failed, lost.attributes["rootstock.ended_by"]) == (True, "lost")
@@ -161,7 +161,7 @@ def test_a_hedge_is_a_second_try_and_one_of_them_is_given_up(collector: Collecto
         waiting = in_background(system, TRACED)
         wait_until(lambda: all(host.servicer.submits for host in system.workers), "the copy")
         system.do(lambda: system.workers[1].servicer.allow(None))
-        waiting.join(15)
+        waiting.join(60)
         tries = collector.wait_for("attempt", 2)
         contexts = {host.servicer.submits[0].traceparent for host in system.workers}
     assert sorted(one.attributes["rootstock.ended_by"] for one in tries) == ["abort", "finish"]

@@ -31,7 +31,7 @@ def health_port() -> Iterator[int]:
     yield port
     run(server.stop(0))
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 
@@ -52,7 +52,7 @@ def http_port() -> Iterator[int]:
     thread.start()
     yield server.server_port
     server.shutdown()
-    thread.join(10)
+    thread.join(60)
     server.server_close()
 
 
