@@ -48,7 +48,7 @@ def test_mixed_requests_get_one_workers_answers(tmp_path: Path, plain_answers: P
     assert WorkerSettings.model_fields["page_size"].default == PAGE, "pages are of one size there too"
     expected = plain_answers.of(ASKS)
     with apart(tmp_path, worker_flags=CROWD) as system:
-        wait_until(lambda: workers(system) == 2, 60, "both workers")
+        wait_until(lambda: workers(system) == 2, 120, "both workers")
         order = random.Random(7).sample(range(len(ASKS)), len(ASKS))
         answers = asyncio.run(ask_all(system, [ASKS[index] for index in order], 10))
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
@@ -93,7 +93,7 @@ def test_what_is_moved_over_tls_and_what_is_computed(tmp_path: Path) -> None:
     tls += f" --disaggregation-tls-ca-file {authority} --disaggregation-shm-dir ''"
     asked = bodies(12, 1)
     with apart(tmp_path / "apart", worker_flags=f"--chunked-prefill-size 64 {tls}") as system:
-        wait_until(lambda: workers(system) == 2, 60, "both workers")
+        wait_until(lambda: workers(system) == 2, 120, "both workers")
         for body in asked:
             status, answer = system.post("/v1/completions", body)
             assert status == 200, answer
@@ -112,14 +112,14 @@ def test_what_is_moved_over_tls_and_what_is_computed(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with apart(tmp_path_factory.mktemp("fleet"), 1, 2, "--disaggregation-hold-s 2", gateways=2) as system:
-        wait_until(lambda: workers(system) == 3, 60, "all workers")
+        wait_until(lambda: workers(system) == 3, 120, "all workers")
         yield system
 
 
 async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -> list[httpx.Response]:
     """url: of a gateway, empty for the first."""
     limit = asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=url or system.url, timeout=90) as http:
+    async with httpx.AsyncClient(base_url=url or system.url, timeout=150) as http:
 
         async def one(body: dict[str, Any]) -> httpx.Response:
             async with limit:
@@ -149,7 +149,7 @@ def test_nobody_notices_who_is_lost(fleet: System, who: str, how: signal.Signals
             fleet.children[who].signal(signal.SIGCONT)
         else:
             fleet.start(who)
-        wait_until(lambda: workers(fleet) == 3, 60, "all workers")
+        wait_until(lambda: workers(fleet) == 3, 120, "all workers")
         wait_until(lambda: rests(fleet), 60, "all pages to be nobody's")
 
 
@@ -207,7 +207,7 @@ def test_a_room_that_nobody_comes_for_ends_by_itself(fleet: System) -> None:
 
     asyncio.run(_answers(fleet, bodies(1, 8)))
     for number in range(9, 9 + TRIES):
-        wait_until(lambda: workers(fleet) == 3 and rests(fleet), 60, "all workers, and that they have turned")
+        wait_until(lambda: workers(fleet) == 3 and rests(fleet), 120, "all workers, and that they have turned")
         expired = rooms("_expired_total")
         for name in ("decode-0", "decode-1"):
             fleet.children[name].signal(signal.SIGSTOP)
