@@ -67,7 +67,7 @@ class Follower:
             turn, self.resumed = turn + 1, self.resumed + 1
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "fault", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=by_night)]
 )

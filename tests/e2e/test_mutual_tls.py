@@ -97,7 +97,7 @@ def listening(system: SecuredSystem, name: str) -> set[int]:
 
 def code_of(channel: grpc.Channel) -> grpc.StatusCode:
     try:
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3)
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code

@@ -17,7 +17,7 @@ from tests.night import NIGHTLY
 
 CHAINS, TURNS = (8, 25) if NIGHTLY else (4, 5)
 VICTIMS = ("gateway-1", "state", "tokenizer", "worker-0")
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Chain:
 
 def clients(system: System) -> list[OpenAI]:
     urls = [part.url for part in system.parts.values() if part.url]
-    return [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) for url in urls]
+    return [OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) for url in urls]
 
 
 def go_on(both: list[OpenAI], number: int, chain: Chain) -> None:
