@@ -12,7 +12,7 @@ from tests.services.shared.stores import Hub, serve
 
 DEMO = REPO / "models" / "demo"
 WEIGHTS = ".safetensors"
-START_S = 60.0
+START_S = 120.0
 
 
 def test_a_tokenizer_starts_from_small_files_and_a_worker_has_them_all(tmp_path: Path) -> None:

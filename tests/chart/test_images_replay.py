@@ -27,7 +27,7 @@ from tests.night import NIGHTLY
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker/Dockerfile"
 FRONT = ["gateway", "tokenizer", "detokenizer"]
-START_S = 60
+START_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ SECRETS = {
     "llm-api-keys": {"keys.json": '{"keys": []}'},
 }
 ACCESS = {"auth": {"controlTokenSecret": "llm-control"}, "gateway": {"preStopSeconds": 1, "settings": {"admin_port": 8001}}}
-START_S = 60.0
+START_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from services.local.supervisor import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-START_S = 120.0
+START_S = 240.0
 
 
 class System:

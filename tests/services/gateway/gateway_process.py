@@ -15,7 +15,7 @@ import httpx
 
 from tests.services.gateway.system import RawClient, System, wait_until
 
-START_S = 60.0  # a process that imports all of it on a busy machine
+START_S = 120.0  # a process that imports all of it on a busy machine
 
 
 def free_port() -> int:
