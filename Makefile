@@ -64,7 +64,8 @@ cluster-test: env  ## on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER
 	$(PY) -m tests.cluster
 
 cluster-faults: env  ## what is long there
-	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "rollout or test_long"
+	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "(rollout or test_long) and not far_pools"
+	CLUSTER_TEST_NODES=3 $(PY) -m tests.cluster tests/cluster/test_long_far_pools.py
 
 
 bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags"); what `rootstock bench` is

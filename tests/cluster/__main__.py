@@ -5,6 +5,7 @@ that is run where no image registry is reached, and the base image is not there 
 buildah, while the cluster starts. What is missing of Debian's packages is installed by apt-get, for root.
 Or CLUSTER_TEST_KUBECONFIG names the kubeconfig of a cluster that is there, and CLUSTER_TEST_LOAD a command that gives it an
 archive; tests that disturb all of it are run there with CLUSTER_TEST_DISRUPT=1 alone.
+CLUSTER_TEST_NODES says of how many nodes it is: 2, and 3 for what stands on three (test_long_far_pools.py).
 A whole run has two passes: tests that keep to their namespaces, some at a time (CLUSTER_TEST_LANES, 5), then those that disturb
 the cluster or measure, by themselves. It writes docs/kubernetes/proof.md, and proof.json beside it.
 """
@@ -26,7 +27,7 @@ from tests.cluster import images, packages, proof
 from tests.cluster.conftest import HANDLE, PROOF
 from tests.cluster.kubernetes import ROOT, Cluster, run, start, until
 
-NODES = 2
+NODES = int(os.environ.get("CLUSTER_TEST_NODES", "2"))
 ADDONS = ("prometheus", "metrics-server", "keda")  # of a whole run, from its begin on
 IN_ORDER = ("--no-loadscope-reorder", "--max-worker-restart=0")
 WHOLE = ("tests/cluster", "--ignore-glob=*/test_long_*")

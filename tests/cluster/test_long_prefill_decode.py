@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import BrokenNodes, Release, until
 from tests.cluster.load import QUESTIONS, load_on
+from tests.cluster.pulls import METRICS_OPEN, pulled
 
 STREAMS = 8
 CUT_S = 10.0
@@ -22,19 +21,8 @@ VALUES: dict[str, Any] = {
     "gateway": {"replicas": 2, "settings": {"disaggregation_min_tokens": 48}},
     "worker": {"replicas": 2, "prefill": {"replicas": 2}},
     "drainSeconds": 20,
-    "networkPolicy": {"monitoring": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]},  # the test looks at metrics; the KV port stays shut
+    "networkPolicy": METRICS_OPEN,
 }
-
-
-def pulled(release: Release) -> float:
-    """Tokens whose KV the decode workers that are there have read."""
-    total = 0.0
-    for pod in release.ready("worker", "demo"):
-        with urllib.request.urlopen(f"http://{pod.ip}:9103/metrics", timeout=30) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-        samples = [sample for family in families for sample in family.samples]
-        total += sum(sample.value for sample in samples if sample.name == "rootstock_worker_pulled_tokens_total")
-    return total
 
 
 def gateways(release: Release, node: str) -> Callable[[], list[str]]:

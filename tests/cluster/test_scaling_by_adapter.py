@@ -3,14 +3,13 @@ metrics over from KEDA: what needs that has been tried before."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
-import yaml
 
+from tests.cluster.adapter import rules_for_adapter
 from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import Release, until
+from tests.cluster.kubernetes import until
 from tests.cluster.load import load_on
 from tests.cluster.values import FAKE, MONITORED
 
@@ -20,21 +19,6 @@ ANSWER_TOKENS = 60  # in six seconds
 STREAMS = 16
 WITHIN_S = 300.0
 pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]  # up, and down again at the pace of HPAs
-EXTERNAL = "v1beta1.external.metrics.k8s.io"
-
-
-def rules_for_adapter(release: Release) -> None:
-    """The chart's ConfigMap becomes the adapter's, as docs/kubernetes/autoscaling.md has it."""
-    cluster = release.cluster
-    rules = release.get("configmap", f"{release.name}-adapter-rules")["data"]["config.yaml"]
-    named = yaml.safe_load(rules)
-    assert named["rules"] and named["externalRules"]
-    made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "adapter-config"}, "data": {"config.yaml": rules}}
-    cluster.kubectl("-n", "monitoring", "apply", "-f", "-", given=json.dumps(made))
-    cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # KEDA's, with its own authority
-    cluster.addon("prometheus", "prometheus-adapter")
-    cluster.kubectl("-n", "monitoring", "rollout", "restart", "deployment/prometheus-adapter")
-    cluster.kubectl("-n", "monitoring", "rollout", "status", "deployment/prometheus-adapter", "--timeout=120s")
 
 
 def test_workers_and_gateways_with_their_streams_and_back(install: Install, proved: Callable[[str], None]) -> None:

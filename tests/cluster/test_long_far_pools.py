@@ -1,0 +1,124 @@
+"""Workers that compute prompts on one node, those that decode on another, and all else on a third that lives: KV goes between
+nodes over TCP. Their network goes, a node's power, either pool rolls out, and the HPA scales each by its own figures: no request
+fails, and no text differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.cluster.adapter import rules_for_adapter
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import BrokenNodes, Cluster, Object, until
+from tests.cluster.load import QUESTIONS, load_on
+from tests.cluster.pulls import METRICS_OPEN, pulled
+from tests.cluster.values import MONITORED
+
+STREAMS, CROWD = 8, 24  # the second of short prompts: more than one decode worker is to run
+CUT_S, WITHIN_S = 10.0, 300.0
+# More than all workers' KV holds, so that prompts are computed again and again.
+PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 60}{QUESTIONS[number % 8]}" for number in range(200))
+PACED = {"coldStartSeconds": 15, "scaleDownSeconds": 15, "scaleDownPeriodSeconds": 15}
+pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Names of nodes."""
+
+    front: str
+    prefill: str
+    decode: str
+
+    def values(self, **worker: Any) -> Object:
+        """worker: on top of one of each role."""
+        front = {"nodeSelector": on(self.front)}
+        prefill = {"replicas": 1, "nodeSelector": on(self.prefill), **worker.pop("prefill", {})}
+        return {
+            **{name: {"replicas": 2, **front} for name in ("tokenizer", "detokenizer")},
+            "gateway": {"replicas": 2, **front, "queueTimeoutSeconds": 300, "settings": {"disaggregation_min_tokens": 48}},
+            "redis": {"pod": front},
+            "worker": {"replicas": 1, "nodeSelector": on(self.decode), **worker, "prefill": prefill},
+            "networkPolicy": METRICS_OPEN,
+            "drainSeconds": 20,
+        }
+
+
+def on(node: str) -> dict[str, str]:
+    return {"kubernetes.io/hostname": node}
+
+
+@pytest.fixture
+def places(cluster: Cluster) -> Places:
+    nodes = cluster.nodes()
+    assert len(nodes) == 3, f"CLUSTER_TEST_NODES=3; there are {nodes}"
+    return Places(*nodes)
+
+
+@pytest.mark.parametrize(("action", "remedy"), [("cut", "join"), ("stop", "start")], ids=["network", "power"])
+def test_the_node_of_those_that_compute_prompts_goes(
+    install: Install, places: Places, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
+) -> None:
+    """For ten seconds at least: what was to be read is computed where it is decoded."""
+    release = install(places.values())
+    with load_on(release, STREAMS, questions=PROMPTS) as load:
+        until(lambda: load.ended >= STREAMS, "the load", 120)
+        read = pulled(release)
+        assert read > 0, "pages go from node to node"
+        broken_nodes.take(action, places.prefill, remedy)
+        begun, before = time.monotonic(), load.ended
+        until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "answers meanwhile", 180)
+        broken_nodes.mend()
+        until(lambda: release.ready("prefill", "demo"), "a worker that computes prompts", WITHIN_S)
+        again = pulled(release)
+        until(lambda: pulled(release) > again, "pages from node to node again", 180)
+    what = "network" if action == "cut" else "power"
+    proved(
+        f"far pools: the {what} of the prefill node gone under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV before"
+    )
+
+
+@pytest.mark.parametrize("component", ["prefill", "worker"])
+def test_either_pool_rolls_out_under_streams(
+    install: Install, places: Places, proved: Callable[[str], None], component: str
+) -> None:
+    release = install(places.values())
+    with load_on(release, STREAMS, questions=PROMPTS) as load:
+        until(lambda: load.ended >= STREAMS, "the load", 120)
+        read = pulled(release)
+        assert read > 0, "pages go from node to node"
+        release.restart(component, "demo")
+        before = load.ended
+        until(lambda: load.ended >= before + STREAMS and pulled(release) > 0, "answers afterwards", 180)
+    proved(f"far pools: {component} rolled out under {STREAMS} streams: {load.check()}; {read:.0f} tokens of KV before")
+
+
+def test_each_pool_is_scaled_by_its_own_figures(
+    install: Install, places: Places, cluster: Cluster, proved: Callable[[str], None]
+) -> None:
+    """Long prompts bring another worker that computes them, and none that decodes; many short ones the other way round."""
+    scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 2}
+    prefill = {"autoscaling": {**scaled, "waitingTokens": 128, "busyShare": 0.2}}
+    settings = {"max_total_tokens": 32768, "max_running_requests": 16}
+    values = places.values(prefill=prefill, autoscaling={**scaled, **PACED}, settings=settings)
+    cluster.addon("prometheus", "metrics-server")
+    release = install(values | {"autoscaling": {"engine": "hpa", "adapterRules": True}, "monitoring": MONITORED})
+    rules_for_adapter(release)
+
+    def asked() -> tuple[int, int]:
+        return release.replicas("prefill", "demo"), release.replicas("worker", "demo")
+
+    with load_on(release, STREAMS, questions=PROMPTS, max_tokens=8) as prompts:
+        first_s = until(lambda: asked() == (2, 1), "a second prefill worker and one that decodes", WITHIN_S)
+        until(lambda: len(release.ready("prefill", "demo")) == 2, "it to be ready", WITHIN_S)
+        read = pulled(release)
+        assert read > 0, "pages go from node to node"
+    with load_on(release, CROWD, questions=QUESTIONS) as crowd:
+        second_s = until(lambda: asked() == (1, 2), "a second that decodes and one prefill worker", WITHIN_S)
+        until(lambda: len(release.ready("worker", "demo")) == 2, "it to be ready", WITHIN_S)
+    up = f"two prefill and one decode after {first_s:.0f} s of long prompts ({prompts.check()}; {read:.0f} tokens of KV read)"
+    proved(f"far pools by the HPA: {up}, one and two after {second_s:.0f} s of short ones ({crowd.check()})")
