@@ -4,7 +4,8 @@ The whole system runs with the demo model and two API keys. One key's chats come
 them; the other key attacks. For each attack: how it was answered; p99 of the chats' first token and whole time, and of /health,
 in the quiet seconds just before and beside it; chats that failed; what each service's processes hold at most over what they held
 when idle, the worker's KV cache touched whole, and what is left. With --minutes all attacks go on at once for so long, each again
-and again, and what is left two minutes later counts. Exit status 1: a chat failed, or something ended or left its bounds.
+and again, and what is left two minutes later counts. Exit status 1: a chat failed, or something ended or left its bounds,
+or the machine is too slow for the quiet seconds already.
 """
 
 from __future__ import annotations
@@ -225,8 +226,10 @@ def main() -> int:
             ) as system,
             Memory(system) as memory,
         ):
-            asyncio.run(attack(system.port, "batch"))  # pages of the KV cache are the worker's only once they are written
-            asyncio.run(quiet(system.url))
+            # Pages of the KV cache are the worker's only once they are written.
+            written, still = asyncio.run(attack(system.port, "batch")), asyncio.run(quiet(system.url))
+            if "200" not in written or still.failed or still.p99()[1] > QUIET_S * 1e3:
+                sys.exit(f"too slow for this: a batch {written}; quiet chats {still.p99()[1]:.0f} ms, {dict(still.failed)}")
             if args.minutes:
                 return int(not asyncio.run(all_at_once(system, memory, names, args.minutes)))
             columns = [
