@@ -35,7 +35,7 @@ def reloader(app: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command, cwd=app, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     yield process
     process.send_signal(signal.SIGTERM)
-    process.wait(10)
+    process.wait(60)
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -57,7 +57,7 @@ def test_a_change_starts_it_again_and_a_broken_one_waits(app: Path, reloader: su
 def test_a_signal_reaches_the_service_and_its_status_comes_back(reloader: subprocess.Popen[str]) -> None:
     assert line(reloader) == "first"
     reloader.send_signal(signal.SIGTERM)
-    assert reloader.wait(10) == 7
+    assert reloader.wait(60) == 7
 
 
 def test_a_service_that_fails_before_any_change_ends_the_container(app: Path) -> None:

@@ -83,7 +83,7 @@ def running(
     try:
         yield [str(python), *probe[1:]], env, log
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

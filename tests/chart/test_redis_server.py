@@ -56,7 +56,7 @@ class Server:
 
     def stop(self) -> None:
         self._process.terminate()
-        assert self._process.wait(10) == 0
+        assert self._process.wait(60) == 0
 
 
 @pytest.fixture(params=["redis", "state"])

@@ -30,7 +30,7 @@ class TestWaitForModel:
         try:
             assert "waiting for org/new" in process.stdout.readline()
             (tmp_path / ".source").write_text("org/new")
-            assert process.wait(15) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
             process.wait()
@@ -112,7 +112,7 @@ class TestReadiness:
             try:
                 assert "missing: worker" in process.stdout.readline()
                 answers["/readiness"] = (200, {"missing": []})
-                assert process.wait(15) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()
                 process.wait()

@@ -77,13 +77,13 @@ class Clients:
 
     def __enter__(self) -> Clients:
         self._thread.start()
-        self._call(self._open()).result(10)
+        self._call(self._open()).result(60)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call(self._close()).result(10)
+        self._call(self._close()).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     def wave(self, cases: Sequence[Case], concurrency: int | None = None, key: str = "") -> Wave:

@@ -34,14 +34,15 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
-# A peer that vanished without closing is noticed within about 20 s; reconnects come quickly and stay bounded.
+# A peer that vanished without closing is noticed within about 20 s; reconnects come quickly and stay bounded. The least backoff
+# is also what an attempt may take, handshakes included; behind a refusal the next one does not wait for it.
 CHANNEL_OPTIONS = [
     *_MESSAGE_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]

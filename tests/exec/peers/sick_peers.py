@@ -37,7 +37,7 @@ class SickPeer:
         self.is_over.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _serve(self) -> None:

@@ -204,7 +204,7 @@ class TestSickPeers:
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=600.0, connect_timeout_s=600.0)
             asked = Running(lambda: pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2))
-            assert peer.asked.wait(20)
+            assert peer.asked.wait(60)
             one.close()
             assert asked.result() is None
             assert warnings(caplog) == []

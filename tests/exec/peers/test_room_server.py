@@ -259,7 +259,7 @@ class TestShutting:
         served.pool.after = shut.wait
         with Asking(served.server.port) as asking:
             asked = Running(lambda: asking.ask(READ))
-            assert copying.wait(20)
+            assert copying.wait(60)
             served.server.shut([OURS.room])
             assert not asked.is_done
             shut.set()

@@ -126,7 +126,7 @@ class TestHub:
                     told = next(process.stdout)
                 server.go.set()
                 process.stdout.read()
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()
                 process.wait()
@@ -146,7 +146,7 @@ class TestHub:
                 server.go.set()
                 while b"is whole" not in told:
                     told += os.read(near, 4096)
-                assert process.wait(20) == 0 and b"\r\x1b[K" in told and b"fetch: " not in told
+                assert process.wait(60) == 0 and b"\r\x1b[K" in told and b"fetch: " not in told
             finally:
                 process.kill()
                 process.wait()

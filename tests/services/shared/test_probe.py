@@ -24,7 +24,7 @@ def health_port() -> Iterator[int]:
     thread.start()
 
     def run(awaitable: object) -> object:
-        return asyncio.run_coroutine_threadsafe(awaitable, loop).result(10)  # type: ignore[arg-type]
+        return asyncio.run_coroutine_threadsafe(awaitable, loop).result(60)  # type: ignore[arg-type]
 
     server = run(grpc_server.start_server(HOST, port, grpc_server.Health("worker"), lambda server: None))
     assert isinstance(server, grpc_server.Server)

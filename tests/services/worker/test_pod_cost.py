@@ -116,6 +116,6 @@ def test_its_thread_follows_the_load_until_it_is_stopped(api: Api) -> None:
     for load.value in (5, 6):
         api.came.clear()
         while api.costs[-1:] != [str(load.value)]:
-            assert api.came.wait(20)
+            assert api.came.wait(60)
             api.came.clear()
     cost.stop()

@@ -259,7 +259,7 @@ class Waiting:
         self._thread.start()
 
     def result(self) -> httpx.Response:
-        self._thread.join(20)
+        self._thread.join(60)
         return self._answers[0]
 
 

@@ -88,7 +88,7 @@ def test_ids_of_one_model_are_not_run_by_another() -> None:
         system.call(system.workers[0].start())
         wait_until(lambda: (info := system.links[0].info) is not None and info.model == "another", "the other model")
         system.do(system.tokenizer.gate.set)
-        client.join(15)
+        client.join(60)
         assert [list(submit.prompt_ids) for submit in system.worker.submits] != [ids_of("Hi")], answers[0].text
 
 
@@ -121,7 +121,7 @@ def test_a_turn_at_a_drained_worker_ends_as_documented() -> None:
         client.start()
         wait_until(lambda: system.running() == [1], "the turn")
         system.do(lambda: system.worker.end_running(pb.ERROR_CODE_UNAVAILABLE))
-        client.join(15)
+        client.join(60)
         assert answers[0].json()["error"]["code"] == "session_unavailable"
 
 

@@ -37,7 +37,7 @@ def test_while_all_are_paused_requests_wait_here_and_go_when_one_goes_on() -> No
         wait_until(lambda: system.num_waiting == 3, "three that wait")
         assert system.submits() == [0] and system.get("/readiness").json()["missing"] == ["worker"]
         tell(system, paused=False)
-        assert {answer.result(15).status_code for answer in answers} == {200}
+        assert {answer.result(60).status_code for answer in answers} == {200}
         assert system.get("/readiness").status_code == 200
 
 
@@ -69,7 +69,7 @@ def test_a_turn_of_a_session_there_waits_here_too() -> None:
         wait_until(lambda: bool(parked(system)), "the turn")
         assert system.submits() == [0]
         tell(system, paused=False)
-        assert answer.result(15).status_code == 200
+        assert answer.result(60).status_code == 200
 
 
 def parked(system: System) -> int:

@@ -195,7 +195,7 @@ class TestOwnership:
             strangers = system.post("/abort_request", {"rid": "r"}, headers=BOB)
             assert (strangers.status_code, strangers.json()["aborted"]) == (200, 0)
             assert system.post("/abort_request", {"rid": "r"}, headers=ALICE).json()["aborted"] == 1
-            assert running.result(15).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            assert running.result(60).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
     @pytest.mark.parametrize("salted", [False, True])
     def test_cached_prefixes(self, salted: bool) -> None:

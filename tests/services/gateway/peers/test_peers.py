@@ -46,7 +46,7 @@ def abort(system: System, rid: str, gateway: int = 0, headers: dict[str, str] | 
 
 
 def reason(answer: Future[httpx.Response]) -> str:
-    response = answer.result(15)
+    response = answer.result(60)
     if response.status_code != 200:
         return str(response.json()["error"]["code"])
     return str(response.json()["meta_info"]["finish_reason"]["type"])

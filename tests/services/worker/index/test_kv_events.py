@@ -138,7 +138,7 @@ def moved(names: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> list[Bl
     return [BlockMove(name, None, tier) for name in names]
 
 
-def run(test: Callable[[], Awaitable[None]], limit_s: float = 30) -> None:
+def run(test: Callable[[], Awaitable[None]], limit_s: float = 120) -> None:
     async def limited() -> None:
         async with asyncio.timeout(limit_s):
             await test()

@@ -1,0 +1,51 @@
+"""Connections to services that are slow to greet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.shared.rpc import grpc_server
+
+HOST = "127.0.0.1"
+
+
+@asynccontextmanager
+async def late(port: int, by_s: float) -> AsyncIterator[int]:
+    """The port of somebody who hands everything on, the first bytes in each direction so much later."""
+
+    async def hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(by_s)
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs = await asyncio.open_connection(HOST, port)
+        await asyncio.gather(hand_on(reader, theirs[1]), hand_on(theirs[0], writer))
+
+    async with await asyncio.start_server(connected, HOST, 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize("by_s", [0.0, 0.5])
+def test_a_call_waits_for_a_slow_greeting(by_s: float) -> None:
+    """One that does not wait for a connection that has failed."""
+
+    async def run() -> int:
+        server = grpc.aio.server()
+        health = grpc_server.Health("x")
+        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+        port = server.add_insecure_port(f"{HOST}:0")
+        await server.start()
+        async with late(port, by_s) as slow, grpc_server.channel(f"{HOST}:{slow}") as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        await server.stop(None)
+        return int(answer.status)
+
+    assert asyncio.run(run()) == health_pb2.HealthCheckResponse.SERVING
