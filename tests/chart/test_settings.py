@@ -68,9 +68,10 @@ def settings_of(release: Release, each: PodTemplate) -> ServiceSettings:
 
 
 @functools.cache
-def loaded_with(service: str, environment: frozenset[tuple[str, str]]) -> ServiceSettings:
+def loaded_with(service: str, found: frozenset[tuple[str, str]]) -> ServiceSettings:
+    """found: variables of its environment."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment:
+        for name, value in found:
             patch.setenv(name, value)
         return load(SERVICES[service], service, [])
 

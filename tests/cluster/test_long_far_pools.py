@@ -13,8 +13,8 @@ import pytest
 
 from tests.cluster.adapter import rules_for_adapter
 from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import BrokenNodes, Cluster, Object, until
-from tests.cluster.load import QUESTIONS, load_on
+from tests.cluster.kubernetes import BrokenNodes, Cluster, Object, Release, until
+from tests.cluster.load import QUESTIONS, Load, load_on
 from tests.cluster.pulls import METRICS_OPEN, pulled
 from tests.cluster.values import MONITORED
 
@@ -59,6 +59,14 @@ def places(cluster: Cluster) -> Places:
     return Places(*nodes)
 
 
+def flowing(release: Release, load: Load) -> float:
+    """Tokens whose KV has come from node to node, once all streams have had an answer."""
+    until(lambda: load.ended >= STREAMS, "the load", 120)
+    read = pulled(release)
+    assert read > 0, "pages go from node to node"
+    return read
+
+
 @pytest.mark.parametrize(("action", "remedy"), [("cut", "join"), ("stop", "start")], ids=["network", "power"])
 def test_the_node_of_those_that_compute_prompts_goes(
     install: Install, places: Places, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
@@ -66,9 +74,7 @@ def test_the_node_of_those_that_compute_prompts_goes(
     """For ten seconds at least: what was to be read is computed where it is decoded."""
     release = install(places.values())
     with load_on(release, STREAMS, questions=PROMPTS) as load:
-        until(lambda: load.ended >= STREAMS, "the load", 120)
-        read = pulled(release)
-        assert read > 0, "pages go from node to node"
+        read = flowing(release, load)
         broken_nodes.take(action, places.prefill, remedy)
         begun, before = time.monotonic(), load.ended
         until(lambda: time.monotonic() - begun > CUT_S and load.ended >= before + STREAMS, "answers meanwhile", 180)
@@ -88,9 +94,7 @@ def test_either_pool_rolls_out_under_streams(
 ) -> None:
     release = install(places.values())
     with load_on(release, STREAMS, questions=PROMPTS) as load:
-        until(lambda: load.ended >= STREAMS, "the load", 120)
-        read = pulled(release)
-        assert read > 0, "pages go from node to node"
+        read = flowing(release, load)
         release.restart(component, "demo")
         before = load.ended
         until(lambda: load.ended >= before + STREAMS and pulled(release) > 0, "answers afterwards", 180)
@@ -115,8 +119,7 @@ def test_each_pool_is_scaled_by_its_own_figures(
     with load_on(release, STREAMS, questions=PROMPTS, max_tokens=8) as prompts:
         first_s = until(lambda: asked() == (2, 1), "a second prefill worker and one that decodes", WITHIN_S)
         until(lambda: len(release.ready("prefill", "demo")) == 2, "it to be ready", WITHIN_S)
-        read = pulled(release)
-        assert read > 0, "pages go from node to node"
+        read = flowing(release, prompts)
     with load_on(release, CROWD, questions=QUESTIONS) as crowd:
         second_s = until(lambda: asked() == (1, 2), "a second that decodes and one prefill worker", WITHIN_S)
         until(lambda: len(release.ready("worker", "demo")) == 2, "it to be ready", WITHIN_S)

@@ -80,7 +80,7 @@ def start_what_is_down(system: System) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "detokenizer", "worker-0", "gateway", "redis"])
-def test_killing_one_service_is_an_error_or_a_wait_and_never_a_hang(mended: System, name: str) -> None:
+def test_killing_one_service_is_a_wait_and_of_the_gateway_an_end(mended: System, name: str) -> None:
     system = mended
     pids = {other: child.pid for other, child in system.children.items() if other != name}
     streams = [open_stream(system, 400) for _ in range(4)]
@@ -93,11 +93,8 @@ def test_killing_one_service_is_an_error_or_a_wait_and_never_a_hang(mended: Syst
     whole = [read_to_end(stream) for stream in streams]
     if name != "gateway":
         assert all(b"[DONE]" in data and b'"error"' not in data for data in whole), "a pause, and then the rest"
-    if name != "gateway":
-        begun = time.monotonic()
         status, _ = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
-        assert time.monotonic() - begun < WAIT_S + 25
-        assert status == 200 if name == "redis" else status in (200, 500, 502, 503, 504)
+        assert status == 200, "who asks meanwhile waits"
     start_what_is_down(system)
     status, answer = system.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0})
     assert status == 200, answer

@@ -142,6 +142,7 @@ def test_clients_leave(fleet: Fleet, clients: Clients, expected: Expected) -> No
     clients.leave(crowd(expected, seed=11), lambda index: waits[index])
     quiet_s = fleet.wait_quiet(QUIET_S)
     print(f"all was free {quiet_s:.2f} s after the last client left")
+    assert not fleet.busy(), "nobody comes back to what was given back"
 
 
 def test_everything_is_restarted_one_by_one(fleet: Fleet, clients: Clients, expected: Expected) -> None:

@@ -12,6 +12,7 @@ import pytest
 from services.worker.exec.contracts.page_store import Written
 from services.worker.exec.tiers.store_folder import StoreUnusable
 from services.worker.exec.tiers.write_pause import WritePause
+from tests.all_pairs import each_value
 from tests.exec.tiers.pages import FORMAT, SEGMENT, SLOTS, Hours, key, keys, read, readable, size_of, store, write
 from tests.exec.tiers.sick_disks import SickDisk
 
@@ -68,8 +69,9 @@ class TestWrites:
         it = store(tmp_path)
         assert readable(it) == many and it.counts().corrupt_pages == 0
 
-    @pytest.mark.parametrize("call", ["create", "write", "sync", "rename"])
-    @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT])
+    @each_value(
+        call=["create", "write", "sync", "rename"], number=[errno.EIO, errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT]
+    )
     def test_whatever_fails_is_counted_and_tried_again(
         self, tmp_path: Path, disk: SickDisk, clock: Hours, call: str, number: int
     ) -> None:
