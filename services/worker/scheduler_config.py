@@ -32,6 +32,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         max_prefill_tokens=max(settings.max_prefill_tokens, info.context_len) if whole else settings.max_prefill_tokens,
         chunked_prefill_size=0 if whole else settings.chunked_prefill_size,
         adaptive_chunk_rows=settings.adaptive_chunk_rows,
+        adaptive_chunk_s=settings.adaptive_chunk_s,
         max_extend_steps=settings.max_extend_steps,
         prefill_max_requests=settings.prefill_max_requests,
         max_prompt_logprob_tokens=settings.max_prompt_logprob_tokens,

@@ -21,6 +21,7 @@ PINNED = SchedulerConfig(
     max_prefill_tokens=16384,
     chunked_prefill_size=8192,
     adaptive_chunk_rows=64,
+    adaptive_chunk_s=0.0,
     max_extend_steps=0,
     prefill_max_requests=0,
     max_prompt_logprob_tokens=4096,

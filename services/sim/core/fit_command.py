@@ -64,6 +64,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
         "max_running_requests": max(args.batches),
         "chunked_prefill_size": args.chunked_prefill_size,
         "adaptive_chunk_rows": 0,
+        "adaptive_chunk_s": 0.0,
         "max_extend_steps": 0,
         "enable_radix_cache": False,
     }

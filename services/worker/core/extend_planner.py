@@ -15,9 +15,11 @@ from services.worker.core.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
     NO_ROWS,
     AddResult,
+    ChunkPace,
     PrefillAdder,
     RunningRows,
     adapted_chunk,
+    paced_chunk,
 )
 from services.worker.core.prefix_gate import PrefixGate
 from services.worker.core.queue.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
@@ -39,6 +41,7 @@ class ExtendPlanner:
         if table.config.enable_radix_cache:
             self._gates.append(self._prefixes.look)
         self.running_limit = table.config.max_running_requests
+        self._pace = ChunkPace()
 
     def plan(
         self, now: float, ratio: float, num_decode_rows: int, flight: Step | None, step_id: int, may_admit: bool
@@ -76,16 +79,47 @@ class ExtendPlanner:
             self._prefixes.freed.clear()
         return rows
 
-    def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
+    def step_ended(self, extended: int, rows: int, seconds: float) -> None:
+        """A step has extended so many tokens, beside so many decode rows."""
+        config = self._table.config
+        if config.adaptive_chunk_s:
+            least = max(paced_chunk(config.chunked_prefill_size, config.page_size, 0) // 2, 1)
+            self._pace.took(extended, rows, seconds, least)
+
+    @property
+    def steps_in_a_row(self) -> int:
+        """Of extends alone, after which decode rows have theirs; 0: any number."""
+        config, tokens = self._table.config, self._paced_tokens()
+        if tokens is None:
+            return config.max_extend_steps
+        steps = max(-(-tokens // config.chunked_prefill_size), 1)
+        return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
+
+    def _paced_tokens(self) -> int | None:
+        """To be extended before decode rows have their next step. None: any number."""
         config, decoding = self._table.config, len(self._table.decoding)
+        if not config.adaptive_chunk_s or not config.chunked_prefill_size or not decoding:
+            return None
+        return self._pace.tokens(config.adaptive_chunk_s, decoding)
+
+    def _chunk_size(self, num_decode_rows: int) -> int:
+        """num_decode_rows: those that share the step, which take from it."""
+        config, tokens = self._table.config, self._paced_tokens()
+        size, page = config.chunked_prefill_size, config.page_size
+        adapted = adapted_chunk(size, page, len(self._table.decoding), config.adaptive_chunk_rows)
+        if tokens is None:
+            return adapted
+        steps = 1 if num_decode_rows else self.steps_in_a_row
+        return min(adapted, paced_chunk(size, page, tokens // steps) + num_decode_rows)
+
+    def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
+        config = self._table.config
         return PrefillAdder(
             page_size=config.page_size,
             rows=self._running_rows(),
             new_token_ratio=ratio,
             max_prefill_tokens=config.max_prefill_tokens,
-            chunked_prefill_size=adapted_chunk(
-                config.chunked_prefill_size, config.page_size, decoding, config.adaptive_chunk_rows
-            ),
+            chunked_prefill_size=self._chunk_size(num_decode_rows),
             num_decode_rows=num_decode_rows,
             max_requests=config.prefill_max_requests,
             max_logprob_tokens=config.max_prompt_logprob_tokens,

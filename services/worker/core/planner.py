@@ -60,8 +60,9 @@ class Planner:
         return build_step(self._step_id, extends, decodes, table.columns, table.memory.take_table_updates())
 
     def _decodes_are_due(self) -> bool:
-        limit = self._table.config.max_extend_steps
-        return 0 < limit <= self._extends_in_a_row and self._decodes.num_candidates > 0
+        if not self._extends_in_a_row or not self._decodes.num_candidates:
+            return False
+        return 0 < self.extends.steps_in_a_row <= self._extends_in_a_row
 
     def _decode_only(self, now: float, flight_step: int) -> Step | None:
         self._extends_in_a_row = 0

@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_CHUNK_SHARE = 8  # however many rows decode, a chunk keeps one part in so many of its full size
+MIN_PACED_SHARE = 32  # and however slow it is
+FADES = 0.7  # of what steps took before, with each further one
+OUTLIER = 4.0  # times what steps took before that one counts as, at most
+BUCKETS = 32
 
 
 class AddResult(enum.IntEnum):
@@ -41,6 +45,54 @@ def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, 
     if not chunked_prefill_size or not half_at:
         return chunked_prefill_size
     size = max(chunked_prefill_size * half_at // (half_at + num_decoding), chunked_prefill_size // MIN_CHUNK_SHARE)
+    return max(size // page_size * page_size, page_size)
+
+
+class ChunkPace:
+    """How many tokens a step may extend while rows decode, so that they wait no longer than they are to for their next one; by
+    what steps have taken lately. A step takes what one of its decode rows alone takes, and a time for each extended token, which
+    grows with the prompts' contexts and follows them. Times are between the commits that the caller names, so the same calls
+    give the same chunks."""
+
+    def __init__(self) -> None:
+        self._extended = self._seconds = 0.0  # of steps lately, by how late; large ones say more than small ones
+        self._decode_s = [0.0] * BUCKETS  # of a step of decode rows alone, by the bit length of their number; 0: nobody knows
+
+    def took(self, extended: int, rows: int, seconds: float, least: int) -> None:
+        """A step has extended so many tokens, beside so many decode rows. least: of fewer tokens it says nothing of what one
+        takes."""
+        assert extended >= 0 and rows >= 0, "counts of a step"
+        if seconds <= 0:
+            return
+        if not extended:
+            before = self._decode_s[rows.bit_length()]
+            now = FADES * before + (1 - FADES) * min(seconds, OUTLIER * before) if before else seconds
+            self._decode_s[rows.bit_length()] = now
+        elif extended >= least:
+            own = seconds - min(self._alone_s(rows), seconds / 2)
+            if self._extended:
+                own = min(own, OUTLIER * extended * self._seconds / self._extended)
+            self._extended, self._seconds = FADES * self._extended + extended, FADES * self._seconds + own
+
+    def tokens(self, within_s: float, decoding: int) -> int | None:
+        """That can be extended so that they and what so many decode rows take come to within_s. None: nobody knows. They may take
+        as long as the decode rows: shorter chunks would come to little but more steps."""
+        if not self._extended:
+            return None
+        alone = self._alone_s(decoding)
+        return int(max(within_s - alone, alone) / self._seconds * self._extended)
+
+    def _alone_s(self, rows: int) -> float:
+        """Of no more rows than that, as far as it is known."""
+        return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
+
+
+def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
+    """The chunk size where a step may extend so many tokens. Whole pages; one part in so many of the full size, and one page, at
+    least; 0 stays 0."""
+    if not chunked_prefill_size:
+        return 0
+    size = min(max(tokens, chunked_prefill_size // MIN_PACED_SHARE), chunked_prefill_size)
     return max(size // page_size * page_size, page_size)
 
 

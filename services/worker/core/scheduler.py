@@ -242,12 +242,17 @@ class Scheduler:
         self.table.trace.now = now
         began = self._began[0]
         step = self._take_flight(result.step_id)
-        if self._tiers is not None:
-            plan, seconds = step.plan, now - max(began, self._ended_at)
-            extended = int(plan.num_tokens[: plan.num_extend].sum())
-            self._tiers.step_ended(extended, plan.num_rows - plan.num_extend, seconds, now)
+        if self._tiers is not None or self.config.adaptive_chunk_s:
+            self._took(step.plan, now - max(began, self._ended_at), now)
         self._ended_at = now
         self._committer.commit(step, result, now)
+
+    def _took(self, plan: BatchPlan, seconds: float, now: float) -> None:
+        extended = int(plan.num_tokens[: plan.num_extend].sum()) if plan.num_extend else 0
+        rows = plan.num_rows - plan.num_extend
+        self._planner.extends.step_ended(extended, rows, seconds)
+        if self._tiers is not None:
+            self._tiers.step_ended(extended, rows, seconds, now)
 
     def fail(self, step_id: int, message: str, now: float) -> None:
         """The oldest uncommitted step failed as a whole: its requests end with an error, the others go on."""

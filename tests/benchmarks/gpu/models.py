@@ -87,6 +87,7 @@ def serving_of(wanted: Wanted, setting: Setting) -> Iterator[Model]:
         max_running_requests=wanted.rows,
         max_prefill_tokens=options.max_tokens,
         chunked_prefill_size=options.max_tokens,
+        adaptive_chunk_s=0.0,
         adaptive_chunk_rows=0,  # shorter chunks would mean more prefill steps, and nobody waits for a token
     )
     model = Model(Serving(config, executor, wanted.overlap), shape, weight_bytes, weight_bytes - embedding)

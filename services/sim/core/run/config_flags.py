@@ -30,6 +30,7 @@ SETTINGS = (
     "max_prefill_tokens",
     "chunked_prefill_size",
     "adaptive_chunk_rows",
+    "adaptive_chunk_s",
     "max_extend_steps",
     "prefill_max_requests",
     "max_prompt_logprob_tokens",

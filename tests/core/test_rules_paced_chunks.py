@@ -1,0 +1,197 @@
+"""docs/scheduler.md#chunks: how long a step with a prompt may take while others wait for their next token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.prefill_adder import FADES, MIN_PACED_SHARE, OUTLIER, ChunkPace, paced_chunk
+from tests.core.harness import Engine
+from tests.core.test_scheduler_basic import make
+
+TOKEN_S, ROW_S, TURN_S = 0.001, 0.002, 0.01  # of a step: for each token, for each row, and whatever it does
+SIZE = 1024
+
+
+def pace(decode_s: dict[int, float] | None = None) -> ChunkPace:
+    """decode_s: of a step by its number of decode rows."""
+    made = ChunkPace()
+    for rows, seconds in (decode_s or {}).items():
+        made.took(0, rows, seconds, 1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("size", "page_size", "tokens", "chunk"),
+    [
+        (SIZE, 16, 5000, SIZE),
+        (SIZE, 16, 500, 496),
+        (SIZE, 16, 0, SIZE // MIN_PACED_SHARE),
+        (64, 16, 0, 16),
+        (0, 16, 5, 0),
+        (40, 16, 39, 32),
+    ],
+)
+def test_a_chunk_is_of_whole_pages_one_part_of_its_full_size_at_least_and_no_more_than_that(
+    size: int, page_size: int, tokens: int, chunk: int
+) -> None:
+    assert paced_chunk(size, page_size, tokens) == chunk
+
+
+class TestPace:
+    def test_nobody_knows_before_a_prompt_was_computed(self) -> None:
+        assert pace().tokens(0.1, 1) is None
+        assert pace({1: 0.01}).tokens(0.1, 1) is None
+
+    @pytest.mark.parametrize(("rows", "alone"), [(0, 0.0), (1, 0.02), (3, 0.02), (4, 0.05), (7, 0.05), (100, 0.05)])
+    def test_what_decode_rows_take_alone_is_left_out_of_what_a_token_takes_and_of_the_time(self, rows: int, alone: float) -> None:
+        """Known of 1 and of 4 rows: of others it is what the next fewer take."""
+        known = pace({1: 0.02, 4: 0.05})
+        known.took(1000, rows, alone + 1.0, 1)
+        assert known.tokens(0.3, rows) == pytest.approx((0.3 - alone) / 0.001, abs=1)
+
+    def test_prompts_may_take_as_long_as_the_rows_that_decode(self) -> None:
+        known = pace({8: 0.2})
+        known.took(1000, 8, 1.2, 1)
+        assert known.tokens(0.01, 8) == pytest.approx(200, abs=1)
+        assert known.tokens(0.3, 8) == pytest.approx(200, abs=1)
+        assert known.tokens(0.5, 8) == pytest.approx(300, abs=1)
+
+    def test_decode_rows_are_at_most_half_of_a_step_with_a_prompt(self) -> None:
+        """A step that took less than its decode rows do alone has computed its prompt in some time nevertheless."""
+        known = pace({1: 5.0})
+        known.took(1000, 1, 1.0, 1)
+        assert known.tokens(11.0, 1) == pytest.approx(6.0 / 0.0005, rel=0.01)
+
+    @pytest.mark.parametrize(("extended", "seconds"), [(63, 1.0), (1000, 0.0), (1000, -1.0)])
+    def test_a_few_tokens_and_a_step_without_a_time_say_nothing(self, extended: int, seconds: float) -> None:
+        known = pace()
+        known.took(extended, 1, seconds, 64)
+        assert known.tokens(0.1, 1) is None
+
+    def test_short_prompts_say_little_beside_long_ones(self) -> None:
+        """What a step takes whatever it computes makes their tokens dear."""
+        known = pace()
+        known.took(16, 0, 0.8 + 0.016, 16)
+        for _ in range(3):
+            known.took(1000, 0, 0.8 + 1.0, 16)
+        assert (known.tokens(1.8, 0) or 0) > 800
+
+    def test_what_steps_take_is_followed_and_one_that_hung_is_not(self) -> None:
+        known = pace()
+        known.took(1000, 0, 1.0, 1)
+        known.took(1000, 0, 1000.0, 1)
+        assert known.tokens(1.0, 0) == pytest.approx(1000 * (FADES + 1) / (FADES + OUTLIER), abs=1)
+        for _ in range(30):
+            known.took(1000, 0, 2.0, 1)
+        assert known.tokens(1.0, 0) == pytest.approx(500, abs=5)
+
+
+class Timed:
+    """An engine whose steps take time."""
+
+    def __init__(self, overlap: bool = False, row_s: float = ROW_S, **changes: Any) -> None:
+        sizes = {"num_pages": 4096, "page_size": 4, "context_len": 8192, "chunked_prefill_size": SIZE, "adaptive_chunk_rows": 0}
+        self.engine, self._row_s = make(overlap, **{**sizes, **changes}), row_s
+
+    def run(self, turns: int) -> list[tuple[BatchPlan, float]]:
+        """Steps that have begun, with what they take."""
+        engine, begun = self.engine, len(self.engine.plans)
+        for _ in range(turns):
+            if engine.prev is not None:
+                engine.now += self.seconds(engine.prev.plan) - TURN_S  # which a turn takes
+            engine.turn()
+        return [(plan, self.seconds(plan)) for plan in engine.plans[begun:]]
+
+    def seconds(self, plan: BatchPlan) -> float:
+        return self.seconds_of(int(plan.num_tokens.sum()), plan.num_rows)
+
+    def seconds_of(self, tokens: int, rows: int) -> float:
+        return TURN_S + TOKEN_S * tokens + self._row_s * rows
+
+    def beside(self, decoding: int, turns: int = 40) -> list[tuple[BatchPlan, float]]:
+        """Steps with chunks of a long prompt, after some that decode so many rows alone."""
+        for handle in range(decoding):
+            self.engine.submit(handle, [handle] * 4, max_new_tokens=500, ignore_eos=True)
+        self.run(8)
+        self.engine.submit(decoding, range(7000), max_new_tokens=2)
+        return [(plan, seconds) for plan, seconds in self.run(turns) if plan.num_extend]
+
+
+def extended(plan: BatchPlan) -> int:
+    return int(plan.num_tokens[: plan.num_extend].sum())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("within_s", "most", "extends"), [(0.3, 2, 1), (0.3, 0, 1), (1.5, 2, 2), (1.5, 0, 2)])
+def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
+    overlap: bool, mixed: bool, within_s: float, most: int, extends: int
+) -> None:
+    """most: max_extend_steps. extends: steps of extends alone before one of decode rows; a chunk of the full size takes 1.04 s."""
+    timed = Timed(overlap, enable_mixed_chunk=mixed, max_extend_steps=most, adaptive_chunk_s=within_s)
+    steps = timed.beside(4, turns=30)
+    late = [plan for plan, _ in steps[6:-1]]
+    assert late and all(plan.num_rows == (5 if mixed else 1) for plan in late)
+    if mixed and within_s > 1:
+        assert {extended(plan) for plan in late} == {SIZE - 4}, "shorter than it might be"
+        return
+    per_step = 1 if mixed else extends
+    wait = per_step * timed.seconds(late[0]) + (0 if mixed else timed.seconds_of(4, 4))
+    assert 0.93 * within_s < wait <= 1.03 * within_s, "they use the time, and no more"
+    assert max(map(extended, late)) - min(map(extended, late)) <= 24, "and settle"
+
+
+@pytest.mark.parametrize(("within_s", "most", "modes"), [(0.3, 2, "ED"), (1.5, 2, "EED"), (60.0, 2, "EED"), (1.5, 0, "EED")])
+def test_decode_rows_have_their_step_after_as_many_extends_as_it_takes(within_s: float, most: int, modes: str) -> None:
+    timed = Timed(max_extend_steps=most, adaptive_chunk_s=within_s)
+    begun = len(timed.engine.plans)
+    timed.beside(4, turns=20)
+    seen = "".join(plan.mode.name[0] for plan in timed.engine.plans[begun:])
+    late = seen[seen.index("DE") + 4 :]
+    assert modes * 2 in late and "E" + modes not in late
+
+
+@pytest.mark.parametrize("changes", [{"adaptive_chunk_s": 0.0}, {"adaptive_chunk_s": 60.0}])
+def test_without_a_bound_or_below_it_chunks_are_whole(changes: dict[str, float]) -> None:
+    steps = Timed(**changes).beside(2)
+    assert {extended(plan) for plan, _ in steps[:-1]} == {SIZE}
+
+
+def test_prompts_alone_are_not_cut_for_nobody() -> None:
+    timed = Timed(adaptive_chunk_s=0.05)
+    timed.beside(1)
+    timed.engine.drain()
+    begun = len(timed.engine.plans)
+    timed.engine.submit(9, range(100, 5000), max_new_tokens=2)
+    timed.engine.drain()
+    assert [extended(plan) for plan in timed.engine.plans[begun:] if plan.num_extend][0] == SIZE
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_where_decode_rows_take_longer_than_that_prompts_still_come_on(mixed: bool) -> None:
+    """A step of 4 rows takes 0.83 s by itself: a prompt's part comes to as long, and not to one page of it."""
+    steps = Timed(row_s=0.2, adaptive_chunk_s=0.05, enable_mixed_chunk=mixed).beside(4, turns=60)
+    assert len(steps) > 10 and all(300 < extended(plan) < SIZE for plan, _ in steps[-6:-1])
+
+
+def test_it_changes_while_the_worker_runs() -> None:
+    timed = Timed()
+    timed.engine.core.retune({"adaptive_chunk_s": 0.1})
+    assert all(0.075 < seconds <= 0.09 for _, seconds in timed.beside(2)[6:])
+
+
+def test_a_step_that_is_set_shorter_than_a_page_takes_part_of_the_full_size() -> None:
+    steps = Timed(adaptive_chunk_s=1e-6).beside(1)
+    assert all(SIZE // MIN_PACED_SHARE - 4 <= extended(plan) for plan, _ in steps[6:-1])
+
+
+def test_everyone_gets_the_answer_that_is_theirs() -> None:
+    timed = Timed(adaptive_chunk_s=0.05)
+    timed.beside(3)
+    timed.engine.drain()
+    assert isinstance(timed.engine, Engine)
+    for handle in timed.engine.submitted:
+        timed.engine.check_answer(handle)
