@@ -144,6 +144,12 @@ def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
     assert max(map(extended, late)) - min(map(extended, late)) <= 24, "and settle"
 
 
+def test_decode_rows_that_ride_along_take_nothing_from_what_a_prompt_may() -> None:
+    timed = Timed(enable_mixed_chunk=True, adaptive_chunk_s=0.08)
+    steps = timed.beside(7)
+    assert all(plan.num_rows == 8 and 0.93 * 0.08 < seconds < 1.03 * 0.08 for plan, seconds in steps[8:])
+
+
 @pytest.mark.parametrize(("within_s", "most", "modes"), [(0.3, 2, "ED"), (1.5, 2, "EED"), (60.0, 2, "EED"), (1.5, 0, "EED")])
 def test_decode_rows_have_their_step_after_as_many_extends_as_it_takes(within_s: float, most: int, modes: str) -> None:
     timed = Timed(max_extend_steps=most, adaptive_chunk_s=within_s)
@@ -162,12 +168,11 @@ def test_without_a_bound_or_below_it_chunks_are_whole(changes: dict[str, float])
 
 def test_prompts_alone_are_not_cut_for_nobody() -> None:
     timed = Timed(adaptive_chunk_s=0.05)
-    timed.beside(1)
-    timed.engine.drain()
-    begun = len(timed.engine.plans)
+    assert extended(timed.beside(1)[-1][0]) < SIZE
+    for handle in range(2):
+        timed.engine.abort(handle)
     timed.engine.submit(9, range(100, 5000), max_new_tokens=2)
-    timed.engine.drain()
-    assert [extended(plan) for plan in timed.engine.plans[begun:] if plan.num_extend][0] == SIZE
+    assert [extended(plan) for plan, _ in timed.run(4)][1:] == [SIZE] * 3
 
 
 @pytest.mark.parametrize("mixed", [False, True])
