@@ -78,8 +78,8 @@ class WorkerSettings(ServiceSettings):
     adaptive_chunk_s: float = Field(
         0.25,
         ge=0,
-        description="Seconds that a row that decodes is to wait for its next token at most: chunks of prompts are as short as that"
-        " needs, by what steps have taken lately; 0: no matter how long.",
+        description="Seconds that a row that decodes is to wait for its next token at most: chunks of prompts are as short as"
+        " that needs, by what steps have taken lately; 0: no matter how long.",
     )
     max_extend_steps: int = Field(2, ge=0, description="Prefill steps in a row while decode rows wait; 0: any number.")
     prefill_max_requests: int = Field(0, ge=0, description="Prompts of one prefill step; 0: any number.")

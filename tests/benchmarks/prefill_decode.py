@@ -9,97 +9,25 @@ to their first token, with 95 % intervals.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import random
 import tempfile
-import time
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
 
-import httpx
-
-from tests.benchmarks.deterministic_cost import interval
+from tests.benchmarks.streams_and_prompts import add_flags, compare, print_ratios
 from tests.e2e.system import System
-
-STREAM_TOKENS, PROMPT_OUTPUT = 160, 8
-FIRST_ID, LAST_ID = 4, 1200  # of the demo model's ordinary tokens
-
-
-@dataclass
-class Run:
-    """Seconds between a stream's tokens, and to the first token of a long prompt."""
-
-    gaps: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
-
-    def figures(self) -> dict[str, float]:
-        cuts = quantiles(self.gaps, n=100)
-        return {"itl p50": cuts[49], "itl p99": cuts[98], "ttft of the prompts": median(self.ttft)}
-
-
-async def _stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[float]:
-    """Moments at which tokens came, the request's own first."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    times = [time.perf_counter()]
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                times.append(time.perf_counter())
-    return times
-
-
-async def _load(system: System, args: argparse.Namespace, seed: int) -> Run:
-    rng, run, done = random.Random(seed), Run(), asyncio.Event()
-
-    def prompt(length: int) -> list[int]:
-        return [rng.randrange(FIRST_ID, LAST_ID) for _ in range(length)]
-
-    async with httpx.AsyncClient(base_url=system.url, timeout=300) as http:
-
-        async def streams() -> None:
-            while not done.is_set():
-                times = await _stream(http, prompt(16), STREAM_TOKENS)
-                run.gaps += [later - before for before, later in pairwise(times[1:])]
-
-        running = [asyncio.create_task(streams()) for _ in range(args.streams)]
-        await asyncio.sleep(1.0)
-        for _ in range(args.prompts):
-            times = await _stream(http, prompt(args.tokens), PROMPT_OUTPUT)
-            run.ttft.append(times[1] - times[0])
-        done.set()
-        await asyncio.gather(*running)
-    return run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9, metavar="N", help="of runs (default 9)")
-    parser.add_argument("--streams", type=int, default=4, metavar="N", help="at once (default 4)")
-    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="one after the other, in a run (default 6)")
-    parser.add_argument("--tokens", type=int, default=3500, metavar="N", help="of a prompt (default 3500)")
+    add_flags(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         apart = System(Path(folder, "apart"), prefill_workers=1, decode_workers=1, log_level="info", max_total_tokens=32768)
         together = System(Path(folder, "together"), workers=1, num_threads=2, log_level="info", max_total_tokens=32768)
-        ratios: dict[str, list[float]] = {}
         with apart, together:
-            systems = {"apart": apart, "together": together}
-            for each in systems.values():
-                asyncio.run(_load(each, args, args.pairs))
-            for pair in range(args.pairs):
-                order = list(systems) if pair % 2 else list(systems)[::-1]
-                figures = {name: asyncio.run(_load(systems[name], args, pair)).figures() for name in order}
-                for what, value in figures["apart"].items():
-                    ratios.setdefault(what, []).append(value / figures["together"][what])
-                print(pair, {name: {k: round(v * 1e3, 1) for k, v in each.items()} for name, each in figures.items()}, flush=True)
+            ratios = compare({"apart": apart, "together": together}, args)
             pulled = apart.metric("decode-0", "rootstock_worker_pulled_tokens_total")
         print(f"tokens read by the decode worker: {pulled:.0f}")
-    for what, values in ratios.items():
-        low, high = interval(values)
-        print(f"{what}, apart / together: {median(values):.2f} [{low:.2f}, {high:.2f}]")
+    print_ratios(ratios, "apart / together")
 
 
 if __name__ == "__main__":

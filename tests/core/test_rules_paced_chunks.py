@@ -130,7 +130,7 @@ def extended(plan: BatchPlan) -> int:
 def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
     overlap: bool, mixed: bool, within_s: float, most: int, extends: int
 ) -> None:
-    """most: max_extend_steps. extends: steps of extends alone before one of decode rows; a chunk of the full size takes 1.04 s."""
+    """most: max_extend_steps. extends: steps of extends before one of decode rows; a chunk of the full size takes 1.04 s."""
     timed = Timed(overlap, enable_mixed_chunk=mixed, max_extend_steps=most, adaptive_chunk_s=within_s)
     steps = timed.beside(4, turns=30)
     late = [plan for plan, _ in steps[6:-1]]
@@ -190,7 +190,7 @@ def test_it_changes_while_the_worker_runs() -> None:
 
 def test_a_step_that_is_set_shorter_than_a_page_takes_part_of_the_full_size() -> None:
     steps = Timed(adaptive_chunk_s=1e-6).beside(1)
-    assert all(SIZE // MIN_PACED_SHARE - 4 <= extended(plan) for plan, _ in steps[6:-1])
+    assert all(extended(plan) >= SIZE // MIN_PACED_SHARE - 4 for plan, _ in steps[6:-1])
 
 
 def test_everyone_gets_the_answer_that_is_theirs() -> None:

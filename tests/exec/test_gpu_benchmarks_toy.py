@@ -84,7 +84,8 @@ def test_prefill_and_decode_are_told_apart() -> None:
     assert timing.decode_step_s(2) == (0.5, 2.5)
     setting = Setting("cpu", toy=True)
     with serving_of(Wanted("qwen3-8b", 2, 40), setting) as model:
-        assert model.serving.core.config.adaptive_chunk_rows == model.serving.core.config.adaptive_chunk_s == 0, "chunks are as long as the benchmark says"
+        config = model.serving.core.config
+        assert config.adaptive_chunk_rows == config.adaptive_chunk_s == 0, "chunks are as long as the benchmark says"
         taken = model.serving.run(fixed(2, 10, 4, model.vocab, seed=0))
     tokens_then = next(count for at, count in taken.marks if at == taken.last_first_s)
     assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8

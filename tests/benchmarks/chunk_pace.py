@@ -1,0 +1,40 @@
+"""Streams beside long prompts, chunks bounded by time and not: python -m tests.benchmarks.chunk_pace [--adaptive-chunk-s S] ...
+
+Two whole systems of one worker with two threads stand on this machine, one with --adaptive-chunk-s, one without a bound. In turns
+each gets the same load: streams one after the other, and beside them prompts of many tokens. Printed are medians of the ratio
+bounded / not of the streams' inter-token latency (p50, p99) and of the prompts' time to their first token, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from services.worker.settings import WorkerSettings
+from tests.benchmarks.streams_and_prompts import add_flags, compare, print_ratios
+from tests.e2e.system import System
+
+DEFAULT_S = float(WorkerSettings.model_fields["adaptive_chunk_s"].default)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adaptive-chunk-s", type=float, default=DEFAULT_S, metavar="S", help=f"default {DEFAULT_S}")
+    add_flags(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def system(name: str, within_s: float) -> System:
+            flags = f"--adaptive-chunk-s {within_s}"
+            return System(
+                Path(folder, name), workers=1, num_threads=2, worker_flags=flags, log_level="info", max_total_tokens=32768
+            )
+
+        with system("bounded", args.adaptive_chunk_s) as bounded, system("not", 0.0) as unbounded:
+            ratios = compare({"bounded": bounded, "not": unbounded}, args)
+    print_ratios(ratios, "bounded / not")
+
+
+if __name__ == "__main__":
+    main()
