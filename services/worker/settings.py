@@ -78,10 +78,13 @@ class WorkerSettings(ServiceSettings):
     adaptive_chunk_s: float = Field(
         0.25,
         ge=0,
+        le=3600,
         description="Seconds that a row that decodes is to wait for its next token at most: chunks of prompts are as short as"
         " that needs, by what steps have taken lately; 0: no matter how long.",
     )
-    max_extend_steps: int = Field(2, ge=0, description="Prefill steps in a row while decode rows wait; 0: any number.")
+    max_extend_steps: int = Field(
+        2, ge=0, description="Prefill steps in a row while decode rows wait; 0: any number in their time."
+    )
     prefill_max_requests: int = Field(0, ge=0, description="Prompts of one prefill step; 0: any number.")
     max_prompt_logprob_tokens: int = Field(4096, ge=256, description="Prompt tokens of one step whose logprobs are computed.")
     enable_mixed_chunk: bool = Field(False, description="Decode rows ride along in prefill steps.")

@@ -89,28 +89,33 @@ class ExtendPlanner:
     @property
     def steps_in_a_row(self) -> int:
         """Of extends alone, after which decode rows have theirs; 0: any number."""
-        config, tokens = self._table.config, self._paced_tokens()
-        if tokens is None:
+        config, waiting = self._table.config, self._num_paced_for()
+        if not waiting:
             return config.max_extend_steps
-        steps = max(-(-tokens // config.chunked_prefill_size), 1)
+        size = min(self._adapted_chunk(), config.max_prefill_tokens)
+        steps = self._pace.steps(config.adaptive_chunk_s, waiting, size)
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
-    def _paced_tokens(self) -> int | None:
-        """To be extended before decode rows have their next step. None: any number."""
-        config, decoding = self._table.config, len(self._table.decoding)
-        if not config.adaptive_chunk_s or not config.chunked_prefill_size or not decoding:
-            return None
-        return self._pace.tokens(config.adaptive_chunk_s, decoding)
+    def _num_paced_for(self) -> int:
+        """Rows that wait for their next token while prompts are computed; 0 where that bounds no chunk."""
+        table, config = self._table, self._table.config
+        if not config.adaptive_chunk_s or not config.chunked_prefill_size or not table.decoding or not self._pace.is_known:
+            return 0
+        slots = table.decoding_slots()
+        more = (table.columns.planned_out[slots] < table.columns.max_new[slots]).tolist()
+        return sum(m and r.hand_over is None for r, m in zip(table.decoding, more, strict=True))  # others go on with the rest
+
+    def _adapted_chunk(self) -> int:
+        config = self._table.config
+        return adapted_chunk(config.chunked_prefill_size, config.page_size, len(self._table.decoding), config.adaptive_chunk_rows)
 
     def _chunk_size(self, num_decode_rows: int) -> int:
         """num_decode_rows: those that share the step, which take from it."""
-        config, tokens = self._table.config, self._paced_tokens()
-        size, page = config.chunked_prefill_size, config.page_size
-        adapted = adapted_chunk(size, page, len(self._table.decoding), config.adaptive_chunk_rows)
-        if tokens is None:
+        config, adapted, waiting = self._table.config, self._adapted_chunk(), self._num_paced_for()
+        if not waiting:
             return adapted
-        steps = 1 if num_decode_rows else self.steps_in_a_row
-        return min(adapted, paced_chunk(size, page, tokens // steps) + num_decode_rows)
+        tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, 0 if num_decode_rows else self.steps_in_a_row)
+        return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
 
     def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
         config = self._table.config

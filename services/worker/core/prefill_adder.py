@@ -7,6 +7,7 @@ are cut), logprob (prompt tokens whose logprobs are computed). It answers; the s
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ MIN_PACED_SHARE = 32  # and however slow it is
 FADES = 0.7  # of what steps took before, with each further one
 OUTLIER = 4.0  # times what steps took before that one counts as, at most
 BUCKETS = 32
+MOST_TOKENS = 1 << 30  # of a step, whatever time it has
 
 
 class AddResult(enum.IntEnum):
@@ -50,9 +52,9 @@ def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, 
 
 class ChunkPace:
     """How many tokens a step may extend while rows decode, so that they wait no longer than they are to for their next one; by
-    what steps have taken lately. A step takes what one of its decode rows alone takes, and a time for each extended token, which
-    grows with the prompts' contexts and follows them. Times are between the commits that the caller names, so the same calls
-    give the same chunks."""
+    what steps have taken lately. A step takes what one of its decode rows alone takes, or of the fewest rows where it has none,
+    and a time for each extended token, which grows with the prompts' contexts and follows them. Times are between the commits
+    that the caller names, so the same calls give the same chunks."""
 
     def __init__(self) -> None:
         self._extended = self._seconds = 0.0  # of steps lately, by how late; large ones say more than small ones
@@ -69,22 +71,37 @@ class ChunkPace:
             now = FADES * before + (1 - FADES) * min(seconds, OUTLIER * before) if before else seconds
             self._decode_s[rows.bit_length()] = now
         elif extended >= least:
-            own = seconds - min(self._alone_s(rows), seconds / 2)
+            own = seconds - min(self._alone_s(rows) if rows else self._least_s(), seconds / 2)
             if self._extended:
                 own = min(own, OUTLIER * extended * self._seconds / self._extended)
             self._extended, self._seconds = FADES * self._extended + extended, FADES * self._seconds + own
 
-    def tokens(self, within_s: float, decoding: int) -> int | None:
-        """That can be extended so that they and what so many decode rows take come to within_s. None: nobody knows. They may take
-        as long as the decode rows: shorter chunks would come to little but more steps."""
-        if not self._extended:
-            return None
+    @property
+    def is_known(self) -> bool:
+        """What a token takes."""
+        return self._extended > 0
+
+    def steps(self, within_s: float, decoding: int, size: int) -> int:
+        """Of so many tokens each, or somewhat fewer, that come to within_s with a step of so many decode rows; 1 at least. What a
+        token takes is known."""
+        step_s = size * self._seconds / self._extended + self._least_s()
+        return max(math.ceil(min((within_s - self._alone_s(decoding)) / step_s, MOST_TOKENS)), 1)
+
+    def tokens(self, within_s: float, decoding: int, steps: int) -> int:
+        """Of each of so many steps, 0 for the one that the decode rows have, so that all come to within_s. What a token takes is
+        known. Where decode rows take most of that, as long as they do, and within_s at most: shorter chunks would come to little
+        but more steps."""
         alone = self._alone_s(decoding)
-        return int(max(within_s - alone, alone) / self._seconds * self._extended)
+        left = max(within_s - alone - steps * self._least_s(), min(alone, within_s))
+        return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
 
     def _alone_s(self, rows: int) -> float:
         """Of no more rows than that, as far as it is known."""
         return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
+
+    def _least_s(self) -> float:
+        """What a step takes that does as good as nothing, as far as it is known."""
+        return min((seconds for seconds in self._decode_s if seconds), default=0.0)
 
 
 def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:

@@ -257,6 +257,7 @@ class Scheduler:
     def fail(self, step_id: int, message: str, now: float) -> None:
         """The oldest uncommitted step failed as a whole: its requests end with an error, the others go on."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
+        self._ended_at = now
         if self._tiers is not None:
             self._tiers.step_ended(0, 0, 0.0, now)
         for request in self._take_flight(step_id).requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
@@ -70,6 +71,6 @@ def _checked(config: SchedulerConfig, name: str, value: Tunable) -> Tunable:
     if isinstance(old, bool) != isinstance(value, bool) or isinstance(value, str):
         raise ValueError(f"{name}: must be a {type(old).__name__}")
     number = value if isinstance(old, bool) else type(old)(value)
-    if not isinstance(number, bool) and (number != value or number < 0):
+    if not isinstance(number, bool) and (number != value or not 0 <= number < math.inf):
         raise ValueError(f"{name}: must be a {type(old).__name__} of 0 or more")
     return number

@@ -39,7 +39,7 @@ class SchedulerConfig:
     bos_token_id: what a tokenizer puts before a text, dropped where a session's turn goes on behind another (-1: none).
     chunked_prefill_size: 0 means that prompts are never cut. adaptive_chunk_rows: decode rows at which chunks are half as
     long (0: never shorter). adaptive_chunk_s: that decode rows are to wait for a step of theirs at most, see ChunkPace
-    (0: as long as it takes). max_extend_steps: extend steps in a row while decode rows wait (0: any number).
+    (0: as long as it takes). max_extend_steps: extend steps in a row while decode rows wait (0: any number in that time).
     prefill_max_requests: extend rows of one step (0: any number). max_prompt_logprob_tokens: prompt tokens of one step
     whose logprobs may be computed, which bounds their memory.
     whole_prompts: the model computes each prompt in one row of one step; nothing that cuts one may be switched on.
