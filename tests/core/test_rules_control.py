@@ -182,6 +182,7 @@ class TestRetune:
             ({"new_token_ratio": -0.01}, "new_token_ratio"),
             ({"waiting_timeout_s": -1.0}, "waiting_timeout_s"),
             ({"waiting_timeout_s": float("nan")}, "waiting_timeout_s"),
+            ({"adaptive_chunk_s": float("inf")}, "adaptive_chunk_s"),
         ],
     )
     def test_what_cannot_be_is_refused_by_name_and_changes_nothing(self, changes: dict[str, Any], named: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.worker.core.contracts.plan import BatchPlan
+from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.prefill_adder import FADES, MIN_PACED_SHARE, MOST_TOKENS, OUTLIER, ChunkPace, paced_chunk
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
@@ -200,6 +201,15 @@ def test_prompts_alone_are_not_cut_for_nobody(overlap: bool) -> None:
     for handle in range(9, 12):
         timed.engine.submit(handle, range(handle * 700, handle * 700 + 1500), max_new_tokens=1)
     assert [extended(plan) for plan, _ in timed.run(8)] == [SIZE] * 4 + [4500 - 4 * SIZE]
+
+
+def test_nobody_waits_here_whom_another_worker_goes_on_with() -> None:
+    timed = Timed(overlap=True, adaptive_chunk_s=0.25)
+    for number in range(4):
+        room = Room(number + 1, 1, bytes(ROOM_SECRET_BYTES))
+        timed.engine.submit(number, range(number * 1500, number * 1500 + 1500), max_new_tokens=90, hand_over=room)
+    steps = timed.run(20)
+    assert [extended(plan) for plan, _ in steps if plan.num_extend] == [SIZE] * 5 + [6000 - 5 * SIZE]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
