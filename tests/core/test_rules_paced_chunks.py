@@ -210,6 +210,7 @@ def test_nobody_waits_here_whom_another_worker_goes_on_with() -> None:
         timed.engine.submit(number, range(number * 1500, number * 1500 + 1500), max_new_tokens=90, hand_over=room)
     steps = timed.run(20)
     assert [extended(plan) for plan, _ in steps if plan.num_extend] == [SIZE] * 5 + [6000 - 5 * SIZE]
+    assert "EEE" in "".join(plan.mode.name[0] for plan, _ in steps), "and no step is made for them after each chunk"
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -239,7 +240,7 @@ def test_a_first_step_that_hung_makes_steps_twice_as_long_at_most(overlap: bool)
 
 def test_as_many_steps_as_their_size_needs() -> None:
     """Many rows decode, so a step has a fourth of the full size; two come to less than the time that there is."""
-    timed = Timed(adaptive_chunk_s=1.2, adaptive_chunk_rows=2, max_extend_steps=2)
+    timed = Timed(adaptive_chunk_s=0.6, adaptive_chunk_rows=2, max_extend_steps=2)
     begun = len(timed.engine.plans)
     timed.beside(6, turns=20)
     assert "EEDEED" in "".join(plan.mode.name[0] for plan in timed.engine.plans[begun:])
