@@ -21,7 +21,8 @@ SAMPLES_PER_WINDOW = 20  # 2 s
 
 
 def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[FleetReport]:
-    scheduler = on_gpu(kv_tokens // PAGE_SIZE, 4096, page_size=PAGE_SIZE)
+    """Chunks depend on no time, so that policies differ by where requests go."""
+    scheduler = on_gpu(kv_tokens // PAGE_SIZE, 4096, page_size=PAGE_SIZE, adaptive_chunk_s=0.0)
     config = FleetConfig(scheduler, PRESETS["h200-like"], RoutingConfig(), workers=WORKERS)
     reports = []
     for policy in policies:
@@ -49,9 +50,8 @@ def test_without_sharing_it_is_least_requests(requests: int, rate: float) -> Non
     trace = random_lengths(requests=requests, input_len=2176, output=64, spread=0.5, rate=rate, seed=0)
     aware, least = compare(trace, 65_536, RoutingPolicy.PREFIX_AWARE, RoutingPolicy.LEAST_REQUESTS)
     assert aware.total_tokens_per_s == pytest.approx(least.total_tokens_per_s, rel=0.02)
-    assert aware.e2e.p50 == pytest.approx(least.e2e.p50, rel=0.02)
-    assert aware.e2e.p99 < 1.05 * least.e2e.p99, "the sixth slowest of 576: a few decisions are seen in it"
-    assert aware.ttft.p99 < 1.1 * least.ttft.p99
+    assert aware.e2e.p50 == pytest.approx(least.e2e.p50, rel=0.02) and aware.e2e.p99 < 1.02 * least.e2e.p99
+    assert aware.ttft.p99 < 1.1 * least.ttft.p99, "the sixth slowest of 576: a few decisions are seen in it"
     assert aware.reasons == {"no_match": requests}
 
 
