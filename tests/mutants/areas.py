@@ -45,7 +45,10 @@ AREAS: dict[str, tuple[str, ...]] = {
     "kernels": tuple(f"tests/kernels/test_{name}.py" for name in ("cpu_kernels", "deterministic_kernels", *KERNELS_TOO)),
     "core": (
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
-        *(f"tests/core/test_rules_{name}.py" for name in ("budgets", "cache", "control", "sessions", "shares", "resume")),
+        *(
+            f"tests/core/test_rules_{name}.py"
+            for name in ("budgets", "cache", "control", "sessions", "shares", "resume", "paced_chunks")
+        ),
     ),
     "tiers": (
         *(

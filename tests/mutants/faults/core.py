@@ -123,7 +123,7 @@ CORE = (
     *of(
         "core",
         "services/worker/core/tunables.py",
-        ("(number != value or number < 0)", "number != value"),
+        ("(number != value or not 0 <= number < math.inf)", "number != value"),
         ("old = getattr(config, name)\n    if isinstance(old, enum.Enum):", "old = getattr(config, name)\n    if False:"),
         only="test_rules_control",
     ),
