@@ -51,6 +51,7 @@ HALF = frozenset(
         "tests/core/test_rules_imports.py::TestSharing::test_requests_of_one_prompt_import_it_once",
         "tests/core/test_rules_imports.py::TestWhatFails::test_an_operation_that_brings_nothing_costs_its_time_alone",
         "tests/core/test_rules_logprobs.py::TestEmbeddings::test_retraction_beside_it_changes_nothing",
+        "tests/core/test_rules_paced_chunks.py::test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to",
         "tests/core/test_rules_peers.py::TestHandedOver::test_is_read_and_goes_on",
         "tests/core/test_rules_policies.py::TestInBatchPrefixCaching::test_of_identical_prompts_at_once_one_is_computed",
         "tests/core/test_rules_policies.py::TestPriorityWithinPolicies::test_every_policy_orders_within_equal_priorities_only",

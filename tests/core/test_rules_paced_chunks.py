@@ -9,6 +9,7 @@ import pytest
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
 from services.worker.core.prefill_adder import FADES, MIN_PACED_SHARE, MOST_TOKENS, OUTLIER, ChunkPace, paced_chunk
+from tests.all_pairs import each_pair
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
@@ -24,21 +25,9 @@ def pace(decode_s: dict[int, float] | None = None) -> ChunkPace:
     return made
 
 
-@pytest.mark.parametrize(
-    ("size", "page_size", "tokens", "chunk"),
-    [
-        (SIZE, 16, 5000, SIZE),
-        (SIZE, 16, 500, 496),
-        (SIZE, 16, 0, SIZE // MIN_PACED_SHARE),
-        (64, 16, 0, 16),
-        (0, 16, 5, 0),
-        (40, 16, 39, 32),
-    ],
-)
-def test_a_chunk_is_of_whole_pages_one_part_of_its_full_size_at_least_and_no_more_than_that(
-    size: int, page_size: int, tokens: int, chunk: int
-) -> None:
-    assert paced_chunk(size, page_size, tokens) == chunk
+def test_a_chunk_is_of_whole_pages_one_part_of_its_full_size_at_least_and_no_more_than_that() -> None:
+    assert [paced_chunk(SIZE, 16, tokens) for tokens in (5000, 500, 0)] == [SIZE, 496, SIZE // MIN_PACED_SHARE]
+    assert [paced_chunk(64, 16, 0), paced_chunk(0, 16, 5), paced_chunk(40, 16, 39)] == [16, 0, 32]
 
 
 class TestPace:
@@ -46,12 +35,12 @@ class TestPace:
         assert not pace().is_known
         assert not pace({1: 0.01}).is_known
 
-    @pytest.mark.parametrize(("rows", "alone"), [(1, 0.02), (3, 0.02), (4, 0.05), (7, 0.05), (100, 0.05)])
-    def test_what_decode_rows_take_alone_is_left_out_of_what_a_token_takes_and_of_the_time(self, rows: int, alone: float) -> None:
+    def test_what_decode_rows_take_alone_is_left_out_of_what_a_token_takes_and_of_the_time(self) -> None:
         """Known of 1 and of 4 rows: of others it is what the next fewer take."""
-        known = pace({1: 0.02, 4: 0.05})
-        known.took(1000, rows, alone + 1.0, 1)
-        assert known.tokens(0.3, rows, 0) == pytest.approx((0.3 - alone) / 0.001, abs=1)
+        for rows, alone in ((1, 0.02), (3, 0.02), (4, 0.05), (7, 0.05), (100, 0.05)):
+            known = pace({1: 0.02, 4: 0.05})
+            known.took(1000, rows, alone + 1.0, 1)
+            assert known.tokens(0.3, rows, 0) == pytest.approx((0.3 - alone) / 0.001, abs=1), rows
 
     def test_a_step_of_extends_alone_takes_what_one_of_few_decode_rows_does_and_its_tokens(self) -> None:
         known = pace({4: 0.05, 1: 0.02})
@@ -60,28 +49,20 @@ class TestPace:
         assert known.tokens(0.3, 4, 3) == pytest.approx((0.3 - 0.05 - 0.06) / 0.003, abs=1)
         assert known.tokens(0.3, 4, 0) == pytest.approx((0.3 - 0.05) / 0.001, abs=1)
 
-    @pytest.mark.parametrize(
-        ("within_s", "size", "steps"),
-        [(0.01, 100, 1), (0.16, 100, 1), (0.18, 100, 2), (0.6, 100, 5), (0.6, 1000, 1), (1e308, 9, MOST_TOKENS)],
-    )
-    def test_as_many_steps_of_a_size_as_the_time_is_for(self, within_s: float, size: int, steps: int) -> None:
+    def test_as_many_steps_of_a_size_as_the_time_is_for(self) -> None:
         """A step of 100 tokens takes 0.12 s, one of the 4 decode rows 0.05 s."""
         known = pace({4: 0.05, 1: 0.02})
         known.took(1000, 0, 0.02 + 1.0, 1)
-        assert known.steps(within_s, 4, size) == steps
+        assert [known.steps(within_s, 4, 100) for within_s in (0.01, 0.16, 0.18, 0.6)] == [1, 1, 2, 5]
+        assert [known.steps(0.6, 4, 1000), known.steps(1e308, 4, 9)] == [1, MOST_TOKENS]
 
-    @pytest.mark.parametrize(("within_s", "tokens"), [(0.01, 10), (0.15, 150), (0.3, 200), (0.5, 300)])
-    def test_prompts_may_take_as_long_as_the_rows_that_decode_and_the_time_at_most(self, within_s: float, tokens: int) -> None:
-        """Which take 0.2 s."""
+    def test_prompts_may_take_as_long_as_the_rows_that_decode_and_the_time_at_most(self) -> None:
+        """Which take 0.2 s. There may be more time than anything takes."""
         known = pace({8: 0.2})
         known.took(1000, 8, 1.2, 1)
-        assert known.tokens(within_s, 8, 0) == pytest.approx(tokens, abs=1)
-
-    @pytest.mark.parametrize("within_s", [1e308, float("inf")])
-    def test_there_may_be_more_time_than_anything_takes(self, within_s: float) -> None:
-        known = pace({8: 0.2})
-        known.took(1000, 8, 1.2, 1)
-        assert known.tokens(within_s, 8, 0) == MOST_TOKENS
+        tokens = [known.tokens(within_s, 8, 0) for within_s in (0.01, 0.15, 0.3, 0.5)]
+        assert tokens == pytest.approx([10, 150, 200, 300], abs=1)
+        assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
 
     def test_decode_rows_are_at_most_half_of_a_step_with_a_prompt(self) -> None:
         """A step that took less than its decode rows do alone has computed its prompt in some time nevertheless."""
@@ -89,10 +70,10 @@ class TestPace:
         known.took(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)
 
-    @pytest.mark.parametrize(("extended", "seconds"), [(63, 1.0), (1000, 0.0), (1000, -1.0)])
-    def test_a_few_tokens_and_a_step_without_a_time_say_nothing(self, extended: int, seconds: float) -> None:
+    def test_a_few_tokens_and_a_step_without_a_time_say_nothing(self) -> None:
         known = pace()
-        known.took(extended, 1, seconds, 64)
+        for extended_then, seconds in ((63, 1.0), (1000, 0.0), (1000, -1.0)):
+            known.took(extended_then, 1, seconds, 64)
         assert not known.is_known
 
     def test_short_prompts_say_little_beside_long_ones(self) -> None:
@@ -148,13 +129,12 @@ def extended(plan: BatchPlan) -> int:
     return int(plan.num_tokens[: plan.num_extend].sum())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(("within_s", "most", "extends"), [(0.3, 2, 1), (0.3, 0, 1), (1.5, 2, 2), (1.5, 0, 2)])
+@each_pair(overlap=[False, True], mixed=[False, True], time=[(0.3, 2, 1), (0.3, 0, 1), (1.5, 2, 2), (1.5, 0, 2)])
 def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
-    overlap: bool, mixed: bool, within_s: float, most: int, extends: int
+    overlap: bool, mixed: bool, time: tuple[float, int, int]
 ) -> None:
-    """most: max_extend_steps. extends: steps of extends before one of decode rows; a chunk of the full size takes 1.04 s."""
+    """time: with max_extend_steps, and steps of extends before one of decode rows; a chunk of the full size takes 1.04 s."""
+    within_s, most, extends = time
     timed = Timed(overlap, enable_mixed_chunk=mixed, max_extend_steps=most, adaptive_chunk_s=within_s)
     steps = timed.beside(4, turns=30)
     late = [plan for plan, _ in steps[6:-1]]

@@ -70,23 +70,20 @@ def test_output_is_stopped_while_it_streams() -> None:
         template.render({}, 1000)
 
 
-@pytest.mark.parametrize(
-    ("wants_string", "source"),
-    [
-        (True, "{% for m in messages %}{{ m.content }}{% endfor %}"),
-        (True, "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"),
-        (True, "{% set content = messages[0].content %}{% for c in content.split('x') %}{{ c }}{% endfor %}"),
-        (False, "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"),
-        (
-            False,
-            "{% for m in messages %}{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{% endfor %}{% endfor %}",
-        ),
-        (False, "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}"),
-        (False, "{% macro show(content) %}{% for item in content %}{{ item.text }}{% endfor %}{% endmacro %}"),
-    ],
-)
-def test_whether_a_template_wants_content_as_a_string(wants_string: bool, source: str) -> None:
-    assert ChatTemplate(source).wants_string is wants_string
+def test_whether_a_template_wants_content_as_a_string() -> None:
+    for source in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}",
+        "{% set content = messages[0].content %}{% for c in content.split('x') %}{{ c }}{% endfor %}",
+    ):
+        assert ChatTemplate(source).wants_string, source
+    for source in (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% macro show(content) %}{% for item in content %}{{ item.text }}{% endfor %}{% endmacro %}",
+    ):
+        assert not ChatTemplate(source).wants_string, source
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

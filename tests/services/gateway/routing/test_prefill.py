@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.policies import make_policy
 from services.gateway.routing.prefill import MOST_QUEUED_TOKENS, pick_prefill
 
+# Of a prompt its tokens, and those cached where it would be decoded; tokens queued at the prefill worker; whether the decode
+# worker is busy and the prefill worker full; whether the prompt goes there.
+PROMPTS = {
+    "a long prompt, all idle": (600, 0, 0, False, False, True),
+    "a short prompt": (511, 0, 0, True, False, False),
+    "one that is mostly cached": (600, 89, 0, True, False, False),
+    "both busy": (600, 0, 100, True, False, True),
+    "an idle decode worker, a busy prefill worker": (600, 0, 100, False, False, False),
+    "as much queued as may be": (600, 0, MOST_QUEUED_TOKENS, True, False, True),
+    "too much queued": (600, 0, MOST_QUEUED_TOKENS + 1, True, False, False),
+    "no room": (600, 0, 0, True, True, False),
+}
 
-@pytest.mark.parametrize(
-    ("tokens", "cached", "queued", "decode_busy", "full", "goes"),
-    [
-        pytest.param(600, 0, 0, False, False, True, id="a long prompt, all idle"),
-        pytest.param(511, 0, 0, True, False, False, id="a short prompt"),
-        pytest.param(600, 89, 0, True, False, False, id="one that is mostly cached"),
-        pytest.param(600, 0, 100, True, False, True, id="both busy"),
-        pytest.param(600, 0, 100, False, False, False, id="an idle decode worker, a busy prefill worker"),
-        pytest.param(600, 0, MOST_QUEUED_TOKENS, True, False, True, id="as much queued as may be"),
-        pytest.param(600, 0, MOST_QUEUED_TOKENS + 1, True, False, False, id="too much queued"),
-        pytest.param(600, 0, 0, True, True, False, id="no room"),
-    ],
-)
-def test_which_prompts_a_prefill_worker_computes(
-    tokens: int, cached: int, queued: int, decode_busy: bool, full: bool, goes: bool
-) -> None:
-    columns = WorkerColumns()
-    prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
-    columns.usable[:2], columns.limit[:2], columns.running[:2] = True, 4, 4
-    columns.serves[prefill] = False
-    columns.tokens[prefill], columns.requests[prefill], columns.requests[decode] = queued, 4 * full, decode_busy
-    policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
-    pick = pick_prefill(policy, columns, Ask(tokens), Pick(decode, "any", cached), 512)
-    assert (pick is not None and pick.row == prefill) == goes
+
+def test_which_prompts_a_prefill_worker_computes() -> None:
+    for name, (tokens, cached, queued, decode_busy, full, goes) in PROMPTS.items():
+        columns = WorkerColumns()
+        prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
+        columns.usable[:2], columns.limit[:2], columns.running[:2] = True, 4, 4
+        columns.serves[prefill] = False
+        columns.tokens[prefill], columns.requests[prefill], columns.requests[decode] = queued, 4 * full, decode_busy
+        policy = make_policy(str(RoutingPolicy.LEAST_REQUESTS), RoutingConfig(), random.Random(0))
+        pick = pick_prefill(policy, columns, Ask(tokens), Pick(decode, "any", cached), 512)
+        assert (pick is not None and pick.row == prefill) == goes, name
 
 
 def fleet(prefill: int, decode: int, limit: int = 4) -> WorkerColumns:

@@ -223,20 +223,16 @@ TIER_CASES: dict[str, tuple[list[int], list[tuple[int, int, int]], list[tuple[fl
 }
 
 
-@pytest.mark.parametrize("case", TIER_CASES.values(), ids=TIER_CASES)
-def test_a_hit_is_worth_what_reading_it_saves(
-    case: tuple[list[int], list[tuple[int, int, int]], list[tuple[float, float]], int, int],
-) -> None:
+def test_a_hit_is_worth_what_reading_it_saves() -> None:
     """Of each worker its requests; the blocks that it has on its device, and behind these in host and storage; and what it saves
     by reading there. The one that is picked, and the tokens that it is taken to have."""
-    requests, blocks, saves, row, predicted = case
-    workers = fleet(requests)
-    workers.owner[: len(requests)] = range(len(requests))
-    workers.host_saves[: len(requests)], workers.storage_saves[: len(requests)] = zip(*saves, strict=True)
-    hits = hits_of(np.cumsum(np.array(blocks), axis=1).T, workers)
-    request = Ask(1000, hits.matched, saved=hits.saved)
-    chosen = pick("prefix_aware", workers, request)
-    assert (chosen.row, chosen.predicted_tokens) == (row, predicted)
+    for name, (requests, blocks, saves, row, predicted) in TIER_CASES.items():
+        workers = fleet(requests)
+        workers.owner[: len(requests)] = range(len(requests))
+        workers.host_saves[: len(requests)], workers.storage_saves[: len(requests)] = zip(*saves, strict=True)
+        hits = hits_of(np.cumsum(np.array(blocks), axis=1).T, workers)
+        chosen = pick("prefix_aware", workers, Ask(1000, hits.matched, saved=hits.saved))
+        assert (chosen.row, chosen.predicted_tokens) == (row, predicted), name
 
 
 def test_what_saves_nothing_is_worth_little_where_it_is_tried() -> None:
