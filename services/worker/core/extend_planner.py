@@ -89,11 +89,12 @@ class ExtendPlanner:
     @property
     def steps_in_a_row(self) -> int:
         """Of extends alone, after which decode rows have theirs; 0: any number."""
-        config, waiting = self._table.config, self._num_paced_for()
-        if not waiting:
-            return config.max_extend_steps
-        size = min(self._adapted_chunk(), config.max_prefill_tokens)
-        steps = self._pace.steps(config.adaptive_chunk_s, waiting, size)
+        waiting = self._num_paced_for()
+        return self._paced_steps(waiting, self._adapted_chunk()) if waiting else self._table.config.max_extend_steps
+
+    def _paced_steps(self, waiting: int, chunk: int) -> int:
+        config = self._table.config
+        steps = self._pace.steps(config.adaptive_chunk_s, waiting, min(chunk, config.max_prefill_tokens))
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
     def _num_paced_for(self) -> int:
@@ -114,7 +115,8 @@ class ExtendPlanner:
         config, adapted, waiting = self._table.config, self._adapted_chunk(), self._num_paced_for()
         if not waiting:
             return adapted
-        tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, 0 if num_decode_rows else self.steps_in_a_row)
+        steps = 0 if num_decode_rows else self._paced_steps(waiting, adapted)
+        tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, steps)
         return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
 
     def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
