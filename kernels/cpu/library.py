@@ -1,8 +1,8 @@
 """The C++ kernels as a kernels.contracts.ops.Kernels and a kernels.contracts.step_ops.StepKernels: checks shapes, then passes
 addresses. For float32 and bfloat16 tensors.
 
-Linear layers of bfloat16 take dot products where the CPU has them, those of float32 plain sums in order; torch does the others,
-where the sums of a row depend on how many rows there are, so a deterministic instance puts those in order too.
+Linear layers of bfloat16 take dot products where the CPU has them; all others are plain sums in order, which torch's are not, and
+no faster than these.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class CpuKernels:
     def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool) -> PackedLinear:
         rows, depth = weight.shape
         if not self._packs or not _is_bfloat16(weight) or depth % 2:
-            ordered = weight.dtype == torch.float32 or self._deterministic
-            return self._pack_ordered(weight, bias) if ordered else layers.pack_linear(weight, bias)
+            return self._pack_ordered(weight, bias)
         columns = _packed_columns(rows, gated)
         data, source = torch.empty(len(columns) * depth, dtype=weight.dtype), weight.contiguous()
         self._call("pack_linear", data.data_ptr(), source.data_ptr(), rows, depth, gated)
@@ -88,15 +87,13 @@ class CpuKernels:
         return PackedLinear(data, None if bias is None else bias.contiguous(), depth, rows, True)
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        if not weight.packed:
-            layers.linear(out, x, weight)
-        elif _is_ordered(weight):
+        if _is_ordered(weight):
             self._linear_ordered(out, x, weight)
         else:
             self._linear_packed(out, x, weight, weight.out_features, gated=False)
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        if weight.packed and not _is_ordered(weight):
+        if not _is_ordered(weight):
             self._linear_packed(out, x, weight, weight.out_features // 2, gated=True)
         else:
             both = torch.empty((len(x), weight.out_features), dtype=x.dtype)

@@ -76,10 +76,10 @@ def test_extremes_survive_activation(kernels: CpuKernels) -> None:
 
 
 # In each type: tiles of 1 to 6 rows, blocks with and without a tail, each with and without a bias, rows in one part, in several,
-# and in more than there are rows for. An odd depth has no pairs.
+# and in more than there are rows for; depths in one segment and in several. An odd depth has no pairs.
 LINEAR = [
     (torch.float32, 1, (65, 64), False),
-    (torch.float32, 2, (64, 33), True),
+    (torch.float32, 2, (64, 635), True),
     (torch.float32, 3, (1, 200), True),
     (torch.float32, 4, (130, 1), False),
     (torch.float32, 5, (16, 64), True),

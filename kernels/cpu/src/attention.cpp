@@ -1,70 +1,258 @@
-// Paged attention in plain loops, any type and head size: one task per token and key/value head, scores kept whole.
+// Paged attention of any type and head size: a tile of queries of one row and key/value head looks at its keys a block at a time,
+// scores are kept whole, and values are added up a block at a time. A query's result is the same in any tile: each score is a sum
+// over lanes in one order, and each number of the result one chain over the keys that the query sees.
 
 #include "attention.h"
 
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "schedule.h"
+#include "vectors.h"
 
 namespace rootstock {
 namespace {
 
-template <typename T> float dot(const T* a, const T* b, int64_t size) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; ++i) sum += widen(a[i]) * widen(b[i]);
-    return sum;
+constexpr int64_t kTileRows = 6;              // queries whose values are added up at once
+constexpr int64_t kMostQueries = 48;          // of a tile
+constexpr int64_t kScores = int64_t{1} << 17;  // of a tile, unless kTileRows queries have more
+constexpr int64_t kWidenFrom = 3;             // queries for which a block of keys or values is widened once
+constexpr int64_t kValues = 128;              // keys whose values are added up before the next queries' turn
+
+struct Scratch {
+    std::vector<int64_t> places;
+    std::vector<float> queries, keys, values, scores, sums, inverses;
+};
+
+// depth: head_dim in whole vectors; behind head_dim there are zeros. Keys and positions are counted from `begin`.
+template <typename T> struct Tile {
+    const Attention<T>& job;
+    int64_t row, kv_head, token, start, queries, begin, end, depth, stride;
+    Scratch& scratch;
+
+    int64_t first(int64_t query) const { return job.first_seen(start + query / job.group()) - begin; }
+    int64_t last(int64_t query) const { return start + query / job.group() + 1 - begin; }
+    float* scores(int64_t query) const { return scratch.scores.data() + query * stride; }
+    float* sums(int64_t query) const { return scratch.sums.data() + query * depth; }
+};
+
+template <typename T> void widen_to(float* target, const T* source, int64_t count, int64_t padded) {
+    for (int64_t i = 0; i < count; ++i) target[i] = widen(source[i]);
+    std::fill(target + count, target + padded, 0.0f);
 }
 
-// Scores to weights in place; returns the inverse of their sum.
+// Where the keys and values of all that is seen lie in the pools. Walks the page table once.
+template <typename T> void locate(const Tile<T>& tile) {
+    const int64_t page_size = tile.job.page_size;
+    auto& places = tile.scratch.places;
+    places.resize(tile.end - tile.begin);
+    for (int64_t at = tile.begin; at < tile.end;) {
+        const int64_t run = std::min(tile.end - at, page_size - at % page_size);
+        const int64_t there = tile.job.place(tile.row, at, tile.kv_head);
+        for (int64_t i = 0; i < run; ++i) places[at - tile.begin + i] = there + i * tile.job.head_dim;
+        at += run;
+    }
+}
+
+template <typename S>
+void score_block(float* scores, const float* query, const S* const (&keys)[kWidth], int64_t depth, float scale) {
+    Vector sums[kWidth] = {};
+    for (int64_t d = 0; d < depth; d += kWidth) {
+        const Vector numbers = load(query + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) sums[i] += numbers * load(keys[i] + d);
+    }
+    store(scores, sum_each(sums) * scale);
+}
+
+// Scores of a block of keys, for all queries that see any of them. Behind the last key it is looked at again.
+template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) {
+    const T* keys[kWidth];
+    const float* widened[kWidth];
+    for (int64_t i = 0; i < kWidth; ++i) {
+        keys[i] = tile.job.keys + tile.scratch.places[std::min(block + i, tile.end - tile.begin - 1)];
+        if (wide) {
+            float* target = tile.scratch.keys.data() + i * tile.depth;
+            widen_to(target, keys[i], tile.job.head_dim, tile.depth);
+            widened[i] = target;
+        }
+    }
+    for (int64_t q = 0; q < tile.queries; ++q) {
+        if (block >= tile.last(q) || block + kWidth <= tile.first(q)) continue;
+        const float* query = tile.scratch.queries.data() + q * tile.depth;
+        if (wide) {
+            score_block(tile.scores(q) + block, query, widened, tile.depth, tile.job.scale);
+        } else {
+            score_block(tile.scores(q) + block, query, keys, tile.depth, tile.job.scale);
+        }
+    }
+}
+
+// Scores to weights in place; returns the inverse of their sum. There is room for a whole vector behind them.
 float soften(float* scores, int64_t count) {
+    const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
+    std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());
     float peak = scores[0], sum = 0.0f;
 #pragma omp simd reduction(max : peak)
     for (int64_t i = 0; i < count; ++i) peak = scores[i] > peak ? scores[i] : peak;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; ++i) {
-        scores[i] = exponential(scores[i] - peak);
-        sum += scores[i];
-    }
+#pragma omp simd
+    for (int64_t i = 0; i < padded; ++i) scores[i] = exponential(scores[i] - peak);
+    Vector sums = {};
+    for (int64_t i = 0; i < padded; i += kWidth) sums += load(scores + i);
+    for (int i = 0; i < kWidth; ++i) sum += sums[i];
     return 1.0f / sum;
 }
 
-template <typename T>
-void attend_head(const Attention<T>& job, int64_t row, int64_t token, int64_t position, int64_t head, float* scores, float* sums) {
-    const int64_t first = job.first_seen(position), count = position + 1 - first, dim = job.head_dim;
-    const int64_t kv_head = head / job.group();
-    const T* query = job.query(token, head);
-    for (int64_t i = 0; i < count; ++i) scores[i] = job.scale * dot(query, job.keys + job.place(row, first + i, kv_head), dim);
-    const float inverse = soften(scores, count);
-    std::fill(sums, sums + dim, 0.0f);
-    for (int64_t i = 0; i < count; ++i) {
-        const T* value = job.values + job.place(row, first + i, kv_head);
-        const float weight = scores[i];
-#pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) sums[d] += weight * widen(value[d]);
+// Adds to the sums of ROWS queries the values of the keys from begin on, below end. values: of a block from `block` on; step:
+// from one to the next there, 0 where they are found by their places.
+template <int ROWS, int VECTORS, typename T, typename S>
+void mix_columns(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, int64_t block, const S* values, int64_t step,
+                 int64_t column) {
+    Vector sums[ROWS][VECTORS];
+    const float* weights[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+        weights[r] = tile.scores(query + r);
+        for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(tile.sums(query + r) + column + v * kWidth);
     }
-    T* out = job.result(token, head);
-    for (int64_t d = 0; d < dim; ++d) out[d] = narrow<T>(sums[d] * inverse);
+    for (int64_t k = begin; k < end; ++k) {
+        const S* value = values + (step ? (k - block) * step : tile.scratch.places[k]) + column;
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; ++v) {
+            const Vector columns = load(value + v * kWidth);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r) sums[r][v] += columns * weights[r][k];
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        for (int v = 0; v < VECTORS; ++v) store(tile.sums(query + r) + column + v * kWidth, sums[r][v]);
+    }
+}
+
+template <int ROWS, typename T, typename S>
+void mix_rows(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, int64_t block, const S* values, int64_t step) {
+    constexpr int kMost = vectors_of(ROWS, 8);
+    if (begin >= end) return;
+    int64_t column = 0;
+    const auto walk = [&]<int VECTORS>() {
+        for (; column + VECTORS * kWidth <= tile.depth; column += VECTORS * kWidth) {
+            mix_columns<ROWS, VECTORS>(tile, query, begin, end, block, values, step, column);
+        }
+    };
+    if constexpr (kMost >= 8) walk.template operator()<8>();
+    if constexpr (kMost >= 4) walk.template operator()<4>();
+    if constexpr (kMost >= 2) walk.template operator()<2>();
+    walk.template operator()<1>();
+}
+
+// Of a block of keys, for some queries: first and last what not all of them see.
+template <int ROWS, typename T, typename S>
+void mix(const Tile<T>& tile, int64_t query, int64_t block, int64_t end, const S* values, int64_t step) {
+    const int64_t behind = query + ROWS - 1;  // the last query sees the most, and begins the latest
+    const int64_t low = std::clamp(tile.first(behind), block, end), high = std::clamp(tile.last(query), low, end);
+    for (int r = 0; r < ROWS; ++r) {
+        const int64_t begin = std::max(block, tile.first(query + r));
+        mix_rows<1>(tile, query + r, begin, std::min(low, tile.last(query + r)), block, values, step);
+    }
+    mix_rows<ROWS>(tile, query, low, high, block, values, step);
+    for (int r = 0; r < ROWS; ++r) {
+        mix_rows<1>(tile, query + r, high, std::min(end, tile.last(query + r)), block, values, step);
+    }
+}
+
+template <typename T, typename S> void mix_block(const Tile<T>& tile, int64_t block, int64_t end, const S* values, int64_t step) {
+    for (int64_t query = 0; query < tile.queries; query += kTileRows) {
+        switch (std::min(kTileRows, tile.queries - query)) {
+            case 1: mix<1>(tile, query, block, end, values, step); break;
+            case 2: mix<2>(tile, query, block, end, values, step); break;
+            case 3: mix<3>(tile, query, block, end, values, step); break;
+            case 4: mix<4>(tile, query, block, end, values, step); break;
+            case 5: mix<5>(tile, query, block, end, values, step); break;
+            default: mix<6>(tile, query, block, end, values, step); break;
+        }
+    }
+}
+
+template <typename T> void add_values(const Tile<T>& tile, bool wide) {
+    const int64_t count = tile.end - tile.begin;
+    for (int64_t block = 0; block < count; block += kValues) {
+        const int64_t end = std::min(count, block + kValues);
+        if (!wide) {
+            mix_block(tile, block, end, tile.job.values, 0);
+            continue;
+        }
+        float* values = tile.scratch.values.data();
+        for (int64_t k = block; k < end; ++k) {
+            widen_to(values + (k - block) * tile.depth, tile.job.values + tile.scratch.places[k], tile.job.head_dim, tile.depth);
+        }
+        mix_block(tile, block, end, static_cast<const float*>(values), tile.depth);
+    }
+}
+
+// `count` tokens of a row from `token` on.
+template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int64_t token, int64_t count, int64_t kv_head) {
+    thread_local Scratch scratch;
+    const int64_t start = job.starts[row] + token, begin = job.first_seen(start), end = start + count;
+    const int64_t depth = (job.head_dim + kWidth - 1) / kWidth * kWidth, queries = count * job.group();
+    const int64_t stride = (end - begin + 2 * kWidth - 1) / kWidth * kWidth;
+    const Tile<T> tile{job, row, kv_head, job.offsets[row] + token, start, queries, begin, end, depth, stride, scratch};
+    const auto room = [](std::vector<float>& numbers, int64_t size) {
+        if (static_cast<int64_t>(numbers.size()) < size) numbers.resize(size);
+    };
+    room(scratch.queries, queries * depth);
+    room(scratch.sums, queries * depth);
+    room(scratch.scores, queries * stride);
+    room(scratch.keys, kWidth * depth);
+    room(scratch.values, kValues * depth);
+    room(scratch.inverses, queries);
+    locate(tile);
+    const auto head = [&](int64_t query) { return kv_head * job.group() + query % job.group(); };
+    for (int64_t q = 0; q < queries; ++q) {
+        widen_to(scratch.queries.data() + q * depth, job.query(tile.token + q / job.group(), head(q)), job.head_dim, depth);
+    }
+    std::fill(tile.sums(0), tile.sums(queries), 0.0f);
+    // What is not as wide as a float, or as whole vectors, is read by way of memory that is: the same numbers.
+    const bool wide = job.head_dim != depth || (!std::is_same_v<T, float> && queries >= kWidenFrom);
+    for (int64_t block = 0; block < end - begin; block += kWidth) score(tile, block, wide);
+    for (int64_t q = 0; q < queries; ++q) {
+        scratch.inverses[q] = soften(tile.scores(q) + tile.first(q), tile.last(q) - tile.first(q));
+    }
+    add_values(tile, wide);
+    for (int64_t q = 0; q < queries; ++q) {
+        T* out = job.result(tile.token + q / job.group(), head(q));
+        for (int64_t d = 0; d < job.head_dim; ++d) out[d] = narrow<T>(tile.sums(q)[d] * scratch.inverses[q]);
+    }
+}
+
+struct Task {
+    int32_t row, first, count;  // tokens of the row
+};
+
+// So few tokens at a time that their scores stay in the second-level cache. Longest first, so that the last tasks are short.
+template <typename T> std::vector<Task> split(const Attention<T>& job) {
+    std::vector<Task> tasks;
+    for (int32_t row = 0; row < job.rows; ++row) {
+        for (int32_t first = 0; first < job.num_tokens[row];) {
+            const int64_t context = job.starts[row] + std::min<int64_t>(first + kMostQueries, job.num_tokens[row]);
+            const int64_t queries = std::clamp(kScores / context, kTileRows, kMostQueries);
+            const int32_t count = static_cast<int32_t>(std::max<int64_t>(1, queries / job.group()));
+            tasks.push_back({row, first, std::min(count, job.num_tokens[row] - first)});
+            first += count;
+        }
+    }
+    const auto cost = [&](const Task& t) { return int64_t{t.count} * (job.starts[t.row] + t.first + t.count); };
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
+    return tasks;
 }
 
 template <typename T> void attend(const Attention<T>& job, int threads) {
-    std::vector<int32_t> row_of;
-    int64_t longest = 1;
-    for (int64_t row = 0; row < job.rows; ++row) {
-        row_of.insert(row_of.end(), job.num_tokens[row], static_cast<int32_t>(row));
-        longest = std::max<int64_t>(longest, job.starts[row] + job.num_tokens[row]);
+    const std::vector<Task> tasks = split(job);
+    const int64_t pieces = static_cast<int64_t>(tasks.size()) * job.kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (pieces > 1)
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+        const Task& task = tasks[piece / job.kv_heads];
+        attend_tile(job, task.row, task.first, task.count, piece % job.kv_heads);
     }
-    const int64_t tokens = static_cast<int64_t>(row_of.size());
-    for_each_piece(tokens * job.kv_heads, threads, [&](int64_t piece, int64_t) {
-        thread_local std::vector<float> scores, sums;
-        scores.resize(std::max<size_t>(scores.size(), longest));
-        sums.resize(std::max<size_t>(sums.size(), job.head_dim));
-        const int64_t token = piece / job.kv_heads, row = row_of[token];
-        const int64_t position = job.starts[row] + token - job.offsets[row];
-        for (int64_t h = 0; h < job.group(); ++h) {
-            attend_head(job, row, token, position, piece % job.kv_heads * job.group() + h, scores.data(), sums.data());
-        }
-    });
 }
 
 }  // namespace

@@ -1,26 +1,19 @@
 // Linear layers of any type and depth whose rows get the same bits in any company: each number is one chain of products, in the
-// order of the depth, however many rows there are. Portable vectors: the compiler makes of them what the CPU has.
+// order of the depth, however many rows there are.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "numeric.h"
 #include "schedule.h"
+#include "vectors.h"
 
 namespace rootstock {
 namespace {
 
-constexpr int64_t kRows = 6;      // 6 x 4 sums, a vector of columns and a number fit 32 registers
-constexpr int64_t kColumns = 64;  // of a block
-constexpr int kVectors = 4;
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));  // 16 columns
-
-inline Vector load(const float* source) { return *reinterpret_cast<const Vector*>(source); }
-
-inline Vector load(const bf16* source) {
-    Vector values;
-    for (int i = 0; i < 16; ++i) values[i] = widen(source[i]);
-    return values;
-}
+constexpr int64_t kRows = 6, kColumns = 64;  // of a tile; of a block
+constexpr int64_t kSegment = 256;            // of the depth: so much of a tile's rows is widened at once
+constexpr int kAcross = kColumns / kWidth;   // vectors of a block's columns
 
 template <typename T> struct Ordered {
     void* out;      // [rows, columns]
@@ -40,31 +33,55 @@ template <typename T> struct Ordered {
     }
 };
 
-template <typename T, int ROWS> void run_tile(const Ordered<T>& job, int64_t row, int64_t block) {
+// Numbers k .. k + n of each row: as they are, or widened, at `wide`.
+template <int ROWS> const float* widened(const float* x, int64_t, int64_t, float*) { return x; }
+
+template <int ROWS> const float* widened(const bf16* x, int64_t depth, int64_t n, float* wide) {
+    for (int r = 0; r < ROWS; ++r) {
+        for (int64_t k = 0; k < n; ++k) wide[r * kSegment + k] = widen(x[r * depth + k]);
+    }
+    return wide;
+}
+
+template <typename T, int ROWS> void run_tile(const Ordered<T>& job, int64_t row, int64_t block, int64_t first) {
+    constexpr int kVectors = vectors_of(ROWS, kAcross);
     Vector sums[ROWS][kVectors] = {};
-    const T* x = job.x + row * job.depth;
-    const T* w = job.w + block * kColumns * job.depth;
-    for (int64_t k = 0; k < job.depth; ++k) {
-        for (int v = 0; v < kVectors; ++v) {
-            const Vector columns = load(w + k * kColumns + v * 16);
-            for (int r = 0; r < ROWS; ++r) sums[r][v] += columns * widen(x[r * job.depth + k]);
+    float wide[std::is_same_v<T, float> ? 1 : ROWS * kSegment];
+    const int64_t stride = std::is_same_v<T, float> ? job.depth : kSegment;
+    for (int64_t begin = 0; begin < job.depth; begin += kSegment) {
+        const int64_t n = std::min(kSegment, job.depth - begin);
+        const float* x = widened<ROWS>(job.x + row * job.depth + begin, job.depth, n, wide);
+        const T* w = job.w + (block * job.depth + begin) * kColumns + first;
+        for (int64_t k = 0; k < n; ++k) {
+            // Both written out, or the compiler keeps the sums in memory.
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) {
+                const Vector columns = load(w + k * kColumns + v * kWidth);
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; ++r) sums[r][v] += columns * x[r * stride + k];
+            }
         }
     }
-    const int64_t first = block * kColumns, count = std::min(kColumns, job.columns - first);
+    const int64_t column = block * kColumns + first, count = std::min<int64_t>(kWidth * kVectors, job.columns - column);
     for (int r = 0; r < ROWS; ++r) {
-        for (int64_t c = 0; c < count; ++c) job.store(row + r, first + c, sums[r][c / 16][c % 16]);
+        for (int64_t c = 0; c < count; ++c) job.store(row + r, column + c, sums[r][c / kWidth][c % kWidth]);
     }
+}
+
+template <typename T, int ROWS> void run_tiles(const Ordered<T>& job, int64_t row, int64_t block) {
+    constexpr int kColumnsOfTile = kWidth * vectors_of(ROWS, kAcross);
+    for (int64_t first = 0; first < kColumns; first += kColumnsOfTile) run_tile<T, ROWS>(job, row, block, first);
 }
 
 template <typename T> void run_block(const Ordered<T>& job, int64_t begin, int64_t end, int64_t block) {
     for (int64_t row = begin; row < end; row += kRows) {
         switch (std::min(kRows, end - row)) {
-            case 1: run_tile<T, 1>(job, row, block); break;
-            case 2: run_tile<T, 2>(job, row, block); break;
-            case 3: run_tile<T, 3>(job, row, block); break;
-            case 4: run_tile<T, 4>(job, row, block); break;
-            case 5: run_tile<T, 5>(job, row, block); break;
-            default: run_tile<T, 6>(job, row, block); break;
+            case 1: run_tiles<T, 1>(job, row, block); break;
+            case 2: run_tiles<T, 2>(job, row, block); break;
+            case 3: run_tiles<T, 3>(job, row, block); break;
+            case 4: run_tiles<T, 4>(job, row, block); break;
+            case 5: run_tiles<T, 5>(job, row, block); break;
+            default: run_tiles<T, 6>(job, row, block); break;
         }
     }
 }

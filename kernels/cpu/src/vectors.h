@@ -1,0 +1,59 @@
+// Vectors of float32 as wide as the CPU's: loads from either type, sums over lanes in one order, and how many fit the registers.
+#pragma once
+
+#include <utility>
+
+#include "numeric.h"
+
+namespace rootstock {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kWidth = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kWidth = 4, kRegisters = 32;
+#else
+constexpr int kWidth = 4, kRegisters = 16;
+#endif
+typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+
+inline Vector load(const float* source) { return *reinterpret_cast<const Vector*>(source); }
+
+inline Vector load(const bf16* source) {
+    typedef uint16_t Narrow __attribute__((vector_size(2 * kWidth), aligned(2), may_alias));
+    typedef uint32_t Wide __attribute__((vector_size(4 * kWidth)));
+    return (Vector)(__builtin_convertvector(*reinterpret_cast<const Narrow*>(source), Wide) << 16);
+}
+
+inline void store(float* target, Vector values) { *reinterpret_cast<Vector*>(target) = values; }
+
+// Of a tile of so many rows, at most `most`, a power of two: its sums, a vector of columns and a number of a row fit the
+// registers.
+constexpr int vectors_of(int rows, int most) {
+    while (rows * most + 2 > kRegisters) most /= 2;
+    return most;
+}
+
+#if defined(__clang__)
+template <size_t... I> Vector with_neighbour(Vector a, Vector b, std::index_sequence<I...>) {
+    return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+#else
+template <size_t... I> Vector with_neighbour(Vector a, Vector b, std::index_sequence<I...>) {
+    typedef int32_t Places __attribute__((vector_size(4 * kWidth)));
+    return __builtin_shuffle(a, b, Places{(2 * I)...}) + __builtin_shuffle(a, b, Places{(2 * I + 1)...});
+}
+#endif
+
+// Lane i is the sum of the lanes of v[i], of neighbours first. v is overwritten.
+inline Vector sum_each(Vector (&v)[kWidth]) {
+#pragma GCC unroll 8
+    for (int count = kWidth / 2; count > 0; count /= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < count; ++i) v[i] = with_neighbour(v[2 * i], v[2 * i + 1], std::make_index_sequence<kWidth>());
+    }
+    return v[0];
+}
+
+}  // namespace rootstock

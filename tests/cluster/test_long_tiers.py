@@ -1,0 +1,135 @@
+"""KV that the pool has no room for: in files on a claim that outlives its pod, and in a Redis that all workers share. Workers are
+killed, and what had been computed is read by those that come after them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import Install
+from tests.cluster.kubernetes import Cluster, Object, Release, until
+from tests.cluster.load import QUESTIONS
+from tests.cluster.pulls import METRICS_OPEN, worker_metric
+from tests.cluster.test_admission import redis_elsewhere, secret
+
+# Of four times as many tokens as the pools hold.
+PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 30}{QUESTIONS[number % 8]}" for number in range(24))
+POOL_TOKENS, NEW_TOKENS = 2048, 16
+REDIS_PORT, SECRET = 6380, "letters0and0digits0of0the0tests0 and more"
+RESOURCES = {"requests": {"cpu": "100m", "memory": "2Gi"}, "limits": {"memory": "3Gi"}}
+FROM_HOST, FROM_STORAGE, STORED = (
+    f"sglang:{name}_tokens_total" for name in ("load_back", "prefetched", "backuped")
+)  # as a worker counts them
+
+
+def values_of(tiers: Object, **worker: Any) -> Object:
+    return {
+        "worker": {
+            "resources": RESOURCES,
+            "settings": {"max_total_tokens": POOL_TOKENS},
+            "kvTiers": {"hostGB": 1, **tiers},
+            **worker,
+        },
+        "networkPolicy": METRICS_OPEN,
+    }
+
+
+def asked(release: Release) -> tuple[list[str], int]:
+    """What is said to all prompts, one after the other, and how many of their tokens were read from the storage."""
+    (url, *_) = release.urls()
+    texts, from_storage = [], 0
+    for prompt in PROMPTS:
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": NEW_TOKENS,
+            "return_cached_tokens_details": True,
+        }
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        texts.append(told["choices"][0]["message"]["content"])
+        details = told["usage"].get("prompt_tokens_details") or {}
+        from_storage += (details.get("cached_tokens_details") or {}).get("storage", 0)
+    return texts, from_storage
+
+
+def killed(release: Release) -> None:
+    """All workers, by force; behind it as many others are ready."""
+    victims = release.ready("worker", "demo")
+    before = {found["metadata"]["uid"] for found in release.get("pods")["items"]}
+    names = [pod.name for pod in victims]
+    release.kubectl("delete", "pod", *names, "--grace-period=0", "--force", "--wait=false")
+
+    def others() -> bool:
+        ready = {pod.name for pod in release.ready("worker", "demo")}
+        new = [each for each in release.get("pods")["items"] if each["metadata"]["uid"] not in before]
+        return len([each for each in new if each["metadata"]["name"] in ready]) >= len(victims)
+
+    until(others, "workers in place of those that were killed")
+
+
+def said_again_behind_a_kill(release: Release) -> str:
+    """A line about it."""
+    first, _ = asked(release)
+    second, _ = asked(release)
+    assert second == first
+    from_host = worker_metric(release, FROM_HOST)
+    assert from_host > 0, "what left the pool was read from memory"
+    # What a pool holds at the end is nowhere else, so that a part is not stored.
+    until(lambda: worker_metric(release, STORED) >= POOL_TOKENS, "KV in the storage", 120)
+    killed(release)
+    third, from_storage = asked(release)
+    assert third == first
+    assert from_storage > 0, "usage says what was read from the storage"
+    read = worker_metric(release, FROM_STORAGE)
+    assert read >= from_storage
+    came = f"from memory {from_host:.0f}, behind a kill {from_storage} from the storage"
+    return f"{len(PROMPTS)} prompts asked three times, texts equal; tokens {came}"
+
+
+@pytest.fixture
+def claim_class(cluster: Cluster, space: str) -> Iterator[str]:
+    """With one volume, a folder of this machine that user 10001 may write; the nodes are on this machine."""
+    name = f"{space}-kv"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o777)
+        volume = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": name},
+            "spec": {
+                "capacity": {"storage": "2Gi"},
+                "accessModes": ["ReadWriteOnce"],
+                "persistentVolumeReclaimPolicy": "Retain",
+                "storageClassName": name,
+                "hostPath": {"path": folder},
+            },
+        }
+        cluster.kubectl("apply", "-f", "-", given=json.dumps(volume))
+        yield name
+        cluster.kubectl("delete", "persistentvolume", name, "--wait=false")
+
+
+@pytest.mark.local
+def test_files_outlive_their_pod(install: Install, claim_class: str, proved: Callable[[str], None]) -> None:
+    files = {"sizeGB": 1, "claimSize": "2Gi", "storageClass": claim_class}
+    release = install(values_of({"files": files}, kind="StatefulSet", replicas=1))
+    (pod,) = release.ready("worker", "demo")
+    assert pod.name.endswith("-0"), "of a StatefulSet, whose claim the next one has"
+    proved(f"KV in files on a claim: {said_again_behind_a_kill(release)}")
+
+
+def test_workers_share_a_redis(install: Install, space: str, cluster: Cluster, proved: Callable[[str], None]) -> None:
+    there = Release(cluster, "rootstock", space, ())
+    secret(there, "kv-storage", {"url": f"redis://elsewhere:{REDIS_PORT}/0", "secret": SECRET})
+    there.kubectl("apply", "-f", "-", given=json.dumps(redis_elsewhere(REDIS_PORT)))
+    release = install(values_of({"shared": {"secret": "kv-storage", "port": REDIS_PORT}}, replicas=2))
+    proved(f"KV in a Redis of two workers: {said_again_behind_a_kill(release)}")
