@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default",
     "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-COMPILE_TIMEOUT_S = 300
+COMPILE_TIMEOUT_S = 300  # of one file
 
 
 class BuildFailed(RuntimeError):
@@ -90,7 +91,9 @@ def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         work = Path(name)
-        _run([compiler, *FLAGS, *options, "-c", *sources], work)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for done in [pool.submit(_run, [compiler, *FLAGS, *options, "-c", source], work) for source in sources]:
+                done.result()
         objects = [path.name for path in sorted(work.glob("*.o"))]
         runtime = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp else ["-fopenmp"]
         _run([compiler, "-shared", "-o", target.name, *objects, *runtime], work)
