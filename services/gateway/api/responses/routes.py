@@ -126,9 +126,10 @@ class ResponsesApi:
         status = await self._background.status(owner, response_id)
         if status in OPEN:
             return {**found, "status": status}
-        if status is None:  # all that it was made of has expired
+        found = await self._records.response(owner, response_id)  # it may have ended since it was looked at
+        if status is None and found["status"] in OPEN:  # all that it was made of has expired
             return found | failure(timed_out("The response was not made in time."))
-        return await self._records.response(owner, response_id)
+        return found
 
     async def _forget(self, owner: str, response_id: str) -> None:
         if self._background is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -369,13 +370,19 @@ def test_what_kills_its_gateways_is_given_up(system: System, both: list[OpenAI],
     assert last.output_text == LONG[:4] and streamed(both[1], response)[-1].type == "response.failed"
 
 
+def begun_and_unreadable(system: System, both: list[OpenAI], store: RedisServer) -> Response:
+    system.allow(4)
+    response = begin(both[0])
+    wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
+    spoilt: Any = {"order": "{", "takes": background_store.GIVEN_UP}
+    store.client.hset(f"state:background:{owner_of('alice')}:{response.id}", mapping=spoilt)
+    lose(store, response)
+    return response
+
+
 def test_what_no_gateway_can_read_or_end_has_failed_for_everybody(system: System, both: list[OpenAI], store: RedisServer) -> None:
     """By its record, of which anybody may build on or tell, and not for as long as somebody knows how it was asked."""
-    system.allow(4)
-    response, owner = begin(both[0]), owner_of("alice")
-    wait_until(lambda: len(said(streamed_so_far(system, response))) == 4, "four tokens to be stored")
-    store.client.hset(f"state:background:{owner}:{response.id}", mapping={"order": "{", "takes": background_store.GIVEN_UP})
-    lose(store, response)
+    response, owner = begun_and_unreadable(system, both, store), owner_of("alice")
     last = over(both[1], response)
     record = json.loads(store.client.hget(f"state:of:{owner}:{response.id}", "c") or "")
     assert record["response"]["status"] == "failed" and record["input"] and record["response"]["id"] == response.id
@@ -384,6 +391,23 @@ def test_what_no_gateway_can_read_or_end_has_failed_for_everybody(system: System
     assert both[0].responses.cancel(response.id) == last
     assert code_of(lambda: list(both[0].responses.retrieve(response.id, stream=True))) == (400, "stream_expired")
     assert not list(store.client.scan_iter(f"state:background:*{response.id}"))
+
+
+def test_who_looks_while_it_ends_is_told_how(
+    system: System, both: list[OpenAI], store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is read before it has ended, and what it was made of behind that."""
+    status = background_work.BackgroundWork.status
+
+    async def late(work: background_work.BackgroundWork, owner: str, response_id: str) -> Any:
+        while (found := await status(work, owner, response_id)) in OPEN:
+            await asyncio.sleep(0.01)
+        return found
+
+    response = begun_and_unreadable(system, both, store)
+    monkeypatch.setattr(background_work.BackgroundWork, "status", late)
+    last = both[1].responses.retrieve(response.id)
+    assert last.error is not None and "None of the gateways" in last.error.message
 
 
 def test_a_gateway_that_ends_leaves_its_work_to_others() -> None:
