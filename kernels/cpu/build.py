@@ -91,7 +91,7 @@ def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         work = Path(name)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for done in [pool.submit(_run, [compiler, *FLAGS, *options, "-c", source], work) for source in sources]:
                 done.result()
         objects = [path.name for path in sorted(work.glob("*.o"))]

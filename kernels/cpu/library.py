@@ -1,8 +1,8 @@
 """The C++ kernels as a kernels.contracts.ops.Kernels and a kernels.contracts.step_ops.StepKernels: checks shapes, then passes
 addresses. For float32 and bfloat16 tensors.
 
-Linear layers of bfloat16 take dot products where the CPU has them; all others are plain sums in order, which torch's are not, and
-no faster than these.
+Linear layers of bfloat16 take dot products where the CPU has them; all others are plain sums in order. Torch's depend on how many
+rows there are.
 """
 
 from __future__ import annotations

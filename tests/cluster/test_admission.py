@@ -13,13 +13,12 @@ import pytest
 import yaml
 
 from tests.chart.crd_schemas import HTTP_ROUTE, Schema
-from tests.cluster.images import redis_image
+from tests.cluster.elsewhere import redis_elsewhere, secret
 from tests.cluster.kubernetes import CHART, Cluster, Object, Release
 from tests.cluster.overlays import CI, installed
 from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
 from tests.cluster.spaces import namespace
 
-REDIS = redis_image()
 AT_ONCE = 2  # two dozen processes that start; other tests are beside them
 KEY = "sk-of-the-cluster-tests"
 
@@ -137,38 +136,6 @@ def prepare(release: Release, values: Object) -> None:
         port = redis["externalPort"]
         secret(release, redis["externalUrlSecret"], {"url": f"redis://elsewhere:{port}/0"})
         release.kubectl("apply", "-f", "-", given=json.dumps(redis_elsewhere(port)))
-
-
-def secret(release: Release, name: str, data: dict[str, str]) -> None:
-    body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
-    release.kubectl("apply", "-f", "-", given=json.dumps(body))
-
-
-def redis_elsewhere(port: int) -> Object:
-    labels = {"app": "elsewhere"}
-    container = {
-        "name": "redis",
-        "image": REDIS,
-        "command": ["redis-server", "--port", str(port), "--save", "", "--protected-mode", "no"],
-        "securityContext": {
-            "runAsNonRoot": True, "runAsUser": 10002, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-    }  # fmt: skip
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "elsewhere", "labels": labels},
-        "spec": {"containers": [container]},
-    }
-    ports = [{"port": port, "targetPort": port}]
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "elsewhere"},
-        "spec": {"selector": labels, "ports": ports},
-    }
-    return {"apiVersion": "v1", "kind": "List", "items": [pod, service]}
 
 
 def ask(release: Release, model: str, keyed: bool) -> str:

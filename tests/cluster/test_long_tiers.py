@@ -13,19 +13,18 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import Install
+from tests.cluster.elsewhere import redis_elsewhere, secret
 from tests.cluster.kubernetes import Cluster, Object, Release, until
 from tests.cluster.load import QUESTIONS
 from tests.cluster.pulls import METRICS_OPEN, worker_metric
-from tests.cluster.test_admission import redis_elsewhere, secret
 
 # Of four times as many tokens as the pools hold.
 PROMPTS = tuple(f"{number}. Repeat: {'the garden of stone and coral ' * 30}{QUESTIONS[number % 8]}" for number in range(24))
 POOL_TOKENS, NEW_TOKENS = 2048, 16
 REDIS_PORT, SECRET = 6380, "letters0and0digits0of0the0tests0 and more"
 RESOURCES = {"requests": {"cpu": "100m", "memory": "2Gi"}, "limits": {"memory": "3Gi"}}
-FROM_HOST, FROM_STORAGE, STORED = (
-    f"sglang:{name}_tokens_total" for name in ("load_back", "prefetched", "backuped")
-)  # as a worker counts them
+FROM_HOST, FROM_STORAGE = "sglang:load_back_tokens_total", "sglang:prefetched_tokens_total"
+STORED = "sglang:backuped_tokens_total"
 
 
 def values_of(tiers: Object, **worker: Any) -> Object:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.certificates import ROLES, Authority
 from tests.cluster.conftest import Install
+from tests.cluster.elsewhere import secret
 from tests.cluster.kubernetes import Object, Release, until
 from tests.cluster.load import Load, load_on
-from tests.cluster.test_admission import secret
 from tests.cluster.test_strangers import stranger
 
 pytestmark = [pytest.mark.needs("openssl")]

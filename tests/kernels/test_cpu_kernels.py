@@ -191,8 +191,9 @@ BATCHES = {
 }
 
 
-# Plain loops take float32 and sizes of a head that no dot product suits: each batch, page and window once. In bfloat16 a row of
-# few queries (tokens times heads of a group, below 8) reads keys as they lie, others pack them: both with each size of a head.
+# The tiles of any CPU take float32 and sizes of a head that no dot product suits, of whole vectors or not: each batch, page and
+# window once, and more than a tile's queries and a block's values. With dot products a row of few queries (tokens times heads of
+# a group, below 8) reads keys as they lie, others pack them: both with each size of a head.
 ATTENTION = [
     (torch.float32, "one-decode", (4, 2, 64), (1, 0)),
     (torch.float32, "first-token", (7, 1, 128), (16, 24)),
@@ -201,6 +202,7 @@ ATTENTION = [
     (torch.float32, "chunk-behind-a-prefix", (16, 1, 64), (16, 0)),
     (torch.float32, "mixed", (4, 2, 20), (4, 1)),
     (torch.bfloat16, "mixed", (4, 2, 20), (16, 24)),
+    (torch.bfloat16, "decodes", (4, 2, 80), (4, 24)),
     (torch.bfloat16, "first-token", (4, 2, 64), (16, 0)),
     (torch.bfloat16, "decodes", (4, 2, 64), (4, 0)),
     (torch.bfloat16, "mixed", (4, 2, 64), (16, 24)),

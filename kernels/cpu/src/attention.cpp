@@ -8,17 +8,17 @@
 #include <type_traits>
 #include <vector>
 
-#include "schedule.h"
+#include "attention_tasks.h"
 #include "vectors.h"
 
 namespace rootstock {
 namespace {
 
-constexpr int64_t kTileRows = 6;              // queries whose values are added up at once
-constexpr int64_t kMostQueries = 48;          // of a tile
+constexpr int64_t kTileRows = 6;               // queries whose values are added up at once
+constexpr int64_t kMostQueries = 48;           // of a tile
 constexpr int64_t kScores = int64_t{1} << 17;  // of a tile, unless kTileRows queries have more
-constexpr int64_t kWidenFrom = 3;             // queries for which a block of keys or values is widened once
-constexpr int64_t kValues = 128;              // keys whose values are added up before the next queries' turn
+constexpr int64_t kWidenFrom = 3;              // queries for which a block of keys or values is widened once
+constexpr int64_t kValues = 128;               // keys whose values are added up before the next queries' turn
 
 struct Scratch {
     std::vector<int64_t> places;
@@ -224,35 +224,14 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
     }
 }
 
-struct Task {
-    int32_t row, first, count;  // tokens of the row
-};
-
-// So few tokens at a time that their scores stay in the second-level cache. Longest first, so that the last tasks are short.
-template <typename T> std::vector<Task> split(const Attention<T>& job) {
-    std::vector<Task> tasks;
-    for (int32_t row = 0; row < job.rows; ++row) {
-        for (int32_t first = 0; first < job.num_tokens[row];) {
-            const int64_t context = job.starts[row] + std::min<int64_t>(first + kMostQueries, job.num_tokens[row]);
-            const int64_t queries = std::clamp(kScores / context, kTileRows, kMostQueries);
-            const int32_t count = static_cast<int32_t>(std::max<int64_t>(1, queries / job.group()));
-            tasks.push_back({row, first, std::min(count, job.num_tokens[row] - first)});
-            first += count;
-        }
-    }
-    const auto cost = [&](const Task& t) { return int64_t{t.count} * (job.starts[t.row] + t.first + t.count); };
-    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
-    return tasks;
-}
-
 template <typename T> void attend(const Attention<T>& job, int threads) {
-    const std::vector<Task> tasks = split(job);
-    const int64_t pieces = static_cast<int64_t>(tasks.size()) * job.kv_heads;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (pieces > 1)
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-        const Task& task = tasks[piece / job.kv_heads];
-        attend_tile(job, task.row, task.first, task.count, piece % job.kv_heads);
-    }
+    const auto most = [&](int64_t row, int64_t first) {  // so few that their scores stay in the second-level cache
+        const int64_t context = job.starts[row] + std::min<int64_t>(first + kMostQueries, job.num_tokens[row]);
+        return std::max<int64_t>(1, std::clamp(kScores / context, kTileRows, kMostQueries) / job.group());
+    };
+    for_each_tile(job, threads, most, [&](int64_t row, int64_t first, int64_t count, int64_t kv_head) {
+        attend_tile(job, row, first, count, kv_head);
+    });
 }
 
 }  // namespace

@@ -1,0 +1,35 @@
+// Which tile of which row each thread takes.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+
+namespace rootstock {
+
+// Calls work(row, first, count, kv_head) for tiles of `count` tokens of a row from `first` on, which are all tokens, on any thread.
+// most(row, first): tokens of such a tile, 1 at least. Longest first, so that the last ones are short.
+template <typename T, typename Most, typename Work>
+void for_each_tile(const Attention<T>& job, int threads, Most&& most, Work&& work) {
+    struct Task {
+        int64_t row, first, count;
+    };
+    std::vector<Task> tasks;
+    for (int64_t row = 0; row < job.rows; ++row) {
+        for (int64_t first = 0; first < job.num_tokens[row];) {
+            const int64_t count = std::min<int64_t>(most(row, first), job.num_tokens[row] - first);
+            tasks.push_back({row, first, count});
+            first += count;
+        }
+    }
+    const auto cost = [&](const Task& t) { return t.count * (job.starts[t.row] + t.first + t.count); };
+    std::sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
+    const int64_t pieces = static_cast<int64_t>(tasks.size()) * job.kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (pieces > 1)
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+        const Task& task = tasks[piece / job.kv_heads];
+        work(task.row, task.first, task.count, piece % job.kv_heads);
+    }
+}
+
+}  // namespace rootstock
