@@ -28,7 +28,7 @@ from services.cli.bench.client import Endpoint, Outcome, open_http
 from services.cli.bench.load import Player, open_loop, poisson_arrivals
 from services.cli.bench.spec import Spec
 from services.cli.bench.workload import make_sessions
-from tests.benchmarks.deterministic_cost import interval
+from tests.benchmarks.intervals import interval
 from tests.e2e.system import System, wait_until
 
 LINES = 8000

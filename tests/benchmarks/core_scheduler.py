@@ -1,10 +1,17 @@
-"""Cost of the scheduler's decisions on one core: python -m tests.benchmarks.core_scheduler."""
+"""Cost of the scheduler's decisions on one core: python -m tests.benchmarks.core_scheduler [--against OTHER] [--pairs N]
+
+Prints medians in microseconds. With another checkout (OTHER, with its own .venv) both measure themselves in turn, each in a
+process of its own, in alternating order: the medians of this one's over the other's, row by row, with their 95 % intervals.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +22,9 @@ from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.scheduler import Scheduler
+from tests.benchmarks.intervals import interval
 from tests.benchmarks.pinned_config import pinned_config
+from tests.benchmarks.server_process import ROOT
 
 
 class NoText:
@@ -171,7 +180,7 @@ def median_us(call: Callable[[], object], repeat: int = 500) -> float:
     return statistics.median(times) * 1e6
 
 
-def main() -> None:
+def measure() -> None:
     print("| what | median µs |\n| --- | --- |")
     for page_size in (1, 16):
         print(f"| plan + commit, 256 decode rows, page size {page_size} | {decode_step_us(256, page_size):.0f} |")
@@ -186,6 +195,38 @@ def main() -> None:
     first, later = all_wait_us(1000)
     print(f"| plan, 1,000 waiting for the prefix that a step in flight computes: the first pass | {first:.0f} |")
     print(f"| the same, passes after it | {later:.0f} |")
+
+
+def measured_by(checkout: Path) -> dict[str, float]:
+    """What that checkout's measurement prints: microseconds by row."""
+    command = [str(checkout / ".venv/bin/python"), "-m", "tests.benchmarks.core_scheduler"]
+    printed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines()[2:]]
+    return {what: float(us) for what, us in rows}
+
+
+def compare(other: Path, pairs: int) -> None:
+    ratios: dict[str, list[float]] = {}
+    for number in range(pairs):
+        order = (other, ROOT) if number % 2 else (ROOT, other)
+        measured = {checkout: measured_by(checkout) for checkout in order}
+        for what, us in measured[ROOT].items():
+            ratios.setdefault(what, []).append(us / measured[other][what])
+    print(f"| what | this / other, {pairs} pairs |\n| --- | --- |")
+    for what, values in ratios.items():
+        low, high = interval(values)
+        print(f"| {what} | {statistics.median(values):.3f} [{low:.3f}, {high:.3f}] |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="OTHER")
+    parser.add_argument("--pairs", type=int, default=9)
+    args = parser.parse_args()
+    if args.against is None:
+        measure()
+    else:
+        compare(args.against.resolve(), args.pairs)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
-from math import comb
 from pathlib import Path
 from statistics import median
 
@@ -17,25 +15,12 @@ import torch
 
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model, run_ours
+from tests.benchmarks.intervals import interval
 from tests.exec.driver import Driver
 
 LOADS = ((1, 256, 64), (8, 256, 64), (32, 256, 64), (1, 4032, 64))  # in flight, tokens in, tokens out
 CHUNK_TOKENS = 2048
 MAX_SLOTS = 32
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Of the median, by order statistics: the narrowest pair of values, as far from either end, that holds it so surely. Of too
-    few values their least and largest."""
-    ordered, count = sorted(values), len(values)
-    outside, depth = 0.0, 0
-    while depth < count // 2:
-        outside += 2 * comb(count, depth) / 2**count
-        if outside > 1 - confidence:
-            break
-        depth += 1
-    edge = max(0, depth - 1)
-    return ordered[edge], ordered[count - 1 - edge]
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Computed, Drafter
 from services.worker.exec.executor import DeviceExecutor
 from tests.benchmarks.cpu_decode import PAGE_SIZE, SHAPE, build_model
-from tests.benchmarks.deterministic_cost import interval
+from tests.benchmarks.intervals import interval
 from tests.exec.draft_folders import add_mtp, write_eagle3
 from tests.exec.guesses import Guesses
 from tests.exec.random_contexts import Asked, Turned, World

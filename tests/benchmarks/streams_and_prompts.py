@@ -14,7 +14,7 @@ from statistics import median, quantiles
 
 import httpx
 
-from tests.benchmarks.deterministic_cost import interval
+from tests.benchmarks.intervals import interval
 from tests.e2e.system import System
 
 STREAM_TOKENS, PROMPT_OUTPUT = 160, 8

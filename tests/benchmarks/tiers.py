@@ -29,7 +29,7 @@ from services.worker.core.tiers.page_keys import SECRET_BYTES
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.benchmarks.cpu_decode import build_model
-from tests.benchmarks.deterministic_cost import interval
+from tests.benchmarks.intervals import interval
 from tests.exec.tiered import PAGE_SIZE, Served, build
 
 SECRET = bytes(range(SECRET_BYTES))

@@ -60,9 +60,9 @@ class Planner:
         return build_step(self._step_id, extends, decodes, table.columns, table.memory.take_table_updates())
 
     def _decodes_are_due(self) -> bool:
-        if not self._extends_in_a_row or not self._decodes.num_candidates:
+        if not self._extends_in_a_row:
             return False
-        return 0 < self.extends.steps_in_a_row <= self._extends_in_a_row
+        return 0 < self.extends.steps_in_a_row <= self._extends_in_a_row and self._decodes.num_candidates > 0
 
     def _decode_only(self, now: float, flight_step: int) -> Step | None:
         self._extends_in_a_row = 0

@@ -100,7 +100,8 @@ class KVMemory:
 
     def forget_empty(self) -> None:
         """Between two turns: see RadixCache.forget_empty, and forget_retired."""
-        self.forget_retired()
+        if self.tree.has_retired:
+            self.forget_retired()
         self.tree.forget_empty()
 
     def forget_retired(self) -> int:

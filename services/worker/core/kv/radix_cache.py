@@ -96,6 +96,10 @@ class RadixCache:
         self._retired.append(root)
         self._may_be_empty(root)
 
+    @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
     def forget_retired(self) -> list[I32]:
         """Drops what nobody uses in namespaces that are retired. Returns its pages."""
         freed: list[I32] = []
