@@ -46,6 +46,11 @@ ALLOWED = (
         ("tests/kernels/", "tests/e2e/", "tests/benchmarks/", "tests/contracts/", "tests/chart/"),
         "`make nightly`",
     ),
+    Skip(
+        "no file system by FUSE can be mounted here",
+        ("tests/exec/",),
+        "root, Debian's package fuse3, and PyPI's mfusepy, which `make env` leaves out",
+    ),
     Skip("no network namespace can be made here", ("tests/e2e/",), "root, and Debian's package iproute2"),
     Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/", "tests/kernels/"), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),

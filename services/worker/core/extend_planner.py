@@ -89,8 +89,9 @@ class ExtendPlanner:
     @property
     def steps_in_a_row(self) -> int:
         """Of extends alone, after which decode rows have theirs; 0: any number."""
-        waiting = self._num_paced_for()
-        return self._paced_steps(waiting, self._adapted_chunk()) if waiting else self._table.config.max_extend_steps
+        config = self._table.config
+        waiting = self._num_paced_for() if config.adaptive_chunk_s else 0
+        return self._paced_steps(waiting, self._adapted_chunk()) if waiting else config.max_extend_steps
 
     def _paced_steps(self, waiting: int, chunk: int) -> int:
         config = self._table.config
@@ -98,9 +99,9 @@ class ExtendPlanner:
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
     def _num_paced_for(self) -> int:
-        """Rows that wait for their next token while prompts are computed; 0 where that bounds no chunk."""
+        """Rows that wait for their next token while prompts are computed, where time bounds chunks; 0 where it bounds none."""
         table, config = self._table, self._table.config
-        if not config.adaptive_chunk_s or not config.chunked_prefill_size or not table.decoding or not self._pace.is_known:
+        if not config.chunked_prefill_size or not table.decoding or not self._pace.is_known:
             return 0
         slots = table.decoding_slots()
         more = (table.columns.planned_out[slots] < table.columns.max_new[slots]).tolist()
@@ -112,7 +113,8 @@ class ExtendPlanner:
 
     def _chunk_size(self, num_decode_rows: int) -> int:
         """num_decode_rows: those that share the step, which take from it."""
-        config, adapted, waiting = self._table.config, self._adapted_chunk(), self._num_paced_for()
+        config, adapted = self._table.config, self._adapted_chunk()
+        waiting = self._num_paced_for() if config.adaptive_chunk_s else 0
         if not waiting:
             return adapted
         steps = 0 if num_decode_rows else self._paced_steps(waiting, adapted)

@@ -13,6 +13,7 @@ TIERS = (
         ("fact.count if running.counts else 0)", "fact.count)"),
         ("return min(quarantined, memory.num_available - rest)", "return quarantined"),
         ("return min(quarantined, memory.num_available - rest)", "return memory.num_available - rest"),
+        ("self._room(wanted, first, memory)", "self._room(wanted, at, memory)"),
         ("self._pin(wanted.seq, match.node, memory)", "pass"),
         ("rest = keys[hit:]", "rest = keys"),
         ("memory.free_quarantined(operation.pages[count:])", "pass"),

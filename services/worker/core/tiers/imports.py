@@ -272,7 +272,7 @@ class Imports:
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
             place, count = self._run(wanted, at)
-            room = min(count, self._at_once, self._room(wanted, at, memory))
+            room = min(count, self._at_once, self._room(wanted, first, memory))
             if place is None or room <= 0 or (not operations and not self._is_had(wanted, place, count)):
                 break
             pull = None
@@ -307,7 +307,8 @@ class Imports:
         return running
 
     def _room(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
-        """Pages that an operation may take: what is left has room for one request, this one."""
+        """Pages that an operation may take: what is left has room for one request, this one, from page `first` on, whatever comes
+        of those under way."""
         rest = -(-len(wanted.tokens) // (TOKEN_BYTES * memory.page_size)) - first + 1
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
         return min(quarantined, memory.num_available - rest)
