@@ -110,20 +110,19 @@ class TestSharing:
 
 
 class TestWhoLeaves:
-    @pytest.mark.parametrize("pages", [9, 4, 0])
-    def test_the_pages_of_one_who_is_aborted_are_quarantined_until_the_fact(self, pages: int) -> None:
-        """pages: that come all the same."""
-        engine = importing()
-        engine.executor.pages_moved = lambda operation: pages
-        engine.abort(0)
-        assert quarantined(engine) == 9 and not engine.core.settled
-        while num_running(engine):
-            assert quarantined(engine) == 9
-            engine.turn()
-        memory = engine.core.table.memory
-        assert not memory.quarantined and engine.core.settled
-        assert (memory.tree.num_evictable, memory.pages.num_free) == (pages, 64 - pages)
-        check_run(engine)
+    def test_the_pages_of_one_who_is_aborted_are_quarantined_until_the_fact(self) -> None:
+        for pages in (9, 4, 0):  # that come all the same
+            engine = importing()
+            engine.executor.pages_moved = lambda operation, pages=pages: pages
+            engine.abort(0)
+            assert quarantined(engine) == 9 and not engine.core.settled
+            while num_running(engine):
+                assert quarantined(engine) == 9
+                engine.turn()
+            memory = engine.core.table.memory
+            assert not memory.quarantined and engine.core.settled
+            assert (memory.tree.num_evictable, memory.pages.num_free) == (pages, 64 - pages)
+            check_run(engine)
 
     def test_what_came_for_nobody_is_there_for_the_next_one(self) -> None:
         engine = importing()
@@ -263,13 +262,13 @@ class TestWhoImports:
         assert ask(engine, 0, prompt(0), **params).cached_tokens == 4 * pages
         assert num_moved(engine, LOAD) == pages
 
-    @pytest.mark.parametrize(("reuses", "pages"), [(True, 9), (False, 0)])
-    def test_a_vector_imports_what_it_may_reuse(self, reuses: bool, pages: int) -> None:
-        engine = cold(roomy(pooling_reuses_prefix=reuses), prompt(0))
-        engine.submit(0, prompt(0), max_new_tokens=1, embedding=EmbeddingParams())
-        engine.drain()
-        engine.check_answer(0)
-        assert num_moved(engine, LOAD) == pages and engine.finishes[0].cached_tokens == 4 * pages
+    def test_a_vector_imports_what_it_may_reuse(self) -> None:
+        for reuses, pages in ((True, 9), (False, 0)):
+            engine = cold(roomy(pooling_reuses_prefix=reuses), prompt(0))
+            engine.submit(0, prompt(0), max_new_tokens=1, embedding=EmbeddingParams())
+            engine.drain()
+            engine.check_answer(0)
+            assert num_moved(engine, LOAD) == pages and engine.finishes[0].cached_tokens == 4 * pages
 
     def test_one_with_a_grammar_imports_once_that_is_compiled(self) -> None:
         engine = cold(roomy(), prompt(0))
