@@ -21,7 +21,7 @@ from services.detokenizer.settings import DetokenizerSettings
 from services.detokenizer.token_texts import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.next_message import GOING_AWAY, GoingAway, Reading
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.stop_hold import StopHold
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import trace_fields
 
 if TYPE_CHECKING:

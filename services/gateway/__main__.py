@@ -16,6 +16,7 @@ from services.gateway.gateway import SERVICE, Gateway
 from services.gateway.http import http_server
 from services.shared import c_memory, settings
 from services.shared.observe import log
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger("services.gateway")
 
@@ -40,7 +41,7 @@ def main() -> int:
     log.configure(SERVICE, config.log_level)
     c_memory.map_large_blocks()
     logging.getLogger("uvicorn.error").setLevel("WARNING")
-    logger.info("settings", extra=log.fields(**config.model_dump(exclude={"control_token", "redis_url", "state_redis_url"})))
+    logger.info("settings", extra=fields(**config.model_dump(exclude={"control_token", "redis_url", "state_redis_url"})))
     try:
         uvloop.run(_serve(config))
     except http_server.CannotListen as error:

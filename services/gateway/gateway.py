@@ -61,7 +61,7 @@ from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter
 from services.gateway.request.errors import unavailable
 from services.gateway.state.redis_store import RedisStore
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.rpc.control_token import is_loopback, read_token

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.tls.roles import Role
 from services.worker.core.contracts.rooms import RoomLeft
 from services.worker.exec.contracts.options import PeerOptions

@@ -30,9 +30,7 @@ from tests.gpu.wheels import install
 from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_ON_THAT_MACHINE = [
-    "pydantic",
-    "pydantic_settings",
+ELSEWHERE = [
     "grpc",
     "redis",
     "prometheus_client",
@@ -40,8 +38,11 @@ NOT_ON_THAT_MACHINE = [
     "orjson",
     "re2",
     "fastapi",
+    "uvloop",
+    "opentelemetry",
+    "kubernetes",
+    "rootstock",
 ]
-ELSEWHERE = [*NOT_ON_THAT_MACHINE, "uvloop", "opentelemetry", "kubernetes", "xxhash", "rootstock"]
 FACTS = {"device": "NVIDIA H200", "python": "3.12.3", "system": "Linux", "versions": {"torch": "2.11"}, "driver": "580.1"}
 SOURCE = Source("abc", "0011")
 LOST = """
@@ -169,11 +170,13 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_it_needs_nothing_but_torch_transformers_and_pytest(tmp_path: Path) -> None:
-    """All tests that it runs are collected, and all benchmarks imported, where most of our dependencies are missing."""
+def test_it_needs_none_of_what_serves(tmp_path: Path) -> None:
+    """All tests that it runs are collected, and all benchmarks imported, where most of our dependencies are missing: those of
+    pydantic's settings, of which tests take the defaults, and xxhash alone are not, and what one worker says to another."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=set(ELSEWHERE)))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    paths = sorted({word for part in all_parts(ROOT) for word in part.command if word.endswith(".py")})
+    parts = [part for part in all_parts(ROOT) if part.name != "peers"]
+    paths = sorted({word for part in parts for word in part.command if word.endswith(".py")})
     modules = [word for part in all_parts(ROOT) for word in part.command if word.startswith(("tests.", "kernels."))]
     flags = ["--collect-only", "-q", "-p", "no:timeout", "-p", "no:xdist"]
     code = f"import sys, pytest, {', '.join([*modules, 'tests.gpu.check'])}\nsys.exit(pytest.main({[*flags, *paths]!r}))"
@@ -196,6 +199,21 @@ def test_results_are_kept_and_only_what_is_missing_runs_again(tmp_path: Path) ->
     assert runner.run([good, bad], None, keep=False) == 0
     assert (tmp_path / "ran").read_text() == "x", "what had passed was not run again"
     assert "failed" not in report_of(tmp_path)
+
+
+def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -> None:
+    """Each of the two ends once the other has begun."""
+    begun = "import time, pathlib\ndef test_it():\n    pathlib.Path({0!r}).touch()\n"
+    begun += "    while not pathlib.Path({1!r}).exists(): time.sleep(0.01)\n"
+    marks = [str(tmp_path / name) for name in ("first", "second")]
+    parts = [script(tmp_path, "figure", outcome_script({}, f"import os\nassert all(map(os.path.exists, {marks!r}))"))]
+    for name, (own, other) in {"a": marks, "b": marks[::-1]}.items():
+        (tmp_path / f"test_{name}.py").write_text(begun.format(own, other))
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={out}", str(tmp_path / f"test_{name}.py"))
+        parts.append(Part(name, TESTS, f"does {name}", 60, command))
+    runner, state = check(tmp_path, parts)
+    assert runner.run(parts, None, keep=False, at_once=2) == 0
+    assert [state.is_done(part, SOURCE, FACTS, keep=False) for part in parts] == [True] * 3
 
 
 def test_other_files_make_results_old(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ def prompt(number: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Apart:
-    """first computes prompts, second reads them, also ahead where the first says what it has so far. before, after: are called
-    around each copy of pages, on the server's threads. heard: whether the second hears an announcement."""
+    """first computes prompts, second reads them, also ahead where the first says what it has so far. options: of DeviceOptions.
+    before, after: are called around each copy of pages, on the server's threads. heard: whether the second hears what is said."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
         self.heard: Callable[[], bool] = lambda: True
@@ -56,9 +56,11 @@ class Apart:
         self._ahead: dict[int, int] = {}  # the second one's, of what it reads ahead
         self._left: queue.SimpleQueue[RoomLeft] = queue.SimpleQueue()
         self._rooms = 0
-        self.first = Served(*build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve)), poisoned=True)
+        self.first = Served(
+            *build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve), **options), poisoned=True
+        )
         reads = PeerOptions(open_reader=lambda layout, page_bytes: TcpPeerReader(layout, PAGE_SIZE, page_bytes))
-        self.second = Served(*build(folder, POOL_PAGES, None, peers=reads), poisoned=True)
+        self.second = Served(*build(folder, POOL_PAGES, None, peers=reads, **options), poisoned=True)
         server = self.first.executor.room_server
         assert server is not None
         self.address = f"127.0.0.1:{server.port}"

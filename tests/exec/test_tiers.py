@@ -14,15 +14,12 @@ from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.transfers import PageOperation, Tier
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
-from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.peers.rooms import until
-from tests.exec.tiered import DEADLINE_S, PAGE_SIZE, SECRET, Answer, Served, build
+from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt
+from tests.exec.tiered import DEADLINE_S, PAGE_SIZE, SECRET, Served, build
 from tests.exec.tiny_models import TinyModel
 from tests.night import NIGHTLY
 from tests.services.redis_server import redis_server
-
-POOL_PAGES = 24  # room for one prompt and a half
-PROMPT_TOKENS = 200
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made)
     return made
-
-
-def options(storage: Path | None = None, host_bytes: int = 0, host_ratio: float = 4.0) -> TierOptions:
-    def opened(page_bytes: int, identity: bytes) -> SegmentStore:
-        assert storage is not None
-        return SegmentStore(storage, page_bytes, 1 << 30, identity=identity)
-
-    return TierOptions(host_ratio, host_bytes, None if storage is None else opened, SECRET)
-
-
-def prompt(number: int) -> list[int]:
-    return [(number * 37 + at * at) % 90 + 1 for at in range(PROMPT_TOKENS)]
-
-
-def came_from(answer: Answer, tier: Tier) -> bool:
-    """All of the prompt's whole pages were there, most of them in this tier."""
-    assert answer.finish is not None and answer.finish.cached_tokens == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
-    return answer.finish.cached_from[tier] > answer.finish.cached_tokens // 2
 
 
 @pytest.fixture

@@ -168,7 +168,8 @@ class Served:
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():
             for each in (*pool.keys, *pool.values):
-                each[free] = torch.nan
+                # A device's attention multiplies what it masks by 0: NaN would stay.
+                each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:
         output = self.core.take_output()

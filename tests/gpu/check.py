@@ -13,13 +13,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.image import pins_of
-from tests.gpu.parts import COMPILING, Part, all_parts, chosen
+from tests.gpu.parts import COMPILING, TESTS, Part, all_parts, chosen
 from tests.gpu.report import write_report
 from tests.gpu.results import DONE, Result, Source, State, Status, command_of, load_state
 from tests.gpu.run_part import Ran, Wait, run_part, wait_for
@@ -47,6 +49,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="earlier", type=Path, help="report (JSON) of an earlier check to go on from, or its state")
     parser.add_argument("--commit", default="", help="of these files, for the report, where there is no repository to ask")
     parser.add_argument("--bench", default="", help="flags for the benchmarks, as in --bench='--attention triton --no-graphs'")
+    parser.add_argument("--at-once", type=int, default=1, help="parts of tests that run at the same time, before all benchmarks")
     parser.add_argument("--keep", action="store_true", help="what passed with other files is not run again; the report says so")
     return parser
 
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = begun + options.limit_s - KEEP_BACK_S if options.limit_s else None
     source = source_of(ROOT, options.commit)
     check = Check(options.work, options.out, facts, source, state, parts, environment(site))
-    return check.run(wanted, deadline, options.keep)
+    return check.run(wanted, deadline, options.keep, options.at_once)
 
 
 class Check:
@@ -98,23 +101,32 @@ class Check:
         self._work, self._out, self._root, self._least_s = work, out, root, least_s
         self._facts, self._source, self._state, self._parts = facts, source, state, parts
         self._environment, self._wait, self._clock = environment, wait, clock
+        self._writing = threading.Lock()  # of the state and the reports
         work.mkdir(parents=True, exist_ok=True)
 
-    def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool) -> int:
-        """deadline: of the clock, None for none. Returns the exit status."""
+    def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool, at_once: int = 1) -> int:
+        """deadline: of the clock, None for none. at_once: parts of tests, which come before all benchmarks where it is above 1:
+        no figure is measured beside anything else. Returns the exit status."""
         report = self._report()
-        for part in self._in_turn(wanted, keep):
-            if self._state.is_done(part, self._source, self._facts, keep):
-                print(f"{part.label}: done before", flush=True)
-                continue
-            left = part.limit_s if deadline is None else min(part.limit_s, deadline - self._clock())
-            if left < min(self._least_s, part.limit_s):
-                print(f"{part.label}: no time is left; start the check again to go on", flush=True)
-                continue
-            self._run_one(part, left)
-            report = self._report()
+        turns = self._in_turn(wanted, keep)
+        beside = [part for part in turns if part.kind == TESTS] if at_once > 1 else []
+        with ThreadPoolExecutor(at_once) as processes:
+            list(processes.map(lambda part: self._turn(part, deadline, keep), beside))
+        for part in turns:
+            if part not in beside:
+                self._turn(part, deadline, keep)
         print(f"report: {report}")
         return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
+
+    def _turn(self, part: Part, deadline: float | None, keep: bool) -> None:
+        if self._state.is_done(part, self._source, self._facts, keep):
+            print(f"{part.label}: done before", flush=True)
+            return
+        left = part.limit_s if deadline is None else min(part.limit_s, deadline - self._clock())
+        if left < min(self._least_s, part.limit_s):
+            print(f"{part.label}: no time is left; start the check again to go on", flush=True)
+            return
+        self._run_one(part, left)
 
     def _in_turn(self, wanted: Sequence[Part], keep: bool) -> list[Part]:
         """Those that have kept their figures and lack a piece come last: what has none goes before."""
@@ -123,7 +135,9 @@ class Check:
     def _run_one(self, part: Part, left: float) -> None:
         print(f"{part.label}: {part.about} (up to {left:.0f} s)", flush=True)
         result = self._result(part, run_part(part, self._work, self._root, left, self._environment, self._wait), left)
-        kept = self._state.put(result)
+        with self._writing:
+            kept = self._state.put(result)
+            self._report()
         print(f"{part.label}: {result.status} in {result.seconds:.0f} s", flush=True)
         if kept is not result:
             print(f"{part.label}: an earlier run has more figures; they are kept", flush=True)

@@ -100,6 +100,8 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         _tests("memory", "memory running out, and its height", 120, *memory),
         _tests("sampling", "logprobs and seeded draws", 120, "tests/gpu/test_logprobs.py", "tests/gpu/test_draws.py"),
         _tests("random-steps", "2,000 random steps beside the fake executor", 300, "tests/exec/test_device_random_steps.py"),
+        _tests("tiers", "KV from host memory and from files", 120, "tests/gpu/test_tiers.py"),
+        _tests("peers", "KV from another worker; needs generated messages", 120, "tests/gpu/test_peers.py"),
         _tests("loading", "weights streamed to the device", 120, "tests/exec/test_weight_stream.py"),
         *_kernel_tests(root),
         _tests("backends", "each attention back end", 400, *backends, processes=_at_once(COMPILING)),

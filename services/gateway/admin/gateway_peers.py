@@ -18,7 +18,7 @@ from services.gateway.admin.tenants import Tenants
 from services.gateway.discovery.watch import Discovery
 from services.gateway.request.abort import AbortScope, PeerAnswer
 from services.shared.limits import MAX_REQUEST_ID_CHARS
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import authorization
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
 from services.shared.tls.roles import Role

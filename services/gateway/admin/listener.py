@@ -15,7 +15,7 @@ from services.gateway.http import http_server
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.side_listener import served_beside
 from services.gateway.request.abort import Aborter
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import require_token_beyond_loopback
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 

@@ -17,7 +17,7 @@ from services.gateway.admin.operations import ROUTES, Operation, Operations
 from services.gateway.http.body import held_body
 from services.gateway.http.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import ApiError, internal
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import accepts
 
 logger = logging.getLogger(__name__)

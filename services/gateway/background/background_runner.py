@@ -21,7 +21,7 @@ from services.gateway.state.background_record import BackgroundOrder, Status
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

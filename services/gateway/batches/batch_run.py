@@ -36,7 +36,7 @@ from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease
 from services.gateway.state.state_store import StoreAway
 from services.gateway.state.stored_files import ERRORS, OUTPUT, FileGone, StoredFile
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

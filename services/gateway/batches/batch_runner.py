@@ -20,7 +20,7 @@ from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_l
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease, LeaseLost, Leases
 from services.gateway.state.state_store import StoreAway
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

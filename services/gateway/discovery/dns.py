@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from services.gateway.discovery.endpoints import Endpoints, join
 from services.gateway.discovery.targets import DnsTarget
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

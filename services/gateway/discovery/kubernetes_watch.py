@@ -21,7 +21,7 @@ from services.gateway.discovery.endpoint_slices import endpoints_of
 from services.gateway.discovery.endpoints import Endpoints
 from services.gateway.discovery.kubernetes_api import GONE, WATCH_S, ApiError, SliceApi, load_client, own_namespace
 from services.gateway.discovery.targets import KubernetesTarget
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

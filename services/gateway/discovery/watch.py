@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from services.gateway.discovery import dns
 from services.gateway.discovery.endpoints import Endpoints, merge
 from services.gateway.discovery.targets import DnsTarget, KubernetesTarget, StaticTarget, check_target, parse
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 if TYPE_CHECKING:
     from services.gateway.discovery.kubernetes_watch import LoadClient

@@ -34,7 +34,7 @@ from services.gateway.request.errors import ApiError, internal, unavailable
 from services.gateway.request.request import Choice, ClientRequest
 from services.gateway.routing import session_home
 from services.gateway.routing.columns import Pick
-from services.shared.observe import log
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
@@ -482,8 +482,8 @@ class Dispatcher:
         """To another worker, with the output so far."""
         choice, tokens = placement.choice, len(placement.choice.output.ids)
         self._metrics.moves.labels(cause, "begun" if tokens else "new").inc()
-        fields = log.fields(**choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
-        logger.info("request moves to another worker", extra=fields)
+        told = fields(**choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
+        logger.info("request moves to another worker", extra=told)
         choice.output.leave_worker()
         if not self._place(placement):
             self._waiting.wait_first(placement)

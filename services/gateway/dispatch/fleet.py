@@ -23,7 +23,7 @@ from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
 from services.gateway.routing.prefix_index import PrefixIndex
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
 

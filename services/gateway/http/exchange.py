@@ -36,7 +36,7 @@ from services.gateway.request.request import Choice, ClientRequest, Phase, Relea
 from services.gateway.request.trace import RequestTrace, begin_trace
 from services.gateway.request.usage import usage_of
 from services.shared import limits
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 if TYPE_CHECKING:
     from services.shared.observe.spans import Tracing

@@ -15,7 +15,7 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import OPENAI, AnswerForm, ApiError, Headers, internal
 from services.shared.limits import MAX_REQUEST_ID_CHARS
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from services.shared.index.block_hash import HASH_BYTES
 from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import IndexEvent, event_from, events_key, lease_key, own_key, workers_key
 from services.shared.index.redis_client import redis_client
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

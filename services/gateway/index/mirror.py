@@ -25,7 +25,7 @@ from services.gateway.index.lease_table import LeaseTable
 from services.gateway.index.mirrored_owners import Applied, MirroredOwners
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.shared.index.prefix_index import IndexEvent
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.gateway.keys.key_table import BadKeys, KeyTable, parse_keys
 from services.shared.limits import MAX_KEYS_FILE_BYTES
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.silence import Patience, until_lost
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import internal, unavailable
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
 from services.shared.tls.roles import Role
 

@@ -18,7 +18,7 @@ from services.gateway.peers.reconnect import Duplex, StreamBroken
 from services.gateway.peers.silence import until_unreachable
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import StaleChannel
 
 logger = logging.getLogger(__name__)

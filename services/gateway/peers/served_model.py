@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from services.gateway.peers.reconnect import StreamBroken
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.gateway.peers.served_model import ANY
 from services.gateway.request.errors import unavailable
 from services.shared.limits import MAX_TOKEN_TEXTS
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.tokenizer_replica import Replica
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.trace import EncodeCall
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import trace_fields
 from services.shared.output_formats import OutputFormats
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer

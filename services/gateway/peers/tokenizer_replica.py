@@ -17,7 +17,7 @@ from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, Not
 from services.gateway.peers.reconnect import LastTold, StreamBroken
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.output_formats import OutputFormats, known
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 from services.shared.tls.roles import Role

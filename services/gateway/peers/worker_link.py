@@ -21,7 +21,7 @@ from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connecte
 from services.gateway.peers.silence import Patience, until_lost
 from services.gateway.peers.weights import Weights, weights_of
 from services.gateway.routing.breaker import CircuitBreaker
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
 from services.shared.tls.roles import Role
 

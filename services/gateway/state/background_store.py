@@ -44,7 +44,7 @@ from services.gateway.state.background_record import BackgroundOrder, Kept, Page
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-FIELDS = "fields"
+from services.shared.observe.log_fields import FIELDS
 
 
 class JsonFormatter(logging.Formatter):
@@ -45,8 +45,3 @@ def configure(service: str, level: str) -> None:
     root.setLevel(level.upper())
     for noisy in ("uvicorn.access", "httpx", "grpc._cython"):
         logging.getLogger(noisy).setLevel("WARNING")
-
-
-def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """The `extra` argument of a logging call: logger.info("routed", extra=fields(request_id=rid, worker=w))."""
-    return {FIELDS: values}

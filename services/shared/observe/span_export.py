@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.observe.spans import Tracing
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc import grpc_server
 from services.shared.tls.certificate_files import LOOK_S
 from services.shared.tls.handshake import why_refused

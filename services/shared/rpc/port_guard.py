@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.rpc.checked_handler import checked
 from services.shared.tls.mutual_tls import TOKEN_KEY, MutualTls
 from services.shared.tls.roles import Role

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.tls.own_handshake import Named, shown
 
 logger = logging.getLogger(__name__)

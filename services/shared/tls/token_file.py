@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.tls.certificate_files import LOOK_S, BadTls
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import grpc
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
 from services.shared.control_values import enum_word, put_values, value_from_pb
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.control import internal_state
 from services.worker.control.flush import Flushed, flush, parse
 from services.worker.control.internal_state import InternalState

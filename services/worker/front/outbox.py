@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from rootstock.v1 import common_pb2, worker_pb2
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.messages import ErrorCode, PeerOutput, StepOutput
 from services.worker.front.wire import output_to_pb
 

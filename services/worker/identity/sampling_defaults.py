@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults, fault
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from services.shared.index.prefix_index import (
     owner_field,
     workers_key,
 )
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 

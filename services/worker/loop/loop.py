@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode

@@ -33,7 +33,7 @@ from services.gateway.request.client_fields import ClientFields
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation
 from services.gateway.request.origin import Origin
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.sampling_parameter import Api
 from services.shared.sampling_parameters import COMPLETION_TOKENS
 

@@ -26,7 +26,7 @@ from services.gateway.request.request import ClientRequest, Delta
 from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 from services.shared.limits import MAX_RECORD_BYTES
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.shared.output_formats import OutputFormats
 from services.shared.sampling_defaults import API_DEFAULTS
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.shared import limits
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.exec.peers import nixl_frames as frames
 from services.worker.exec.peers.connection import Connection
 from services.worker.exec.peers.nixl_frames import Order, OrderKind

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from services.shared import limits
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.contracts.peer_pages import PeerRate

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft, proof
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.transfers import KeptBlock
 from services.worker.core.tiers.page_keys import KEY_BYTES
 from services.worker.exec.tiers.disk import Disk

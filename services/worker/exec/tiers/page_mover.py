@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
 from services.worker.exec.contracts.page_store import PageStore

@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from services.shared.index.redis_client import FollowedSyncConnection, follow_files
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 from services.worker.core.tiers.page_keys import KEY_BYTES, UNSALTED, tag_of
 from services.worker.exec.contracts.page_store import News, StoreCounts, Written

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import groupby, takewhile
 from pathlib import Path
 
-from services.shared.observe.log import fields
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.transfers import ALL, Deleted, Selection, StorageUse
 from services.worker.core.tiers.page_keys import UNSALTED, tag_of
 from services.worker.exec.contracts.page_store import News, StoreCounts, Written

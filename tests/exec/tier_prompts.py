@@ -1,0 +1,31 @@
+"""Prompts that a small pool does not hold together, and the tiers that keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.worker.core.contracts.transfers import Tier
+from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.segment_store import SegmentStore
+from tests.exec.tiered import PAGE_SIZE, SECRET, Answer
+
+POOL_PAGES = 24  # room for one prompt and a half
+PROMPT_TOKENS = 200
+
+
+def options(storage: Path | None = None, host_bytes: int = 0, host_ratio: float = 4.0) -> TierOptions:
+    def opened(page_bytes: int, identity: bytes) -> SegmentStore:
+        assert storage is not None
+        return SegmentStore(storage, page_bytes, 1 << 30, identity=identity)
+
+    return TierOptions(host_ratio, host_bytes, None if storage is None else opened, SECRET)
+
+
+def prompt(number: int) -> list[int]:
+    return [(number * 37 + at * at) % 90 + 1 for at in range(PROMPT_TOKENS)]
+
+
+def came_from(answer: Answer, tier: Tier) -> bool:
+    """All of the prompt's whole pages were there, most of them in this tier."""
+    assert answer.finish is not None and answer.finish.cached_tokens == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+    return answer.finish.cached_from[tier] > answer.finish.cached_tokens // 2

@@ -1,0 +1,70 @@
+"""KV that comes back to a device from host memory or from files is what was computed, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.core.contracts.transfers import Tier
+from services.worker.exec.contracts.options import TierOptions
+from tests.exec.tier_prompts import POOL_PAGES, came_from, options, prompt
+from tests.exec.tiered import Served, build
+from tests.exec.tiny_models import TinyModel
+
+PROMPTS = 4
+Open = Callable[[int, TierOptions | None], Served]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(made, torch.float32)
+    return made
+
+
+def on(device: str, dtype: str) -> dict[str, Any]:
+    return {"device": device, "dtype": dtype, "max_graph_rows": 8, "max_tokens": 512}
+
+
+@pytest.fixture
+def opened(folder: Path, device: str, dtype: str) -> Open:
+    return lambda pages, tiers: Served(*build(folder, pages, tiers, **on(device, dtype)))
+
+
+@pytest.fixture
+def plain(opened: Open) -> Iterator[Served]:
+    served = opened(200, None)
+    yield served
+    served.close()
+
+
+def test_from_the_host(opened: Open, plain: Served) -> None:
+    served = opened(POOL_PAGES, options())
+    first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+    again = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+    for number in range(PROMPTS):
+        assert first[number].bits == again[number].bits == plain.ask(prompt(number), seed=number).bits
+        assert came_from(again[number], Tier.HOST)
+    assert served.core.stats().failed_operations_total == 0
+    served.close()
+
+
+def test_from_files_after_a_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
+    served = opened(POOL_PAGES, options(tmp_path / "pages"))
+    first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+    served.close()
+    served = opened(POOL_PAGES, options(tmp_path / "pages"))
+    for number in range(PROMPTS):
+        answer = served.ask(prompt(number), seed=number)
+        assert answer.bits == first[number].bits == plain.ask(prompt(number), seed=number).bits
+        assert came_from(answer, Tier.STORAGE)
+    served.close()
