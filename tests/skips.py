@@ -33,6 +33,11 @@ ALLOWED = (
     Skip("there is a GPU", ("tests/exec/",), "a machine without one"),
     Skip("no GPU with flashinfer", ("tests/exec/",), f"{GPU}, and {FLASHINFER}"),
     Skip("flashinfer is not installed", ("tests/gpu/", "tests/exec/"), FLASHINFER),
+    Skip(
+        "flashinfer's modules are not compiled, and must not be (FLASHINFER_DISABLE_JIT)",
+        ("tests/exec/",),
+        "services.worker.exec.attention.flashinfer_prebuild with these head sizes and dtypes",
+    ),
     Skip("flashinfer is not installed, or has a GPU", ("tests/exec/",), f"{FLASHINFER}; on GPUs tests/gpu has more"),
     Skip("there is a GPU", ("tests/exec/", "tests/kernels/"), "a machine without a GPU: tests what is said there"),
     Skip("nixl is not installed", ("tests/exec/",), "PyPI's nixl, which `make env` leaves out"),

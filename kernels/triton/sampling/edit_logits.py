@@ -57,7 +57,7 @@ def add_listed(row_out, ids, values, first, end, block, sign, BLOCK: tl.constexp
 def edit_kernel(
     edited,
     logits,
-    params,
+    slot_params,
     slots,
     positions,
     mask_rows,
@@ -81,17 +81,17 @@ def edit_kernel(
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    if is_edited(params, slot, positions, mask_rows, loss_offsets, row) == 0:
+    if is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row) == 0:
         return
     wide_slot = slot.to(tl.int64)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab_size
     x = tl.load(logits + row.to(tl.int64) * vocab_size + ids, mask=inside, other=0.0)
-    if int_param(params, slot, COUNTS) != 0:
+    if int_param(slot_params, slot, COUNTS) != 0:
         held = tl.load(counts + wide_slot * vocab_size + ids, mask=inside, other=0).to(tl.int32)
-        repetition = real_param(params, slot, REPETITION)
-        x = penalized(x, held, repetition, real_param(params, slot, FREQUENCY), real_param(params, slot, PRESENCE))
-    if int_param(params, slot, WORDS) != 0:
+        repetition = real_param(slot_params, slot, REPETITION)
+        x = penalized(x, held, repetition, real_param(slot_params, slot, FREQUENCY), real_param(slot_params, slot, PRESENCE))
+    if int_param(slot_params, slot, WORDS) != 0:
         x = tl.where(allowed(words + wide_slot * num_words, ids, inside), x, float("-inf"))
     mask_row = tl.load(mask_rows + row)
     if mask_row >= 0:
@@ -99,8 +99,10 @@ def edit_kernel(
     row_out = edited + row.to(tl.int64) * vocab_size
     tl.store(row_out + ids, x, mask=inside)
     first, end = tl.load(loss_offsets + row), tl.load(loss_offsets + row + 1)
-    num_biases = int_param(params, slot, NUM_BIASES)
-    num_stops = tl.where(tl.load(positions + row) < int_param(params, slot, STOPPED_UNTIL), int_param(params, slot, NUM_STOPS), 0)
+    num_biases = int_param(slot_params, slot, NUM_BIASES)
+    num_stops = tl.where(
+        tl.load(positions + row) < int_param(slot_params, slot, STOPPED_UNTIL), int_param(slot_params, slot, NUM_STOPS), 0
+    )
     if first < end:
         tl.debug_barrier()
         add_listed(row_out, loss_ids, losses, first, end, block, -1.0, BLOCK, LIST_BLOCK)

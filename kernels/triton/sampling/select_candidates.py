@@ -80,24 +80,24 @@ def first_of_equals(kept, keys, ids, limit, quota, vocab_size):
 
 
 @triton.jit
-def draw_candidates(keys, ids, number, params, slot, kind, whole, uniform, vocab_size):
+def draw_candidates(keys, ids, number, slot_params, slot, kind, whole, uniform, vocab_size):
     """The token. keys, ids: int32[CANDIDATES], the first `number` of them. whole: the mass that a nucleus is cut from."""
     kept = tl.arange(0, CANDIDATES) < number
     keys = tl.where(kept, keys, NO_KEY)
     masses = tl.where(kept, mass_of(keys), 0)
     if kind == LIKELIEST:
-        count = tl.minimum(int_param(params, slot, TOP_K), number).to(tl.int64)
+        count = tl.minimum(int_param(slot_params, slot, TOP_K), number).to(tl.int64)
         limit = least(keys, kept.to(tl.int64), count, -1, KEY_END, 0, STEPS)
         quota = count - tl.sum((keys < limit).to(tl.int64))
         kept = first_of_equals(kept, keys, ids, limit, quota, vocab_size)
         whole = tl.sum(tl.where(kept, masses, 0))
-    top_p = real_param(params, slot, TOP_P)
+    top_p = real_param(slot_params, slot, TOP_P)
     if top_p < 1.0:
         masses = tl.where(kept, masses, 0)
         goal = nucleus_goal(whole, top_p)
         limit = least(keys, masses, goal, -1, KEY_END, -1, STEPS)
         quota = equals_kept(goal, tl.sum(tl.where(keys < limit, masses, 0)), mass_of(limit))
         kept = first_of_equals(kept, keys, ids, limit, quota, vocab_size)
-    kept = kept & (keys <= min_p_key(real_param(params, slot, MIN_P)))
+    kept = kept & (keys <= min_p_key(real_param(slot_params, slot, MIN_P)))
     masses = tl.where(kept, masses, 0)
     return least(ids, masses, drawn_mass(uniform, tl.sum(masses)) + 1, -1, vocab_size - 1, -1, STEPS)

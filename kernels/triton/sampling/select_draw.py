@@ -44,7 +44,7 @@ COUNT_BITS = tl.constexpr(MAX_COUNT)
 
 @triton.jit
 def candidate_bound(
-    params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS: tl.constexpr
+    slot_params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS: tl.constexpr
 ):  # fmt: skip
     """(high, whole): a key within which all tokens are that can be left, below 0 where these are more than CANDIDATES; and the
     row's mass, of a NUCLEUS. A top-k is bounded by as many groups' maxima, or a few more. near: the last key that top-n-sigma
@@ -52,14 +52,14 @@ def candidate_bound(
     whole = tl.zeros((), tl.int64)
     high = tl.full((), -1, tl.int32)
     if kind == LIKELIEST:
-        top_k = int_param(params, slot, TOP_K)
+        top_k = int_param(slot_params, slot, TOP_K)
         if top_k <= CANDIDATES:
             keys = group_keys(group_tops, num_groups, peak, temperature, GROUPS)
             high = least(keys, tl.full((GROUPS,), 1, tl.int32), top_k, -1, KEY_END, 4 + top_k // 4, STEPS)
     if kind == NUCLEUS:
         weighed = tl.load(masses + tl.arange(0, PIVOTS))
         whole = tl.max(weighed)
-        goal = nucleus_goal(whole, real_param(params, slot, TOP_P))
+        goal = nucleus_goal(whole, real_param(slot_params, slot, TOP_P))
         found = tl.load(counts + tl.arange(0, PIVOTS))
         _, bound, _, _, number, _ = first_bracket(first_pivots(near), found, weighed, 1, goal)
         if number <= CANDIDATES:
@@ -69,13 +69,15 @@ def candidate_bound(
 
 @triton.jit
 def draw_row(
-    source, params, slot, kind, peak, near, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys, ids,
-    vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
+    source, slot_params, slot, kind, peak, near, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys,
+    ids, vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The token of a row that is not greedy. near: the last key that top-n-sigma leaves."""
-    temperature = real_param(params, slot, TEMPERATURE)
-    uniform = uniform_of(int_param(params, slot, SEED_LOW), int_param(params, slot, SEED_HIGH), position)
-    high, whole = candidate_bound(params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS)
+    temperature = real_param(slot_params, slot, TEMPERATURE)
+    uniform = uniform_of(int_param(slot_params, slot, SEED_LOW), int_param(slot_params, slot, SEED_HIGH), position)
+    high, whole = candidate_bound(
+        slot_params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS
+    )
     number = tl.zeros((), tl.int32) + (CANDIDATES + 1)
     if high >= 0:
         number = gather(source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys, ids, GROUPS)
@@ -84,12 +86,12 @@ def draw_row(
         lanes = tl.arange(0, CANDIDATES)
         among = tl.load(keys + lanes, mask=lanes < number, other=NO_KEY)
         named = tl.load(ids + lanes, mask=lanes < number, other=0)
-        token = draw_candidates(among, named, number, params, slot, kind, whole, uniform, vocab_size)
+        token = draw_candidates(among, named, number, slot_params, slot, kind, whole, uniform, vocab_size)
     else:
         begin = tl.zeros((), tl.int32)
         passed = tl.zeros((), tl.int64)
         drawn = tl.zeros((), tl.int64)
-        limit = tl.minimum(near, min_p_key(real_param(params, slot, MIN_P)))
+        limit = tl.minimum(near, min_p_key(real_param(slot_params, slot, MIN_P)))
         quota = tl.zeros((), tl.int64) + vocab_size
         if kind == WHOLE:
             tiles = tl.arange(0, TALLIES)
@@ -100,7 +102,7 @@ def draw_row(
             begin = tally * (TALLY_TILE // TILE)
         else:
             limit, quota, total = cut_row(
-                source, vocab_size, peak, temperature, near, params, slot, kind, counts, masses, pivots, TILE
+                source, vocab_size, peak, temperature, near, slot_params, slot, kind, counts, masses, pivots, TILE
             )
             drawn = drawn_mass(uniform, total)
         token = walk(source, begin, passed, drawn, limit, quota, vocab_size, peak, temperature, TILE)
@@ -108,8 +110,8 @@ def draw_row(
 
 
 @triton.jit
-def count_token(counts, params, slot, token, vocab_size):
-    if int_param(params, slot, COUNTS) != 0:
+def count_token(counts, slot_params, slot, token, vocab_size):
+    if int_param(slot_params, slot, COUNTS) != 0:
         place = counts + slot.to(tl.int64) * vocab_size + token
         count = tl.load(place)
         if (count.to(tl.int32) & COUNT_BITS) < COUNT_BITS:
@@ -118,7 +120,7 @@ def count_token(counts, params, slot, token, vocab_size):
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=[*ROW_COLUMNS, "tokens", "faults"])
 def draw_kernel(
-    tokens, faults, relay, seen, logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids,
+    tokens, faults, relay, seen, logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids,
     spreads, group_tops, tile_masses, counts, masses, pivots, near_groups, candidate_keys, candidate_ids, vocab_size, num_groups,
     max_parts, num_parts, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, PARTS: tl.constexpr, TALLIES: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -138,21 +140,21 @@ def draw_kernel(
     fault = tl.where(is_finite(raw_peak), fault, NAN_LOGITS)
     token = tl.zeros((), tl.int32)
     if fault == 0:
-        kind = kind_of(params, slot, vocab_size)
+        kind = kind_of(slot_params, slot, vocab_size)
         if kind == GREEDY:
             best = tl.load(top_ids + row * max_parts + parts, mask=inside, other=vocab_size)
             token = tl.min(tl.where(here == peak, best, vocab_size))
         else:
-            source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
+            source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
             sums = row * ROUNDS * PIVOTS
-            near = sigma_key(params, slot, spreads, row, max_parts, real_param(params, slot, TEMPERATURE), PARTS)
+            near = sigma_key(slot_params, slot, spreads, row, max_parts, real_param(slot_params, slot, TEMPERATURE), PARTS)
             token = draw_row(
-                source, params, slot, kind, peak, near, tl.load(positions + row), group_tops + row.to(tl.int64) * num_groups,
+                source, slot_params, slot, kind, peak, near, tl.load(positions + row), group_tops + row.to(tl.int64) * num_groups,
                 tile_masses + row * tl.cdiv(vocab_size, TALLY_TILE), counts + sums, masses + sums, pivots + row * PIVOTS,
                 near_groups + row * CANDIDATES, candidate_keys + row * CANDIDATES, candidate_ids + row * CANDIDATES,
                 vocab_size, num_groups, TILE, TALLY_TILE, TALLIES, GROUPS,
             )  # fmt: skip
         tl.store(relay + slot, token.to(tl.int64))
-        count_token(seen, params, slot, token, vocab_size)
+        count_token(seen, slot_params, slot, token, vocab_size)
     tl.store(tokens + row, token)
     tl.store(faults + row, fault)

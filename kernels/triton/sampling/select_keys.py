@@ -34,30 +34,30 @@ NUCLEUS = tl.constexpr(3)  # top-p of the whole vocabulary, or of what top-n-sig
 
 
 @triton.jit
-def real_param(params, slot, COLUMN: tl.constexpr):
-    return tl.load(params + slot.to(tl.int64) * WIDTH + COLUMN).to(tl.float32, bitcast=True)
+def real_param(slot_params, slot, COLUMN: tl.constexpr):
+    return tl.load(slot_params + slot.to(tl.int64) * WIDTH + COLUMN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def int_param(params, slot, COLUMN: tl.constexpr):
-    return tl.load(params + slot.to(tl.int64) * WIDTH + COLUMN)
+def int_param(slot_params, slot, COLUMN: tl.constexpr):
+    return tl.load(slot_params + slot.to(tl.int64) * WIDTH + COLUMN)
 
 
 @triton.jit
-def is_edited(params, slot, positions, mask_rows, loss_offsets, row):
+def is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row):
     """Whether edit_logits fills the row."""
-    until = int_param(params, slot, EDITED_UNTIL)
+    until = int_param(slot_params, slot, EDITED_UNTIL)
     lost = tl.load(loss_offsets + row + 1) > tl.load(loss_offsets + row)
     return (tl.load(positions + row) < until) | (tl.load(mask_rows + row) >= 0) | lost
 
 
 @triton.jit
-def kind_of(params, slot, vocab_size):
+def kind_of(slot_params, slot, vocab_size):
     """How the slot's token is chosen: GREEDY, WHOLE, LIKELIEST or NUCLEUS."""
-    top_k = int_param(params, slot, TOP_K)
-    kind = tl.where(real_param(params, slot, TOP_P) < 1.0, NUCLEUS, WHOLE)
+    top_k = int_param(slot_params, slot, TOP_K)
+    kind = tl.where(real_param(slot_params, slot, TOP_P) < 1.0, NUCLEUS, WHOLE)
     kind = tl.where((top_k > 0) & (top_k < vocab_size), LIKELIEST, kind)
-    return tl.where(real_param(params, slot, TEMPERATURE) > 0.0, kind, GREEDY)
+    return tl.where(real_param(slot_params, slot, TEMPERATURE) > 0.0, kind, GREEDY)
 
 
 @triton.jit

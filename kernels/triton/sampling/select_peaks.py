@@ -47,7 +47,7 @@ def forget(counts, masses, row):
 
 @triton.jit(do_not_specialize=["tiles_each"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def peaks_kernel(
-    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids, spreads, group_tops, counts,
+    logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, raw_tops, top_ids, spreads, group_tops, counts,
     masses, vocab_size, num_groups, max_parts, tiles_each, TILE: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
@@ -56,8 +56,8 @@ def peaks_kernel(
         return
     if part == 0:
         forget(counts, masses, row)
-    changed = is_edited(params, slot, positions, mask_rows, loss_offsets, row)
-    kind = kind_of(params, slot, vocab_size)
+    changed = is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row)
+    kind = kind_of(slot_params, slot, vocab_size)
     grouped = (kind == LIKELIEST) | (kind == NUCLEUS)
     raw = logits + row.to(tl.int64) * vocab_size
     source = raw
@@ -88,7 +88,7 @@ def peaks_kernel(
     if changed:
         raw_top = tl.max(raw_best)
     tl.store(raw_tops + place, raw_top)
-    if (kind != GREEDY) & (real_param(params, slot, TOP_N_SIGMA) > 0.0):
+    if (kind != GREEDY) & (real_param(slot_params, slot, TOP_N_SIGMA) > 0.0):
         num_tiles = tl.cdiv(vocab_size, TILE)
         for tile in range(first, tl.minimum(first + tiles_each, num_tiles)):
             measure_spread(source, tile, vocab_size, spreads + row * 3 * num_tiles, num_tiles, TILE)

@@ -99,10 +99,10 @@ def first_bracket(pivots, counts, masses, by_mass, goal):
 
 
 @triton.jit
-def row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size):
+def row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size):
     """Where the row's logits are sampled from."""
     source = logits + row.to(tl.int64) * vocab_size
-    if is_edited(params, slot, positions, mask_rows, loss_offsets, row):
+    if is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row):
         source = edited + row.to(tl.int64) * vocab_size
     return source
 
@@ -114,9 +114,9 @@ def peak_of(tops, row, num_parts, max_parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def sigma_key(params, slot, spreads, row, num_tiles, temperature, TILES: tl.constexpr):
+def sigma_key(slot_params, slot, spreads, row, num_tiles, temperature, TILES: tl.constexpr):
     """The last key that top-n-sigma leaves. num_tiles: of the row's spreads."""
-    deviations = real_param(params, slot, TOP_N_SIGMA)
+    deviations = real_param(slot_params, slot, TOP_N_SIGMA)
     key = tl.full((), KEY_END, tl.int32)
     if deviations > 0.0:
         tiles = tl.arange(0, TILES)
@@ -134,7 +134,7 @@ def sigma_key(params, slot, spreads, row, num_tiles, temperature, TILES: tl.cons
 
 @triton.jit(do_not_specialize=["tiles_each", "num_parts"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def tally_kernel(
-    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, spreads, tile_masses, vocab_size, max_parts,
+    logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, spreads, tile_masses, vocab_size, max_parts,
     num_parts, tiles_each, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Masses of tiles where nothing is cut but by top-n-sigma and min-p."""
@@ -142,15 +142,15 @@ def tally_kernel(
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    if kind_of(params, slot, vocab_size) != WHOLE:
+    if kind_of(slot_params, slot, vocab_size) != WHOLE:
         return
     peak = peak_of(tops, row, num_parts, max_parts, PARTS)
     if is_finite(peak) == 0:
         return
-    source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
-    temperature = real_param(params, slot, TEMPERATURE)
-    limit = sigma_key(params, slot, spreads, row, max_parts, temperature, PARTS)
-    limit = tl.minimum(limit, min_p_key(real_param(params, slot, MIN_P)))
+    source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
+    temperature = real_param(slot_params, slot, TEMPERATURE)
+    limit = sigma_key(slot_params, slot, spreads, row, max_parts, temperature, PARTS)
+    limit = tl.minimum(limit, min_p_key(real_param(slot_params, slot, MIN_P)))
     num_tiles = tl.cdiv(vocab_size, TILE)
     for tile in tl.range(part * tiles_each, tl.minimum((part + 1) * tiles_each, num_tiles), num_stages=3):
         _, keys = keys_of_tile(source, tile, vocab_size, peak, temperature, TILE)
@@ -159,7 +159,7 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize=["tiles_each", "num_parts"], do_not_specialize_on_alignment=ROW_COLUMNS)
 def round_kernel(
-    logits, edited, params, slots, positions, mask_rows, loss_offsets, tops, spreads, counts, masses, pivots_out, vocab_size,
+    logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, spreads, counts, masses, pivots_out, vocab_size,
     max_parts, num_parts, tiles_each, ROUND: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Measures rows cut by top-p and not by top-k."""
@@ -167,25 +167,25 @@ def round_kernel(
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    if kind_of(params, slot, vocab_size) != NUCLEUS:
+    if kind_of(slot_params, slot, vocab_size) != NUCLEUS:
         return
     peak = peak_of(tops, row, num_parts, max_parts, PARTS)
     if is_finite(peak) == 0:
         return
-    temperature = real_param(params, slot, TEMPERATURE)
-    near = sigma_key(params, slot, spreads, row, max_parts, temperature, PARTS)
+    temperature = real_param(slot_params, slot, TEMPERATURE)
+    near = sigma_key(slot_params, slot, spreads, row, max_parts, temperature, PARTS)
     pivots = first_pivots(near)
     places = row * ROUNDS * PIVOTS + tl.arange(0, PIVOTS)
     if ROUND > 0:
         weighed = tl.load(masses + places)
-        goal = nucleus_goal(tl.max(weighed), real_param(params, slot, TOP_P))
+        goal = nucleus_goal(tl.max(weighed), real_param(slot_params, slot, TOP_P))
         low, high, _, mass_low, count_high, mass_high = first_bracket(pivots, tl.load(counts + places), weighed, 1, goal)
         if count_high <= CANDIDATES:
             return
         pivots = next_pivots(low, high, goal - mass_low, mass_high - goal)
         if part == 0:  # to be read later: computed anew in another kernel, these floats could round otherwise
             tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
-    source = row_of(logits, edited, params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
+    source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, tl.cdiv(vocab_size, TILE))
     found, weighed, _, _ = measure(source, first, last, vocab_size, peak, temperature, pivots, -1, KEY_END, TILE)

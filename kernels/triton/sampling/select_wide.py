@@ -46,14 +46,14 @@ def search(
 
 @triton.jit
 def cut_row(
-    source, vocab_size, peak, temperature, near, params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr
+    source, vocab_size, peak, temperature, near, slot_params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr
 ):  # fmt: skip
     """(limit, quota, mass): keys below the limit are left, and of those at it the quota of lowest ids; what they weigh.
 
     near: the last key that top-n-sigma leaves.
     counts, masses: of the row, by round and pivot, where kind is NUCLEUS; last_pivots: of the last round.
     """
-    top_p = real_param(params, slot, TOP_P)
+    top_p = real_param(slot_params, slot, TOP_P)
     num_tiles = tl.cdiv(vocab_size, TILE)
     pivots = first_pivots(near)
     if kind == NUCLEUS:
@@ -63,7 +63,7 @@ def cut_row(
     else:
         found, weighed, _, _ = measure(source, 0, num_tiles, vocab_size, peak, temperature, pivots, -1, KEY_END, TILE)
         by_mass = tl.full((), 0, tl.int32)
-        goal = tl.minimum(int_param(params, slot, TOP_K), tl.max(found)).to(tl.int64)
+        goal = tl.minimum(int_param(slot_params, slot, TOP_K), tl.max(found)).to(tl.int64)
     low, high, count_low, mass_low, count_high, mass_high = first_bracket(pivots, found, weighed, by_mass, goal)
     if kind == NUCLEUS:
         pivots = tl.load(last_pivots + tl.arange(0, PIVOTS))
@@ -88,7 +88,7 @@ def cut_row(
             low = tl.full((), -1, tl.int32)
             count_low = tl.zeros((), tl.int32)
             mass_low = tl.zeros((), tl.int64)
-    least_likely = min_p_key(real_param(params, slot, MIN_P))
+    least_likely = min_p_key(real_param(slot_params, slot, MIN_P))
     if least_likely < high:
         high = least_likely
         quota = tl.zeros((), tl.int64) + vocab_size

@@ -33,8 +33,9 @@ def device_of(name: str) -> torch.device:
             raise NoDevice(f"no GPU for {name}: torch {torch.__version__} sees none")
         if (device.index or 0) >= torch.cuda.device_count():
             raise NoDevice(f"no {name}: this machine has {torch.cuda.device_count()} GPUs")
-        torch.cuda.set_device(device)
-        return torch.device("cuda", device.index or 0)
+        found = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(found)  # which takes none without an index
+        return found
     if device.type != "cpu":
         raise NoDevice(f"{name} is no device that steps can run on; there are cuda and cpu")
     return device
