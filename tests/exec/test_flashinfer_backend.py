@@ -225,9 +225,10 @@ def test_captured_graphs_replay(shape: AttentionShape) -> None:
     with torch.cuda.graph(graph):
         backend.attend(out, qkv, bench.k, bench.v, first.rows, 0.125, 0)
     for lengths in (DECODE[1:], DECODE[:2], [(199, 1)] * 4):
+        batch = bench.batch(lengths, 0, graph=4)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            backend.plan(bench.batch(lengths, 0, graph=4))
+            backend.plan(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         graph.replay()

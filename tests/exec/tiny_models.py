@@ -46,7 +46,9 @@ class TinyModel:
         torch.manual_seed(7)
         config = getattr(transformers, self.config or f"{self.family}Config")(**{**SHAPE, **self.options})
         config._attn_implementation = "eager"
-        model = getattr(transformers, self.class_name or f"{self.family}ForCausalLM")(config).to(dtype)
+        model = getattr(transformers, self.class_name or f"{self.family}ForCausalLM")(config)
+        for parameter in model.parameters():  # and no buffer: transformers itself keeps its rotary frequencies in float32
+            parameter.data = parameter.data.to(dtype)
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 torch.nn.init.normal_(parameter.data, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)

@@ -12,6 +12,7 @@ from pathlib import Path
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
 COMPILERS = 8  # processes of a part whose time goes into Triton, which takes one core for each
+CONTEXTS = 7  # processes of a part whose time goes into steps of a few rows: one for each of its tests
 COMPILING = 4  # processes of a part whose time goes into nvcc, each of which runs several: see check.compilers()
 
 
@@ -86,7 +87,13 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
         bench("timeline", "what the device does over 50 decode steps of 64 rows", 240),
         bench("overlap", "overlap on and off, 0.6B shape", 180),
         _tests("graphs", "decode graphs on and off", 120, "tests/gpu/test_graphs.py"),
-        _tests("deterministic", "the same bits in any context, by graphs and without", 240, "tests/gpu/test_deterministic.py"),
+        _tests(
+            "deterministic",
+            "the same bits in any context, by graphs and without",
+            300,
+            "tests/gpu/test_deterministic.py",
+            processes=_at_once(CONTEXTS),
+        ),
         _tests("speculation", "guesses on and off, whoever guesses", 300, "tests/gpu/test_speculation.py"),
         bench("deterministic", "deterministic mode on and off, 0.6B shape", 240),
         bench("gemms", "matrix products of both models, reduced precision on and off", 120, ()),

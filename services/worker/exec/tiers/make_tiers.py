@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 
 import torch
 
+from services.shared.observe.log_fields import fields
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.pools.host_memory import free_memory
@@ -15,6 +18,7 @@ from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 
+logger = logging.getLogger(__name__)
 MOST_FREE = 0.8  # of the memory that is free, which the host tier may take
 
 
@@ -51,8 +55,7 @@ def make_mover(
     free = free_memory() - (pool_pages * page_bytes if on_host else 0)
     pages = host_pages(options, pool_pages, page_bytes, free)
     memory = torch.empty((pages, page_bytes), dtype=torch.uint8)
-    if not on_host:
-        _pin(memory)
+    unpin = None if on_host else _pinned(memory)
     cut = "" if options.host_bytes or pages == int(options.host_ratio * pool_pages) else ", which is all that is free"
     progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB{cut}")
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
@@ -61,14 +64,23 @@ def make_mover(
         progress(f"storage tier: {store.counts().pages} pages are there")
         if options.names_file is not None:
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
-    return PageMover(streams, copier, memory, store, peers, log), pages
+    return PageMover(streams, copier, memory, store, peers, log, unpin), pages
 
 
-def _pin(memory: torch.Tensor) -> None:
-    """In place: torch's own pinned memory has sizes of powers of two. Raises NoRoomForTiers."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(error) != 0:
-        raise NoRoomForTiers(f"a host tier of {memory.nbytes >> 20} MiB cannot be pinned (CUDA error {int(error)})")
+def _pinned(memory: torch.Tensor) -> Callable[[], None]:
+    """In place: torch's own pinned memory has sizes of powers of two. What ends it, to be called before the memory goes: whoever
+    gets its addresses next could pin nothing there. Raises NoRoomForTiers."""
+    cudart = torch.cuda.cudart()
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error != 0:
+        raise NoRoomForTiers(f"a host tier of {memory.nbytes >> 20} MiB cannot be pinned (CUDA error {error})")
+    return partial(_unpin, memory.data_ptr())
+
+
+def _unpin(address: int) -> None:
+    error = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if error != 0:
+        logger.error("the host tier stays pinned", extra=fields(error=error))
 
 
 def _identity(options: TierOptions, layout: str) -> bytes:

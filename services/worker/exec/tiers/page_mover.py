@@ -73,8 +73,9 @@ Job = _Work | _Delete | _Ask | _Leave
 class PageMover:
     """copier: of the pools as they are at that time. host: uint8[host pages, page bytes], pinned where the device is a GPU.
     store: None where the host's memory is the last tier; called on its own thread alone. peers: None where nothing is read from
-    other workers. log: of the blocks that the store's pages are of, None where nobody keeps them; called as the store is.
-    on_fact: called on any thread whenever there is a fact to be taken."""
+    other workers. log: of the blocks that the store's pages are of, None where nobody keeps them; called as the store is. unpin:
+    called once nothing moves any more, None where nothing is pinned. on_fact: called on any thread whenever there is a fact to
+    be taken."""
 
     def __init__(
         self,
@@ -84,9 +85,10 @@ class PageMover:
         store: PageStore | None,
         peers: PeerReader | None = None,
         log: BlockLog | None = None,
+        unpin: Callable[[], None] | None = None,
     ) -> None:
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
-        self._log = log
+        self._log, self._unpin = log, unpin
         self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
         self._lock = threading.Lock()  # of the threads that read from other workers
         self._own = threading.local()  # memory of each thread
@@ -151,7 +153,11 @@ class PageMover:
             waiting.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
-        if self._store is not None and not any(thread.is_alive() for thread in self._threads):
+        if any(thread.is_alive() for thread in self._threads):
+            return
+        if self._unpin is not None:
+            self._unpin()
+        if self._store is not None:
             self._store.close()
             if self._log is not None:
                 self._log.close()
