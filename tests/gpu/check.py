@@ -154,7 +154,7 @@ class Check:
             device=self._facts["device"],
             ended=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             counts=ran.counts,
-            tail=ran.tail,
+            tail="" if status in DONE else ran.tail,
             outcome=ran.outcome,
             command=command_of(part),
             versions=self._facts["versions"],
