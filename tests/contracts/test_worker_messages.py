@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 GATEWAY = Path(__file__).resolve().parents[2] / "services" / "gateway"
 READER = GATEWAY / "dispatch" / "worker_errors.py"
 CUT = "why_of"  # services/shared/field_refusal.py: cuts off the field that stands beside the message
@@ -171,11 +169,9 @@ PASSES_ON = {
 }
 
 
-@pytest.mark.parametrize("source", LOOKS.values(), ids=LOOKS)
-def test_looking_into_a_message_is_noticed(source: str) -> None:
-    assert looks(ast.parse(source))
+def test_looking_into_a_message_is_noticed() -> None:
+    assert [name for name, source in LOOKS.items() if not looks(ast.parse(source))] == []
 
 
-@pytest.mark.parametrize("source", PASSES_ON.values(), ids=PASSES_ON)
-def test_passing_a_message_on_is_none(source: str) -> None:
-    assert looks(ast.parse(source)) == []
+def test_passing_a_message_on_is_none() -> None:
+    assert [name for name, source in PASSES_ON.items() if looks(ast.parse(source))] == []

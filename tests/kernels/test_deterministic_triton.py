@@ -13,6 +13,7 @@ from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.attention import attention
 from kernels.triton.attention.attention_plan import Launch, plan_fixed
+from kernels.triton.layers import ordered_linear
 from kernels.triton.layers.layers import TritonLayers
 from tests.all_pairs import each_pair
 from tests.kernels.ordered_products import products_in_order
@@ -58,7 +59,7 @@ class Fixed:
 @each_pair(
     dtype=[torch.float32, torch.bfloat16], weights=[(65, 64), (70, 1100), (16, 600)], bias=[False, True], wide=[False, True]
 )
-def test_linear(dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool) -> None:
+def test_linear(dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     outs, ins = weights
     kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
@@ -75,6 +76,8 @@ def test_linear(dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: 
         for first in (0, 97 - size):
             part = slice(first, first + size)
             assert torch.equal(compute(kernels, x[part].clone()), whole[part]), part
+    monkeypatch.setattr(ordered_linear, "WIDE_BLOCKS", 1)  # as a vocabulary's
+    assert torch.equal(compute(kernels, x[:3].clone()), whole[:3])
 
 
 SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4, 40)), (torch.bfloat16, (7, 1, 128), (16, 90))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from kernels.bench.gpu_layers import SHAPES, DecoderShape, cases
 from kernels.bench.gpu_report import COLUMNS, KernelFigures, figures_of, write_json
 from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
 from tests.night import NIGHTLY
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
 LOGARITHM = 12  # fused steps of one
@@ -75,6 +78,19 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) 
         logarithms = 4 if kernel == "attention_kernel" else 0  # of a thread: one a lane of a split, in steps that CUDA has fixed
         assert {count % LOGARITHM for count in counts} == {0} and max(counts) <= logarithms * LOGARITHM, kernel
     assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY
+
+
+def test_no_argument_of_a_kernel_has_a_name_that_its_launcher_uses() -> None:
+    """Triton writes a function that takes a kernel's arguments by their names and has variables of its own beside them; what has
+    such a name is not launched, and only a device launches."""
+    used = {"params", "specialization", "options"}
+    taken, kernels = [], 0
+    for path in sorted((ROOT / "kernels/triton").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+                kernels += 1
+                taken += [f"{path.name}: {node.name}({each.arg})" for each in node.args.args if each.arg in used]
+    assert kernels > 20 and taken == []
 
 
 def test_inputs_go_round_until_the_cache_cannot_hold_them() -> None:

@@ -1,7 +1,8 @@
 """Linear layers whose rows get the same bits in any company: fixed blocks, and the depth in segments that are added in order.
 
-Few rows: each segment has a program of its own, and another launch adds them, for the weight is what takes time to read. Many
-rows: one program takes all segments of its block. The sums are the same ones, in the same order, none fused with a product.
+Few rows of a weight that is not wide: each segment has a program of its own, and another launch adds them, for the weight is what
+takes time to read, and its columns alone are too few programs. Else one program takes all segments of its block. The sums are the
+same ones, in the same order, none fused with a product.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kernels.triton.launch import misfit, require_contiguous
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 SEGMENT = 512  # of the depth, a multiple of BLOCK_K
-SPLIT_ROWS = 64  # rows up to which segments have programs of their own
+SPLIT_ROWS = 64  # rows up to which segments have programs of their own, but for
+WIDE_BLOCKS = 512  # blocks of columns, which are programs enough: a vocabulary's
 SUM_BLOCK = 1024
 
 
@@ -102,7 +104,7 @@ def ordered_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
     if rows == 0:
         return
     segments = triton.cdiv(depth, SEGMENT)
-    split = rows <= SPLIT_ROWS and segments > 1
+    split = rows <= SPLIT_ROWS and segments > 1 and triton.cdiv(width, BLOCK_N) < WIDE_BLOCKS
     bias = out if weight.bias is None else weight.bias
     target = torch.empty(segments, rows, width, dtype=torch.float32, device=x.device) if split else out
     _linear_kernel[triton.cdiv(width, BLOCK_N), triton.cdiv(rows, BLOCK_M), segments if split else 1](
