@@ -17,7 +17,7 @@ from services.worker.exec import build
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory, StartProfile, StopProfile
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
-from services.worker.exec.device import NoDevice
+from services.worker.exec.device import NoDevice, device_of
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.memory_parts import MemoryParts
 from services.worker.exec.pools.kv_pool import KVPool
@@ -278,17 +278,21 @@ def test_a_profile_of_steps(folder: Path, tmp_path: Path) -> None:
     assert '"forward 1"' in text and '"sample 1"' in text
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [("meta", "no device that steps can run on"), ("cuda:0", "no GPU for cuda:0")],
-)
-def test_devices_that_are_none(folder: Path, device: str, message: str) -> None:
-    if device == "cuda:0" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(NoDevice, match=message):
-        build_device_executor(
-            str(folder), "auto", PAGE_SIZE, SLOTS, PAGES, 0.5, None, DeviceOptions(device=device), lambda _: None
-        )
+def test_devices_that_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, message in (("meta", "no device that steps can run on"), ("cuda:0", "no GPU for cuda:0")):
+        options = DeviceOptions(device=device)
+        with pytest.raises(NoDevice, match=message):
+            build_device_executor(str(folder), "auto", PAGE_SIZE, SLOTS, PAGES, 0.5, None, options, lambda _: None)
+
+
+def test_a_device_without_an_index_is_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's set_device takes none without one."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [device_of("cuda"), device_of("cuda:1")] == chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,28 @@ def test_what_fails_moves_nothing_and_is_a_fact(moving: Moving, kind: OperationK
     assert "pages were not moved" in caplog.text
     assert [moving.page(number) for number in range(PAGES)] == before
     assert moving.moved(OperationKind.BACK_UP, [0], [0]).count == 1, "it goes on"
+
+
+def test_the_hosts_memory_is_unpinned_once_nothing_moves_any_more(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a copy hangs it stays as it is, and the storage open."""
+    begun, going, order = threading.Event(), threading.Event(), []
+
+    def save(pages: Any, rows: Any) -> None:
+        begun.set()
+        assert going.wait(DEADLINE_S)
+
+    monkeypatch.setattr(page_mover, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(moving.copier, "save", save)
+    monkeypatch.setattr(moving.store, "close", lambda: order.append("closed"))
+    moving.mover._unpin = lambda: order.append("unpinned")
+    moving.begin(OperationKind.BACK_UP, [0], [0])
+    assert begun.wait(DEADLINE_S)
+    moving.mover.close()
+    assert order == []
+    going.set()
+    monkeypatch.setattr(page_mover, "CLOSE_TIMEOUT_S", DEADLINE_S)
+    moving.mover.close()
+    assert order == ["unpinned", "closed"]
 
 
 def test_while_memory_is_released_nothing_is_moved(moving: Moving) -> None:

@@ -22,12 +22,11 @@ from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
 from services.worker.exec.peers.peer_reader import TcpPeerReader
 from services.worker.exec.peers.room_server import TcpRoomServer
+from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS
 from tests.exec.tiered import PAGE_SIZE, Answer, Served, build
 from tests.exec.tiny_models import TinyModel
 from tests.night import NIGHTLY
 
-POOL_PAGES = 24  # room for one prompt and a half
-PROMPT_TOKENS = 200
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 0.3}
 SEEDS = 30 if NIGHTLY else 3
 LATE_S = (0.0, 0.02, 0.2)

@@ -168,7 +168,7 @@ class Served:
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():
             for each in (*pool.keys, *pool.values):
-                # A device's attention multiplies what it masks by 0: NaN would stay.
+                # FlashInfer multiplies what it masks by 0, and NaN would stay; who reads too far is off by this all the same.
                 each[free.to(each.device)] = torch.nan if each.device.type == "cpu" else 1e4
 
     def _take(self) -> None:

@@ -24,7 +24,7 @@ from tests.gpu.image import pins_of
 from tests.gpu.parts import COMPILING, TESTS, Part, all_parts, chosen
 from tests.gpu.report import write_report
 from tests.gpu.results import DONE, Result, Source, State, Status, command_of, load_state
-from tests.gpu.run_part import Ran, Wait, run_part, wait_for
+from tests.gpu.run_part import Ran, Wait, end, run_part, wait_for
 from tests.gpu.source import source_of
 from tests.gpu.wheels import install
 
@@ -78,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = begun + options.limit_s - KEEP_BACK_S if options.limit_s else None
     source = source_of(ROOT, options.commit)
     check = Check(options.work, options.out, facts, source, state, parts, environment(site))
-    return check.run(wanted, deadline, options.keep, options.at_once)
+    return check.run(wanted, deadline, options.keep, max(options.at_once, 1))
 
 
 class Check:
-    """Runs parts one after the other and keeps state and report up to date."""
+    """Runs parts, and keeps state and report up to date."""
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class Check:
         self._facts, self._source, self._state, self._parts = facts, source, state, parts
         self._environment, self._wait, self._clock = environment, wait, clock
         self._writing = threading.Lock()  # of the state and the reports
+        self._running: set[subprocess.Popen[bytes]] = set()
         work.mkdir(parents=True, exist_ok=True)
 
     def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool, at_once: int = 1) -> int:
@@ -110,13 +111,34 @@ class Check:
         report = self._report()
         turns = self._in_turn(wanted, keep)
         beside = [part for part in turns if part.kind == TESTS] if at_once > 1 else []
-        with ThreadPoolExecutor(at_once) as processes:
-            list(processes.map(lambda part: self._turn(part, deadline, keep), beside))
+        self._run_beside(beside, at_once, lambda part: self._turn(part, deadline, keep))
         for part in turns:
             if part not in beside:
                 self._turn(part, deadline, keep)
         print(f"report: {report}")
         return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
+
+    def _run_beside(self, parts: Sequence[Part], at_once: int, run: Callable[[Part], None]) -> None:
+        """Whatever ends the check ends them all."""
+        if not parts:
+            return
+        pool = ThreadPoolExecutor(at_once)
+        try:
+            list(pool.map(run, parts))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(self._running):
+                end(process)
+            raise
+        finally:
+            pool.shutdown()
+
+    def _waited(self, process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+        self._running.add(process)
+        try:
+            return self._wait(process, limit_s)
+        finally:
+            self._running.discard(process)
 
     def _turn(self, part: Part, deadline: float | None, keep: bool) -> None:
         if self._state.is_done(part, self._source, self._facts, keep):
@@ -134,7 +156,7 @@ class Check:
 
     def _run_one(self, part: Part, left: float) -> None:
         print(f"{part.label}: {part.about} (up to {left:.0f} s)", flush=True)
-        result = self._result(part, run_part(part, self._work, self._root, left, self._environment, self._wait), left)
+        result = self._result(part, run_part(part, self._work, self._root, left, self._environment, self._waited), left)
         with self._writing:
             kept = self._state.put(result)
             self._report()
@@ -154,7 +176,7 @@ class Check:
             device=self._facts["device"],
             ended=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             counts=ran.counts,
-            tail="" if status in DONE else ran.tail,
+            tail="" if status is Status.PASSED else ran.tail,
             outcome=ran.outcome,
             command=command_of(part),
             versions=self._facts["versions"],

@@ -39,9 +39,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """seconds: wall time. counts: tests by outcome. tail: of what is not done, the last lines of its output, with a failed test's
-    own before them. outcome: a benchmark's JSON. command: the part's. versions: of the packages that were there. flags: those
-    that the benchmarks were given, see Part."""
+    """seconds: wall time. counts: tests by outcome. tail: of what has not passed, the last lines of its output, with a failed
+    test's own before them. outcome: a benchmark's JSON. command: the part's. versions: of the packages that were there. flags:
+    those that the benchmarks were given, see Part."""
 
     part: str
     status: Status

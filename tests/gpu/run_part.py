@@ -23,6 +23,8 @@ TAIL_LINES = 60
 FAILURE_LINES = 40  # of the first test that failed
 END_AFTER_S = 8.0  # between the ways of ending a part
 FIGURES = ("figures", "tables", "kernels")  # of a benchmark's outcome: what it has measured
+# What a shell starts in the background ignores interrupts, and so would what it starts itself.
+HEARS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 WAYS_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # at the first, pytest sums up and a benchmark says where it was
 
 
@@ -53,7 +55,7 @@ def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: 
     out = folder / f"{part.stem}.{'xml' if part.kind == TESTS else 'json'}"
     log = folder / f"{part.stem}.log"
     out.unlink(missing_ok=True)
-    command = [sys.executable, *(word.replace("{out}", str(out)) for word in part.command)]
+    command = [sys.executable, "-c", HEARS, sys.executable, *(word.replace("{out}", str(out)) for word in part.command)]
     begun = time.monotonic()
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -63,12 +65,11 @@ def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: 
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=_hear_interrupts,
         )
         try:
             code = wait(process, limit_s)
         finally:
-            _end(process)
+            end(process)
     seconds = time.monotonic() - begun
     cases = _cases(out) if part.kind == TESTS else []
     outcome = _outcome(out) if part.kind != TESTS else {}
@@ -92,17 +93,13 @@ def _status(part: Part, code: int, counts: dict[str, int], outcome: dict[str, An
     return Status.PARTLY if any(outcome.get(name) for name in FIGURES) else Status.FAILED
 
 
-def _hear_interrupts() -> None:
-    """What a shell starts in the background ignores them, and so would what it starts itself."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """The process and what it started, which is its own group."""
     for word in WAYS_TO_END:
         if process.poll() is not None:
             break
-        os.killpg(process.pid, word)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, word)
         try:
             process.wait(timeout=END_AFTER_S)
         except subprocess.TimeoutExpired:

@@ -15,8 +15,8 @@ from tests.exec.random_contexts import World, strings, targets
 from tests.exec.tiny_models import TinyModel
 
 CONTEXTS = 100  # of each way of sampling
-WORLD = World()
-MODEL = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128})
+WORLD = World(vocab_size=32_800)  # its product is of one program for each block of columns, the layers' are split
+MODEL = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 640, "vocab_size": WORLD.vocab_size})
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from kernels.triton.launch import misfit, require_contiguous
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 SEGMENT = 512  # of the depth, a multiple of BLOCK_K
-SPLIT_ROWS = 64  # rows up to which segments have programs of their own, but for
-WIDE_BLOCKS = 512  # blocks of columns, which are programs enough: a vocabulary's
+SPLIT_ROWS = 64  # rows up to which segments have programs of their own
+WIDE_BLOCKS = 512  # blocks of columns from which these alone are programs enough
 SUM_BLOCK = 1024
 
 

@@ -55,7 +55,6 @@ def make_mover(
     free = free_memory() - (pool_pages * page_bytes if on_host else 0)
     pages = host_pages(options, pool_pages, page_bytes, free)
     memory = torch.empty((pages, page_bytes), dtype=torch.uint8)
-    unpin = None if on_host else _pinned(memory)
     cut = "" if options.host_bytes or pages == int(options.host_ratio * pool_pages) else ", which is all that is free"
     progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB{cut}")
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
@@ -64,6 +63,7 @@ def make_mover(
         progress(f"storage tier: {store.counts().pages} pages are there")
         if options.names_file is not None:
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
+    unpin = None if on_host else _pinned(memory)
     return PageMover(streams, copier, memory, store, peers, log, unpin), pages
 
 
