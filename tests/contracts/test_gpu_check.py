@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import pytest
 
 from tests.benchmarks.gpu.journal import Journal
 from tests.contracts.test_imports import BLOCK
-from tests.gpu.check import COMPILERS, Check, arguments, compilers, main
+from tests.gpu.check import COMPILERS, Check, arguments, compilers, leave, main
 from tests.gpu.flashinfer_folder import main as carry_flashinfer
 from tests.gpu.image import differing, pins_of
 from tests.gpu.parts import BENCHMARK, COMPILING, TESTS, Part, all_parts, chosen
@@ -202,7 +203,7 @@ def test_results_are_kept_and_only_what_is_missing_runs_again(tmp_path: Path) ->
 
 
 def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -> None:
-    """Each of the two ends once the other has begun."""
+    """Each of the two ends once the other has begun. What ends the check ends both."""
     begun = "import time, pathlib\ndef test_it():\n    pathlib.Path({0!r}).touch()\n"
     begun += "    while not pathlib.Path({1!r}).exists(): time.sleep(0.01)\n"
     marks = [str(tmp_path / name) for name in ("first", "second")]
@@ -214,6 +215,29 @@ def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -
     runner, state = check(tmp_path, parts)
     assert runner.run(parts, None, keep=False, at_once=2) == 0
     assert [state.is_done(part, SOURCE, FACTS, keep=False) for part in parts] == [True] * 3
+    pids = [tmp_path / f"pid-{name}" for name in "ab"]
+    for name, pid in zip("ab", pids, strict=True):
+        text = f"import os, pathlib, time\ndef test_it():\n    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        text += "    time.sleep(600)\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+
+    def end_it() -> None:
+        while not all(pid.exists() and pid.read_text() for pid in pids):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    heard = signal.signal(signal.SIGTERM, leave)
+    ending = threading.Thread(target=end_it)
+    ending.start()
+    try:
+        with pytest.raises(SystemExit):
+            check(tmp_path, parts, Source("x", "y"))[0].run(parts, None, keep=False, at_once=2)
+    finally:
+        signal.signal(signal.SIGTERM, heard)
+    ending.join()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
 
 
 def test_other_files_make_results_old(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class Check:
         return write_report(self._out, self._facts, self._source, self._state, self._parts, pins_of(self._root))
 
 
-def _leave(number: int, _: object) -> None:
+def leave(number: int, _: object) -> None:
     """So that the part that runs is ended too."""
     raise SystemExit(128 + number)
 
@@ -222,5 +222,5 @@ def today() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     sys.exit(main())
