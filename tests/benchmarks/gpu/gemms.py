@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kernels.bench.gpu_case import Work
 from kernels.reference import layers
+from kernels.triton.layers.layers import TritonLayers
 from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
 from tests.benchmarks.gpu.models import shape_of
@@ -20,11 +22,12 @@ from tests.benchmarks.make_model import Shape
 HOW = (
     "Each weight matrix of the 8B and the 0.6B shape times so many rows in bf16, through the product that the worker uses; median"
     " over replays of a CUDA graph. Reduced: split sums may be added in bf16 (allow_bf16_reduced_precision_reduction), which the"
-    " worker does not allow. Layers: the four of a layer times the number of layers."
+    " worker does not allow. Fixed order: by deterministic mode's kernel, on a GPU. Layers: the four of a layer times their"
+    " number."
 )
 MODELS = ("qwen3-8b", "qwen3-0.6b")
-ROWS = (1, 8, 64, 128, 256)
-COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "GB/s", "TFLOP/s", "exact / reduced")
+ROWS = (1, 2, 4, 8, 64, 128, 256)
+COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "fixed order µs", "GB/s", "TFLOP/s", "exact / reduced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,17 @@ class Product:
         return 2 * self.rows * self.inner * self.outer
 
     def make(self, device: torch.device) -> Work:
+        return self._by(layers, device)
+
+    def make_in_fixed_order(self, device: torch.device) -> Work:
+        return self._by(TritonLayers(device, deterministic=True), device)
+
+    def _by(self, kernels: Any, device: torch.device) -> Work:
         dtype = dtype_of(device)
         given = torch.randn(self.rows, self.inner, device=device, dtype=dtype)
-        packed = layers.pack_linear(torch.randn(self.outer, self.inner, device=device, dtype=dtype), None)
+        packed = kernels.pack_linear(torch.randn(self.outer, self.inner, device=device, dtype=dtype), None)
         out = torch.empty(self.rows, self.outer, device=device, dtype=dtype)
-        return lambda: layers.linear(out, given, packed)
+        return lambda: kernels.linear(out, given, packed)
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -88,7 +97,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 
 def _measure_rows(name: str, shape: Shape, rows: int, setting: Setting, journal: Journal) -> None:
-    layer = dict.fromkeys((False, True), 0.0)
+    layer, in_order = dict.fromkeys((False, True), 0.0), 0.0
     itemsize = dtype_of(torch.device(setting.device)).itemsize
     for matrix, (outer, inner) in matrices(shape).items():
         product, found = Product(rows, inner, outer), {}
@@ -97,10 +106,14 @@ def _measure_rows(name: str, shape: Shape, rows: int, setting: Setting, journal:
                 found[allowed] = microseconds(product.make, product.bytes_moved(itemsize), setting)
             layer[allowed] += found[allowed] if matrix != "head" else 0.0
         exact, reduced = found[False], found[True]
+        ordered = microseconds(product.make_in_fixed_order, product.bytes_moved(itemsize), setting) if setting.on_gpu else None
+        in_order += ordered or 0.0 if matrix != "head" else 0.0
         rates = product.bytes_moved(itemsize) / exact / 1e3, product.flops / exact / 1e6
-        journal.row("matrix products", COLUMNS, (name, matrix, rows, exact, reduced, *rates, exact / reduced))
+        journal.row("matrix products", COLUMNS, (name, matrix, rows, exact, reduced, ordered or "", *rates, exact / reduced))
     for allowed, taken in layer.items():
         journal.figure(f"{name}.layers_{rows}_rows{'_reduced' if allowed else ''}_ms", taken * shape.layers / 1e3, "ms")
+    if setting.on_gpu:
+        journal.figure(f"{name}.layers_{rows}_rows_in_fixed_order_ms", in_order * shape.layers / 1e3, "ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
