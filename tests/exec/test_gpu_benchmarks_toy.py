@@ -91,9 +91,10 @@ def test_prefill_and_decode_are_told_apart() -> None:
     assert 0 < taken.last_first_s < taken.seconds and 2 <= tokens_then < 8
 
 
-def test_what_weighs_most_is_measured_against_transformers_first() -> None:
-    for toy in (True, False):
-        assert next(iter(workloads(Setting("cpu", toy), 100, seed=0))) == "nano"
+def test_what_is_soon_done_is_measured_against_transformers_first() -> None:
+    """Its time may end; what was measured by then is kept."""
+    tokens = [workload.output_tokens for workload in workloads(Setting("cpu", toy=False), 100, seed=0).values()]
+    assert tokens == sorted(tokens) and len(tokens) == 3
 
 
 def test_attention_kernels_compute_the_same_step(tmp_path: Path) -> None:
