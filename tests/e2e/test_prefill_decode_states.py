@@ -29,6 +29,7 @@ STATES = ("queued", "computing", "held", "pulling", "published", "decoding")
 CELLS = [(state, who, how) for state in STATES for who in ("prefill", "decode", "gateway") for how in (KILL, STOP)]
 OF_THE_DAY = [("computing", "prefill", KILL), ("pulling", "decode", KILL)]
 SLOW_S = 2.0
+TRIES = 5  # to have a worker stand still while it is read
 SHORT, LONG = 12, 250  # tokens of prompts: beside the one that is looked at, and its own
 
 pytestmark = pytest.mark.timeout(900)  # a restart of a worker on a slow machine
@@ -184,18 +185,42 @@ class Case:
         fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
         self.begin_beside(0, 1)
         self.begin()
-        wait_until(lambda: fleet.handovers() == self._handed + len(self._answers), 60, "the hand-over")
+        wait_until(self._is_handed_over, 60, "the hand-over")
         if state == "held":
             return self.reader()
         if state == "pulling":
-            fleet.signal("prefill-0", STOP)
-            wait_until(lambda: any(of(name, "rootstock_worker_quarantined_tokens") for name in DECODE), 60, "a read")
-            return next(name for name in DECODE if of(name, "rootstock_worker_quarantined_tokens"))
-        wait_until(lambda: sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers), 60, "the pages")
+            return self._standing_still_while_it_is_read()
+        wait_until(self._is_pulled, 60, "the pages")
         reader = self.reader()
         if state == "decoding":
             wait_until(lambda: self._runs(reader) >= 2, 60, "its turn")
         return reader
+
+    def _is_handed_over(self) -> bool:
+        return self.fleet.handovers() == self._handed + len(self._answers)
+
+    def _is_pulled(self) -> bool:
+        return sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers)
+
+    def _standing_still_while_it_is_read(self) -> str:
+        """The reader. What was read by the time that the other one stood still is asked for once more, when it has ended."""
+        fleet = self.fleet
+
+        def readers() -> list[str]:
+            return [name for name in DECODE if fleet.of(name, "rootstock_worker_quarantined_tokens")]
+
+        for _ in range(TRIES):
+            fleet.signal("prefill-0", STOP)
+            wait_until(lambda: bool(readers()) or self._is_pulled(), 60, "a read")
+            if found := readers():
+                return found[0]
+            fleet.signal("prefill-0", signal.SIGCONT)
+            assert [ids_of(answer.result().json()) for answer in self._answers.values()] == [self._expected] * len(self._answers)
+            self._handed = fleet.handovers()
+            self._before = {name: fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
+            self.begin()
+            wait_until(self._is_handed_over, 60, "the hand-over")
+        raise AssertionError(f"it was read {TRIES} times before the other one stood still")
 
     def end(self, lost_gateway: str = "") -> None:
         """All is as it would have been."""
