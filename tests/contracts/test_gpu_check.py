@@ -221,10 +221,13 @@ def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -
         text += "    time.sleep(600)\n"
         (tmp_path / f"test_{name}.py").write_text(text)
 
+    over = threading.Event()
+
     def end_it() -> None:
-        while not all(pid.exists() and pid.read_text() for pid in pids):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        while not over.wait(0.02):
+            if all(pid.exists() and pid.read_text() for pid in pids):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     heard = signal.signal(signal.SIGTERM, leave)
     ending = threading.Thread(target=end_it)
@@ -233,8 +236,9 @@ def test_tests_run_beside_each_other_and_before_all_benchmarks(tmp_path: Path) -
         with pytest.raises(SystemExit):
             check(tmp_path, parts, Source("x", "y"))[0].run(parts, None, keep=False, at_once=2)
     finally:
+        over.set()
+        ending.join()
         signal.signal(signal.SIGTERM, heard)
-    ending.join()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)

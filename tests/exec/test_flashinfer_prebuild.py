@@ -133,6 +133,11 @@ def test_what_is_not_compiled_is_only_missed_where_it_must_not_be_compiled(
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     assert steps.uncompiled(library, 128, torch.bfloat16, "9.0") == 0
     assert steps.uncompiled(library, 64, torch.bfloat16, "9.0") == 6
+    assert (
+        steps.uncompiled(library, 64, torch.bfloat16, "9.0", (0,))
+        == steps.uncompiled(library, 64, torch.bfloat16, "9.0", (5,))
+        == 3
+    )
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
     assert steps.uncompiled(library, 64, torch.bfloat16, "9.0") == 0
 

@@ -103,6 +103,7 @@ class Check:
         self._environment, self._wait, self._clock = environment, wait, clock
         self._writing = threading.Lock()  # of the state and the reports
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_ending = False
         work.mkdir(parents=True, exist_ok=True)
 
     def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool, at_once: int = 1) -> int:
@@ -126,6 +127,7 @@ class Check:
         try:
             list(pool.map(run, parts))
         except BaseException:
+            self._is_ending = True
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(self._running):
                 end(process)
@@ -134,9 +136,10 @@ class Check:
             pool.shutdown()
 
     def _waited(self, process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+        """None for what has begun while the check ends: it is ended at once."""
         self._running.add(process)
         try:
-            return self._wait(process, limit_s)
+            return None if self._is_ending else self._wait(process, limit_s)
         finally:
             self._running.discard(process)
 

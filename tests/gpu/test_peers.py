@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ PROMPTS = 4
 def test_it_goes_on_with_the_same_bits(dtype: str, tmp_path: Path, device: str) -> None:
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(tmp_path)
     on_device: dict[str, Any] = {"device": device, "dtype": dtype, "max_graph_rows": 8, "max_tokens": 512}
-    plain = Served(*build(tmp_path, 8 * POOL_PAGES, None, **on_device))
-    apart = Apart(tmp_path, **on_device)
-    for number in range(PROMPTS):
-        answer = ended(apart, apart.compute(prompt(number), number), prompt(number), number)
-        assert answer.bits == plain.ask(prompt(number), seed=number, **SAMPLED).bits
-        assert answer.finish is not None
-        assert answer.finish.cached_from[Tier.PEER] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
-    apart.close()
-    plain.close()
+    with (
+        closing(Served(*build(tmp_path, 8 * POOL_PAGES, None, **on_device))) as plain,
+        closing(Apart(tmp_path, **on_device)) as apart,
+    ):
+        for number in range(PROMPTS):
+            answer = ended(apart, apart.compute(prompt(number), number), prompt(number), number)
+            assert answer.bits == plain.ask(prompt(number), seed=number, **SAMPLED).bits
+            assert answer.finish is not None
+            assert answer.finish.cached_from[Tier.PEER] == PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE

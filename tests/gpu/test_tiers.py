@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +43,25 @@ def opened(folder: Path, device: str, dtype: str) -> Open:
 
 @pytest.fixture
 def plain(opened: Open) -> Iterator[Served]:
-    served = opened(200, None)
-    yield served
-    served.close()
+    with closing(opened(200, None)) as served:
+        yield served
 
 
 def test_from_the_host(opened: Open, plain: Served) -> None:
-    served = opened(POOL_PAGES, options())
-    first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
-    again = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
-    for number in range(PROMPTS):
-        assert first[number].bits == again[number].bits == plain.ask(prompt(number), seed=number).bits
-        assert came_from(again[number], Tier.HOST)
-    assert served.core.stats().failed_operations_total == 0
-    served.close()
+    with closing(opened(POOL_PAGES, options())) as served:
+        first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+        again = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+        for number in range(PROMPTS):
+            assert first[number].bits == again[number].bits == plain.ask(prompt(number), seed=number).bits
+            assert came_from(again[number], Tier.HOST)
+        assert served.core.stats().failed_operations_total == 0
 
 
 def test_from_files_after_a_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
-    served = opened(POOL_PAGES, options(tmp_path / "pages"))
-    first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
-    served.close()
-    served = opened(POOL_PAGES, options(tmp_path / "pages"))
-    for number in range(PROMPTS):
-        answer = served.ask(prompt(number), seed=number)
-        assert answer.bits == first[number].bits == plain.ask(prompt(number), seed=number).bits
-        assert came_from(answer, Tier.STORAGE)
-    served.close()
+    with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:
+        first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+    with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:
+        for number in range(PROMPTS):
+            answer = served.ask(prompt(number), seed=number)
+            assert answer.bits == first[number].bits == plain.ask(prompt(number), seed=number).bits
+            assert came_from(answer, Tier.STORAGE)

@@ -114,12 +114,7 @@ def build_device_executor(
     info = replace(info, max_drafts=options.max_drafts, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1])
     layout = f"{made.kv_layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
-    try:
-        server = made.room_server(layout)
-    except BaseException:
-        if mover is not None:
-            mover.close()
-        raise
+    server = made.room_server(layout)
     memory = made.memory_parts(request, pages)
     executor = DeviceExecutor(made.runner, memory, steps=made.steps, mover=mover, server=server)
     progress(f"loaded in: {phases.describe()}")
