@@ -179,7 +179,7 @@ class Case:
                 wait_until(lambda: of("prefill-0", "sglang:num_queue_reqs") >= 1, 60, "the queue")
                 return DECODE[0]
             self.begin()
-            wait_until(lambda: of("prefill-0", "rootstock_worker_rooms") >= 1, 60, "its first chunk")
+            self._wait_for_its_first_chunk()
             assert of("prefill-0", "sglang:num_running_reqs") >= 1, "it is computed still"
             return self.reader()
         fleet.slow(DECODE, SLOW_S if state != "decoding" else 0.2)
@@ -202,6 +202,29 @@ class Case:
     def _is_pulled(self) -> bool:
         return sum(map(self.pulled, DECODE)) >= LONG // PAGE * PAGE * len(self._answers)
 
+    def _wait_for_its_first_chunk(self) -> None:
+        """A gateway that has not yet heard that the prefill worker has nothing to do asks a decode worker that has nothing to do
+        either: what is answered so is asked once more."""
+        for _ in range(TRIES):
+            wait_until(lambda: self._has_a_room() or self._is_answered(), 60, "its first chunk")
+            if self._has_a_room():
+                return
+            self._begin_again()
+        raise AssertionError(f"it was answered {TRIES} times without the prefill worker")
+
+    def _has_a_room(self) -> bool:
+        return self.fleet.of("prefill-0", "rootstock_worker_rooms") >= 1
+
+    def _is_answered(self) -> bool:
+        return all(answer.done() for answer in self._answers.values())
+
+    def _begin_again(self) -> None:
+        """When it has been answered, and right."""
+        assert [ids_of(answer.result().json()) for answer in self._answers.values()] == [self._expected] * len(self._answers)
+        self._handed = self.fleet.handovers()
+        self._before = {name: self.fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
+        self.begin()
+
     def _standing_still_while_it_is_read(self) -> str:
         """The reader. What was read by the time that the other one stood still is asked for once more, when it has ended."""
         fleet = self.fleet
@@ -215,10 +238,7 @@ class Case:
             if found := readers():
                 return found[0]
             fleet.signal("prefill-0", signal.SIGCONT)
-            assert [ids_of(answer.result().json()) for answer in self._answers.values()] == [self._expected] * len(self._answers)
-            self._handed = fleet.handovers()
-            self._before = {name: fleet.of(name, "rootstock_worker_pulled_tokens_total") for name in DECODE}
-            self.begin()
+            self._begin_again()
             wait_until(self._is_handed_over, 60, "the hand-over")
         raise AssertionError(f"it was read {TRIES} times before the other one stood still")
 
