@@ -183,18 +183,18 @@ def median_us(call: Callable[[], object], repeat: int = 500) -> float:
 def measure() -> None:
     print("| what | median µs |\n| --- | --- |")
     for page_size in (1, 16):
-        print(f"| plan + commit, 256 decode rows, page size {page_size} | {decode_step_us(256, page_size):.0f} |")
-    print(f"| the same at 16, each row a session's turn | {decode_step_us(256, 16, sessions=True):.0f} |")
-    print(f"| the same at 16, priorities on, 1 waiting | {decode_step_us(256, 16, waiting=1):.0f} |")
-    print(f"| the same at 16, priorities on, 100 waiting | {decode_step_us(256, 16, waiting=100):.0f} |")
-    print(f"| match a cached prompt of 32,768 tokens, page size 16 | {match_us(32768, 16):.0f} |")
-    print(f"| plan, lpm with 128 waiting, admits one | {admit_one_us(128):.0f} |")
-    print(f"| plan, lpm's fallback with 1,000 waiting, admits one | {admit_one_us(1000):.0f} |")
-    print(f"| plan, lpm with 128 waiting, admits none | {admit_none_us(128):.0f} |")
-    print(f"| plan, lpm's fallback with 1,000 waiting, admits none | {admit_none_us(1000):.0f} |")
+        print(f"| plan + commit, 256 decode rows, page size {page_size} | {decode_step_us(256, page_size):.1f} |")
+    print(f"| the same at 16, each row a session's turn | {decode_step_us(256, 16, sessions=True):.1f} |")
+    print(f"| the same at 16, priorities on, 1 waiting | {decode_step_us(256, 16, waiting=1):.1f} |")
+    print(f"| the same at 16, priorities on, 100 waiting | {decode_step_us(256, 16, waiting=100):.1f} |")
+    print(f"| match a cached prompt of 32,768 tokens, page size 16 | {match_us(32768, 16):.1f} |")
+    print(f"| plan, lpm with 128 waiting, admits one | {admit_one_us(128):.1f} |")
+    print(f"| plan, lpm's fallback with 1,000 waiting, admits one | {admit_one_us(1000):.1f} |")
+    print(f"| plan, lpm with 128 waiting, admits none | {admit_none_us(128):.1f} |")
+    print(f"| plan, lpm's fallback with 1,000 waiting, admits none | {admit_none_us(1000):.1f} |")
     first, later = all_wait_us(1000)
-    print(f"| plan, 1,000 waiting for the prefix that a step in flight computes: the first pass | {first:.0f} |")
-    print(f"| the same, passes after it | {later:.0f} |")
+    print(f"| plan, 1,000 waiting for the prefix that a step in flight computes: the first pass | {first:.1f} |")
+    print(f"| the same, passes after it | {later:.1f} |")
 
 
 def measured_by(checkout: Path) -> dict[str, float]:

@@ -33,7 +33,7 @@ from tests.benchmarks.intervals import interval
 from tests.exec.tiered import PAGE_SIZE, Served, build
 
 SECRET = bytes(range(SECRET_BYTES))
-REUSE_TOKENS, COST_TOKENS, NEW_TOKENS = 1024, 256, 8
+REUSE_TOKENS, COST_TOKENS = 1024, 256
 VOCAB = 100_000  # of the tokens that prompts are of
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
 FACT_S = 0.05  # that a turn waits at most for an operation to end
@@ -93,7 +93,7 @@ def cost(args: argparse.Namespace, model: Path) -> None:
                 ids = [prompt(number + index, COST_TOKENS) for index in range(args.prompts + 2)]
                 number += len(ids)
                 begun = time.perf_counter()
-                until_answered(one, [one.submit(each, max_new_tokens=NEW_TOKENS, top_logprobs=-1) for each in ids[2:]])
+                until_answered(one, [one.submit(each, max_new_tokens=args.num_out, top_logprobs=-1) for each in ids[2:]])
                 took = time.perf_counter() - begun
                 first = median(ttft(one, each)[0] for each in ids[:2])
                 if turn:  # the first one warms up
@@ -103,7 +103,7 @@ def cost(args: argparse.Namespace, model: Path) -> None:
             ratios = [a / b for a, b in zip(found["without"], found["with"], strict=True)]
             low, high = interval(ratios)
             print(f"{what}, with tiers to without: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
-        print(f"tokens a second without: {args.prompts * (COST_TOKENS + NEW_TOKENS) / median(times['without']):.0f}")
+        print(f"tokens a second without: {args.prompts * (COST_TOKENS + args.num_out) / median(times['without']):.0f}")
         stats = runs["with"].core.stats()
         print(f"with: {stats.backed_up_pages_total} pages copied, {stats.stored_pages_total} stored")
 
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("what", choices=["cost", "reuse", "fill"])
     parser.add_argument("--prompts", type=int, default=0, help="cost: at once (8); reuse: in all (64)")
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--num-out", type=int, default=8, help="cost: tokens of each answer (8)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, help="for files; by default the system's own")
     parser.add_argument("--model", type=Path, help="as cpu_decode writes it; made where it is not given")

@@ -67,6 +67,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/tiers/test_redis_page_store.py",
         "tests/exec/tiers/test_salted_segments.py",
         "tests/exec/tiers/test_block_log.py",
+        "tests/exec/tiers/test_segment_store.py",
         "tests/exec/tiers/test_disk_faults.py",
         "tests/exec/tiers/test_store_damage.py",
     ),

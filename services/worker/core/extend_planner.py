@@ -90,8 +90,9 @@ class ExtendPlanner:
     def steps_in_a_row(self) -> int:
         """Of extends alone, after which decode rows have theirs; 0: any number."""
         config = self._table.config
-        waiting = self._num_paced_for() if config.adaptive_chunk_s else 0
-        return self._paced_steps(waiting, self._adapted_chunk()) if waiting else config.max_extend_steps
+        if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
+            return config.max_extend_steps
+        return self._paced_steps(waiting, self._adapted_chunk())
 
     def _paced_steps(self, waiting: int, chunk: int) -> int:
         config = self._table.config
@@ -114,8 +115,7 @@ class ExtendPlanner:
     def _chunk_size(self, num_decode_rows: int) -> int:
         """num_decode_rows: those that share the step, which take from it."""
         config, adapted = self._table.config, self._adapted_chunk()
-        waiting = self._num_paced_for() if config.adaptive_chunk_s else 0
-        if not waiting:
+        if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return adapted
         steps = 0 if num_decode_rows else self._paced_steps(waiting, adapted)
         tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, steps)

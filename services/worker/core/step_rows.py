@@ -19,6 +19,7 @@ from services.worker.core.queue.request_columns import SlotColumns
 T = TypeVar("T", bound=np.generic)
 
 _NONE: I32 = np.empty(0, dtype=np.int32)
+_NONE_SAMPLED: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, (True, True): ForwardMode.MIXED}
 
 
@@ -114,9 +115,11 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
     slots = _before(extend_slots, decodes.slots)
     drafts = decodes.drafts
-    counts, sampled = np.empty(num_decode, dtype=np.int32), np.empty(num_decode, dtype=np.bool_)
-    counts.fill(1)
-    sampled.fill(True)
+    counts, sampled = _NONE, _NONE_SAMPLED
+    if num_decode:
+        counts, sampled = np.empty(num_decode, dtype=np.int32), np.empty(num_decode, dtype=np.bool_)
+        counts.fill(1)
+        sampled.fill(True)
     sample = _before(extends.sample, sampled)
     if len(drafts):
         assert len(drafts) == num_decode and drafts.min() >= 0, "drafts of each decode row"
@@ -130,7 +133,7 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         slots=slots.astype(np.int32),
         starts=starts.astype(np.int32, copy=False),
         num_tokens=_before(extends.counts, counts),
-        input_ids=np.concatenate(extends.input_ids) if extends.input_ids else _NONE,
+        input_ids=_joined(extends.input_ids),
         sample=sample,
         mask_rows=(columns.masked[slots] & sample).nonzero()[0].astype(np.int32),
         prompt_logprob_rows=logprobs[0],
@@ -151,6 +154,13 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
         assert ends.tolist() == columns.computed[slots[:num_extend]].tolist(), "a row ends where its slot is planned to"
     assert len(updates.slots) == len(updates.firsts) == len(updates.counts) <= len(updates.pages), "an update has a page"
     return Step(plan, extends.requests + decodes.requests, columns.epoch[slots])
+
+
+def _joined(rows: Sequence[I32]) -> I32:
+    """One behind the other, in memory of their own."""
+    if len(rows) == 1:
+        return rows[0].copy()
+    return np.concatenate(rows) if rows else _NONE
 
 
 def _before(values: Sequence[int], rest: NDArray[T]) -> NDArray[T]:

@@ -12,10 +12,10 @@ from services.worker.core.contracts.transfers import Selection
 from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import keys, write
 
-PAGE = 16 << 10
-CAP = 3 << 20
-SEGMENT = 200 << 10  # a dozen pages
-QUOTA = 600 << 10
+PAGE = 64 << 10  # written past the page cache
+CAP = 13 << 20
+SEGMENT = 850 << 10  # a dozen pages
+QUOTA = 2550 << 10
 SALTS = (bytes(8), b"a" * 8, b"b" * 8, b"c" * 8)
 
 

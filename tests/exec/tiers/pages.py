@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from services.worker.core.tiers.page_keys import TAG_BYTES, UNSALTED
 from services.worker.exec.contracts.page_store import PageStore, Written
 from services.worker.exec.tiers.disk import Disk
-from services.worker.exec.tiers.segment_format import SegmentFormat
+from services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
 from services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGE = 96
@@ -67,7 +68,17 @@ def store(
 
 
 def write(into: PageStore, wanted: Sequence[bytes]) -> Written:
-    return into.write(wanted, [memoryview(page(key, into.page_bytes)) for key in wanted])
+    """As from a host tier: large pages begin with a block."""
+    return into.write(wanted, [placed(page(key, into.page_bytes)) for key in wanted])
+
+
+def placed(content: bytes, beside: int = 0) -> memoryview:
+    """beside: bytes from where a block begins, for large ones."""
+    if len(content) < DIRECT_PAGE_BYTES:
+        return memoryview(content)
+    mapped = mmap.mmap(-1, beside + len(content))
+    mapped[beside:] = content
+    return memoryview(mapped)[beside:]
 
 
 def read(of: PageStore, wanted: Sequence[bytes]) -> int:

@@ -15,14 +15,20 @@ T = TypeVar("T")
 
 
 class DiaryDisk(Disk):
-    """calls: that make, sync or name a file, with its name."""
+    """calls: that make, sync or name a file, with its name. dropped: file, begin and end of bytes that need not be kept in
+    memory."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.dropped: list[tuple[str, int, int]] = []
 
-    def create(self, path: Path) -> int:
+    def drop_cached(self, fd: int, offset: int, size: int) -> None:
+        self.dropped.append((Path(os.readlink(f"/proc/self/fd/{fd}")).name, offset, offset + size))
+        super().drop_cached(fd, offset, size)
+
+    def create(self, path: Path, *, direct: bool = False) -> int:
         self.calls.append(f"create {path.name}")
-        return super().create(path)
+        return super().create(path, direct=direct)
 
     def sync(self, fd: int) -> None:
         self.calls.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
@@ -44,9 +50,9 @@ class SickDisk(QuickDisk):
         if number := self.broken.get(call):
             raise OSError(number, os.strerror(number))
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path, *, direct: bool = False) -> int:
         self._may("create")
-        return super().create(path)
+        return super().create(path, direct=direct)
 
     def open(self, path: Path, *, writable: bool) -> int:
         self._may("open")
@@ -65,6 +71,10 @@ class SickDisk(QuickDisk):
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
         self._may("read")
         return super().read(fd, parts, offset)
+
+    def drop_cached(self, fd: int, offset: int, size: int) -> None:
+        self._may("drop_cached")
+        super().drop_cached(fd, offset, size)
 
     def truncate(self, fd: int, size: int) -> None:
         self._may("truncate")
@@ -96,8 +106,8 @@ class MortalDisk(QuickDisk):
         self._open: set[int] = set()
         self.sizes: list[int] = []
 
-    def create(self, path: Path) -> int:
-        return self._opened(self._change(lambda: super(MortalDisk, self).create(path)))
+    def create(self, path: Path, *, direct: bool = False) -> int:
+        return self._opened(self._change(lambda: super(MortalDisk, self).create(path, direct=direct)))
 
     def open(self, path: Path, *, writable: bool) -> int:
         self._live()

@@ -50,7 +50,7 @@ def clock() -> Hours:
 
 
 class TestWrites:
-    @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 37))
+    @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 47))
     def test_a_full_disk_takes_what_it_has_room_for(self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int) -> None:
         """Wherever it ends: in a header, a record, an index."""
         it = store(tmp_path, disk=disk, clock=clock)

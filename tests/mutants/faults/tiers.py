@@ -203,6 +203,26 @@ TIERS = (
     ),
     *of(
         "tiers",
+        "services/worker/exec/tiers/segment_file.py",
+        ("kept, self._kept_from = self._kept_from, end", "kept = self._kept_from"),
+        ("        self._drop_cached(end)\n", ""),
+        only="test_segment_store",
+    ),
+    *of(
+        "tiers",
+        "services/worker/exec/tiers/segment_format.py",
+        ("fields.ljust(self.header_bytes - _CHECKSUM_BYTES, b", "fields.ljust(HEADER_BYTES - _CHECKSUM_BYTES, b"),
+        ("self.page_bytes >= DIRECT_PAGE_BYTES and", "False and"),
+        only="test_segment_store",
+    ),
+    *of(
+        "tiers",
+        "services/worker/exec/tiers/disk.py",
+        ("            _turn(fd, direct=False)", "            raise OSError(errno.EINVAL, '')"),
+        only="test_segment_store",
+    ),
+    *of(
+        "tiers",
         "services/worker/exec/tiers/segment_recovery.py",
         ("disk.truncate(fd, place.format.segment_bytes(len(scan.keys)))", "pass"),
         only="test_store_damage",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.shared.settings import of_values
 from services.worker.core.tiers.page_keys import SECRET_BYTES
 from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages
+from services.worker.exec.tiers.make_tiers import NoRoomForTiers, host_pages, host_slab
 from services.worker.settings import WorkerSettings
 from services.worker.tier_options import GB, tier_options
 
@@ -169,6 +172,14 @@ class TestSizeOfTheHostTier:
     def test_what_was_asked_for_and_is_not_free_is_refused(self) -> None:
         with pytest.raises(NoRoomForTiers, match="more than this machine has free"):
             self.sized(size=900 * PAGE)
+
+    def test_its_memory_is_there_before_a_page_is_written(self) -> None:
+        slab = host_slab(64, 1 << 18)
+        assert slab.shape == (64, 1 << 18) and slab.dtype == torch.uint8 and not slab.any()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        slab.fill_(1)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults < slab.nbytes // mmap.PAGESIZE // 4, "most of it is written where it is"
 
     @pytest.mark.parametrize("free", [0, -5 * PAGE])
     def test_no_room_for_a_page(self, free: int) -> None:

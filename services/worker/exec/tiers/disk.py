@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +15,15 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 class Disk:
     """Sizes and offsets in bytes. Every call raises OSError."""
 
-    def create(self, path: Path) -> int:
-        """A descriptor of an empty file of mode 0600, whatever the umask; what was there under this name is cut to nothing."""
+    def create(self, path: Path, *, direct: bool = False) -> int:
+        """A descriptor of an empty file of mode 0600, whatever the umask; what was there under this name is cut to nothing.
+        direct: what is written is of whole blocks, each part in itself; it goes past the page cache where the file system has a
+        way past it, without a copy."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
         try:
             os.fchmod(fd, 0o600)
+            if direct:
+                _turn(fd, direct=True)
         except OSError:
             os.close(fd)
             raise
@@ -28,7 +35,19 @@ class Disk:
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
         """Bytes written: fewer than there are where the disk has no room for the rest. At most 1024 parts."""
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            try:
+                return os.pwritev(fd, _aligned(parts), offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            _turn(fd, direct=False)  # blocks of this disk, or the parts, are others than was thought
         return os.pwritev(fd, parts, offset)
+
+    def drop_cached(self, fd: int, offset: int, size: int) -> None:
+        """Nobody reads these bytes soon: the system begins to put them on the disk, and keeps in memory none that is there
+        already. Waits for nothing."""
+        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
         """Bytes read into parts, in their order: fewer than fit where the file ends. At most 1024 parts."""
@@ -54,3 +73,26 @@ class Disk:
     def unlink(self, path: Path) -> None:
         """Nothing if there is no such file."""
         path.unlink(missing_ok=True)
+
+
+def _turn(fd: int, *, direct: bool) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
+    except OSError as error:
+        if not direct or error.errno != errno.EINVAL:  # a file system without a way past the page cache
+            raise
+
+
+def _aligned(parts: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """bytes are copied to where a block begins; a memoryview is there already."""
+    copied = memoryview(mmap.mmap(-1, sum(len(part) for part in parts if isinstance(part, bytes)) or 1))
+    at, out = 0, list[memoryview]()
+    for part in parts:
+        if isinstance(part, bytes):
+            copied[at : at + len(part)] = part
+            out.append(copied[at : at + len(part)])
+            at += len(part)
+        else:
+            out.append(part)
+    return out

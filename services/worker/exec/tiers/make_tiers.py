@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 
@@ -54,7 +56,7 @@ def make_mover(
     on_host = streams.device.type == "cpu"  # where the pool's pages are taken from the system only when they are written
     free = free_memory() - (pool_pages * page_bytes if on_host else 0)
     pages = host_pages(options, pool_pages, page_bytes, free)
-    memory = torch.empty((pages, page_bytes), dtype=torch.uint8)
+    memory = host_slab(pages, page_bytes)
     cut = "" if options.host_bytes or pages == int(options.host_ratio * pool_pages) else ", which is all that is free"
     progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB{cut}")
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
@@ -65,6 +67,17 @@ def make_mover(
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
     unpin = None if on_host else _pinned(memory)
     return PageMover(streams, copier, memory, store, peers, log, unpin), pages
+
+
+def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
+    """uint8[pages, page_bytes] that the system has given already, in large pages where it has them: what is given only when it is
+    written costs a copy beside a step several times its own time, in a step's."""
+    mapped = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # kept by the tensor
+    with suppress(OSError):  # a system without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    memory[:: mmap.PAGESIZE] = 0
+    return memory.view(pages, page_bytes)
 
 
 def _pinned(memory: torch.Tensor) -> Callable[[], None]:

@@ -1,13 +1,14 @@
 """Moves pages of KV between the device, host memory, a storage and other workers, beside the steps.
 
-Threads of their own, so that a slow disk or worker keeps no page of the host waiting: one copies between device and host, one
-calls the storage, one reads from each worker. Each does what it was given in order. What fails is logged and moves nothing;
-every operation ends in one fact.
+Threads of their own, so that a slow disk or worker keeps no page of the host waiting: one copies to the host and one from it, one
+calls the storage, one reads from each worker. Each does what it was given in order. Nobody waits for what is copied to the host:
+where cores are short, steps have them first. What fails is logged and moves nothing; every operation ends in one fact.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ PEER_IDLE_S = 60.0
 NEWS_S = 1.0  # between looks at what others have written to a shared storage
 MORE_NEWS_S = 0.02  # while there is more than is told at once
 FACT_KEYS = 8192
+BACK_UP_NICE = 19  # the least of the system's priorities that gets on at all
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -101,8 +103,11 @@ class PageMover:
             for at in range(0, len(blocks), FACT_KEYS):
                 self._facts.put(Fact(UNASKED, blocks=tuple(blocks[at : at + FACT_KEYS])))
         self._of_host: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._of_backups: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._of_storage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        queues = {"kv-host": self._of_host} | ({} if store is None else {"kv-storage": self._of_storage})
+        queues = {"kv-host": self._of_host, "kv-backup": self._of_backups}
+        if store is not None:
+            queues["kv-storage"] = self._of_storage
         self._threads: list[threading.Thread] = []
         self._ask_at = 0.0  # when a shared storage is to be asked for news
         for name, waiting in queues.items():
@@ -149,7 +154,7 @@ class PageMover:
             self._peers.close()
         with self._lock:
             peers = list(self._of_peers.values())
-        for waiting in (self._of_host, self._of_storage, *peers):
+        for waiting in (self._of_host, self._of_backups, self._of_storage, *peers):
             waiting.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
@@ -173,6 +178,8 @@ class PageMover:
             if not self._give(operation.pull.source.address, work):
                 self._facts.put(Fact(operation.op_id))
                 self.on_fact()
+        elif operation.kind is OperationKind.BACK_UP:
+            self._of_backups.put(work)
         else:
             (self._of_storage if operation.kind in _OF_STORAGE else self._of_host).put(work)
 
@@ -220,6 +227,9 @@ class PageMover:
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
         torch.set_num_threads(1)  # per thread, hence here
+        if jobs is self._of_backups:
+            with suppress(OSError):  # a sandbox without priorities
+                os.setpriority(os.PRIO_PROCESS, 0, BACK_UP_NICE)  # of this thread alone, under Linux
         stream = self._own_stream()
         with torch.inference_mode(), stream:
             while (job := self._next(jobs, idle_s, address)) is not None:

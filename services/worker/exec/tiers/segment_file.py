@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from services.worker.exec.tiers.disk import Disk
 from services.worker.exec.tiers.segment_format import (
-    HEAD_BYTES,
     SegmentFormat,
     SegmentHead,
     index_bytes,
     pack_index,
-    record_head,
 )
 from services.worker.exec.tiers.store_folder import StoreFolder
 
@@ -54,6 +52,7 @@ class SegmentFile:
         self._fd = fd
         self.keys = keys
         self.index_bytes = index_bytes
+        self._kept_from = 0  # what was appended before is not kept in memory
 
     @property
     def is_open(self) -> bool:
@@ -80,7 +79,7 @@ class SegmentFile:
         end, parts = form.segment_bytes(len(self.keys)), list[bytes | memoryview]()
         for key, page in records[: form.records_at_once]:
             assert page.nbytes == form.page_bytes, "every page has the same size"
-            parts += (record_head(self._header, key, page), page)
+            parts += (form.record_head(self._header, key, page), page)
         try:
             whole = self._place.disk.write(self._fd, parts, end) // form.record_bytes
             if whole == 0:
@@ -90,13 +89,22 @@ class SegmentFile:
                 self._place.disk.truncate(self._fd, end)
             raise
         self.keys += [key for key, _ in records[:whole]]
+        self._drop_cached(end)
         return whole
+
+    def _drop_cached(self, end: int) -> None:
+        """Of what was appended behind `end`, and by the append before: the first is written on, the second forgotten. Else files
+        would take the memory of all else that the machine reads, and of the worker's own limit where it has one."""
+        assert self._fd is not None, "what is appended to is open"
+        kept, self._kept_from = self._kept_from, end
+        with contextlib.suppress(OSError):  # a file system that takes no advice keeps them
+            self._place.disk.drop_cached(self._fd, kept, self._place.format.segment_bytes(len(self.keys)) - kept)
 
     def read(self, wanted: Sequence[tuple[bytes, int]], out: memoryview) -> tuple[int, OSError | None]:
         """Reads (key, slot)s into `out`, a page each. Returns how many of the first are whole and the key's, and the error that
         kept the next one from being read, if it was one."""
         disk, form = self._place.disk, self._place.format
-        head = bytearray(HEAD_BYTES)
+        head = bytearray(form.head_bytes)
         whole = 0
         try:
             fd = disk.open(self._place.folder.segment(self._place.number), writable=False)
@@ -104,7 +112,7 @@ class SegmentFile:
                 for at, (key, slot) in enumerate(wanted):
                     page = out[at * form.page_bytes : (at + 1) * form.page_bytes]
                     size = disk.read(fd, [head, page], form.segment_bytes(slot))
-                    if size != form.record_bytes or head != record_head(self._header, key, page):
+                    if size != form.record_bytes or head != form.record_head(self._header, key, page):
                         break
                     whole += 1
             finally:
@@ -118,6 +126,7 @@ class SegmentFile:
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
+            self._drop_cached(self._place.format.segment_bytes(len(self.keys)))
             self._write_index()
         finally:
             self.close()
@@ -159,7 +168,7 @@ class SegmentFile:
 def create(place: SegmentPlace, head: SegmentHead, capacity: int) -> SegmentFile:
     """An empty one on disk, open. Raises OSError; a file that is there then has no header, and goes when it is found."""
     header, path = place.format.header(head), place.folder.segment(place.number)
-    fd = place.disk.create(path)
+    fd = place.disk.create(path, direct=place.format.is_direct)
     try:
         if place.disk.write(fd, [header], 0) != len(header):
             raise OSError(errno.ENOSPC, "no room for a header")

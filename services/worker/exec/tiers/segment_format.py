@@ -6,6 +6,9 @@
 A record stands at a slot: all of them have one size, so a bad one hides none behind it. Its head has the key and a checksum of
 key and page, seeded by the segment's header: a record counts in no file but its own, and so under one identity. All pages of a
 segment are of one tag, which its header names, and when the first of them was written.
+
+Where pages are large and made of whole blocks of a disk, header and head take up a block each, zeros in front of their checksums:
+what is written then begins and ends with a block, and needs no page cache.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ FORMAT_VERSION = 2
 MOST_IDENTITY_BYTES = 64
 HEADER_BYTES = 128
 HEAD_BYTES = 64
+BLOCK_BYTES = 4096  # of any disk a multiple of its own
+DIRECT_PAGE_BYTES = 1 << 16  # from which a block for a head is little
 _BATCH_BYTES = 16 << 20  # of an append: one call of the system for small pages, and a large one is written while it is cached
 _BATCH_RECORDS = 256  # two parts each: half of what a call takes
 _HEADER = struct.Struct(
@@ -56,12 +61,25 @@ class SegmentFormat:
     identity: bytes
 
     @property
+    def is_direct(self) -> bool:
+        """All that is appended is of whole blocks."""
+        return self.page_bytes >= DIRECT_PAGE_BYTES and self.page_bytes % BLOCK_BYTES == 0
+
+    @property
+    def header_bytes(self) -> int:
+        return BLOCK_BYTES if self.is_direct else HEADER_BYTES
+
+    @property
+    def head_bytes(self) -> int:
+        return BLOCK_BYTES if self.is_direct else HEAD_BYTES
+
+    @property
     def record_bytes(self) -> int:
-        return HEAD_BYTES + self.page_bytes
+        return self.head_bytes + self.page_bytes
 
     def segment_bytes(self, slots: int) -> int:
         """Of a file with so many slots; where the next one begins."""
-        return HEADER_BYTES + slots * self.record_bytes
+        return self.header_bytes + slots * self.record_bytes
 
     def bytes_with_index(self, slots: int) -> int:
         return self.segment_bytes(slots) + index_bytes(slots)
@@ -77,7 +95,7 @@ class SegmentFormat:
         return min(_BATCH_RECORDS, max(1, _BATCH_BYTES // self.record_bytes))
 
     def header(self, head: SegmentHead) -> bytes:
-        """bytes[HEADER_BYTES]: one of another identity, page size or version begins otherwise."""
+        """bytes[header_bytes]: one of another identity, page size or version begins otherwise."""
         assert len(self.identity) <= MOST_IDENTITY_BYTES, "the header has room for the identity"
         fields = _HEADER.pack(
             b"RSTKVSEG",
@@ -89,7 +107,8 @@ class SegmentFormat:
             head.tag,
             head.began_ms,
         )
-        return fields + xxhash.xxh3_128_digest(fields)
+        padded = fields.ljust(self.header_bytes - _CHECKSUM_BYTES, b"\0")
+        return padded + xxhash.xxh3_128_digest(padded)
 
     def head_of(self, header: bytes, number: int) -> SegmentHead | None:
         """None: these bytes are not the whole header of a segment of this number, identity, page size and version."""
@@ -97,13 +116,12 @@ class SegmentFormat:
         head = SegmentHead(number, tag, began_ms)
         return head if self.header(head) == header else None
 
-
-def record_head(header: bytes, key: bytes, page: memoryview) -> bytes:
-    """What stands before `page` in the segment that begins with `header`, if it is whole and the key's."""
-    assert len(key) == KEY_BYTES, "a key is as long as keys are"
-    fields = _HEAD.pack(b"RSTKVREC", key)
-    seed = int.from_bytes(header[-8:], "little")
-    return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page), seed)
+    def record_head(self, header: bytes, key: bytes, page: memoryview) -> bytes:
+        """bytes[head_bytes]: what stands before `page` in the segment that begins with `header`, if it is whole and the key's."""
+        assert len(key) == KEY_BYTES, "a key is as long as keys are"
+        fields = _HEAD.pack(b"RSTKVREC", key).ljust(self.head_bytes - _CHECKSUM_BYTES, b"\0")
+        seed = int.from_bytes(header[-8:], "little")
+        return fields + xxhash.xxh3_128_digest(fields + xxhash.xxh3_128_digest(page), seed)
 
 
 def key_of(head: bytes | bytearray) -> bytes:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from services.worker.exec.tiers.segment_file import SegmentFile, SegmentPlace
-from services.worker.exec.tiers.segment_format import HEAD_BYTES, HEADER_BYTES, index_bytes, key_of, record_head, unpack_index
+from services.worker.exec.tiers.segment_format import index_bytes, key_of, unpack_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
     fd = disk.open(place.folder.segment(place.number), writable=True)
     with ExitStack() as stack:
         stack.callback(disk.close, fd)
-        begin = bytearray(HEADER_BYTES)
+        begin = bytearray(place.format.header_bytes)
         disk.read(fd, [begin], 0)
         header = bytes(begin)
         head = place.format.head_of(header, place.number)
@@ -57,7 +57,7 @@ def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
 
 
 def _whole_slots(place: SegmentPlace, size: int) -> int:
-    return (size - HEADER_BYTES) // place.format.record_bytes
+    return (size - place.format.header_bytes) // place.format.record_bytes
 
 
 def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] | None:
@@ -78,7 +78,7 @@ def _indexed(place: SegmentPlace, header: bytes, size: int) -> dict[int, bytes] 
 def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
     """Reads every page. A record that is bad takes no other with it."""
     form = place.format
-    head, page = bytearray(HEAD_BYTES), memoryview(bytearray(form.page_bytes))
+    head, page = bytearray(form.head_bytes), memoryview(bytearray(form.page_bytes))
     scan, bad = _Scan([]), 0
     for slot in range(slots):
         try:
@@ -87,7 +87,7 @@ def _scanned(place: SegmentPlace, header: bytes, fd: int, slots: int) -> _Scan:
             scan.failed += 1
             bad += 1
             continue
-        if whole and head == record_head(header, key_of(head), page):
+        if whole and head == form.record_head(header, key_of(head), page):
             scan.keys += [*[None] * bad, key_of(head)]
             bad = 0
         else:
