@@ -34,6 +34,7 @@ from tests.exec.tiered import PAGE_SIZE, Served, build
 
 SECRET = bytes(range(SECRET_BYTES))
 REUSE_TOKENS, COST_TOKENS = 1024, 256
+FIRSTS = 4  # prompts of which a turn's TTFT is the median
 VOCAB = 100_000  # of the tokens that prompts are of
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
 FACT_S = 0.05  # that a turn waits at most for an operation to end
@@ -90,12 +91,12 @@ def cost(args: argparse.Namespace, model: Path) -> None:
         for turn in range(args.pairs + 1):
             for name in list(runs)[:: 1 if turn % 2 else -1]:
                 one = runs[name]
-                ids = [prompt(number + index, COST_TOKENS) for index in range(args.prompts + 2)]
+                ids = [prompt(number + index, COST_TOKENS) for index in range(args.prompts + FIRSTS)]
                 number += len(ids)
                 begun = time.perf_counter()
-                until_answered(one, [one.submit(each, max_new_tokens=args.num_out, top_logprobs=-1) for each in ids[2:]])
+                until_answered(one, [one.submit(each, max_new_tokens=args.num_out, top_logprobs=-1) for each in ids[FIRSTS:]])
                 took = time.perf_counter() - begun
-                first = median(ttft(one, each)[0] for each in ids[:2])
+                first = median(ttft(one, each)[0] for each in ids[:FIRSTS])
                 if turn:  # the first one warms up
                     times[name].append(took)
                     firsts[name].append(first)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -119,22 +118,14 @@ def test_nothing_is_written_before_the_steps_launched_before_have_ended(moving: 
     assert moving.fact().count == 1 and moving.page(3) == moving.page(0)
 
 
-def test_steps_have_cores_before_copies_that_nobody_waits_for(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    nice: list[int] = []
-
-    def noting(copy: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def noted(first: Any, second: Any) -> None:
-            nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread
-            copy(first, second)
-
-        return noted
-
-    monkeypatch.setattr(moving.copier, "save", noting(moving.copier.save))
-    monkeypatch.setattr(moving.copier, "restore", noting(moving.copier.restore))
-    for kind in (OperationKind.BACK_UP, OperationKind.LOAD):
-        assert moving.moved(kind, [1], [0]).count == 1
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert nice == [page_mover.BACK_UP_NICE, own] and own < page_mover.BACK_UP_NICE
+def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moving.moved(OperationKind.BACK_UP, [1], [0]).count == 1
+    going = threading.Event()
+    monkeypatch.setattr(moving.copier, "save", lambda pages, rows: going.wait(DEADLINE_S))
+    moving.begin(OperationKind.BACK_UP, [2, 3], [1, 2])
+    assert moving.moved(OperationKind.LOAD, [4], [0]).count == 1 and moving.page(4) == moving.page(1)
+    going.set()
+    assert moving.fact().count == 2
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])

@@ -68,6 +68,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/tiers/test_salted_segments.py",
         "tests/exec/tiers/test_block_log.py",
         "tests/exec/tiers/test_segment_store.py",
+        "tests/services/worker/test_tier_options.py",
         "tests/exec/tiers/test_disk_faults.py",
         "tests/exec/tiers/test_store_damage.py",
     ),

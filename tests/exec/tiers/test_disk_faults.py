@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 LIMITED = """
 import resource, sys
 from pathlib import Path
+from services.worker.exec.tiers.segment_format import DIRECT_PAGE_BYTES, SegmentFormat
+from services.worker.exec.tiers.segment_store import SegmentStore
 from tests.exec.tiers.pages import FORMAT, Hours, keys, readable, store, write
 
 folder, clock = Path(sys.argv[1]), Hours()
@@ -35,6 +37,18 @@ clock.pass_by()
 assert write(it, keys(1, 2, 3, 4, 5)).stored == tuple(keys(3, 4, 5))
 it.close()
 assert readable(store(folder)) == keys(1, 2, 3, 4, 5)
+large, pages = DIRECT_PAGE_BYTES, keys(1, 2, 3, 4, 5)
+form = SegmentFormat(large, b"")
+sizes = {"max_bytes": 64 * large, "segment_bytes": 9 * large, "clock": clock}
+it = SegmentStore(folder / "large", large, **sizes)
+resource.setrlimit(resource.RLIMIT_FSIZE, (form.segment_bytes(2) + 5000, resource.RLIM_INFINITY))
+assert write(it, pages).stored == tuple(keys(1, 2))
+assert it.counts().failed_writes == 1 and readable(it) == keys(1, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+clock.pass_by()
+assert write(it, pages).stored == tuple(keys(3, 4, 5))
+it.close()
+assert readable(SegmentStore(folder / "large", large, **sizes)) == pages
 print("done")
 """
 
@@ -50,7 +64,7 @@ def clock() -> Hours:
 
 
 class TestWrites:
-    @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 47))
+    @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 61))
     def test_a_full_disk_takes_what_it_has_room_for(self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int) -> None:
         """Wherever it ends: in a header, a record, an index."""
         it = store(tmp_path, disk=disk, clock=clock)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from services.worker.exec.contracts.page_store import StoreCounts, Written
+from services.worker.exec.tiers.disk import Disk
 from services.worker.exec.tiers.segment_format import BLOCK_BYTES, DIRECT_PAGE_BYTES
 from services.worker.exec.tiers.segment_store import LEAST_SEGMENTS, SegmentStore
 from services.worker.exec.tiers.store_folder import StoreBusy, StoreUnusable
@@ -38,6 +40,19 @@ from tests.exec.tiers.sick_disks import DiaryDisk, MortalDisk, SickDisk
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def has_direct(folder: Path) -> bool:
+    """The file system has a way past its page cache."""
+    try:
+        os.close(os.open(folder / "asked", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
 
 
 def write_each(into: SegmentStore) -> None:
@@ -354,7 +369,7 @@ class TestFiles:
         disk = DiaryDisk()
         write_each(store(tmp_path / "advised", disk=disk))
         ends = [FORMAT.segment_bytes(slots) for slots in range(SLOTS + 1)]
-        ranges = [(0, ends[1]), *zip(ends, ends[2:], strict=False), (ends[-2], ends[-1])]
+        ranges = [(ends[0], ends[1]), *zip(ends, ends[2:], strict=False), (ends[0], ends[-1])]
         assert disk.dropped == [("segment-00000000.kv", *each) for each in ranges]
         deaf = SickDisk()
         deaf.broken["drop_cached"] = errno.EINVAL
@@ -373,7 +388,7 @@ class TestFiles:
             assert it.write(keys(*numbers), pages).stored == tuple(keys(*numbers))
         whole = (tmp_path / "segment-00000000.kv").read_bytes()
         assert len(whole) == block + 3 * (block + size)
-        fields = b"RSTKVSEG" + struct.pack("<IIQQ", 2, 0, size, 0) + bytes(64 + 8 + 8)
+        fields = b"RSTKVSEG" + struct.pack("<IIQQ", 3, 0, size, 0) + bytes(64 + 8 + 8)
         fields = fields.ljust(block - 16, b"\0")
         assert whole[:block] == fields + xxhash.xxh3_128_digest(fields)
         seed = struct.unpack("<Q", whole[block - 8 : block])[0]
@@ -390,6 +405,30 @@ class TestFiles:
         assert readable(it) == keys(1, 2, 3) and write(it, keys(4)).stored == tuple(keys(4))
         assert readable(it) == keys(1, 2, 3, 4)
         it.close()
+
+    def test_blocks_go_past_the_page_cache(self, tmp_path: Path) -> None:
+        disk, blocks = Disk(), placed(page(key(1), DIRECT_PAGE_BYTES))
+        fd = disk.create(tmp_path / "file", direct=True)
+        assert is_direct(fd) == has_direct(tmp_path)
+        assert disk.write(fd, [bytes(BLOCK_BYTES), blocks], BLOCK_BYTES) == BLOCK_BYTES + blocks.nbytes
+        assert is_direct(fd) == has_direct(tmp_path)
+        assert (tmp_path / "file").read_bytes() == bytes(2 * BLOCK_BYTES) + blocks
+        disk.close(fd)
+
+    def test_what_cannot_go_past_it_goes_through_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As a disk of larger blocks would have it."""
+        disk, write_to = Disk(), os.pwritev
+
+        def refused(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+            if is_direct(fd):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return write_to(fd, parts, offset)
+
+        monkeypatch.setattr(os, "pwritev", refused)
+        fd = disk.create(tmp_path / "file", direct=True)
+        assert disk.write(fd, [b"head", memoryview(b"page")], 0) == 8 and not is_direct(fd)
+        assert (tmp_path / "file").read_bytes() == b"headpage"
+        disk.close(fd)
 
     def test_the_lock(self, tmp_path: Path) -> None:
         write(store(tmp_path), keys(1))

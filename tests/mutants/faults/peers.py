@@ -282,7 +282,7 @@ PEERS = (
         "services/worker/exec/tiers/page_mover.py",
         ("return self._pulled(operation), (), ()", "return self._pulled(operation) or 1, (), ()"),
         ("waiting = self._of_peers.get(address)", "waiting = next(iter(self._of_peers.values()), None)"),
-        ("        if jobs is self._of_backups:\n", "        if False:\n"),
+        ("elif operation.kind is OperationKind.BACK_UP:", "elif False:"),
         only="test_page_mover",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -9,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+_NO_WAY = (errno.EINVAL, errno.EOPNOTSUPP)  # past the page cache, for what is to be written or for all
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -17,13 +19,12 @@ class Disk:
 
     def create(self, path: Path, *, direct: bool = False) -> int:
         """A descriptor of an empty file of mode 0600, whatever the umask; what was there under this name is cut to nothing.
-        direct: what is written is of whole blocks, each part in itself; it goes past the page cache where the file system has a
-        way past it, without a copy."""
+        direct: see pass_cache."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
         try:
             os.fchmod(fd, 0o600)
             if direct:
-                _turn(fd, direct=True)
+                self.pass_cache(fd)
         except OSError:
             os.close(fd)
             raise
@@ -39,14 +40,20 @@ class Disk:
             try:
                 return os.pwritev(fd, _aligned(parts), offset)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in _NO_WAY:
                     raise
             _turn(fd, direct=False)  # blocks of this disk, or the parts, are others than was thought
         return os.pwritev(fd, parts, offset)
 
+    def pass_cache(self, fd: int) -> None:
+        """What is written from now on is of whole blocks, each part in itself, and goes past the page cache, without a copy,
+        where the file system has a way."""
+        with contextlib.suppress(OSError):  # it has none
+            _turn(fd, direct=True)
+
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
         """Nobody reads these bytes soon: the system begins to put them on the disk, and keeps in memory none that is there
-        already. Waits for nothing."""
+        already. Does not wait until they are."""
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read(self, fd: int, parts: Sequence[bytearray | memoryview], offset: int) -> int:
@@ -77,11 +84,7 @@ class Disk:
 
 def _turn(fd: int, *, direct: bool) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
-    except OSError as error:
-        if not direct or error.errno != errno.EINVAL:  # a file system without a way past the page cache
-            raise
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
 
 
 def _aligned(parts: Sequence[bytes | memoryview]) -> list[memoryview]:

@@ -1,14 +1,13 @@
 """Moves pages of KV between the device, host memory, a storage and other workers, beside the steps.
 
-Threads of their own, so that a slow disk or worker keeps no page of the host waiting: one copies to the host and one from it, one
-calls the storage, one reads from each worker. Each does what it was given in order. Nobody waits for what is copied to the host:
-where cores are short, steps have them first. What fails is logged and moves nothing; every operation ends in one fact.
+Threads of their own, so that a slow disk or worker keeps no page of the host waiting, and a copy to the host none that a request
+waits for: one copies to the host and one from it, one calls the storage, one reads from each worker. Each does what it was given
+in order. What fails is logged and moves nothing; every operation ends in one fact.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -37,7 +36,6 @@ PEER_IDLE_S = 60.0
 NEWS_S = 1.0  # between looks at what others have written to a shared storage
 MORE_NEWS_S = 0.02  # while there is more than is told at once
 FACT_KEYS = 8192
-BACK_UP_NICE = 19  # the least of the system's priorities that gets on at all
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -227,9 +225,6 @@ class PageMover:
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
         torch.set_num_threads(1)  # per thread, hence here
-        if jobs is self._of_backups:
-            with suppress(OSError):  # a sandbox without priorities
-                os.setpriority(os.PRIO_PROCESS, 0, BACK_UP_NICE)  # of this thread alone, under Linux
         stream = self._own_stream()
         with torch.inference_mode(), stream:
             while (job := self._next(jobs, idle_s, address)) is not None:

@@ -52,7 +52,7 @@ class SegmentFile:
         self._fd = fd
         self.keys = keys
         self.index_bytes = index_bytes
-        self._kept_from = 0  # what was appended before is not kept in memory
+        self._own_from = self._kept_from = place.format.segment_bytes(len(keys))  # what was appended since, or by the last append
 
     @property
     def is_open(self) -> bool:
@@ -126,6 +126,7 @@ class SegmentFile:
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
+            self._kept_from = self._own_from  # some may have been on its way to the disk when it was given up
             self._drop_cached(self._place.format.segment_bytes(len(self.keys)))
             self._write_index()
         finally:

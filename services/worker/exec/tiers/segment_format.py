@@ -22,11 +22,12 @@ import xxhash
 
 from services.worker.core.tiers.page_keys import KEY_BYTES, TAG_BYTES
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # of an index too
+BLOCK_VERSION = 3  # of segments of whole blocks
 MOST_IDENTITY_BYTES = 64
 HEADER_BYTES = 128
 HEAD_BYTES = 64
-BLOCK_BYTES = 4096  # of any disk a multiple of its own
+BLOCK_BYTES = 4096  # of nearly all disks a multiple of their own
 DIRECT_PAGE_BYTES = 1 << 16  # from which a block for a head is little
 _BATCH_BYTES = 16 << 20  # of an append: one call of the system for small pages, and a large one is written while it is cached
 _BATCH_RECORDS = 256  # two parts each: half of what a call takes
@@ -99,7 +100,7 @@ class SegmentFormat:
         assert len(self.identity) <= MOST_IDENTITY_BYTES, "the header has room for the identity"
         fields = _HEADER.pack(
             b"RSTKVSEG",
-            FORMAT_VERSION,
+            BLOCK_VERSION if self.is_direct else FORMAT_VERSION,
             len(self.identity),
             self.page_bytes,
             head.number,

@@ -52,6 +52,8 @@ def recover(place: SegmentPlace, capacity: Callable[[bytes], int]) -> Recovered:
         disk.unlink(place.folder.index(place.number))
         scan = _scanned(place, header, fd, _whole_slots(place, size))
         disk.truncate(fd, place.format.segment_bytes(len(scan.keys)))
+        if place.format.is_direct:
+            disk.pass_cache(fd)
         stack.pop_all()
         return Recovered(SegmentFile(place, head, scan.keys, capacity(head.tag), fd), scan.corrupt, scan.failed)
 
