@@ -13,6 +13,7 @@ import torch
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu.build import BuildFailed, built_library
+from kernels.cpu.copies import CpuCopies
 from kernels.cpu.library import CpuKernels
 from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
@@ -36,6 +37,11 @@ def load_sampling(num_threads: int) -> SampleKernels:
     """Logits are float32, whatever the model's dtype. Builds as load_kernels()."""
     made: SampleKernels | None = _made(CpuSampling, num_threads)
     return made or reference
+
+
+def load_copies() -> CpuCopies | None:
+    """None where there are no C++ kernels. Builds as load_kernels()."""
+    return _made(CpuCopies, 1)
 
 
 def _made(kind: Callable[[Path, int], Made], num_threads: int) -> Made | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from services.worker.core.contracts.transfers import (
     Selection,
 )
 from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
+from services.worker.exec.kernel_set import copies
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.tiers import page_mover
@@ -48,7 +50,7 @@ class Moving:
         made = [[torch.randn(shape) for shape in layer] for layer in shapes]
         self.pool = KVPool(tuple(layer[0] for layer in made), tuple(layer[1] for layer in made))
         self.streams = HostStreams(1)
-        self.copier = PageCopier([self.pool])
+        self.copier = PageCopier([self.pool], copies("auto", torch.device("cpu")))
         self.host = torch.zeros((HOST_PAGES, self.copier.page_bytes), dtype=torch.uint8)
         self.store = SegmentStore(folder, self.copier.page_bytes, 1 << 24)
         self.woken = threading.Semaphore(0)
@@ -101,6 +103,23 @@ def test_a_page_comes_back_as_it_was_from_the_host_and_from_files(moving: Moving
     assert [moving.page(number) for number in range(PAGES)] == [before[at] for at in (4, 1, 1, 4, 4, 1)]
 
 
+def test_copies_by_one_call_are_those_by_numpy(moving: Moving) -> None:
+    by_numpy, pages = PageCopier([moving.pool]), np.array([5, 0, 3], dtype=np.int32)
+    rows = [torch.zeros((3, moving.copier.page_bytes), dtype=torch.uint8) for _ in range(2)]
+    for copier, kept in zip((moving.copier, by_numpy), rows, strict=True):
+        copier.save(pages, kept.unbind())
+    assert rows[0].equal(rows[1]) and rows[0].any()
+    after = []
+    for copier in (moving.copier, by_numpy):
+        copier.restore(rows[0].unbind(), pages[::-1])
+        after.append([moving.page(number) for number in range(PAGES)])
+        copier.restore(rows[0].unbind(), pages)
+    assert after[0] == after[1] != [moving.page(number) for number in range(PAGES)]
+    for copier in (moving.copier, by_numpy):
+        with pytest.raises(IndexError):
+            copier.save(np.array([PAGES], dtype=np.int32), rows[1][:1].unbind())
+
+
 def test_nothing_is_written_before_the_steps_launched_before_have_ended(moving: Moving) -> None:
     """A step that was launched still writes the page when the operation is begun; what it wrote is gone under what was read."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
@@ -121,11 +140,18 @@ def test_nothing_is_written_before_the_steps_launched_before_have_ended(moving: 
 def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     assert moving.moved(OperationKind.BACK_UP, [1], [0]).count == 1
     going = threading.Event()
-    monkeypatch.setattr(moving.copier, "save", lambda pages, rows: going.wait(DEADLINE_S))
+    nice: list[int] = []
+
+    def save(pages: Any, rows: Any) -> None:
+        nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread
+        assert going.wait(DEADLINE_S)
+
+    monkeypatch.setattr(moving.copier, "save", save)
     moving.begin(OperationKind.BACK_UP, [2, 3], [1, 2])
     assert moving.moved(OperationKind.LOAD, [4], [0]).count == 1 and moving.page(4) == moving.page(1)
     going.set()
     assert moving.fact().count == 2
+    assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], "steps have the cores before it"
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])

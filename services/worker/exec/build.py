@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from services.worker.exec.contracts.peer_pages import RoomServer
 from services.worker.exec.device import device_of, load_target, streams_of
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.kernel_set import KernelSet, sample_kernels
+from services.worker.exec.kernel_set import KernelSet, copies, sample_kernels
 from services.worker.exec.loading import load_again, load_model
 from services.worker.exec.memory_parts import MemoryParts, NoModel
 from services.worker.exec.models.decoder import Decoder
@@ -47,7 +47,7 @@ from services.worker.exec.streams.capture import CudaGraphMemory, GraphMemory
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.streams.returned_memory import return_cached, return_memory
 from services.worker.exec.tiers.make_tiers import make_mover
-from services.worker.exec.tiers.page_copier import PageCopier
+from services.worker.exec.tiers.page_copier import PageCopier, PieceCopies
 from services.worker.exec.tiers.page_mover import PageMover
 from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.warm_up import PROMPTS, warm_up
@@ -385,7 +385,11 @@ class _Assembly:
 
     def _copier(self) -> PageCopier:
         """Of the pools as they are: they may be made anew."""
-        return PageCopier((self.runner.passes.pool, self._drafting.pool))
+        return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies)
+
+    @cached_property
+    def _copies(self) -> PieceCopies | None:
+        return copies(self._options.kernels, self._device)
 
     def _drafted_steps(self) -> DraftedSteps:
         passes, drafting = self.runner.passes, self._drafting

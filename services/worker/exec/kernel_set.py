@@ -12,8 +12,9 @@ import torch
 import kernels
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import LayerKernels
-from kernels.cpu import load_kernels, load_sampling
+from kernels.cpu import load_copies, load_kernels, load_sampling
 from kernels.cpu.build import built_library
+from kernels.cpu.copies import CpuCopies
 from kernels.cpu.variants import cpu_features
 from kernels.reference import layers as reference
 
@@ -49,6 +50,12 @@ def layer_kernels(
     from kernels.triton.layers.layers import TritonLayers
 
     return TritonLayers(device, deterministic)
+
+
+def copies(name: str, device: torch.device) -> CpuCopies | None:
+    """Of pages between a CPU's pool and its other tiers; None where numpy makes them, or the device is no CPU. Raises ValueError
+    for an unknown name."""
+    return load_copies() if _chosen(name, device) == CPP and device.type == "cpu" else None
 
 
 def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: int, page_size: int) -> str:

@@ -121,7 +121,7 @@ class TestPages:
 
 
 class TestRestart:
-    @pytest.mark.parametrize("count", [1, SLOTS, 3 * SLOTS + 2])
+    @pytest.mark.parametrize("count", [1, 3 * SLOTS + 2])
     def test_pages_and_their_order_survive(self, tmp_path: Path, count: int) -> None:
         many = keys(*range(count))
         for at, one in enumerate(many):

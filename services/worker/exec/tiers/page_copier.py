@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,24 +14,37 @@ from services.worker.core.contracts.transfers import I32
 from services.worker.exec.pools.kv_pool import KVPool
 
 Bytes = NDArray[np.uint8]
+Addresses = NDArray[np.int64]
+
+
+class PieceCopies(Protocol):
+    def copy_pieces(self, to: Addresses, source: Addresses, sizes: Addresses, streamed: bool) -> None: ...
 
 
 class PageCopier:
-    """pools: of one number of pages, in an order that stays. page_bytes: of a row. Works on their device's
-    current stream."""
+    """pools: of one number of pages, in an order that stays. page_bytes: of a row. copies: by one call for many pieces, where the
+    pools are on the host; None: by numpy, piece by piece. Works on their device's current stream."""
 
-    def __init__(self, pools: Sequence[KVPool]) -> None:
+    def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None) -> None:
         tensors = [each for pool in pools for pair in zip(pool.keys, pool.values, strict=True) for each in pair]
         assert len({len(each) for each in tensors}) == 1, "a page is one of every layer"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self.page_bytes = sum(part.shape[1] for part in self._parts)
         self._device = tensors[0].device
         self._host_parts = [part.numpy() for part in self._parts] if self._on_host else []
+        self._copies = copies
+        self._addresses = np.array([part.data_ptr() for part in self._parts], dtype=np.int64)
+        self._sizes = np.array([part.shape[1] for part in self._parts], dtype=np.int64)
+        self._offsets = self._sizes.cumsum() - self._sizes
 
     def save(self, pages: I32, rows: Sequence[Tensor]) -> None:
         """pages: int32[n]. rows: n of uint8[page_bytes] on the host, which have the pages' bytes once all is done that this
         thread has put on the device; at once where the pools are on the host themselves."""
         assert len(rows) == len(pages), "a row for every page"
+        if self._copies is not None:
+            places, pieces, sizes = self._found(pages, rows)
+            self._copies.copy_pieces(pieces, places, sizes, streamed=True)
+            return
         if self._on_host:
             for place, piece in self._pieces(pages, rows):
                 piece[:] = place
@@ -44,6 +58,10 @@ class PageCopier:
     def restore(self, rows: Sequence[Tensor], pages: I32) -> None:
         """The other way: rows are read until all is done that this thread has put on the device."""
         assert len(rows) == len(pages), "a row for every page"
+        if self._copies is not None:
+            places, pieces, sizes = self._found(pages, rows)
+            self._copies.copy_pieces(places, pieces, sizes, streamed=False)
+            return
         if self._on_host:
             for place, piece in self._pieces(pages, rows):
                 place[:] = piece
@@ -53,6 +71,15 @@ class PageCopier:
             there.copy_(row, non_blocking=True)
         for part, at in self._places():
             part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
+
+    def _found(self, pages: I32, rows: Sequence[Tensor]) -> tuple[Addresses, Addresses, Addresses]:
+        """What _pieces() says, as addresses and bytes, page by page. Raises IndexError for a page that there is not."""
+        if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._parts[0]):
+            raise IndexError(f"there are pages 0 to {len(self._parts[0]) - 1}")
+        assert all(row.is_contiguous() and row.nbytes == self.page_bytes for row in rows), "a row has a page's bytes"
+        places = self._addresses + pages.astype(np.int64)[:, None] * self._sizes
+        pieces = np.array([row.data_ptr() for row in rows], dtype=np.int64)[:, None] + self._offsets
+        return places.ravel(), pieces.ravel(), np.broadcast_to(self._sizes, places.shape).ravel()
 
     def _pieces(self, pages: I32, rows: Sequence[Tensor]) -> Iterator[tuple[Bytes, Bytes]]:
         """Where each layer's part of each page lies in its pool, and in the page's row: one copy of bytes that lie together, and

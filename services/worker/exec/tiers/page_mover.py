@@ -2,12 +2,14 @@
 
 Threads of their own, so that a slow disk or worker keeps no page of the host waiting, and a copy to the host none that a request
 waits for: one copies to the host and one from it, one calls the storage, one reads from each worker. Each does what it was given
-in order. What fails is logged and moves nothing; every operation ends in one fact.
+in order. Where steps are computed by the host's cores they have these before copies to the host. What fails is logged and moves
+nothing; every operation ends in one fact.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -36,6 +38,7 @@ PEER_IDLE_S = 60.0
 NEWS_S = 1.0  # between looks at what others have written to a shared storage
 MORE_NEWS_S = 0.02  # while there is more than is told at once
 FACT_KEYS = 8192
+BACK_UP_NICE = 10  # a tenth of what a step's threads get of a core that both want: pages are kept while they are copied
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -225,6 +228,9 @@ class PageMover:
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
         torch.set_num_threads(1)  # per thread, hence here
+        if jobs is self._of_backups and self._streams.on_host:
+            with suppress(OSError):  # it is less urgent already, or a sandbox has no priorities
+                os.setpriority(os.PRIO_PROCESS, 0, BACK_UP_NICE)  # of this thread alone, under Linux
         stream = self._own_stream()
         with torch.inference_mode(), stream:
             while (job := self._next(jobs, idle_s, address)) is not None:
