@@ -20,8 +20,8 @@ class CpuCopies:
         self._copy = bound(path, SIGNATURES)["copy_pieces"]
 
     def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:
-        """to, source: int64[n], addresses, none of which is checked. sizes: int64[n], bytes. streamed: what is written is not
-        read soon, and goes past the caches. Raises ValueError if there are not as many of each."""
+        """to, source: int64[n], addresses, none of which is checked. sizes: int64[n], bytes. streamed: what is written goes
+        past the caches, which keep what they have. Raises ValueError if there are not as many of each."""
         if not to.shape == source.shape == sizes.shape or to.ndim != 1:
             raise ValueError(f"shapes do not fit: {to.shape}, {source.shape}, {sizes.shape}")
         columns = [np.ascontiguousarray(each, dtype=np.int64) for each in (to, source, sizes)]

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cpu.build import built_library
+from kernels.cpu.copies import CpuCopies
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.transfers import (
     ALL,
@@ -103,21 +105,34 @@ def test_a_page_comes_back_as_it_was_from_the_host_and_from_files(moving: Moving
     assert [moving.page(number) for number in range(PAGES)] == [before[at] for at in (4, 1, 1, 4, 4, 1)]
 
 
-def test_copies_by_one_call_are_those_by_numpy(moving: Moving) -> None:
-    by_numpy, pages = PageCopier([moving.pool]), np.array([5, 0, 3], dtype=np.int32)
-    rows = [torch.zeros((3, moving.copier.page_bytes), dtype=torch.uint8) for _ in range(2)]
-    for copier, kept in zip((moving.copier, by_numpy), rows, strict=True):
-        copier.save(pages, kept.unbind())
-    assert rows[0].equal(rows[1]) and rows[0].any()
-    after = []
-    for copier in (moving.copier, by_numpy):
-        copier.restore(rows[0].unbind(), pages[::-1])
-        after.append([moving.page(number) for number in range(PAGES)])
-        copier.restore(rows[0].unbind(), pages)
-    assert after[0] == after[1] != [moving.page(number) for number in range(PAGES)]
-    for copier in (moving.copier, by_numpy):
+def test_copies_by_one_call_are_those_by_numpy() -> None:
+    """Of pieces of any size, wherever they lie."""
+    pool = KVPool(*(tuple(torch.randn(PAGES, 1, 3, width) for width in widths) for widths in ((7, 64, 1), (5, 33, 16))))
+    one_call, by_numpy = PageCopier([pool], CpuCopies(built_library())), PageCopier([pool])
+    pages, size = np.array([5, 0, 3], dtype=np.int32), by_numpy.page_bytes
+
+    def content() -> list[bytes]:
+        return [each.numpy().tobytes() for each in (*pool.keys, *pool.values)]
+
+    before = content()
+    for beside in (0, 1):
+        rows = [torch.zeros(3 * size + 1, dtype=torch.uint8)[beside : beside + 3 * size].view(3, size) for _ in range(3)]
+        by_numpy.save(pages, rows[0].unbind())
+        one_call.save(pages, rows[1].unbind(), streamed=True)
+        one_call.save(pages, rows[2].unbind())
+        assert rows[0].any() and rows[0].equal(rows[1]) and rows[0].equal(rows[2])
+        after = []
+        for copier in (by_numpy, one_call):
+            copier.restore(rows[0].unbind(), pages[::-1])
+            after.append(content())
+            copier.restore(rows[0].unbind(), pages)
+            assert content() == before
+        assert after[0] == after[1] != before
+    for page in (PAGES, -1):
         with pytest.raises(IndexError):
-            copier.save(np.array([PAGES], dtype=np.int32), rows[1][:1].unbind())
+            one_call.save(np.array([page], dtype=np.int32), rows[0][:1].unbind())
+    with pytest.raises(ValueError, match=f"{size} bytes"):
+        one_call.restore([rows[0][0, 1:]], pages[:1])
 
 
 def test_nothing_is_written_before_the_steps_launched_before_have_ended(moving: Moving) -> None:
@@ -142,7 +157,7 @@ def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monk
     going = threading.Event()
     nice: list[int] = []
 
-    def save(pages: Any, rows: Any) -> None:
+    def save(pages: Any, rows: Any, streamed: bool) -> None:
         nice.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread
         assert going.wait(DEADLINE_S)
 
@@ -151,7 +166,7 @@ def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monk
     assert moving.moved(OperationKind.LOAD, [4], [0]).count == 1 and moving.page(4) == moving.page(1)
     going.set()
     assert moving.fact().count == 2
-    assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], "steps have the cores before it"
+    assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], "where steps are computed by cores"
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
@@ -167,7 +182,7 @@ def test_the_hosts_memory_is_unpinned_once_nothing_moves_any_more(moving: Moving
     """While a copy hangs it stays as it is, and the storage open."""
     begun, going, order = threading.Event(), threading.Event(), []
 
-    def save(pages: Any, rows: Any) -> None:
+    def save(pages: Any, rows: Any, streamed: bool) -> None:
         begun.set()
         assert going.wait(DEADLINE_S)
 

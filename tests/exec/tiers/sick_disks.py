@@ -30,6 +30,10 @@ class DiaryDisk(Disk):
         self.calls.append(f"create {path.name}")
         return super().create(path, direct=direct)
 
+    def pass_cache(self, fd: int) -> None:
+        self.calls.append(f"pass cache {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        super().pass_cache(fd)
+
     def sync(self, fd: int) -> None:
         self.calls.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
         super().sync(fd)

@@ -398,7 +398,9 @@ class TestFiles:
         it.close()
         with (tmp_path / "segment-00000000.kv").open("ab") as file:
             file.write(b"torn")
-        it = SegmentStore(tmp_path, size, 64 * size, 8 * size)
+        disk = DiaryDisk()
+        it = SegmentStore(tmp_path, size, 64 * size, 8 * size, disk=disk)
+        assert disk.calls[-1] == "pass cache segment-00000000.kv", "once what is torn is cut off"
         assert readable(it) == keys(1, 2, 3) and write(it, keys(4)).stored == tuple(keys(4))
         assert readable(it) == keys(1, 2, 3, 4)
         it.close()

@@ -279,6 +279,13 @@ PEERS = (
     ),
     *of(
         "peers",
+        "services/worker/exec/tiers/page_copier.py",
+        ("0 <= pages.min() <= pages.max()", "pages.min() <= pages.max()"),
+        ("[:, None] + self._offsets", "[:, None] + 0 * self._offsets"),
+        only="test_page_mover",
+    ),
+    *of(
+        "peers",
         "services/worker/exec/tiers/page_mover.py",
         ("return self._pulled(operation), (), ()", "return self._pulled(operation) or 1, (), ()"),
         ("waiting = self._of_peers.get(address)", "waiting = next(iter(self._of_peers.values()), None)"),

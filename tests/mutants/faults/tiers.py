@@ -220,6 +220,12 @@ TIERS = (
     ),
     *of(
         "tiers",
+        "services/worker/exec/tiers/segment_recovery.py",
+        ("        if place.format.is_direct:\n", "        if False:\n"),
+        only="test_segment_store",
+    ),
+    *of(
+        "tiers",
         "services/worker/exec/tiers/disk.py",
         ("            _turn(fd, direct=False)", "            raise OSError(errno.EINVAL, '')"),
         ("            if direct:\n", "            if False:\n"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -48,8 +47,11 @@ class Disk:
     def pass_cache(self, fd: int) -> None:
         """What is written from now on is of whole blocks, each part in itself, and goes past the page cache, without a copy,
         where the file system has a way."""
-        with contextlib.suppress(OSError):  # it has none
+        try:
             _turn(fd, direct=True)
+        except OSError as error:
+            if error.errno not in _NO_WAY:
+                raise
 
     def drop_cached(self, fd: int, offset: int, size: int) -> None:
         """Nobody reads these bytes soon: the system begins to put them on the disk, and keeps in memory none that is there

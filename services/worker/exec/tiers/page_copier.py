@@ -32,18 +32,21 @@ class PageCopier:
         self.page_bytes = sum(part.shape[1] for part in self._parts)
         self._device = tensors[0].device
         self._host_parts = [part.numpy() for part in self._parts] if self._on_host else []
+        assert copies is None or self._on_host, "addresses of a device are none of the host's"
+        assert all(part.is_contiguous() for part in self._parts), "a page of a layer lies behind the one before"
         self._copies = copies
         self._addresses = np.array([part.data_ptr() for part in self._parts], dtype=np.int64)
         self._sizes = np.array([part.shape[1] for part in self._parts], dtype=np.int64)
         self._offsets = self._sizes.cumsum() - self._sizes
 
-    def save(self, pages: I32, rows: Sequence[Tensor]) -> None:
+    def save(self, pages: I32, rows: Sequence[Tensor], streamed: bool = False) -> None:
         """pages: int32[n]. rows: n of uint8[page_bytes] on the host, which have the pages' bytes once all is done that this
-        thread has put on the device; at once where the pools are on the host themselves."""
+        thread has put on the device; at once where the pools are on the host themselves. streamed: nothing else is to leave the
+        host's caches for them."""
         assert len(rows) == len(pages), "a row for every page"
         if self._copies is not None:
             places, pieces, sizes = self._found(pages, rows)
-            self._copies.copy_pieces(pieces, places, sizes, streamed=True)
+            self._copies.copy_pieces(pieces, places, sizes, streamed)
             return
         if self._on_host:
             for place, piece in self._pieces(pages, rows):
@@ -73,10 +76,12 @@ class PageCopier:
             part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
 
     def _found(self, pages: I32, rows: Sequence[Tensor]) -> tuple[Addresses, Addresses, Addresses]:
-        """What _pieces() says, as addresses and bytes, page by page. Raises IndexError for a page that there is not."""
+        """What _pieces() says, as addresses and bytes, page by page. Raises IndexError for a page that there is not,
+        ValueError for a row of another size."""
         if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._parts[0]):
             raise IndexError(f"there are pages 0 to {len(self._parts[0]) - 1}")
-        assert all(row.is_contiguous() and row.nbytes == self.page_bytes for row in rows), "a row has a page's bytes"
+        if not all(row.is_contiguous() and row.nbytes == self.page_bytes for row in rows):
+            raise ValueError(f"a row is {self.page_bytes} bytes, one behind the other")
         places = self._addresses + pages.astype(np.int64)[:, None] * self._sizes
         pieces = np.array([row.data_ptr() for row in rows], dtype=np.int64)[:, None] + self._offsets
         return places.ravel(), pieces.ravel(), np.broadcast_to(self._sizes, places.shape).ravel()

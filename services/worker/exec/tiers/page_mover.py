@@ -229,8 +229,9 @@ class PageMover:
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
         torch.set_num_threads(1)  # per thread, hence here
         if jobs is self._of_backups and self._streams.on_host:
-            with suppress(OSError):  # it is less urgent already, or a sandbox has no priorities
-                os.setpriority(os.PRIO_PROCESS, 0, BACK_UP_NICE)  # of this thread alone, under Linux
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            with suppress(OSError):  # a sandbox without priorities
+                os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # of this thread alone, under Linux
         stream = self._own_stream()
         with torch.inference_mode(), stream:
             while (job := self._next(jobs, idle_s, address)) is not None:
@@ -312,7 +313,7 @@ class PageMover:
         """Pages moved, and keys that the storage has got and lost."""
         match operation.kind:
             case OperationKind.BACK_UP:
-                self._copier().save(operation.pages, self._host_rows(operation))
+                self._copier().save(operation.pages, self._host_rows(operation), streamed=True)
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
                 self._copier().restore(self._host_rows(operation), operation.pages)
