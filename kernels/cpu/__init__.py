@@ -27,7 +27,7 @@ def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = Fal
     raises ValueError where these cannot run, for nothing stands in for them."""
     made: LayerKernels | None = None
     if dtype in (torch.float32, torch.bfloat16):
-        made = _made(partial(CpuKernels, deterministic=deterministic), num_threads)
+        made = _made(partial(CpuKernels, threads=num_threads, deterministic=deterministic))
     if deterministic and made is None:
         raise ValueError(f"deterministic kernels for {dtype} cannot be had: they are the C++ ones, of float32 and bfloat16")
     return made or reference
@@ -35,18 +35,18 @@ def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = Fal
 
 def load_sampling(num_threads: int) -> SampleKernels:
     """Logits are float32, whatever the model's dtype. Builds as load_kernels()."""
-    made: SampleKernels | None = _made(CpuSampling, num_threads)
+    made: SampleKernels | None = _made(partial(CpuSampling, threads=num_threads))
     return made or reference
 
 
 def load_copies() -> CpuCopies | None:
     """None where there are no C++ kernels. Builds as load_kernels()."""
-    return _made(CpuCopies, 1)
+    return _made(CpuCopies)
 
 
-def _made(kind: Callable[[Path, int], Made], num_threads: int) -> Made | None:
+def _made(kind: Callable[[Path], Made]) -> Made | None:
     try:
-        return kind(built_library(), num_threads)
+        return kind(built_library())
     except (BuildFailed, OSError) as error:
-        logger.warning("running on plain torch, which is slow: the C++ kernels are not there: %s", error)
+        logger.warning("running on plain torch and numpy, which are slow: the C++ kernels are not there: %s", error)
         return None

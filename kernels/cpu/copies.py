@@ -13,10 +13,9 @@ SIGNATURES: dict[str, list[type]] = {"copy_pieces": [POINTER] * 3 + [INT64, INT]
 
 
 class CpuCopies:
-    """Loads the library at path. Raises OSError if it cannot be loaded. threads: of a call, which is one."""
+    """Loads the library at path. Raises OSError if it cannot be loaded."""
 
-    def __init__(self, path: Path, threads: int = 1) -> None:
-        assert threads == 1, "a copy beside a step takes one core at most"
+    def __init__(self, path: Path) -> None:
         self._copy = bound(path, SIGNATURES)["copy_pieces"]
 
     def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:

@@ -204,8 +204,9 @@ TIERS = (
     *of(
         "tiers",
         "services/worker/exec/tiers/segment_file.py",
-        ("kept, self._kept_from = self._kept_from, end", "kept = self._kept_from"),
-        ("        self._drop_cached(end)\n", ""),
+        ("        self._kept_from = end\n", ""),
+        ("        self._drop_cached(self._kept_from)\n", ""),
+        ("self._drop_cached(self._own_from)", "pass"),
         only="test_segment_store",
     ),
     *of(

@@ -70,7 +70,7 @@ def make_mover(
 
 
 def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
-    """uint8[pages, page_bytes] that the system has given already, in large pages where it has them: what is given only when it is
+    """uint8[pages, page_bytes] that the system has given already, in huge pages where it has them: what is given only when it is
     written costs a copy beside a step several times its own time, in a step's."""
     mapped = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # kept by the tensor
     with suppress(OSError):  # a system without them

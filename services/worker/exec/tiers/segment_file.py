@@ -89,16 +89,16 @@ class SegmentFile:
                 self._place.disk.truncate(self._fd, end)
             raise
         self.keys += [key for key, _ in records[:whole]]
-        self._drop_cached(end)
+        self._drop_cached(self._kept_from)
+        self._kept_from = end
         return whole
 
-    def _drop_cached(self, end: int) -> None:
-        """Of what was appended behind `end`, and by the append before: the first is written on, the second forgotten. Else files
-        would take the memory of all else that the machine reads, and of the worker's own limit where it has one."""
+    def _drop_cached(self, first: int) -> None:
+        """All from byte `first` on: what an append has just written is on its way then, what the one before has is forgotten.
+        Else files would take the memory of all else that the machine reads, and of the worker's own limit where it has one."""
         assert self._fd is not None, "what is appended to is open"
-        kept, self._kept_from = self._kept_from, end
         with contextlib.suppress(OSError):  # a file system that takes no advice keeps them
-            self._place.disk.drop_cached(self._fd, kept, self._place.format.segment_bytes(len(self.keys)) - kept)
+            self._place.disk.drop_cached(self._fd, first, self._place.format.segment_bytes(len(self.keys)) - first)
 
     def read(self, wanted: Sequence[tuple[bytes, int]], out: memoryview) -> tuple[int, OSError | None]:
         """Reads (key, slot)s into `out`, a page each. Returns how many of the first are whole and the key's, and the error that
@@ -126,8 +126,7 @@ class SegmentFile:
         assert self._fd is not None, "a segment is finished once"
         try:
             self._place.disk.sync(self._fd)
-            self._kept_from = self._own_from  # some may have been on its way to the disk when it was given up
-            self._drop_cached(self._place.format.segment_bytes(len(self.keys)))
+            self._drop_cached(self._own_from)  # some may have been on its way to the disk when it was given up
             self._write_index()
         finally:
             self.close()
