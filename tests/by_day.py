@@ -290,6 +290,7 @@ HALF = frozenset(
         "tests/services/worker/control/test_control_executor.py::test_answers_are_the_same_before_and_after",
         "tests/services/worker/control/test_control_live.py::test_a_paused_worker_rests_and_goes_on_with_the_same_tokens",
         "tests/services/worker/control/test_control_live.py::test_the_cache_is_flushed_in_mid_traffic",
+        "tests/services/worker/control/test_control_servicer.py::test_a_flush_that_means_nothing_forgets_nothing",
         "tests/services/worker/control/test_control_servicer.py::test_a_wrong_argument_is_named_and_nothing_happens",
         "tests/services/worker/control/test_control_servicer.py::test_other_addresses_than_loopback_need_a_token",
         "tests/services/worker/front/test_drain.py::test_what_is_left_is_handed_back_with_every_token_that_was_sampled",

@@ -43,14 +43,15 @@ AT_NIGHT = ("-ra", "--durations", "50", "--timeout", str(4 * 3600), "-p", "tests
 
 
 def groups(processes: int, night: bool) -> dict[str, list[str]]:
-    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; by day one
-    more of them than that, where tests wait for something for a quarter of their time."""
-    side_by_side = _spread(processes) if night else _spread(processes + 1 if processes > 1 else 1)
+    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; by day more
+    of them than that: tests of parts wait for something for a third of their time, and those from end to end for a tenth."""
+    side_by_side = _spread(processes)
     if not night:
+        more = 0 if processes == 1 else 1
         return {
-            "by parts": ["tests", *_without("tests/e2e"), *side_by_side],
+            "by parts": ["tests", *_without("tests/e2e"), *_spread(processes + 2 * more)],
             "end to end, one at a time": [*CROWDED],
-            "end to end": ["tests/e2e", *_without(*CROWDED), *side_by_side],
+            "end to end": ["tests/e2e", *_without(*CROWDED), *_spread(processes + more)],
         }
     listed = [folder for folders in PARTS.values() for folder in folders]
     split = {
@@ -75,7 +76,9 @@ def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str,
 
 
 def _spread(processes: int) -> list[str]:
-    return ["--numprocesses", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"] if processes > 1 else []
+    if processes == 1:
+        return []
+    return ["-p", "tests.spread", "--numprocesses", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def _without(*paths: str) -> list[str]:

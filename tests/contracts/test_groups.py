@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import LONG_FILES
 from tests.groups import chosen, groups, run
+from tests.spread import EVERY_RELEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,8 +82,9 @@ def test_a_group_that_is_none_is_refused_with_those_that_there_are() -> None:
         chosen(groups(2, night=True), ["by parts", "parts"])
 
 
-def test_what_is_run_first_is_there() -> None:
+def test_what_is_run_first_or_by_one_process_is_there() -> None:
     assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= LONG_FILES
+    assert all((ROOT / file).exists() for file in EVERY_RELEASE)
 
 
 @pytest.mark.parametrize("target", ["test", "nightly"])

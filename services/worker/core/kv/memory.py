@@ -91,11 +91,11 @@ class KVMemory:
 
     def match(self, namespace: str, key: bytes, limit: int) -> Match:
         """The longest hit of at most `limit` tokens that leaves at least one token of `key` to compute. Allocates nothing."""
-        return self.tree.match(namespace, self._usable(key, limit))
+        return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
         """Where such a match would end and how many tokens it has. Changes nothing, recency neither."""
-        node, num_pages = self.tree.peek(namespace, self._usable(key, limit))
+        node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
     def forget_empty(self) -> None:
@@ -111,9 +111,9 @@ class KVMemory:
             self.pages.free(pages)
         return sum(map(len, freed))
 
-    def _usable(self, key: bytes, limit: int) -> bytes:
-        usable = min(len(key) // TOKEN_BYTES - 1, limit) // self.page_size if self._enable_radix_cache else 0
-        return key[: usable * self.page_size * TOKEN_BYTES]
+    def _usable(self, num_bytes: int, limit: int) -> int:
+        """Bytes of a key of so many that a hit of at most `limit` tokens may cover."""
+        return self.usable_pages(num_bytes // TOKEN_BYTES, limit) * self.page_size * TOKEN_BYTES
 
     def usable_pages(self, num_tokens: int, limit: int) -> int:
         """Whole pages that a hit of at most `limit` tokens may cover of so many."""

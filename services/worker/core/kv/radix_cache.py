@@ -109,9 +109,10 @@ class RadixCache:
         self._retired = [root for root in self._retired if not _is_empty(root)]
         return freed
 
-    def match(self, namespace: str, key: bytes) -> Match:
-        """The longest cached prefix of `key`, by whole pages. May split a node and touches recency; allocates no page."""
-        node, _, parts = self._walk(self.root(namespace), key)
+    def match(self, namespace: str, key: bytes, end: int | None = None) -> Match:
+        """The longest cached prefix of `key`, or of its first `end` bytes, by whole pages. May split a node and touches recency;
+        allocates no page."""
+        node, _, parts = self._walk(self.root(namespace), key, len(key) if end is None else end)
         pages = _joined(parts)
         assert len(pages) == node.depth, "a path has as many pages as its end is deep"
         return Match(node, pages)
@@ -125,15 +126,16 @@ class RadixCache:
             walk.hits += 1
             walk = walk.parent
 
-    def peek(self, namespace: str, key: bytes) -> tuple[TreeNode | None, int]:
-        """The node where a match of `key` would end, perhaps inside it, and the pages matched. Changes nothing."""
+    def peek(self, namespace: str, key: bytes, end: int | None = None) -> tuple[TreeNode | None, int]:
+        """The node where such a match would end, perhaps inside it, and the pages matched. Changes nothing."""
         node, num_pages, at = self._roots.get(namespace), 0, 0
-        while node is not None and (child := node.children.get(key[at : at + self._page_bytes])):
-            common = self._common_pages(child.key, key, at)
-            node, num_pages = child, num_pages + common
+        end = len(key) if end is None else end
+        while node is not None and at < end and (child := node.children.get(key[at : at + self._page_bytes])):
+            if not key.startswith(child.key, at, end):
+                return child, num_pages + self._common_pages(child.key, key, at, end)
+            node = child
+            num_pages += len(child.pages)
             at += len(child.key)
-            if common < len(child.pages):
-                break
         return node, num_pages
 
     def insert(
@@ -147,7 +149,7 @@ class RadixCache:
         """
         assert len(key) == len(pages) * self._page_bytes, "a page for every page of tokens"
         end = node.depth + len(pages)
-        node, at, out = self._walk(node, key)
+        node, at, out = self._walk(node, key, len(key))
         if at < len(key):
             there = at // self._page_bytes
             node = self._append(node, key[at:], pages[there:], rank)
@@ -260,29 +262,25 @@ class RadixCache:
             stack.extend(node.children.values())
         return out
 
-    def _walk(self, node: TreeNode, key: bytes) -> tuple[TreeNode, int, list[I32]]:
-        """Down from `node` along `key` as far as whole pages agree, splitting where they stop: the last node, the bytes of
-        `key` that were used, and the pages passed."""
+    def _walk(self, node: TreeNode, key: bytes, end: int) -> tuple[TreeNode, int, list[I32]]:
+        """Down from `node` along the first `end` bytes of `key` as far as whole pages agree, splitting where they stop: the last
+        node, the bytes that were used, and the pages passed."""
         self._clock += 1
         pages: list[I32] = []
         at = 0
-        while child := node.children.get(key[at : at + self._page_bytes]):
-            common = self._common_pages(child.key, key, at)
-            if common < len(child.pages):
-                child = self._split(child, common)
+        while at < end and (child := node.children.get(key[at : at + self._page_bytes])):
+            if not key.startswith(child.key, at, end):
+                child = self._split(child, self._common_pages(child.key, key, at, end))
             child.stamp = self._clock
             pages.append(child.pages)
             node = child
             at += len(child.key)
         return node, at, pages
 
-    def _common_pages(self, a: bytes, key: bytes, at: int) -> int:
-        """Whole pages that `a` and key[at:] share; the first one is known to be equal."""
-        b = key[at : at + len(a)]
-        if a == b:
-            return len(a) // self._page_bytes
-        n = min(len(a), len(b)) // TOKEN_BYTES
-        differ = np.frombuffer(a, np.int32, n) != np.frombuffer(b, np.int32, n)
+    def _common_pages(self, edge: bytes, key: bytes, at: int, end: int) -> int:
+        """Whole pages that `edge` and key[at:end] share, which is not the whole edge; the first one is known to be equal."""
+        n = min(len(edge), end - at) // TOKEN_BYTES
+        differ = np.frombuffer(edge, np.int32, n) != np.frombuffer(key, np.int32, n, at)
         first = int(differ.argmax()) if differ.any() else n
         return first * TOKEN_BYTES // self._page_bytes
 
