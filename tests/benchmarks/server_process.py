@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from services.local.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOTSTOCK = "{python} -m services.local --model {model} --port {port} --dtype bfloat16 --no-demo"
@@ -37,7 +38,7 @@ def server_command(template: str, model: Path, port: int) -> list[str]:
 def running_server(template: str, model: Path, log: Path, checkout: Path = ROOT) -> Iterator[str]:
     """The base URL of a server that is ready. checkout: whose code it runs. Raises ServerFailed. On leaving, no process of
     the server is left."""
-    port = free_port()
+    (port,) = free_ports(1)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         command = server_command(template, model, port)
@@ -48,13 +49,6 @@ def running_server(template: str, model: Path, log: Path, checkout: Path = ROOT)
             yield url
         finally:
             stop(process)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

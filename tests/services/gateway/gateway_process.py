@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,14 +12,10 @@ from typing import Any
 
 import httpx
 
+from services.local.ports import free_ports
 from tests.services.gateway.system import RawClient, System, wait_until
 
 START_S = 120.0  # a process that imports all of it on a busy machine
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Process:
@@ -28,8 +23,9 @@ class Process:
 
     def __init__(self, system: System, *flags: str, **ports: int) -> None:
         self.clients: list[RawClient] = []
-        self.port = ports.get("port") or free_port()
-        self.health_port = ports.get("health_port") or free_port()
+        port, health_port = free_ports(2)
+        self.port = ports.get("port") or port
+        self.health_port = ports.get("health_port") or health_port
         addresses = {"workers": system.workers, "detokenizers": system.detokenizers, "tokenizers": system.tokenizers}
         peers = [word for name, hosts in addresses.items() for word in (f"--{name}", ",".join(host.address for host in hosts))]
         command = [sys.executable, "-m", "services.gateway", "--port", str(self.port), "--health-port", str(self.health_port)]

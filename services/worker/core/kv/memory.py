@@ -79,6 +79,8 @@ class KVMemory:
         self._num_pins = 0
         self._enable_radix_cache = enable_radix_cache
         self._updates: list[tuple[I32, I32, I32, I32]] = []
+        self._runs: list[tuple[int, int, int]] = []  # slot, first and count of what was written after the updates
+        self._run_pages: list[I32] = []
 
     @property
     def num_available(self) -> int:
@@ -158,6 +160,7 @@ class KVMemory:
         firsts = self.slots.num_pages[slots]
         self.slots.page_table[slots, firsts] = pages
         self.slots.num_pages[slots] = firsts + 1
+        self._gather_runs()
         self._updates.append((slots, firsts, np.ones(len(slots), dtype=np.int32), pages))
 
     def publish(self, lease: Lease, key: bytes) -> None:
@@ -260,6 +263,7 @@ class KVMemory:
 
     def take_table_updates(self) -> PageTableUpdates:
         """What was written to page tables since the last call, in order."""
+        self._gather_runs()
         if not self._updates:
             return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
         if len(self._updates) == 1:
@@ -286,5 +290,13 @@ class KVMemory:
 
     def _record(self, slot: int, first: int, pages: I32) -> None:
         if len(pages):
-            one = np.array([[slot], [first], [len(pages)]], dtype=np.int32)
-            self._updates.append((one[0], one[1], one[2], pages))
+            self._runs.append((slot, first, len(pages)))
+            self._run_pages.append(pages)
+
+    def _gather_runs(self) -> None:
+        if self._runs:
+            slots, firsts, counts = (np.array(column, dtype=np.int32) for column in zip(*self._runs, strict=True))
+            pages = np.concatenate(self._run_pages) if len(self._run_pages) > 1 else self._run_pages[0]
+            self._updates.append((slots, firsts, counts, pages))
+            self._runs.clear()
+            self._run_pages.clear()
