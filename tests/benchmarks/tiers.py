@@ -14,6 +14,7 @@ kernel's cache can be dropped, and computed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -38,6 +39,7 @@ FIRSTS = 4  # prompts of which a turn's TTFT is the median
 VOCAB = 100_000  # of the tokens that prompts are of
 HOST_BYTES, FILE_BYTES = 2 << 30, 24 << 30
 FACT_S = 0.05  # that a turn waits at most for an operation to end
+SAID_PAIRS = 20  # after so many, what has come of them
 
 
 def tier_options(folder: Path) -> TierOptions:
@@ -85,10 +87,11 @@ def cost(args: argparse.Namespace, model: Path) -> None:
             "without": served(model, pages, None, args.threads, 512),
             "with": served(model, pages, Path(folder), args.threads, 512),
         }
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        firsts: dict[str, list[float]] = {name: [] for name in runs}
+        pairs = kept_pairs(args.keep)
+        slow: list[float] = []
         number = 0
         for turn in range(args.pairs + 1):
+            found: dict[str, tuple[float, float]] = {}
             for name in list(runs)[:: 1 if turn % 2 else -1]:
                 one = runs[name]
                 ids = [prompt(number + index, COST_TOKENS) for index in range(args.prompts + FIRSTS)]
@@ -96,17 +99,28 @@ def cost(args: argparse.Namespace, model: Path) -> None:
                 begun = time.perf_counter()
                 until_answered(one, [one.submit(each, max_new_tokens=args.num_out, top_logprobs=-1) for each in ids[FIRSTS:]])
                 took = time.perf_counter() - begun
-                first = median(ttft(one, each)[0] for each in ids[:FIRSTS])
-                if turn:  # the first one warms up
-                    times[name].append(took)
-                    firsts[name].append(first)
-        for what, found in (("requests a second", times), ("TTFT", firsts)):
-            ratios = [a / b for a, b in zip(found["without"], found["with"], strict=True)]
-            low, high = interval(ratios)
-            print(f"{what}, with tiers to without: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
-        print(f"tokens a second without: {args.prompts * (COST_TOKENS + args.num_out) / median(times['without']):.0f}")
+                found[name] = took, median(ttft(one, each)[0] for each in ids[:FIRSTS])
+            if turn:  # the first one warms up
+                slow.append(found["without"][0])
+                pairs.append((found["without"][0] / found["with"][0], found["without"][1] / found["with"][1]))
+                if args.keep:
+                    args.keep.write_text(json.dumps(pairs))
+                if turn % SAID_PAIRS == 0 or turn == args.pairs:
+                    say(pairs)
+        print(f"tokens a second without: {args.prompts * (COST_TOKENS + args.num_out) / median(slow):.0f}")
         stats = runs["with"].core.stats()
         print(f"with: {stats.backed_up_pages_total} pages copied, {stats.stored_pages_total} stored")
+
+
+def kept_pairs(file: Path | None) -> list[tuple[float, float]]:
+    """Ratios of requests a second and of TTFT."""
+    return [(both[0], both[1]) for both in json.loads(file.read_text())] if file and file.exists() else []
+
+
+def say(pairs: Sequence[tuple[float, float]]) -> None:
+    for what, ratios in zip(("requests a second", "TTFT"), zip(*pairs, strict=True), strict=True):
+        low, high = interval(ratios)
+        print(f"{what}, with tiers to without: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
 
 
 def fill(args: argparse.Namespace, model: Path, folder: Path) -> None:
@@ -169,6 +183,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--num-out", type=int, default=8, help="cost: tokens of each answer (8)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="cost: pairs go there, and those that are there are counted too"
+    )
     parser.add_argument("--folder", type=Path, help="for files; by default the system's own")
     parser.add_argument("--model", type=Path, help="as cpu_decode writes it; made where it is not given")
     args = parser.parse_args()
