@@ -43,11 +43,12 @@ AT_NIGHT = ("-ra", "--durations", "50", "--timeout", str(4 * 3600), "-p", "tests
 
 
 def groups(processes: int, night: bool) -> dict[str, list[str]]:
-    """Arguments of pytest by group's name. processes: each with a file at a time, in the order of tests/conftest.py; by day more
-    of them than that: tests of parts wait for something for a third of their time, and those from end to end for a tenth."""
+    """Arguments of pytest by group's name. processes: each with a file at a time (tests/spread.py), in the order of
+    tests/conftest.py; by day more of them than that: tests of parts wait for something for a third of their time, and those from
+    end to end for a tenth."""
     side_by_side = _spread(processes)
     if not night:
-        more = 0 if processes == 1 else 1
+        more = int(processes > 1)
         return {
             "by parts": ["tests", *_without("tests/e2e"), *_spread(processes + 2 * more)],
             "end to end, one at a time": [*CROWDED],
@@ -76,7 +77,7 @@ def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str,
 
 
 def _spread(processes: int) -> list[str]:
-    if processes == 1:
+    if processes <= 1:
         return []
     return ["-p", "tests.spread", "--numprocesses", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
 

@@ -1,17 +1,24 @@
-"""Free loopback ports for processes that are about to start."""
+"""Free loopback ports for processes that are about to start.
+
+Between a look and the start anybody may take a port that was free. Those who ask here do not take each other's: each process
+claims a block of ports, another one once these are used up, and keeps them as long as it lives.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import random
 import socket
+import threading
+from collections import deque
+from collections.abc import Collection
 
 HOST = "127.0.0.1"
 RANGE = range(10_000, 32_768)  # Linux gives outgoing connections 32768 and above
-BLOCKS = range(RANGE.start, RANGE.stop - 255, 256)  # of ports; the first one of each is whose claim it is
+BLOCKS = range(RANGE.start, RANGE.stop - 255, 256)  # each begins there
+_LOCK = threading.Lock()
 
 
 def is_taken(port: int) -> bool:
@@ -25,43 +32,54 @@ def is_taken(port: int) -> bool:
     return False
 
 
-class _Block:
-    """Ports of one process. claim: a socket on the port before them, which is the block's as long as it is open."""
+class _Ports:
+    """Those of one process. A claim is a socket of UDP on a block's first port, which stays free for TCP."""
 
-    def __init__(self, claim: socket.socket, ports: range) -> None:
-        self._claim = claim
-        self._num_ports = len(ports)
-        self._ports = itertools.cycle(ports)
+    def __init__(self) -> None:
+        self._claims: list[socket.socket] = []
+        self._ports: deque[int] = deque()  # what was given the longest ago, or never, comes first
 
-    def take(self, count: int) -> list[int]:
-        """In turn, so that what was given out comes again as late as it can."""
+    def take(self, count: int, besides: Collection[int]) -> list[int]:
         with contextlib.ExitStack() as held:
             found: list[int] = []
-            for port in itertools.islice(self._ports, self._num_ports):
+            tried = 0
+            while len(found) < count:
+                if tried == len(self._ports):
+                    self._claim_block()
+                port = self._ports.popleft()
+                self._ports.append(port)
+                tried += 1
                 with contextlib.suppress(OSError):  # somebody has it
-                    held.enter_context(contextlib.closing(socket.socket())).bind((HOST, port))
-                    found.append(port)
-                if len(found) == count:
-                    return found
-        raise RuntimeError(f"no {count} ports of {HOST} are free among {self._num_ports}")
+                    if port not in besides:
+                        held.enter_context(contextlib.closing(socket.socket())).bind((HOST, port))
+                        found.append(port)
+            return found
+
+    def _claim_block(self) -> None:
+        for first in random.sample(BLOCKS, len(BLOCKS)):
+            claim = socket.socket(type=socket.SOCK_DGRAM)
+            try:
+                claim.bind((HOST, first))
+            except OSError:
+                claim.close()
+            else:
+                self._claims.append(claim)
+                self._ports.extendleft(reversed(range(first, first + BLOCKS.step)))
+                return
+        raise RuntimeError(
+            f"no block of ports of {HOST} is to be had: {len(BLOCKS)} are claimed, by this process {len(self._claims)}"
+        )
 
 
 @functools.cache
-def _block_of(pid: int) -> _Block:
-    """Nobody else's while the process lives. Raises RuntimeError if all are claimed."""
-    for first in random.sample(BLOCKS, len(BLOCKS)):
-        claim = socket.socket()
-        try:
-            claim.bind((HOST, first))
-        except OSError:
-            claim.close()
-        else:
-            return _Block(claim, range(first + 1, first + BLOCKS.step))
-    raise RuntimeError(f"{len(BLOCKS)} processes have claimed all ports of {HOST} from {RANGE.start} to {RANGE.stop - 1}")
+def _ports_of(pid: int) -> _Ports:
+    """A child that was forked claims blocks of its own."""
+    return _Ports()
 
 
-def free_ports(count: int) -> list[int]:
-    """`count` different ports that were free a moment ago, none of which an outgoing connection is given by default: a server
-    that stops finds its port free again. No other process that asks here is given them while this one lives, and this one is
-    not before it was given all others of its block. Raises RuntimeError if there are not as many."""
-    return _block_of(os.getpid()).take(count)
+def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
+    """`count` different ports, none of them in `besides`, that were free a moment ago and that no outgoing connection is given by
+    default: a server that stops finds its port free again. No other process that asks here is given them while this one lives,
+    and this one gets them again as late as can be. Raises RuntimeError if there are not as many."""
+    with _LOCK:
+        return _ports_of(os.getpid()).take(count, besides)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.shared.index.cache_namespace import cache_namespace
 from services.worker.core.contracts.config import EvictionPolicy
@@ -11,7 +13,7 @@ from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.kv.cache_events import BLOCK_TOKENS
 from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.configured_memory import ORDERS
 from tests.core.harness import Engine, chained
 from tests.core.test_scheduler_basic import make
@@ -41,6 +43,21 @@ class Tree:
         while len(out) < count and (freed := self.cache.evict(1)):
             out += [pages.tolist() for pages in freed]
         return out
+
+
+@given(st.integers(-8, 28))
+def test_the_beginning_of_a_key_finds_what_it_would_alone(end: int) -> None:
+    """Of bytes: within a page, at an edge's end and inside the next edge, at the key's end and beyond."""
+    whole, alone = Tree(), Tree()
+    for tree in (whole, alone):
+        tree.put(1, 2, 3)
+        tree.put(1, 2, 3, 4, 5, 6)
+    asked = key(1, 2, 3, 4, 5)
+    beginning = asked[: max(end, 0)]
+    (found, pages), (wanted, count) = whole.cache.peek("", asked, end), alone.cache.peek("", beginning)
+    assert found and wanted and pages == count == min(max(end, 0) // TOKEN_BYTES, 5) and found.depth == wanted.depth
+    match, expected = whole.cache.match("", asked, end), alone.cache.match("", beginning)
+    assert match.pages.tolist() == expected.pages.tolist() == [1, 2, 3, 4, 5][:pages] and match.node.depth == pages
 
 
 class TestEviction:

@@ -514,7 +514,7 @@ class Host:
 
 def _bound(server: grpc.aio.Server, port: int) -> int:
     """port: 0 for a free one. Of those that were free a moment ago another process may have taken one since."""
-    for candidate in [port] if port else free_ports(5):
+    for _ in range(5):
         with suppress(RuntimeError):
-            return int(server.add_insecure_port(f"127.0.0.1:{candidate}"))
+            return int(server.add_insecure_port(f"127.0.0.1:{port or free_ports(1)[0]}"))
     raise RuntimeError(f"no port to be had: {port or 'any'}")

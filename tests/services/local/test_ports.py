@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 
-import pytest
-
 from services.local.ports import BLOCKS, free_ports, is_taken
 
+# Asks for so many ports as each argument says, the second time for none of the first ones, and lives until its stdin ends.
 ASKS = """
 import json, sys
 from services.local.ports import free_ports
-print(json.dumps(free_ports(100)), flush=True)
+given = [free_ports(int(count)) for count in sys.argv[1:]]
+print(json.dumps([*given, free_ports(300, besides=given[0])]), flush=True)
 sys.stdin.read()
 """
 
 
-def test_no_other_process_is_given_them_while_this_one_lives() -> None:
-    others = [subprocess.Popen([sys.executable, "-c", ASKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)]
-    given = [free_ports(100), *(json.loads(other.stdout.readline()) for other in others if other.stdout)]
-    blocks = [{(port - BLOCKS.start) // BLOCKS.step for port in ports} for ports in given]
-    assert len(set.union(*blocks)) == sum(map(len, blocks)) == 4, "a block for each"
-    claims = [BLOCKS[block] for each in blocks for block in each]
-    assert all(map(is_taken, claims)) and not any(is_taken(port) for ports in given for port in ports)
-    for other in others:
-        other.communicate()
-    assert [is_taken(claim) for claim in claims] == [True, False, False, False]
+def given_to(*counts: int, stack: contextlib.ExitStack) -> list[list[int]]:
+    """By ask, to a process that lives as long as the stack."""
+    command = [sys.executable, "-c", ASKS, *map(str, counts)]
+    asking = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    assert asking.stdin and asking.stdout
+    stack.callback(asking.stdin.close)
+    answer: list[list[int]] = json.loads(asking.stdout.readline())
+    return answer
 
 
-def test_what_was_given_comes_again_as_late_as_it_can() -> None:
-    first, second = free_ports(100), free_ports(100)
-    assert not set(first) & set(second)
-    assert set(free_ports(BLOCKS.step // 2)) & set(first), "the block is used up, and begins again"
-    with pytest.raises(RuntimeError, match="no 256 ports of"):
-        free_ports(BLOCKS.step)
+def blocks_of(asks: list[list[int]]) -> set[int]:
+    return {(port - BLOCKS.start) // BLOCKS.step for ports in asks for port in ports}
+
+
+def test_they_are_nobody_elses_and_come_again_as_late_as_can_be() -> None:
+    with contextlib.ExitStack() as stack:
+        others = [given_to(100, 100, 0, 100, stack=stack) for _ in range(3)]
+        blocks = [blocks_of(each) for each in [*others, [free_ports(100)]]]
+        assert len(set.union(*blocks)) == sum(map(len, blocks)) >= 7, "of its own, two for each that took 300 at once"
+        assert not any(is_taken(port) for each in others for ports in each for port in ports), "a claim listens on nothing"
+    for first, second, none, third, many in others:
+        assert len({*first, *second}) == 200 and none == []
+        assert len({*third} & {*first}) >= 44 and not {*third} & {*second}, "the block ends, and begins again"
+        assert len({*many}) == 300 and not {*many} & {*first}

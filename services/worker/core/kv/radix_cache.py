@@ -112,7 +112,7 @@ class RadixCache:
     def match(self, namespace: str, key: bytes, end: int | None = None) -> Match:
         """The longest cached prefix of `key`, or of its first `end` bytes, by whole pages. May split a node and touches recency;
         allocates no page."""
-        node, _, parts = self._walk(self.root(namespace), key, len(key) if end is None else end)
+        node, _, parts = self._walk(self.root(namespace), key, len(key) if end is None else min(end, len(key)))
         pages = _joined(parts)
         assert len(pages) == node.depth, "a path has as many pages as its end is deep"
         return Match(node, pages)
@@ -129,8 +129,8 @@ class RadixCache:
     def peek(self, namespace: str, key: bytes, end: int | None = None) -> tuple[TreeNode | None, int]:
         """The node where such a match would end, perhaps inside it, and the pages matched. Changes nothing."""
         node, num_pages, at = self._roots.get(namespace), 0, 0
-        end = len(key) if end is None else end
-        while node is not None and at < end and (child := node.children.get(key[at : at + self._page_bytes])):
+        end = len(key) if end is None else min(end, len(key))
+        while node is not None and at + self._page_bytes <= end and (child := node.children.get(key[at : at + self._page_bytes])):
             if not key.startswith(child.key, at, end):
                 return child, num_pages + self._common_pages(child.key, key, at, end)
             node = child
@@ -268,7 +268,7 @@ class RadixCache:
         self._clock += 1
         pages: list[I32] = []
         at = 0
-        while at < end and (child := node.children.get(key[at : at + self._page_bytes])):
+        while at + self._page_bytes <= end and (child := node.children.get(key[at : at + self._page_bytes])):
             if not key.startswith(child.key, at, end):
                 child = self._split(child, self._common_pages(child.key, key, at, end))
             child.stamp = self._clock
