@@ -88,6 +88,8 @@ LONG_FILES = {
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Several processes have one core: a thread of OpenMP that spins while it waits takes what others would compute with.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes: see services/local/__init__.py
 gc.disable()  # until the cases are collected: what imports and parameters make stays for good
 settings.register_profile("no test asserts on time", deadline=None)

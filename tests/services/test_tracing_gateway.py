@@ -128,7 +128,7 @@ def test_a_lost_worker_and_the_next_are_two_tries(collector: Collector) -> None:
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(5))  # type: ignore[misc]
         waiting = in_background(system, TRACED)
-        wait_until(lambda: any(host.servicer.steps_left == 0 for host in system.workers), "five tokens")
+        wait_until(lambda: system.has_tokens(5), "five tokens")
         first = next(host for host in system.workers if host.servicer.steps_left == 0)
         for host in system.workers:
             system.do(lambda host=host: host.servicer.allow(None if host is not first else 0))  # type: ignore[misc]

@@ -102,7 +102,7 @@ def lease_of(response: Response, key: str = "alice") -> str:
 
 def lose(store: RedisServer, response: Response) -> None:
     """As if its gateway had been stopped for long, and another one had taken its lease and died."""
-    store.client.set(lease_of(response), "another", px=300)
+    store.client.set(lease_of(response), "another", px=2000)
 
 
 def code_of(call: Any) -> tuple[int, str | None]:
@@ -201,13 +201,13 @@ def streamed_so_far(system: System, response: Response) -> list[Any]:
     """What the store has, through a connection that is closed again."""
     found = []
     url = system.url(f"/v1/responses/{response.id}?stream=true")
-    with httpx.stream("GET", url, headers={"x-api-key": "alice"}, timeout=0.5) as answer:
-        try:
+    try:
+        with httpx.stream("GET", url, headers={"x-api-key": "alice"}, timeout=0.5) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     found.append(type("Event", (), json.loads(line[6:])))
-        except httpx.ReadTimeout:
-            return found
+    except httpx.ReadTimeout:
+        return found
     return found
 
 

@@ -46,7 +46,7 @@ def test_an_answer_goes_on_only_where_its_weights_are() -> None:
         (pool,) = system.gateway.dispatcher.fleet.pools.values()
         assert pool.model.revision == "old", "blocks are named by what most workers have"
         system.allow(5)
-        wait_until(lambda: all(host.servicer.steps_left == 0 for host in system.workers), "five tokens")
+        wait_until(lambda: system.has_tokens(5), "five tokens of each")
         system.call(system.workers[0].stop())
         wait_until(lambda: len(system.workers[2].servicer.submits) == 2, "the move")
         system.allow(None)

@@ -44,7 +44,7 @@ class TestWorker:
     def test_resubmits_what_the_client_has_nothing_of(self, system: System) -> None:
         system.do(lambda: system.worker.allow(5))
         whole = Pending(system)
-        wait_until(lambda: system.worker.steps_left == 0, "five tokens")
+        wait_until(lambda: system.has_tokens(5), "five tokens")
         system.call(system.workers[0].stop())
         wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the break")
         system.do(lambda: system.worker.allow(None))
@@ -105,7 +105,8 @@ class TestWorker:
         assert len(system.worker.submits) == 4
 
     def test_waits_for_a_worker_then_503(self) -> None:
-        with System(down=("worker",), queue_timeout_s=0.2) as system:
+        with System(down=("worker",), queue_timeout_s=1.0) as system:
+            wait_until(lambda: system.gateway.tokenizer.connected() == 1, "the tokenizer")
             answer = system.chat()
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "no_worker"
@@ -243,7 +244,8 @@ class TestDetokenizer:
         assert system.chat().status_code == 200
 
     def test_none_for_too_long(self) -> None:
-        with System(down=("detokenizer",), queue_timeout_s=0.2) as system:
+        with System(down=("detokenizer",), queue_timeout_s=1.0) as system:
+            wait_until(lambda: system.gateway.tokenizer.connected() == system.gateway.dispatcher.connected() == 1, "all others")
             answer = system.chat()
             assert answer.status_code == 503 and "detokenizer" in answer.json()["error"]["message"]
             wait_until(lambda: not system.worker.running, "the abort")
@@ -331,7 +333,7 @@ def test_too_many_requests() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_request_timeout(stream: bool) -> None:
-    with System(request_timeout_s=0.3) as system:
+    with System(request_timeout_s=1.5) as system:
         system.do(lambda: system.worker.allow(0))
         assert system.chat(stream=stream).status_code == 504
         wait_until(lambda: not system.worker.running, "the abort")

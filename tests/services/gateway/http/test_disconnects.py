@@ -91,8 +91,7 @@ def test_in_the_middle(system: System, stream: bool) -> None:
     if stream:
         client.read_until(b'l"}')  # alone, or with letters before it where the detokenizer was behind
         wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
-    choices = system.gateway.dispatcher._placements
-    wait_until(lambda: system.worker.steps_left == 0 and all(len(each.output.ids) == 4 for each in list(choices)), "the steps")
+    wait_until(lambda: system.has_tokens(4), "the steps")
     client.vanish()
     assert has_ended(system, "streaming")
     wait_until(lambda: not system.worker.running and not system.detokenizer.open, "the aborts")

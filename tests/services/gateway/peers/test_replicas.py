@@ -289,7 +289,7 @@ class TestDetokenizers:
         async def test() -> None:
             async with replicas() as servers:
                 one, two = await servers.start(Detokenizer("one")), await servers.start(Detokenizer("two"))
-                pool = detok_pool(wait_s=0.4)
+                pool = detok_pool(wait_s=2.0)
                 async with running(pool.run):
                     pool.set_endpoints({one: True})
                     await eventually(lambda: pool.connected("one") == 1)
@@ -425,13 +425,13 @@ class TestTokenizers:
         async def test() -> None:
             async with replicas() as servers:
                 slow = Tokenizer()
-                client = tokenizer_client(timeout_s=1.0)
+                client = tokenizer_client(timeout_s=4.0)
                 async with running(client.run):
                     client.set_endpoints({(await servers.start(slow)): True})
                     await eventually(lambda: client.connected() == 1)
                     slow.gate.clear()
                     call = asyncio.create_task(encode(client))
-                    await asyncio.sleep(0.7)
+                    await asyncio.sleep(1.5)
                     slow.gate.set()
                     assert await call == ids_of("hi") and len(slow.calls) == 1
 

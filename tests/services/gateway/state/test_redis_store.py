@@ -97,6 +97,7 @@ def test_what_nobody_uses_ends_and_is_counted_no_more(empty: RedisServer) -> Non
 def test_what_was_acknowledged_outlives_a_kill(empty: RedisServer) -> None:
     async def fill(store: RedisStore) -> None:
         assert all([await store.put(ALICE, str(number), b"%d" % number) for number in range(50)])
+        await asyncio.to_thread(empty.wait_until_written)
         empty.kill()
         with pytest.raises(StoreAway):
             await store.get(ALICE, ["1"])

@@ -23,7 +23,7 @@ from tests.services.worker.control.demo_prompt import DEMO, counting
 
 PAGES, PAGE_SIZE, TOKEN_BYTES = 4096, 16, 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, head size, float32
 PROMPTS, WRITTEN_MIB = (4, 30) if NIGHTLY else (2, 15)  # of 2,000 tokens each; what they fill at least
-GUARD_S = 60.0
+GUARD_S = 180.0
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,7 @@ def test_a_deletion_that_is_not_done_is_not_said_to_be(
 ) -> None:
     async def run() -> tuple[grpc.StatusCode, str]:
         async with control(FakeLoop(executor=FakeExecutor(deleted=deleted))) as stub:
-            return await status_of(stub.FlushCache(pb.FlushCacheRequest(cache_salt="a"), timeout=1.0))
+            return await status_of(stub.FlushCache(pb.FlushCacheRequest(cache_salt="a"), timeout=4.0))
 
     found, details = asyncio.run(run())
     assert found is code and words in details
