@@ -173,7 +173,7 @@ def test_one_that_is_away_is_left_in_peace_and_looked_at_anew(server: RedisServe
 
 def test_after_a_read_that_failed_what_was_asked_is_told_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked has taken the page to be gone."""
-    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it = store(server, clock)
     write(it, keys(1, 2))
@@ -191,7 +191,7 @@ def test_who_comes_to_a_full_one_reads_it(server: RedisServer) -> None:
 
 
 def test_what_is_cleared_while_it_is_away_does_not_come_back(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it, other = store(server, clock), store(server)
     write(it, keys(1, 2))
@@ -293,7 +293,7 @@ def test_what_is_older_goes_by_when_it_was_written_and_not_read(server: RedisSer
 def test_what_is_to_be_deleted_while_it_is_away_is_said_and_done_later(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, which: Selection
 ) -> None:
-    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
     clock = Hours()
     it, other = store(server, clock), store(server)
     write(it, keys(1, 2, tag=A))

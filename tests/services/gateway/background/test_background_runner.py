@@ -68,9 +68,9 @@ async def unread(owner: str, response_id: str) -> bytes:
 class Gateway:
     """A runner and what it has taken, in the order in which it has."""
 
-    def __init__(self, server: RedisServer, store: type[BackgroundStore] = BackgroundStore) -> None:
+    def __init__(self, server: RedisServer, store: type[BackgroundStore] = BackgroundStore, lease_s: float = LEASE_S) -> None:
         self.redis = StateRedis(server.url, 0.1)
-        self.store = store(self.redis, LEASE_S, BackgroundLimits(600, 60, 100, 1 << 20, 100))
+        self.store = store(self.redis, lease_s, BackgroundLimits(600, 60, 100, 1 << 20, 100))
         self.taken: list[str] = []
         metrics = GatewayMetrics(CollectorRegistry())
         self.runner = BackgroundRunner(self.store, self._take, unread, 100, lambda: True, 1, metrics)
@@ -126,15 +126,16 @@ def test_a_store_that_was_away_for_longer_than_a_lease_moves_nothing(server: Red
 
     async def run() -> None:
         server.client.flushall()
-        one, other = Gateway(server), Gateway(server)
+        one, other = (Gateway(server, lease_s=3.0) for _ in range(2))
         works = [await one.put("resp_a"), await one.put("resp_b")]
         held = {work.lease: work.order for work in works}
         running = asyncio.create_task(other.runner.run())
         await until(lambda: other.runner._runs == {} and not running.done())
+        server.client.delete(*(work.lease.key for work in works))  # they have run out in the meantime
+        server.wait_until_written()
         server.kill()
-        await asyncio.sleep(2 * LEASE_S)
         await asyncio.to_thread(server.start)
-        await asyncio.sleep(LEASE_S / 2)
+        await asyncio.sleep(0.5)
         assert other.taken == [] and await one.store.keep(held) == []
         await one.store.leave(works[0].lease, ALICE, "resp_a")
         await until(lambda: other.taken == ["resp_a"])

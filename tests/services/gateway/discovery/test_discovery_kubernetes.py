@@ -286,13 +286,13 @@ def test_what_changes_nothing_is_not_told(server: ApiServer) -> None:
 
 def test_the_next_watch_goes_on_where_the_last_one_ended(server: ApiServer) -> None:
     async def run() -> None:
-        async with following(server, watch_s=1.0) as heard:
+        async with following(server, watch_s=3.0) as heard:
             await heard.until({})
             server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
             await heard.until({"10.0.0.1:7001": True})
             server.say({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "40"}}})
             server.version = 41
-            await eventually(lambda: len(server.watches()) == 2)
+            await eventually(lambda: len(server.watches()) >= 2)
             assert server.watches()[1]["resourceVersion"] == "40"
             assert server.lists() == 1 and heard.told[-1] == {"10.0.0.1:7001": True}
 

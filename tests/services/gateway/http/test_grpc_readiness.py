@@ -75,7 +75,7 @@ def told(client: httpx.Client) -> tuple[int, list[str], str | None]:
 
 def test_a_balancer_is_told_before_the_port_closes() -> None:
     port, health_port = free_ports(2)
-    with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "3", "--queue-timeout-s", "2") as process:
+    with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "7", "--queue-timeout-s", "5") as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
         with httpx.Client(base_url=f"http://{HOST}:{port}") as client:
             assert told(client) == (200, [], None)

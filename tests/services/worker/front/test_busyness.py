@@ -61,7 +61,7 @@ def test_it_counts_requests_of_this_stream_and_of_all() -> None:
 
 def test_a_step_that_takes_long_keeps_nobody_from_hearing() -> None:
     async def check() -> None:
-        async with serving(step_s=0.5, gap_s=0.02, beat_s=0.1) as worker:
+        async with serving(step_s=2.0, gap_s=0.02, beat_s=0.1) as worker:
             front = FrontEnd(worker.stub)
             await front.hello()
             await front.send(submit(1, max_new_tokens=2))
