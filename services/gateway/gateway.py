@@ -264,7 +264,7 @@ class Gateway:
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """No new connections; responses in the background go on elsewhere; requests in flight get grace_s; what is left then ends
         with an error, and lines of batches go on elsewhere."""
-        self._http.should_exit = True
+        self._http.stop()
         works = [work.drain() for work in (self._background, self._work) if work is not None]
         lines = asyncio.ensure_future(asyncio.gather(*works))
         await asyncio.wait((serving, lines), timeout=self._settings.grace_s)

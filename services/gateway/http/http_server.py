@@ -21,6 +21,8 @@ from services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048
 TURNS = 2  # of the event loop: each accepts all that wait
+TICK_S = 1.0  # the Date header's age at most
+POLL_S = 0.01  # at connections that are to close
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ class CannotListen(Exception):
 
 
 class HttpServer(uvicorn.Server):
-    """Stops when `should_exit` is set, not by signal: the process has one owner of signals.
+    """Stops by stop(), not by signal: the process has one owner of signals.
 
     Who has connected before that is answered: closing a listener would reset whoever waits to be accepted, and uvicorn closes
-    a connection whose first request is still on its way.
+    a connection whose first request is still on its way. Neither the stop nor the end of the last connection waits for a tick of
+    uvicorn's.
     """
 
     def __init__(self, config: uvicorn.Config, options: HttpOptions, table: ConnectionTable) -> None:
@@ -56,6 +59,11 @@ class HttpServer(uvicorn.Server):
         self._tls = options.tls
         self._table = table
         self._handshake_s = options.head_s
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
 
     def close_after_answers(self) -> None:
         """Each answer that begins from now on says that its connection ends with it."""
@@ -76,6 +84,12 @@ class HttpServer(uvicorn.Server):
         ]
         self.started = True
 
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._stopping.wait()
+
     def _make_connection(self) -> asyncio.Protocol:
         protocol = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
         return protocol(config=self.config, server_state=self.server_state, app_state={})
@@ -87,8 +101,15 @@ class HttpServer(uvicorn.Server):
             server.close()
         deadline = time.monotonic() + self._first_request_s
         while self._expects_first_requests() and not self.force_exit and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        await super().shutdown(sockets)
+            await asyncio.sleep(POLL_S)
+        for sock in sockets or ():
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while (self.server_state.connections or self.server_state.tasks) and not self.force_exit:
+            await asyncio.sleep(POLL_S)
+        for server in self.servers:
+            await server.wait_closed()
 
     def _expects_first_requests(self) -> bool:
         open_connections = self.server_state.connections

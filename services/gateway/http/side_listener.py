@@ -22,7 +22,7 @@ async def served_beside(app: ASGIApp, host: str, port: int) -> AsyncIterator[Non
     try:
         yield
     finally:
-        server.should_exit = True
+        server.stop()
         await asyncio.wait((serving,), timeout=CLOSE_S)
         server.force_exit = True
         serving.cancel()

@@ -109,7 +109,7 @@ async def running(options: HttpOptions) -> AsyncIterator[Server]:
     finally:
         used.close()
         app.go.set()
-        server.should_exit = True
+        server.stop()
         await asyncio.wait_for(task, WAIT_S)
 
 

@@ -28,7 +28,7 @@ def serving(use: Use, first_request_s: float = 30.0) -> None:
         while not server.started:
             await asyncio.sleep(0.001)
         await use(server, listener, address)
-        server.should_exit = True
+        server.stop()
         await asyncio.wait_for(running, 30)
 
     uvloop.run(run())

@@ -55,7 +55,7 @@ def serving(files: TlsFiles, use: Callable[[int], object], head_s: float = 20.0)
         task = asyncio.create_task(server.serve([listener]))
         async with asyncio.timeout(30):
             await use(listener.getsockname()[1])  # type: ignore[misc]
-        server.should_exit = True
+        server.stop()
         await task
 
     uvloop.run(run())
