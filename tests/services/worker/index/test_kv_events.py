@@ -621,7 +621,7 @@ def test_a_worker_process_that_was_killed_tells_what_its_files_hold(server: Redi
             await call.write(worker_pb2.GenerateRequest(submits=[submit]))
             await until(lambda: there(info.generation, BlockTier.DEVICE) == names, seconds=30)
             await until(lambda: not asks or is_stored(), seconds=30)
-            assert not there(info.generation, BlockTier.STORAGE)
+            await until(lambda: not there(info.generation, BlockTier.STORAGE), seconds=30)  # one set is written after the other
             call.cancel()
         processes[-1].kill()
         await asyncio.to_thread(processes[-1].wait)
