@@ -44,8 +44,8 @@ AT_NIGHT = ("-ra", "--durations", "50", "--timeout", str(4 * 3600), "-p", "tests
 
 def groups(processes: int, night: bool) -> dict[str, list[str]]:
     """Arguments of pytest by group's name. processes: each with a file at a time (tests/spread.py), in the order of
-    tests/conftest.py; by day more of them than that: tests of parts wait for something for a third of their time, and those from
-    end to end for a tenth."""
+    tests/conftest.py; by day more of them than that: three on two cores left a fifth of these idle with tests of parts, and less
+    than a tenth with those from end to end."""
     side_by_side = _spread(processes)
     if not night:
         more = int(processes > 1)

@@ -33,7 +33,12 @@ async def run(settings: LocalSettings) -> int:
         print(f"port {settings.port} is taken (another `make run`?); choose another one: make run PORT={settings.port + 1}")
         return 1
     model_path = model_folder(settings.model)
-    started = parts(settings, model_path, free_ports(num_ports(settings), {settings.port, settings.admin_port}))
+    try:
+        ports = free_ports(num_ports(settings), {settings.port, settings.admin_port})
+    except RuntimeError as error:
+        print(f"cannot serve: {error}", file=sys.stderr)
+        return 1
+    started = parts(settings, model_path, ports)
     if settings.state_dir:
         state_folder(settings).mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))

@@ -35,13 +35,15 @@ def gateway(whole: bool = True) -> Iterator[str]:
 
     listener = bind(HOST, 0)
     server = build(app, HttpOptions(head_s=HEAD_S))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()
     try:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(server.stop)
         thread.join()
+        loop.close()
 
 
 def test_a_slow_look_for_gateways_holds_nobody_up() -> None:

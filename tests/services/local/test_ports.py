@@ -9,7 +9,7 @@ import sys
 
 from services.local.ports import BLOCKS, free_ports, is_taken
 
-# Asks for so many ports as each argument says, the second time for none of the first ones, and lives until its stdin ends.
+# Asks for so many ports as each argument says, then for 300 that are none of the first ones, and lives until its stdin ends.
 ASKS = """
 import json, sys
 from services.local.ports import free_ports
