@@ -7,12 +7,16 @@ and the tensors' addresses are fixed. Columns are int32 unless said otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from kernels.contracts.ops import Kernels, RaggedRows
+
+BringPieces = Callable[[Tensor, Tensor, Tensor], None]
+"""Pieces of rows into pools, by addresses: see kernels/triton/page_pieces.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class TestWhetherItPays:
         check_run(engine)
 
     def test_what_is_sooner_computed_is_not_read_until_that_was_refused_often(self) -> None:
-        engine = roomy(page_bytes=20 * MIB)
+        engine = roomy(page_bytes=20 * MIB, page_moved_s=1e-3)
         ask(engine, 0, prompt(0))
         computing_takes(engine, 5e-4)
         read_at = 0

@@ -26,7 +26,9 @@ from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.eager_cost import graph_limits
 from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.loading import load_model
+from services.worker.exec.pools.arrivals import LayerGroups
 from services.worker.exec.sampling import sampler as device_sampler
+from services.worker.exec.streams.host_streams import HostArrival
 from services.worker.exec.streams.readback import Readback
 from tests.all_pairs import each_value
 from tests.exec.device_doubles import (
@@ -204,6 +206,37 @@ def test_batches_beyond_the_largest_graph_and_between_sizes(device: Device, cpu:
         before = device.graphs.replays
         assert same(run_all(Guarded(device), mine, 6), run_all(Driver(cpu, PAGE_SIZE), theirs, 6))
         assert (device.graphs.replays > before) == (count <= 8)
+
+
+class Coming(HostArrival):
+    """With all groups on their way."""
+
+    def __init__(self, device: Device, groups: int, waits: list[tuple[int, int]]) -> None:
+        super().__init__(groups)
+        self._device, self._waits = device, waits
+
+    def wait(self, group: int) -> None:
+        self._waits.append((group, self._device.graphs.replays))
+
+
+@of_one_model
+def test_a_graph_waits_for_all_that_comes_into_a_page_that_it_is_the_first_to_name(device: Device) -> None:
+    """Its layers wait for nobody, and what comes may be for somebody who has left. A step without graph waits layer by layer."""
+    driver, waits, sequence = Guarded(device), list[tuple[int, int]](), Sequence([1, 2, 3], 1, greedy())
+    runner = device.executor.runner
+    layers = len(runner.passes.pool.keys)
+    for page in (0, 1):
+        runner._arrivals.add(i32([page]), LayerGroups.for_pools([layers]), Coming(device, layers, waits))
+    before = device.graphs.replays
+    driver.prefill([sequence])
+    assert waits == [(layer, before) for layer in range(layers)]
+    driver.step([(sequence, 1)])
+    assert len(waits) == layers and device.graphs.replays > before, "its page is not named anew"
+    before = device.graphs.replays
+    driver.step([(sequence, 1)])
+    assert waits[layers:] == [(layers - 1, before)] and device.graphs.replays > before
+    driver.step([(sequence, 1)])
+    assert len(waits) == layers + 1
 
 
 def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:

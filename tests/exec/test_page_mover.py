@@ -31,6 +31,7 @@ from services.worker.core.contracts.transfers import (
 )
 from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
 from services.worker.exec.kernel_set import copies
+from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.tiers import page_mover
@@ -50,13 +51,14 @@ class Moving:
     def __init__(self, folder: Path) -> None:
         shapes = [(PAGES, 2, 4, 8), (PAGES, 2, 4, 6)], [(PAGES, 1, 4, 16), (PAGES, 1, 4, 16)]
         made = [[torch.randn(shape) for shape in layer] for layer in shapes]
-        self.pool = KVPool(tuple(layer[0] for layer in made), tuple(layer[1] for layer in made))
+        self.arrivals = Arrivals()
+        self.pool = KVPool(tuple(layer[0] for layer in made), tuple(layer[1] for layer in made), self.arrivals)
         self.streams = HostStreams(1)
         self.copier = PageCopier([self.pool], copies("auto", torch.device("cpu")))
         self.host = torch.zeros((HOST_PAGES, self.copier.page_bytes), dtype=torch.uint8)
         self.store = SegmentStore(folder, self.copier.page_bytes, 1 << 24)
         self.woken = threading.Semaphore(0)
-        self.mover = PageMover(self.streams, lambda: self.copier, self.host, self.store)
+        self.mover = PageMover(self.streams, lambda: self.copier, self.arrivals, self.host, self.store)
         self.mover.on_fact = self.woken.release
 
     def page(self, number: int) -> list[bytes]:
@@ -274,7 +276,7 @@ class TestOtherWorkers:
         """In place of what the mover has: nothing else reads from other workers."""
         peers = Elsewhere()
         moving.mover.close()
-        moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.host, None, peers)
+        moving.mover = PageMover(moving.streams, lambda: moving.copier, moving.arrivals, moving.host, None, peers)
         moving.mover.on_fact = moving.woken.release
         yield peers
 
@@ -322,7 +324,7 @@ class TestOtherWorkers:
 
 
 def test_whoever_serves_pages_reads_what_the_pool_has(moving: Moving) -> None:
-    read = PoolReader(torch.device("cpu"), lambda: moving.copier)
+    read = PoolReader(torch.device("cpu"), lambda: moving.copier, moving.arrivals)
     found = bytearray(2 * moving.copier.page_bytes)
     read(np.array([4, 1], dtype=np.int32), memoryview(found))
     assert found == b"".join(moving.page(4)) + b"".join(moving.page(1))
@@ -349,7 +351,7 @@ def test_at_the_start_it_says_which_blocks_the_files_are_of(tmp_path: Path) -> N
         made.mover.close()
         made.store = SegmentStore(tmp_path / "pages", made.copier.page_bytes, 1 << 24)
         log = BlockLog(tmp_path / "blocks", b"", made.store.keys)
-        made.mover = PageMover(made.streams, lambda: made.copier, made.host, made.store, log=log)
+        made.mover = PageMover(made.streams, lambda: made.copier, made.arrivals, made.host, made.store, log=log)
         made.mover.on_fact = made.woken.release
         return made, made.mover.facts()
 

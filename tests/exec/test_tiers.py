@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,10 @@ from services.worker.control.flush import flush, parse
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.transfers import PageOperation, Tier
 from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.pools import layer_loads
+from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
+from tests.exec.draft_folders import write_eagle3
 from tests.exec.peers.rooms import until
 from tests.exec.tier_prompts import POOL_PAGES, PROMPT_TOKENS, came_from, options, prompt
 from tests.exec.tiered import DEADLINE_S, PAGE_SIZE, SECRET, Served, build
@@ -106,6 +111,58 @@ def test_from_what_another_worker_has_stored_while_both_run(folder: Path, plain:
         second.close()
 
 
+def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
+    """before: called ahead of each group of layers that is brought."""
+    bringing = PageCopier.bringing
+
+    def slow(self: PageCopier, rows: Any, pages: Any) -> Callable[[int], None]:
+        bring = bringing(self, rows, pages)
+
+        def later(group: int) -> None:
+            before(group)
+            bring(group)
+
+        return later
+
+    monkeypatch.setattr(PageCopier, "bringing", slow)
+
+
+@pytest.mark.parametrize("drafts", ["", "ngram", "eagle3"])
+def test_from_the_host_while_later_layers_are_on_their_way(
+    folder: Path, plain: Served, tmp_path: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first come when a step asks for layers, so that nobody would go on who waited for all of them."""
+    more: dict[str, Any] = {"max_drafts": 2, "speculative_algorithm": drafts} if drafts else {}
+    if drafts == "eagle3":
+        write_eagle3(tmp_path / "head", folder, 90)
+        more["draft_model"] = str(tmp_path / "head")
+    served = Served(*build(folder, 40, options(), **more))  # room for what is loaded at once beside what is kept
+    for number in range(4):
+        served.ask(prompt(number), seed=number)
+    mover, arrivals = served.executor._mover, served.executor.runner._arrivals
+    assert mover is not None
+    asked = threading.Semaphore(0)
+
+    def before(group: int) -> None:
+        assert not group or asked.acquire(timeout=DEADLINE_S), "no step asks for a layer"
+
+    def wait(layer: int, ask: Callable[[int], None] = arrivals.wait) -> None:
+        if arrivals._awaited:
+            asked.release()
+        ask(layer)
+
+    slowly(monkeypatch, before)
+    monkeypatch.setattr(arrivals, "wait", wait)
+    mover._loads._bytes_s = 1e18
+    for number in range(4):
+        answer = served.ask(prompt(number), seed=number)
+        assert answer.bits == plain.ask(prompt(number), seed=number).bits
+        assert came_from(answer, Tier.HOST)
+        mover._loads._bytes_s = 1e18
+    assert served.core.stats().failed_operations_total == 0
+    served.close()
+
+
 SCHEDULES = 60 if NIGHTLY else 4
 
 
@@ -125,6 +182,8 @@ def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_co
         return move(operation)
 
     monkeypatch.setattr(mover, "_move", late)
+    monkeypatch.setattr(layer_loads, "LEFT_S", seed % 2 * DEADLINE_S)  # loads are told of at their ends, or at once
+    slowly(monkeypatch, lambda _: time.sleep(rng.choice((0.0, 0.0, 0.002, 0.02))))
     asked: dict[int, tuple[int, int]] = {}
     for _ in range(14):
         number, length = rng.randrange(3), rng.choice((60, 120, PROMPT_TOKENS))

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from kernels.contracts.step_ops import BringPieces
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
 from services.worker.exec.attention.choose import choose_attention
@@ -24,12 +25,13 @@ from services.worker.exec.contracts.peer_pages import RoomServer
 from services.worker.exec.device import device_of, load_target, streams_of
 from services.worker.exec.eager_cost import graph_limits, measured_eager_cost
 from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.kernel_set import KernelSet, copies, sample_kernels
+from services.worker.exec.kernel_set import KernelSet, bring_pieces, copies, sample_kernels
 from services.worker.exec.loading import load_again, load_model
 from services.worker.exec.memory_parts import MemoryParts, NoModel
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.pools import kv_pool
+from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.embedding_pool import EmbeddingPool
 from services.worker.exec.pools.host_memory import free_memory
 from services.worker.exec.pools.kv_pool import KVPool, LayerKV, PoolTooSmall, kv_pool_tokens
@@ -180,6 +182,7 @@ class _Assembly:
         self._parts = parts or DeviceParts()
         self._device = device_of(options.device)
         _sum_in_float32()
+        self._arrivals = Arrivals()
         self._streams = self._parts.streams or streams_of(self._device, options.num_threads)
         vocab_size = int(loaded.config.vocab_size)
         rows = min(max_slots, EDITED_ROWS)
@@ -233,6 +236,7 @@ class _Assembly:
             reclaim=partial(return_cached, device),
             max_tokens=self._largest,
             max_wanted=self._wanted,
+            arrivals=self._arrivals,
             cut_rows=not self._loaded.is_encoder,
         )
 
@@ -269,8 +273,9 @@ class _Assembly:
     def _pool(self, pages: int, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
         """layers: None for the model's. On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
         with self._device:  # for kernels that allocate on torch's default device
-            kept = self._loaded.layers if layers is None else layers
-            pool = kv_pool.allocate(kept, pages, self._page_size, self._loaded.dtype, self._kernels.layers)
+            kept, first = (self._loaded.layers, 0) if layers is None else (layers, len(self._loaded.layers))
+            size, dtype = self._page_size, self._loaded.dtype
+            pool = kv_pool.allocate(kept, pages, size, dtype, self._kernels.layers, self._arrivals, first)
         if self._device.type == "cuda":
             for each in (*pool.keys, *pool.values):
                 each.zero_()
@@ -369,14 +374,14 @@ class _Assembly:
         if not self._keeps_kv or (options is None and open_reader is None):
             return None, 0
         reader = None if open_reader is None else open_reader(layout.encode(), self._copier().page_bytes)
-        return make_mover(options, pages, self._copier, layout, self._streams, self._progress, reader)
+        return make_mover(options, pages, self._copier, self._arrivals, layout, self._streams, self._progress, reader)
 
     def room_server(self, layout: str) -> RoomServer | None:
         """What lets other workers read here. Raises ValueError."""
         peers = self._options.peers
         if peers is None or peers.open_server is None or not self._keeps_kv:
             return None
-        read_pages = PoolReader(self._streams.device, self._copier)
+        read_pages = PoolReader(self._streams.device, self._copier, self._arrivals)
         return peers.open_server(layout.encode(), self._copier().page_bytes, read_pages)
 
     @property
@@ -385,11 +390,15 @@ class _Assembly:
 
     def _copier(self) -> PageCopier:
         """Of the pools as they are: they may be made anew."""
-        return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies)
+        return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies, self._bring_pieces)
 
     @cached_property
     def _copies(self) -> PieceCopies | None:
         return copies(self._options.kernels, self._device)
+
+    @cached_property
+    def _bring_pieces(self) -> BringPieces | None:
+        return bring_pieces(self._options.kernels, self._device)
 
     def _drafted_steps(self) -> DraftedSteps:
         passes, drafting = self.runner.passes, self._drafting

@@ -63,6 +63,8 @@ class DeviceExecutor:
         self.on_lost = on_lost
         self._mover, self._server = mover, server
         self._lost = False
+        if mover is not None:
+            mover.on_lost = self._lose
         on_gpu = self._streams.device.type == "cuda"
         self._profile = StepProfile((ProfilerActivity.CPU, ProfilerActivity.CUDA) if on_gpu else (ProfilerActivity.CPU,))
         self._operator = Operator(self._profile, memory)
@@ -131,6 +133,8 @@ class DeviceExecutor:
         if isinstance(operation, ReleaseMemory) and self._server is not None:
             self._server.shut_all()  # nobody reads memory that is gone
         try:
+            if self._mover is not None:
+                self._mover.settle()  # into pages that may be given back
             self._streams.collect(partial(self._operate, operation))()
         except OperationRefused:
             raise
@@ -191,9 +195,13 @@ class DeviceExecutor:
         try:
             self._streams.synchronize()
         except Exception as failure:  # whatever the driver raises: there is no device to go on with
-            self._lost = True
-            self.on_lost(f"the device does not answer any more: {failure}")
+            self._lose(f"the device does not answer any more: {failure}")
         return not self._lost
+
+    def _lose(self, sentence: str) -> None:
+        if not self._lost:
+            self._lost = True
+            self.on_lost(sentence)
 
 
 def _own(run: Run) -> DeviceRun:

@@ -18,7 +18,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits, step_reread
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
 from services.worker.core.contracts.rooms import OpenRoom, RoomEvents, RoomLeft, proof
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.contracts.transfers import Deleted, Fact, OperationKind, PageOperation, Pull
+from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Deleted, Fact, OperationKind, PageOperation, Pull
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import (
     DeleteStored,
@@ -32,6 +32,7 @@ from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Gue
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4
+LEFT_S = 0.02  # see exec/pools/layer_loads.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,9 @@ class FakeExecutor:
         self.left_rooms: list[RoomLeft] = []  # that readers have left
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
+        self._landing: list[tuple[float, PageOperation, int]] = []  # loads that were told of: when they are over, pages that come
+        self._loaded: list[Fact] = []  # of those that are over
+        self.told_ahead_s = LEFT_S
         self._params: dict[int, SamplingParams] = {}
         self._predictions: dict[int, tuple[int, I32]] = {}  # by slot, where its output begins, and what is said of it
         self.fail_steps: set[int] = set()
@@ -157,6 +161,7 @@ class FakeExecutor:
 
     def forward(self, plan: BatchPlan) -> FakeRun:
         assert len(plan.starts) == len(plan.num_tokens) == len(plan.sample) == plan.num_rows, "columns of one length"
+        self._busy_until = max(self._busy_until, self._land(plan.table_pages))
         self._apply_table(plan)
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
@@ -234,7 +239,8 @@ class FakeExecutor:
         return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        """Each takes the time of its bytes, one after another, and moves nothing before it is over."""
+        """Each takes the time of its bytes, one after another, and moves nothing before it is over. Of a load the fact comes
+        told_ahead_s before that: a step whose tables are the first to have a page of it waits for the whole."""
         for operation in operations:
             begin = max(self._moving_until, self._busy_until, self._clock())
             self._moving_until = begin + self._time.per_page_moved * len(operation.keys)
@@ -243,7 +249,31 @@ class FakeExecutor:
     @property
     def num_moving(self) -> int:
         """Operations under way."""
-        return len(self._moving)
+        return len(self._moving) + len(self._landing)
+
+    def coming_kv(self) -> I32:
+        """kv as it is once all has come that was told of."""
+        kv = self.kv.copy()
+        for _, operation, count in self._landing:
+            kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
+        return kv
+
+    def _land(self, pages: I32 | None = None) -> float:
+        """Has loads that were told of arrive: those that are over by now, and those with one of these pages, None for all.
+        Returns when the last of the latter is over, 0 where there is none."""
+        if not self._landing:
+            return 0.0
+        waited, now, landing = 0.0, self._clock(), self._landing
+        self._landing = []
+        for until, operation, count in landing:
+            awaited = pages is None or bool(np.isin(pages, operation.pages).any())
+            if until > now and not awaited:
+                self._landing.append((until, operation, count))
+                continue
+            self.kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
+            self._loaded.append(Fact(UNASKED, loaded=(count, self._time.per_page_moved * count)))
+            waited = max(waited, until)
+        return waited
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Nobody is woken: what becomes of operations is a matter of the clock."""
@@ -259,13 +289,24 @@ class FakeExecutor:
                 peer.left_rooms.append(RoomLeft(opened.room, opened.opening))
 
     def facts(self) -> list[Fact]:
-        done: list[Fact] = []
-        while self._moving and self._moving[0][0] <= self._clock():
-            _, operation = self._moving.pop(0)
-            done.append(self._moved(operation))
+        self._land(NO_PAGES)
+        done, self._loaded = self._loaded, []
+        while self._moving and self._told_at(*self._moving[0]) <= self._clock():
+            until, operation = self._moving.pop(0)
+            done.append(self._told(until, operation) if operation.kind is OperationKind.LOAD else self._moved(operation))
         return done
 
+    def _told_at(self, until: float, operation: PageOperation) -> float:
+        return until - self.told_ahead_s if operation.kind is OperationKind.LOAD else until
+
+    def _told(self, until: float, operation: PageOperation) -> Fact:
+        """Of a load: nothing of it has to be there."""
+        if count := self.pages_moved(operation):
+            self._landing.append((until, operation, count))
+        return Fact(operation.op_id, count)
+
     def _moved(self, operation: PageOperation) -> Fact:
+        self._land()
         count = self.pages_moved(operation)
         if operation.pull is not None and count:
             count = self._pulled(operation.pull, operation.pages[:count])
@@ -274,8 +315,6 @@ class FakeExecutor:
         match operation.kind:
             case OperationKind.BACK_UP:
                 self.host |= zip(host_pages, self.kv[pages].copy(), strict=True)
-            case OperationKind.LOAD if count:
-                self.kv[pages] = [self.host[page] for page in host_pages]
             case OperationKind.STORE:
                 stored = tuple(key for key in keys if key not in self.storage)
                 self.storage |= zip(keys, [self.host[page] for page in host_pages], strict=True)

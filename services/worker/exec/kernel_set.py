@@ -11,7 +11,7 @@ import torch
 
 import kernels
 from kernels.contracts.sample_ops import SampleKernels
-from kernels.contracts.step_ops import LayerKernels
+from kernels.contracts.step_ops import BringPieces, LayerKernels
 from kernels.cpu import load_copies, load_kernels, load_sampling
 from kernels.cpu.build import built_library
 from kernels.cpu.copies import CpuCopies
@@ -56,6 +56,16 @@ def copies(name: str, device: torch.device) -> CpuCopies | None:
     """Of pages between a CPU's pool and its other tiers; None where numpy makes them, or the device is no CPU. Raises ValueError
     for an unknown name."""
     return load_copies() if _chosen(name, device) == CPP and device.type == "cpu" else None
+
+
+def bring_pieces(name: str, device: torch.device) -> BringPieces | None:
+    """Of pages from the host's memory to a GPU's pools, layer by layer; None where the device is none, or the kernels are
+    torch's. Raises ValueError for an unknown name."""
+    if _chosen(name, device) != TRITON or device.type != "cuda":
+        return None
+    from kernels.triton.page_pieces import bring_pieces as bring
+
+    return bring
 
 
 def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: int, page_size: int) -> str:

@@ -2,7 +2,8 @@
 
 A plan carries operations; the executor begins each once every step launched before that plan has ended, and gives exactly one
 fact of it, whatever becomes of it. Pages of the device that an operation writes are quarantined until then, pages that it reads
-are pinned. Columns are numpy int32, parallel to `keys` where they are not empty.
+are pinned. Of a load from the host the fact may come before its last bytes: what is launched from then on waits for them, on the
+device, where it comes to them. Columns are numpy int32, parallel to `keys` where they are not empty.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ NO_USE = StorageUse()
 @dataclass(frozen=True, slots=True)
 class Fact:
     """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. seconds:
-    that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about. blocks: that the
-    storage's pages were said to be of, before the worker's start. use: of the storage then, where that may have changed."""
+    that moving them took, 0 where that is told later. stored, dropped: keys that the storage holds now and did not, and the other
+    way about. blocks: that the storage's pages were said to be of, before the worker's start. use: of the storage then, where
+    that may have changed. loaded: pages of a load from the host whose fact came before its last bytes, and its seconds."""
 
     op_id: int
     count: int = 0
@@ -136,3 +138,4 @@ class Fact:
     dropped: tuple[bytes, ...] = ()
     use: StorageUse | None = None
     blocks: tuple[KeptBlock, ...] = ()
+    loaded: tuple[int, float] | None = None

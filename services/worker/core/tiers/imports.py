@@ -60,7 +60,8 @@ class _Operation:
 
 
 class Imports:
-    """stored: keys that the storage holds; None: there is none. at_once: pages of one operation. imported_pages_total: that came,
+    """stored: keys that the storage holds; None: there is none. at_once: pages of one operation, loads from the host aside.
+    imported_pages_total: that came,
     by where from. prefetched_pages_total: of these, those that were read before their request came. recomputed_pages_total: that
     were there when their request began, and computed all the same."""
 
@@ -272,7 +273,9 @@ class Imports:
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
             place, count = self._run(wanted, at)
-            room = min(count, self._at_once, self._room(wanted, first, memory))
+            room = min(count, self._room(wanted, first, memory))
+            if place is not _HOST:  # which is read layer by layer: the first layer of all its pages comes first
+                room = min(room, self._at_once)
             if place is None or room <= 0 or (not operations and not self._is_had(wanted, place, count)):
                 break
             pull = None

@@ -125,6 +125,8 @@ class Tiers:
         """An operation has ended, or the storage has news. Whether pages of the device are somebody else's to take now."""
         if fact.use is not None:
             self._use = fact.use
+        if fact.loaded is not None:
+            self.rates.moved(Tier.HOST, *fact.loaded)
         self._stored.difference_update(fact.dropped)
         for key in fact.dropped:
             self._backups.gone(key)

@@ -72,7 +72,7 @@ class Decoder:
                 kernels.fused_add_rms_norm(held.hidden, held.update, held.residual, layer.input_norm, config.rms_norm_eps)
             if index in self._kept:
                 keeping[self._kept[index]].copy_(held.residual)
-            pools = pool.keys[index], pool.values[index]
+            pools = pool.layer(index)
             self._layer.run(layer, config.windows[index], held.hidden, held, rows, pools)
         if config.num_layers in self._kept:
             torch.add(held.residual, held.update, out=keeping[self._kept[config.num_layers]])

@@ -72,7 +72,7 @@ class HeadOfTarget:
             kernels.linear(held.residual, x, weights.joined)
             kernels.rms_norm(held.hidden, held.residual, weights.layer.input_norm, eps)
             x = held.hidden
-        self._layer.run(weights.layer, 0, x, held, rows, (pool.keys[0], pool.values[0]))
+        self._layer.run(weights.layer, 0, x, held, rows, pool.layer(0))
         self._held = held
 
     def guess(self, wanted: Tensor) -> tuple[Tensor, Tensor]:

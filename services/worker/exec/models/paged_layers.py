@@ -64,7 +64,7 @@ def attend(
     layer, rows = step.layers[number], step.rows
     assert query.shape[2] == key.shape[2] == value.shape[2] == len(rows.positions), "the layer's tokens are the step's"
     assert key.shape[3] == layer.kv.key_dim and value.shape[3] == layer.kv.value_dim, "the layer is as it was when probed"
-    keys, values = step.pool.keys[layer.index], step.pool.values[layer.index]
+    keys, values = step.pool.layer(layer.index)
     step.kernels.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), rows, keys, values)
     q = query[0].transpose(0, 1)
     out = q.new_empty(q.shape[0], q.shape[1], layer.kv.value_dim)

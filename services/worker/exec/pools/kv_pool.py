@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.contracts.ops import Kernels
+
+
+class LayerWaits(Protocol):
+    """See Arrivals."""
+
+    def wait(self, layer: int) -> None: ...
 
 
 class PoolTooSmall(ValueError):
@@ -30,15 +37,24 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """Written on the forward stream alone.
+    """Written on the forward stream, and by who moves pages.
 
-    keys, values: per layer, [pages, kv heads, page size, head_dim] in the model dtype. Every page id is usable."""
+    keys, values: per layer, [pages, kv heads, page size, head_dim] in the model dtype. Every page id is usable. arrivals: what
+    comes into it by layers, None where nothing does. first: the number of its first layer among those of all pools."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    arrivals: LayerWaits | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.values), "each layer has keys and values"
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values for what is launched next on the current stream, which finds there what a step waits for."""
+        if self.arrivals is not None:
+            self.arrivals.wait(self.first + index)
+        return self.keys[index], self.values[index]
 
 
 NO_POOL = KVPool((), ())  # while its memory is given back
@@ -55,11 +71,19 @@ def kv_pool_tokens(free_bytes: int, mem_fraction_static: float, token_bytes: int
     return max(0, int(free_bytes * mem_fraction_static)) // token_bytes
 
 
-def allocate(layers: Sequence[LayerKV], num_pages: int, page_size: int, dtype: torch.dtype, kernels: Kernels) -> KVPool:
-    """Keys [pages, kv heads, page size, key_dim] and values [.., value_dim] of each layer."""
+def allocate(
+    layers: Sequence[LayerKV],
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    arrivals: LayerWaits | None = None,
+    first: int = 0,
+) -> KVPool:
+    """Keys [pages, kv heads, page size, key_dim] and values [.., value_dim] of each layer. arrivals, first: see KVPool."""
     assert num_pages > 0 and page_size > 0 and all(layer.size > 0 for layer in layers), "a pool of nothing"
     shapes = [(num_pages, layer.kv_heads, page_size) for layer in layers]
     keys = [kernels.allocate_pool((*shape, layer.key_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
     values = [kernels.allocate_pool((*shape, layer.value_dim), dtype) for shape, layer in zip(shapes, layers, strict=True)]
     assert len(keys) == len(values) == len(layers), "each layer has keys and values"
-    return KVPool(tuple(keys), tuple(values))
+    return KVPool(tuple(keys), tuple(values), arrivals, first)

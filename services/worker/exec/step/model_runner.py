@@ -24,6 +24,7 @@ from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
 from services.worker.exec.contracts.step_data import Batch, CudaGraph, Places, PromptPiece
 from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
+from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
 from services.worker.exec.step.forward_batch import DeviceBatch, ForwardBatch
 from services.worker.exec.step.passes import POISON, ForwardPass, UnwrittenToken
@@ -84,7 +85,7 @@ class DeviceRunner:
     """reclaim: gives memory that is free inside the process back to the device, before a step is tried in pieces. max_tokens:
     of one pass, for which buffers are reserved; a step with more is computed in pieces. cut_rows: a row may be computed in
     pieces too; a model whose tokens see later ones (an encoder) needs it whole. max_wanted: tokens whose states or logits may be
-    asked for at once."""
+    asked for at once. arrivals: what comes into the pools by layers."""
 
     def __init__(
         self,
@@ -99,11 +100,13 @@ class DeviceRunner:
         reclaim: Callable[[], None],
         max_tokens: int,
         max_wanted: int,
+        arrivals: Arrivals,
         cut_rows: bool = True,
     ) -> None:
         self.streams, self.passes, self.attention, self.sampler = streams, passes, attention, sampler
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
         self._reclaim = reclaim
+        self._arrivals = arrivals
         self._max_tokens = max_tokens
         self._max_wanted = max_wanted
         self._cut_rows = cut_rows
@@ -126,13 +129,14 @@ class DeviceRunner:
         views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
         self.streams.forward_after_schedule()
         with self.streams.on_forward():
+            self._arrivals.expect(plan.table_pages)
             self._begin(plan, views)
-            if columns is None:
-                return
-            if graph is not None:
+            if graph is not None and columns is not None:
+                self._arrivals.wait_all()  # a graph's layers wait for nobody
                 self._replay(run, graph, columns, views)
-            else:
+            elif columns is not None:
                 self._eager(run, plan, columns, views)
+            self._arrivals.wait_all()
 
     def sample(
         self, run: DeviceRun, masks: Masks, behind: Masks = NO_MASKS, places: Callable[[Batch], Places] | None = None
@@ -157,6 +161,7 @@ class DeviceRunner:
             views = self._ring.send(sections)
             self.streams.forward_after_schedule()
             with self.streams.on_forward():
+                self._arrivals.expect(plan.table_pages)
                 self._update_table(views)
 
     def kept(self, run: DeviceRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:

@@ -22,6 +22,38 @@ class Mark(Protocol):
     def wait(self) -> None:
         """Blocks the caller until the device is past it, without the interpreter lock."""
 
+    def precede(self) -> None:
+        """The device is past it before anything that the caller's thread puts on its current stream from now on."""
+
+
+class Arrival(Protocol):
+    """Memory of the device that one thread fills beside the steps, group after group, and that steps wait for by groups."""
+
+    def came(self, group: int) -> None:
+        """Called by that thread, in order: all of the group is there once what its current stream holds by now is done."""
+
+    def failed(self, error: BaseException) -> None:
+        """Called by that thread: no group comes any more."""
+
+    def wait(self, group: int) -> None:
+        """What the caller's thread puts on its current stream from now on finds the group there. On a device all groups have
+        come() by then. Raises NeverCame."""
+
+    def settle(self, group: int) -> None:
+        """Blocks until the group is there, without the interpreter lock. Raises NeverCame, or what the device has failed with."""
+
+    @property
+    def is_over(self) -> bool:
+        """All groups are there."""
+
+    @property
+    def seconds(self) -> float:
+        """From its making to its last group, once it is over."""
+
+
+class NeverCame(RuntimeError):
+    """What was to be there could not be brought there."""
+
 
 class Moment(Protocol):
     """When the forward stream was somewhere."""
@@ -71,6 +103,9 @@ class Streams(Protocol):
     def forward_after_copy(self) -> None: ...
 
     def mark_copy(self) -> Mark: ...
+
+    def arrival(self, groups: int) -> Arrival:
+        """Of so many groups, that begins where the current stream of the caller's thread is."""
 
     def moment(self) -> Moment:
         """Where the forward stream is, to be timed."""
@@ -148,6 +183,9 @@ class CudaStreams:
         event.record(self._copy)
         return CudaMark(event)
 
+    def arrival(self, groups: int) -> Arrival:
+        return CudaArrival(groups)
+
     def moment(self) -> Moment:
         event = CUDA.Event(enable_timing=True)
         event.record(self._forward)
@@ -171,6 +209,41 @@ class CudaMark:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def precede(self) -> None:
+        self._event.wait()
+
+
+class CudaArrival:
+    def __init__(self, groups: int) -> None:
+        assert groups, "an arrival is of something"
+        self._error: BaseException | None = None
+        self._began, *self._events = (CUDA.Event(enable_timing=at in (0, groups)) for at in range(groups + 1))
+        self._began.record()
+
+    def came(self, group: int) -> None:
+        self._events[group].record()
+
+    def failed(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self, group: int) -> None:
+        if self._error is not None:
+            raise NeverCame("pages did not come") from self._error
+        self._events[group].wait()
+
+    def settle(self, group: int) -> None:
+        if self._error is not None:
+            raise NeverCame("pages did not come") from self._error
+        self._events[group].synchronize()
+
+    @property
+    def is_over(self) -> bool:
+        return self._error is None and bool(self._events[-1].query())
+
+    @property
+    def seconds(self) -> float:
+        return float(self._began.elapsed_time(self._events[-1])) / 1000
 
 
 class CudaMoment:

@@ -16,7 +16,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from services.worker.exec.streams.cuda_streams import Mark, Moment, T
+from services.worker.exec.streams.cuda_streams import Arrival, Mark, Moment, NeverCame, T
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -51,6 +51,50 @@ class _Collected(Generic[T]):
 class _Past:
     def wait(self) -> None:
         return
+
+    def precede(self) -> None:
+        return
+
+
+class HostArrival:
+    """An Arrival. Whoever waits blocks: a stream of the host is a thread."""
+
+    def __init__(self, groups: int) -> None:
+        assert groups, "an arrival is of something"
+        self._groups, self._came = groups, 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._began = self._ended = time.perf_counter()
+
+    def came(self, group: int) -> None:
+        assert group == self._came, "groups come in order"
+        with self._changed:
+            self._came, self._ended = group + 1, time.perf_counter()
+            self._changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, group: int) -> None:
+        self.settle(group)
+
+    def settle(self, group: int) -> None:
+        if self._came > group:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._came > group or self._error is not None)
+            if self._came <= group:
+                raise NeverCame("pages did not come") from self._error
+
+    @property
+    def is_over(self) -> bool:
+        return self._came == self._groups
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - self._began
 
 
 class HostMoment:
@@ -124,6 +168,9 @@ class HostStreams:
 
     def mark_copy(self) -> Mark:
         return self._past
+
+    def arrival(self, groups: int) -> Arrival:
+        return HostArrival(groups)
 
     def moment(self) -> Moment:
         return HostMoment()

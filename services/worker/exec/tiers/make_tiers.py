@@ -9,11 +9,13 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 
+import numpy as np
 import torch
 
 from services.shared.observe.log_fields import fields
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.contracts.peer_pages import PeerReader
+from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.host_memory import free_memory
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.tiers.block_log import BlockLog
@@ -21,6 +23,7 @@ from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
+PATTERN = 251  # a prime: no two pieces of a page begin alike
 MOST_FREE = 0.8  # of the memory that is free, which the host tier may take
 
 
@@ -43,6 +46,7 @@ def make_mover(
     options: TierOptions | None,
     pool_pages: int,
     copier: Callable[[], PageCopier],
+    arrivals: Arrivals,
     layout: str,
     streams: Streams,
     progress: Callable[[str], None],
@@ -52,7 +56,7 @@ def make_mover(
     cannot be had."""
     page_bytes = copier().page_bytes
     if options is None:
-        return PageMover(streams, copier, torch.empty((0, page_bytes), dtype=torch.uint8), None, peers), 0
+        return PageMover(streams, copier, arrivals, torch.empty((0, page_bytes), dtype=torch.uint8), None, peers), 0
     on_host = streams.device.type == "cpu"  # where the pool's pages are taken from the system only when they are written
     free = free_memory() - (pool_pages * page_bytes if on_host else 0)
     pages = host_pages(options, pool_pages, page_bytes, free)
@@ -66,7 +70,40 @@ def make_mover(
         if options.names_file is not None:
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
     unpin = None if on_host else _pinned(memory)
-    return PageMover(streams, copier, memory, store, peers, log, unpin), pages
+    by_layers = brings_rightly(copier(), memory[0])
+    if not by_layers:
+        progress("host tier: pages are loaded whole, and not layer by layer")
+    return PageMover(streams, copier, arrivals, memory, store, peers, log, unpin, by_layers), pages
+
+
+def brings_rightly(copier: PageCopier, row: torch.Tensor) -> bool:
+    """Tries it with one page, which is afterwards what it was: a device has to read the host's memory where it lies, and what
+    does that is compiled here. row: of the host tier, for which nobody has a use yet."""
+    if not copier.can_bring:
+        return False
+    page, found, before = np.zeros(1, dtype=np.int32), torch.empty_like(row), torch.empty_like(row)
+    with torch.inference_mode():
+        copier.save(page, [before])
+        row.copy_(torch.arange(len(row)) % PATTERN)
+        try:
+            bring = copier.bringing([row], page)
+            for group in range(len(copier.groups.layers)):
+                bring(group)
+            copier.save(page, [found])
+            _synchronize()
+            came = found.equal(row)
+        except Exception:  # of any kind: whatever compilers and drivers raise; whole pages are copied in another way
+            logger.exception("pages cannot be loaded layer by layer")
+            came = False
+        row.copy_(before)
+        copier.restore([row], page)
+        _synchronize()
+    return came
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def host_slab(pages: int, page_bytes: int) -> torch.Tensor:

@@ -28,7 +28,9 @@ from services.worker.core.contracts.rooms import Source
 from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
-from services.worker.exec.streams.cuda_streams import Mark, Streams
+from services.worker.exec.pools.arrivals import Arrivals
+from services.worker.exec.pools.layer_loads import LayerLoads
+from services.worker.exec.streams.cuda_streams import Mark, NeverCame, Streams
 from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier
 
@@ -39,6 +41,7 @@ NEWS_S = 1.0  # between looks at what others have written to a shared storage
 MORE_NEWS_S = 0.02  # while there is more than is told at once
 FACT_KEYS = 8192
 BACK_UP_NICE = 10  # a tenth of what a step's threads get of a core that both want: pages are kept while they are copied
+CUDA_URGENT = -1  # of a stream: layers that steps wait for come ahead of what else the device has to do
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -74,28 +77,33 @@ Job = _Work | _Delete | _Ask | _Leave
 
 
 class PageMover:
-    """copier: of the pools as they are at that time. host: uint8[host pages, page bytes], pinned where the device is a GPU.
-    store: None where the host's memory is the last tier; called on its own thread alone. peers: None where nothing is read from
-    other workers. log: of the blocks that the store's pages are of, None where nobody keeps them; called as the store is. unpin:
-    called once nothing moves any more, None where nothing is pinned. on_fact: called on any thread whenever there is a fact to
-    be taken."""
+    """copier: of the pools as they are at that time. arrivals: told of what comes into them layer by layer. host: uint8[host
+    pages, page bytes], pinned where the device is a GPU. store: None where the host's memory is the last tier; called on its own
+    thread alone. peers: None where nothing is read from other workers. log: of the blocks that the store's pages are of, None
+    where nobody keeps them; called as the store is. unpin: called once nothing moves any more, None where nothing is pinned.
+    by_layers: loads are, see brings_rightly(). on_fact: called on any thread whenever there is a fact to be taken. on_lost:
+    called with a sentence where steps wait for pages that do not come."""
 
     def __init__(
         self,
         streams: Streams,
         copier: Callable[[], PageCopier],
+        arrivals: Arrivals,
         host: Tensor,
         store: PageStore | None,
         peers: PeerReader | None = None,
         log: BlockLog | None = None,
         unpin: Callable[[], None] | None = None,
+        by_layers: bool = True,
     ) -> None:
         self._streams, self._copier, self._host, self._store, self._peers = streams, copier, host, store, peers
+        self._arrivals, self._loads, self._by_layers = arrivals, LayerLoads(streams, arrivals), by_layers
         self._log, self._unpin = log, unpin
         self._of_peers: dict[str, queue.SimpleQueue[Job | None]] = {}  # by address
         self._lock = threading.Lock()  # of the threads that read from other workers
         self._own = threading.local()  # memory of each thread
         self.on_fact: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[str], None] = logger.error
         self._facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         if store is not None:
             self._facts.put(Fact(UNASKED, stored=tuple(store.keys()), use=store.use()))
@@ -122,14 +130,17 @@ class PageMover:
     def store(self) -> PageStore | None:
         return self._store
 
+    def settle(self) -> None:
+        """Blocks until all is there that the core was told of. Raises NeverCame."""
+        self._arrivals.settle()
+
     def begin(self, operation: PageOperation) -> None:
         """Behind what was launched on the streams by now. Called on the thread that launches steps."""
         try:
             self._streams.launch(partial(self._passed, operation))
         except Exception:  # whatever a lost device raises: steps find that out for themselves
-            logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
-            self._facts.put(Fact(operation.op_id))
-            self.on_fact()
+            self._log_unmoved(operation)
+            self._tell(Fact(operation.op_id))
 
     def facts(self) -> list[Fact]:
         found: list[Fact] = []
@@ -177,8 +188,7 @@ class PageMover:
         work = _Work(operation, self._streams.mark_copy())
         if operation.pull is not None:
             if not self._give(operation.pull.source.address, work):
-                self._facts.put(Fact(operation.op_id))
-                self.on_fact()
+                self._tell(Fact(operation.op_id))
         elif operation.kind is OperationKind.BACK_UP:
             self._of_backups.put(work)
         else:
@@ -232,13 +242,14 @@ class PageMover:
             own = os.getpriority(os.PRIO_PROCESS, 0)
             with suppress(OSError):  # a sandbox without priorities
                 os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # of this thread alone, under Linux
-        stream = self._own_stream()
+        stream = self._own_stream(CUDA_URGENT if jobs is self._of_host else 0)
         with torch.inference_mode(), stream:
             while (job := self._next(jobs, idle_s, address)) is not None:
                 match job:
+                    case _Work(operation) if self._by_layers and operation.kind is OperationKind.LOAD:
+                        self._load(job)
                     case _Work():
-                        self._facts.put(self._done(job))
-                        self.on_fact()
+                        self._tell(self._done(job))
                     case _Leave(source) if self._peers is not None:
                         self._leave(self._peers, source)
                     case _Delete(which, done) if self._store is not None:
@@ -255,8 +266,7 @@ class PageMover:
         if news.more:
             self._ask_at = time.monotonic() + MORE_NEWS_S
         if news.stored or news.dropped:
-            self._facts.put(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
-            self.on_fact()
+            self._tell(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
 
     def _delete(self, store: PageStore, which: Selection, done: Future[Deleted]) -> None:
         """What was told since it was asked for is not there either."""
@@ -272,8 +282,7 @@ class PageMover:
             self._log.sweep()
         for at in range(0, len(deleted.dropped), FACT_KEYS):
             self._facts.put(Fact(UNASKED, dropped=deleted.dropped[at : at + FACT_KEYS]))
-        self._facts.put(Fact(UNASKED, use=store.use()))
-        self.on_fact()
+        self._tell(Fact(UNASKED, use=store.use()))
         if is_wanted:
             done.set_result(deleted)
 
@@ -284,19 +293,47 @@ class PageMover:
         except Exception:  # of any kind: its room ends by itself
             logger.exception("a room was not left", extra=fields(address=source.address))
 
-    def _own_stream(self) -> AbstractContextManager[Any]:
+    def _own_stream(self, priority: int) -> AbstractContextManager[Any]:
         device = self._streams.device
-        return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(device, priority)) if device.type == "cuda" else nullcontext()
+
+    def _tell(self, fact: Fact) -> None:
+        self._facts.put(fact)
+        self.on_fact()
+
+    def _load(self, work: _Work) -> None:
+        """Layer by layer: told ahead of its end, and what it has taken behind that."""
+        operation, copier, count = work.operation, self._copier(), len(work.operation.keys)
+        try:
+            bring = copier.bringing(self._host_rows(operation), operation.pages)
+            work.mark.precede()
+            tell = partial(self._tell, Fact(operation.op_id, count))
+            size = count * copier.page_bytes
+            seconds, told = self._loads.load(bring, operation.pages, copier.groups, size, tell)
+        except NeverCame as error:
+            self._log_unmoved(operation)
+            self.on_lost(str(error))
+        except Exception:  # of any kind: what was to be moved is computed
+            self._log_unmoved(operation)
+            self._settle()
+            self._tell(Fact(operation.op_id))
+        else:
+            self._tell(Fact(UNASKED, loaded=(count, seconds)) if told else Fact(operation.op_id, count, seconds))
+
+    def _log_unmoved(self, operation: PageOperation) -> None:
+        logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
 
     def _done(self, work: _Work) -> Fact:
         operation = work.operation
         try:
             work.mark.wait()
+            if len(operation.pages):
+                self._arrivals.settle()  # into pages that are somebody else's by now, or from rows that this writes
             began = time.perf_counter()
             count, stored, dropped = self._move(operation)
             self._synchronize()
         except Exception:  # of any kind: what was to be moved is computed, or stays where it is
-            logger.exception("pages were not moved", extra=fields(kind=operation.kind.name, pages=len(operation.keys)))
+            self._log_unmoved(operation)
             self._settle()
             return Fact(operation.op_id)
         use = self._store.use() if self._store is not None and (stored or dropped) else None

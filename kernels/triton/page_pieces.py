@@ -1,0 +1,45 @@
+"""Pieces of pages from the host's memory, read where they lie, into a device's pools: a layer at a time, by one launch.
+
+A few programs go through all pieces, so that the steps beside them keep the device: what they wait for is the bus.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.launch import misfit, require_contiguous
+
+WORD_BYTES = 8
+PROGRAMS, BLOCK, WARPS = 32, 2048, 8  # of 16 KiB each: half a MiB on its way at once, which hides the bus's delay
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_pieces"],
+    do_not_specialize_on_alignment=["rows", "pages", "parts"],
+)
+def _bring_pieces_kernel(rows, pages, parts, num_rows, num_pieces, BLOCK: tl.constexpr):
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        part, at = piece // num_rows, piece % num_rows
+        base = tl.load(parts + 3 * part)
+        size = tl.load(parts + 3 * part + 1)
+        offset = tl.load(parts + 3 * part + 2)
+        source = (tl.load(rows + at) + offset).to(tl.pointer_type(tl.int64))
+        place = (base + tl.load(pages + at) * size).to(tl.pointer_type(tl.int64))
+        words = size // 8
+        for begin in range(0, words, BLOCK):
+            steps = begin + tl.arange(0, BLOCK)
+            tl.store(place + steps, tl.load(source + steps, mask=steps < words), mask=steps < words)
+
+
+def bring_pieces(rows: Tensor, pages: Tensor, parts: Tensor) -> None:
+    """rows: int64[n], addresses of rows that the device can read. pages: int64[n], where each goes. parts: int64[p, 3], of each
+    piece of a row the address of its pool, bytes of a page there, and where it begins in a row: multiples of WORD_BYTES, as the
+    addresses. All on the device; no address is checked. Raises ValueError for shapes that do not fit."""
+    require_contiguous(rows, pages, parts)
+    if rows.shape != pages.shape or rows.dim() != 1 or parts.dim() != 2 or parts.shape[1] != 3:
+        raise misfit(rows, pages, parts)
+    count = len(rows) * len(parts)
+    if count:
+        _bring_pieces_kernel[(min(PROGRAMS, count),)](rows, pages, parts, len(rows), count, BLOCK=BLOCK, num_warps=WARPS)

@@ -1,0 +1,283 @@
+"""Loads layer by layer: told of before the last bytes are there, by whoever may use them waited for, and by nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Fact, OperationKind, PageOperation
+from services.worker.core.tiers.page_keys import KEY_BYTES
+from services.worker.exec.kernel_set import copies
+from services.worker.exec.pools import layer_loads
+from services.worker.exec.pools.arrivals import MOST_GROUPS, Arrivals, LayerGroups
+from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.pools.layer_loads import LayerLoads
+from services.worker.exec.streams.cuda_streams import NeverCame
+from services.worker.exec.streams.host_streams import HostArrival, HostStreams
+from services.worker.exec.tiers.page_copier import PageCopier
+from services.worker.exec.tiers.page_mover import PageMover
+from services.worker.exec.tiers.pool_reader import PoolReader
+
+PAGES, HOST_PAGES, LAYERS, DEADLINE_S = 6, 4, 3, 20.0
+KEYS = tuple(bytes([number]) * KEY_BYTES for number in range(HOST_PAGES))
+ONE, OTHER = np.array([2], dtype=np.int32), np.array([3], dtype=np.int32)
+SOON = 1e18  # bytes a second, as if the load before had been so fast: what is told of is told of at once
+
+
+class Gated(PageCopier):
+    """Brings a group once it may."""
+
+    def __init__(self, pools: list[KVPool]) -> None:
+        super().__init__(pools, copies("auto", torch.device("cpu")))
+        self.may = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def bringing(self, rows: Any, pages: Any) -> Callable[[int], None]:
+        bring = super().bringing(rows, pages)
+
+        def gated(group: int) -> None:
+            assert self.may.acquire(timeout=DEADLINE_S), "nobody lets it go on"
+            if self.error is not None:
+                raise self.error
+            bring(group)
+
+        return gated
+
+
+class Loading:
+    """A pool of three layers; the host's rows are ones, the pool's pages zeros."""
+
+    def __init__(self) -> None:
+        self.arrivals = Arrivals()
+        tensors = [[torch.zeros(PAGES, 1, 4, 8) for _ in range(LAYERS)] for _ in range(2)]
+        self.pool = KVPool(tuple(tensors[0]), tuple(tensors[1]), self.arrivals)
+        self.copier, self.streams = Gated([self.pool]), HostStreams(1)
+        self.host = torch.ones(HOST_PAGES, self.copier.page_bytes, dtype=torch.uint8)
+        self.told = threading.Semaphore(0)
+        self.lost: list[str] = []
+        self._facts: list[Fact] = []
+        self.mover = PageMover(self.streams, lambda: self.copier, self.arrivals, self.host, None)
+        self.mover.on_fact, self.mover.on_lost = self.told.release, self.lost.append
+        self.mover._loads._bytes_s = SOON
+
+    def begin(self, kind: OperationKind = OperationKind.LOAD, pages: Any = ONE, host_pages: Any = OTHER) -> None:
+        self.mover.begin(PageOperation(7, kind, KEYS[: len(pages)], pages, host_pages))
+
+    def fact(self) -> Fact:
+        assert self.told.acquire(timeout=DEADLINE_S), "no fact comes"
+        self._facts += self.mover.facts()
+        return self._facts.pop(0)
+
+    def bring(self, groups: int = 1) -> None:
+        self.copier.may.release(groups)
+
+    def step(self, pages: Any) -> tuple[list[int], threading.Thread]:
+        """One that is the first with these pages in its tables: layers that it has found there so far."""
+        found: list[int] = []
+
+        def layers() -> None:
+            self.arrivals.expect(pages)
+            for number in range(LAYERS):
+                keys, values = self.pool.layer(number)
+                assert keys[2].equal(values[2])
+                found.append(int(keys[2].view(torch.uint8)[0, 0, 0]))
+            self.arrivals.wait_all()
+
+        thread = threading.Thread(target=layers)
+        thread.start()
+        return found, thread
+
+    def close(self) -> None:
+        self.bring(100)
+        self.mover.close()
+        self.streams.close()
+
+
+@pytest.fixture
+def loading() -> Iterator[Loading]:
+    made = Loading()
+    yield made
+    made.close()
+
+
+def _has(found: list[int], count: int) -> bool:
+    return len(found) >= count
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.001)
+
+
+def test_a_step_computes_a_layer_once_that_is_there_and_not_later(loading: Loading) -> None:
+    loading.begin()
+    assert loading.fact() == Fact(7, 1), "nothing is there, and what it takes is told later"
+    found, step = loading.step(ONE)
+    for layer in range(LAYERS):
+        time.sleep(0.02)
+        assert found == [1] * layer
+        loading.bring()
+        until(partial(_has, found, layer + 1))
+    step.join(DEADLINE_S)
+    assert not step.is_alive() and found == [1] * LAYERS
+    told = loading.fact()
+    assert told.op_id == UNASKED and told.loaded is not None and told.loaded[0] == 1 and told.loaded[1] > 0.05
+
+
+def test_whoever_uses_other_pages_waits_for_nothing(loading: Loading) -> None:
+    loading.begin()
+    loading.fact()
+    found, step = loading.step(OTHER)
+    step.join(DEADLINE_S)
+    assert found == [0] * LAYERS, "and the page is not there"
+    found, step = loading.step(NO_PAGES)
+    step.join(DEADLINE_S)
+    assert found == [0] * LAYERS
+    loading.bring(LAYERS)
+
+
+def test_every_step_that_is_the_first_to_name_some_of_its_pages_waits(loading: Loading) -> None:
+    """One after the other, before anything is there; a step that failed in between changes nothing."""
+    two = np.array([2, 4], dtype=np.int32)
+    loading.begin(pages=two, host_pages=np.array([0, 1], dtype=np.int32))
+    loading.fact()
+    loading.arrivals.expect(ONE)  # of a step that is not launched after all
+    loading.bring(LAYERS - 1)
+    found, step = loading.step(np.array([4], dtype=np.int32))
+    until(lambda: len(found) == LAYERS - 1)
+    time.sleep(0.02)
+    assert len(found) == LAYERS - 1
+    loading.bring()
+    step.join(DEADLINE_S)
+    found, step = loading.step(ONE)
+    step.join(DEADLINE_S)
+    assert found == [1] * LAYERS
+
+
+@pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
+def test_what_else_is_moved_waits_for_what_is_on_its_way(loading: Loading, kind: OperationKind) -> None:
+    """A row of the host that is still read would be overwritten, a page that is still written copied or filled too early."""
+    loading.begin(host_pages=np.array([0], dtype=np.int32))
+    loading.fact()
+    loading.begin(kind, ONE, np.array([1], dtype=np.int32))
+    time.sleep(0.05)
+    assert not loading.mover.facts()
+    loading.host[1] = 5
+    loading.bring(2 * LAYERS)
+    facts = [loading.fact() for _ in range(2)]
+    assert {fact.op_id for fact in facts} == {7, UNASKED}
+    if kind is OperationKind.BACK_UP:
+        assert loading.host[1].eq(1).all()
+    else:
+        until(lambda: bool(loading.pool.values[LAYERS - 1][2].view(torch.uint8).eq(5).all()))
+
+
+def test_others_read_a_page_once_it_is_there(loading: Loading) -> None:
+    loading.begin()
+    loading.fact()
+    out = bytearray(loading.copier.page_bytes)
+    read = PoolReader(torch.device("cpu"), lambda: loading.copier, loading.arrivals)
+    reader = threading.Thread(target=read, args=(ONE, memoryview(out)))
+    reader.start()
+    loading.bring(LAYERS)
+    reader.join(DEADLINE_S)
+    assert set(out) == {1}
+
+
+def test_a_load_that_takes_long_is_told_of_when_what_is_left_is_there_soon(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the one before has taken; before the first, nobody knows."""
+    monkeypatch.setattr(layer_loads, "LEFT_S", 1.0)
+    loading.mover._loads._bytes_s = 0.0
+    loading.begin()
+    loading.bring(LAYERS)
+    first = loading.fact()
+    assert first.op_id == 7 and first.count == 1 and first.seconds > 0 and first.loaded is None
+    loading.mover._loads._bytes_s = loading.copier.page_bytes / LAYERS  # a layer each second
+    loading.begin()
+    loading.bring(LAYERS - 2)
+    time.sleep(0.05)
+    assert not loading.mover.facts()
+    loading.bring()
+    assert loading.fact() == Fact(7, 1)
+    loading.bring()
+    assert loading.fact().loaded is not None
+
+
+class TestFailures:
+    def test_one_that_nobody_has_heard_of_is_computed(self, loading: Loading) -> None:
+        loading.mover._loads._bytes_s = 0.0
+        loading.copier.error = MemoryError("made to fail")
+        loading.begin()
+        loading.bring()
+        assert loading.fact() == Fact(7) and not loading.lost
+        found, step = loading.step(ONE)
+        step.join(DEADLINE_S)
+        assert found == [0] * LAYERS, "nobody waits for it"
+
+    def test_where_steps_wait_for_it_the_device_is_lost(self, loading: Loading) -> None:
+        loading.begin()
+        assert loading.fact().count == 1
+        loading.copier.error = MemoryError("made to fail")
+        loading.bring()
+        until(lambda: bool(loading.lost))
+        assert "made to fail" in loading.lost[0]
+        loading.arrivals.expect(ONE)
+        for _ in range(2):
+            with pytest.raises(NeverCame):
+                loading.pool.layer(0)
+        with pytest.raises(NeverCame):
+            loading.arrivals.settle()
+
+
+class TestOnADevice:
+    """Where all of a load is put on a stream at once."""
+
+    class Streams(HostStreams):
+        on_host = False
+
+        def arrival(self, groups: int) -> HostArrival:
+            return Recorded(groups)
+
+    def test_all_is_on_its_way_before_anybody_may_wait_for_it(self) -> None:
+        streams, arrivals, brought = self.Streams(1), Arrivals(), list[int]()
+        loads = LayerLoads(streams, arrivals)
+        loads._bytes_s = SOON
+        heard: list[tuple[int, ...]] = []
+
+        def tell() -> None:
+            arrivals.expect(ONE)
+            heard.append(tuple(brought))
+            arrivals.wait(2)
+
+        groups = LayerGroups.for_pools([LAYERS])
+        seconds, told = loads.load(brought.append, ONE, groups, 100, tell)
+        assert told and heard == [(0, 1, 2)] and seconds >= 0
+        streams.close()
+
+
+class Recorded(HostArrival):
+    """Of a device: whoever waits for what was not put on the stream waits for nothing."""
+
+    def wait(self, group: int) -> None:
+        assert self._came > group, "an event that was never recorded"
+
+
+@pytest.mark.parametrize("layers", [(1, 0), (3, 2), (80, 0), (28, 1)], ids=str)
+def test_every_layer_is_of_one_group_and_what_drafts_of_the_first(layers: tuple[int, int]) -> None:
+    groups = LayerGroups.for_pools(layers)
+    assert sorted(layer for group in groups.layers for layer in group) == list(range(sum(layers)))
+    assert len(groups.layers) == min(MOST_GROUPS, sum(layers)) and all(groups.layers)
+    assert all(layer in groups.layers[group] for layer, group in enumerate(groups.of))
+    order = [groups.of[layer] for layer in (*range(layers[0], sum(layers)), *range(layers[0]))]
+    assert order == sorted(order)
