@@ -1,0 +1,91 @@
+"""Prefixes that come back from host memory, layer by layer and whole: python -m tests.benchmarks.gpu.host_loads."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+
+from services.worker.exec.contracts.options import TierOptions
+from tests.benchmarks.gpu.command import Setting, run_command
+from tests.benchmarks.gpu.journal import Journal
+from tests.benchmarks.intervals import interval
+from tests.benchmarks.make_model import SHAPES, write_model
+from tests.benchmarks.tiers import SECRET, prompt, ttft
+from tests.exec.tiered import PAGE_SIZE, Served, build
+
+HOW = (
+    "One prompt after another that begins with tokens whose KV the host's memory has, and ends with some of its own: seconds to"
+    " the first token where pages come layer by layer and the step waits for each layer, over those where it waits for whole"
+    " pages; medians of pairs in turns, 95 % intervals. Random weights, the default write policy."
+)
+MODEL = "qwen3-0.6b"
+HOST_BYTES = 8 << 30
+TOY, ON_CPU, ON_GPU = ((160, 16),), ((1024, 16),), ((4096, 256), (24_000, 512))  # tokens from the host, and new ones
+PAIRS = 15
+COLUMNS = ("from the host", "new", "MiB", "GB/s", "by layers, ms", "whole, ms", "ratio", "95 %")
+
+
+def measure(setting: Setting, journal: Journal) -> None:
+    kept, pairs = ON_GPU if setting.on_gpu else ON_CPU, PAIRS
+    if setting.toy:
+        kept, pairs = TOY, 2
+    longest = max(map(sum, kept)) + PAGE_SIZE
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPES["tiny" if setting.toy else MODEL])
+        executor, core = build(
+            Path(folder),
+            3 * longest // PAGE_SIZE,  # an import takes half of the pool at most
+            TierOptions(0.0, 64 << 20 if setting.toy else HOST_BYTES, None, SECRET),
+            max_slots=4,
+            dtype="bfloat16",
+            context_len=longest,
+            device=setting.device,
+            num_threads=1 if setting.on_gpu else 2,
+            deterministic=False,
+            attention_backend=setting.attention,
+            kernels=setting.kernels,
+            cuda_graphs=setting.graphs,
+            max_graph_rows=4,
+        )
+        with closing(Served(executor, core)) as served:
+            for tokens, new in kept:
+                _measured(served, journal, tokens, new, pairs)
+
+
+def _measured(served: Served, journal: Journal, tokens: int, new: int, pairs: int) -> None:
+    mover, tiers = served.executor._mover, served.core._tiers
+    assert mover is not None and tiers is not None, "it has a tier in the host's memory"
+    if not mover._by_layers:
+        journal.note("Pages cannot be brought layer by layer here: both are of whole pages.")
+    by_layers, asked = mover._by_layers, 0
+    ttft(served, prompt(tokens, tokens))
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(-1, pairs):  # the first of each warms up
+        for layered in (pair % 2 == 0, pair % 2 == 1):
+            served.core.flush_cache()
+            mover._by_layers = layered and by_layers
+            asked += 1
+            seconds, found = ttft(served, [*prompt(tokens, tokens), *(asked + at for at in range(1, new + 1))])
+            assert found == tokens // PAGE_SIZE * PAGE_SIZE, "the prompt's beginning came from the host"
+            if pair >= 0:
+                taken[layered].append(seconds)
+    mover._by_layers = by_layers
+    ratios = [layered / whole for layered, whole in zip(taken[True], taken[False], strict=True)]
+    size, low_high = tokens * tiers.rates._page_bytes / PAGE_SIZE, interval(ratios)
+    rate = tiers.stats().load_bytes_s / 1e9
+    milliseconds = [median(taken[layered]) * 1000 for layered in (True, False)]
+    row = (tokens, new, round(size / 2**20), rate, *milliseconds, median(ratios), f"{low_high[0]:.3f} to {low_high[1]:.3f}")
+    journal.row("KV from host memory", COLUMNS, row)
+    journal.figure(f"{MODEL}.ttft_{tokens}_by_layers_over_whole", median(ratios), "×")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(HOW, measure, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
