@@ -23,7 +23,6 @@ CROWDED = (
     "tests/e2e/test_fleet_faults.py",
     "tests/e2e/test_fleet_scale.py",
     "tests/e2e/test_fleet_soak.py",
-    "tests/e2e/test_random_weights.py",
 )
 # Tests that by night fill the machine's memory or its cores, and say how much memory a service may have.
 MEASURED = (

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests on a cluster; others may be collected beside them."""
-    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    mine = [item for item in items if item.nodeid.startswith("tests/cluster/")]
     for item in mine:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_S))
