@@ -87,7 +87,7 @@ gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=di
 sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.sim.core $(TRACE) $(SIM)
 
-mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers gateway exec grammar worker")
+mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers loads gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
 docs: env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -39,8 +40,8 @@ class Gated(PageCopier):
         self.may = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def bringing(self, rows: Any, pages: Any) -> Callable[[int], None]:
-        bring = super().bringing(rows, pages)
+    def bringing(self, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
+        bring = super().bringing(memory, rows, pages)
 
         def gated(group: int) -> None:
             assert self.may.acquire(timeout=DEADLINE_S), "nobody lets it go on"
@@ -75,6 +76,11 @@ class Loading:
         self._facts += self.mover.facts()
         return self._facts.pop(0)
 
+    def moved_beside(self) -> Fact:
+        """What comes of another page's copy to the host."""
+        self.begin(OperationKind.BACK_UP, OTHER, np.array([1], dtype=np.int32))
+        return self.fact()
+
     def bring(self, groups: int = 1) -> None:
         self.copier.may.release(groups)
 
@@ -107,6 +113,23 @@ def loading() -> Iterator[Loading]:
     made.close()
 
 
+def raised(work: Callable[[], object]) -> Exception | None:
+    """On a thread of its own, which may be left behind."""
+    errors: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # whatever it is
+            errors.append(error)
+        else:
+            errors.append(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    until(lambda: bool(errors))
+    return errors[0]
+
+
 def _has(found: list[int], count: int) -> bool:
     return len(found) >= count
 
@@ -120,7 +143,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_a_step_computes_a_layer_once_that_is_there_and_not_later(loading: Loading) -> None:
     loading.begin()
-    assert loading.fact() == Fact(7, 1), "nothing is there, and what it takes is told later"
+    assert loading.fact() == Fact(7, 1, early=True), "nothing is there, and what it takes is told later"
     found, step = loading.step(ONE)
     for layer in range(LAYERS):
         time.sleep(0.02)
@@ -163,6 +186,13 @@ def test_every_step_that_is_the_first_to_name_some_of_its_pages_waits(loading: L
     assert found == [1] * LAYERS
 
 
+def test_for_one_that_nobody_has_heard_of_nobody_waits(loading: Loading) -> None:
+    loading.mover._loads._bytes_s = 0.0
+    loading.begin()
+    assert loading.moved_beside() == Fact(7, 1, seconds=ANY)
+    loading.bring(LAYERS)
+
+
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])
 def test_what_else_is_moved_waits_for_what_is_on_its_way(loading: Loading, kind: OperationKind) -> None:
     """A row of the host that is still read would be overwritten, a page that is still written copied or filled too early."""
@@ -188,6 +218,8 @@ def test_others_read_a_page_once_it_is_there(loading: Loading) -> None:
     read = PoolReader(torch.device("cpu"), lambda: loading.copier, loading.arrivals)
     reader = threading.Thread(target=read, args=(ONE, memoryview(out)))
     reader.start()
+    time.sleep(0.05)
+    assert reader.is_alive() and set(out) == {0}
     loading.bring(LAYERS)
     reader.join(DEADLINE_S)
     assert set(out) == {1}
@@ -202,16 +234,19 @@ def test_a_load_that_takes_long_is_told_of_when_what_is_left_is_there_soon(
     loading.begin()
     loading.bring(LAYERS)
     first = loading.fact()
-    assert first.op_id == 7 and first.count == 1 and first.seconds > 0 and first.loaded is None
+    assert first.op_id == 7 and first.count == 1 and first.seconds > 0 and not first.early and first.loaded is None
+    assert not loading.mover._loads._bytes_s, "a page says nothing of a large load"
+    monkeypatch.setattr(layer_loads, "SAYS_BYTES", loading.copier.page_bytes)
     loading.mover._loads._bytes_s = loading.copier.page_bytes / LAYERS  # a layer each second
     loading.begin()
     loading.bring(LAYERS - 2)
     time.sleep(0.05)
     assert not loading.mover.facts()
     loading.bring()
-    assert loading.fact() == Fact(7, 1)
+    assert loading.fact() == Fact(7, 1, early=True)
     loading.bring()
     assert loading.fact().loaded is not None
+    assert loading.mover._loads._bytes_s != loading.copier.page_bytes / LAYERS, "and one that is large enough says it anew"
 
 
 class TestFailures:
@@ -233,11 +268,8 @@ class TestFailures:
         until(lambda: bool(loading.lost))
         assert "made to fail" in loading.lost[0]
         loading.arrivals.expect(ONE)
-        for _ in range(2):
-            with pytest.raises(NeverCame):
-                loading.pool.layer(0)
-        with pytest.raises(NeverCame):
-            loading.arrivals.settle()
+        for wait in (partial(loading.pool.layer, 0), partial(loading.pool.layer, 0), loading.arrivals.settle):
+            assert isinstance(raised(wait), NeverCame)
 
 
 class TestOnADevice:

@@ -15,7 +15,6 @@ from services.worker.control.flush import flush, parse
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.transfers import PageOperation, Tier
 from services.worker.exec.contracts.options import TierOptions
-from services.worker.exec.pools import layer_loads
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
 from tests.exec.draft_folders import write_eagle3
@@ -115,8 +114,8 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
     """before: called ahead of each group of layers that is brought."""
     bringing = PageCopier.bringing
 
-    def slow(self: PageCopier, rows: Any, pages: Any) -> Callable[[int], None]:
-        bring = bringing(self, rows, pages)
+    def slow(self: PageCopier, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
+        bring = bringing(self, memory, rows, pages)
 
         def later(group: int) -> None:
             before(group)
@@ -141,7 +140,7 @@ def test_from_the_host_while_later_layers_are_on_their_way(
         served.ask(prompt(number), seed=number)
     mover, arrivals = served.executor._mover, served.executor.runner._arrivals
     assert mover is not None
-    asked = threading.Semaphore(0)
+    asked: threading.Semaphore
 
     def before(group: int) -> None:
         assert not group or asked.acquire(timeout=DEADLINE_S), "no step asks for a layer"
@@ -155,10 +154,10 @@ def test_from_the_host_while_later_layers_are_on_their_way(
     monkeypatch.setattr(arrivals, "wait", wait)
     mover._loads._bytes_s = 1e18
     for number in range(4):
+        asked = threading.Semaphore(0)
         answer = served.ask(prompt(number), seed=number)
         assert answer.bits == plain.ask(prompt(number), seed=number).bits
         assert came_from(answer, Tier.HOST)
-        mover._loads._bytes_s = 1e18
     assert served.core.stats().failed_operations_total == 0
     served.close()
 
@@ -182,7 +181,7 @@ def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_co
         return move(operation)
 
     monkeypatch.setattr(mover, "_move", late)
-    monkeypatch.setattr(layer_loads, "LEFT_S", seed % 2 * DEADLINE_S)  # loads are told of at their ends, or at once
+    mover._loads._bytes_s = seed % 2 * 1e18  # loads are told of at their ends, or at once
     slowly(monkeypatch, lambda _: time.sleep(rng.choice((0.0, 0.0, 0.002, 0.02))))
     asked: dict[int, tuple[int, int]] = {}
     for _ in range(14):

@@ -163,7 +163,7 @@ class Served:
             self.executor.rooms(events)
 
     def _poison(self) -> None:
-        """No step is in flight, and no operation writes a page that is free."""
+        """No step is in flight. What a load still brings into a page that is free is nobody's either."""
         free = torch.from_numpy(self.core.table.memory.pages.free_pages().astype(np.int64))
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():

@@ -12,11 +12,13 @@ import torch
 
 from services.worker.core.contracts.transfers import Tier
 from services.worker.exec.contracts.options import TierOptions
+from services.worker.exec.tiers.page_copier import PageCopier
 from tests.exec.tier_prompts import POOL_PAGES, came_from, options, prompt
 from tests.exec.tiered import Served, build
 from tests.exec.tiny_models import TinyModel
 
 PROMPTS = 4
+PAUSE_CYCLES = 20_000_000  # about ten milliseconds
 Open = Callable[[int, TierOptions | None], Served]
 
 
@@ -54,6 +56,32 @@ def test_from_the_host(opened: Open, plain: Served) -> None:
         for number in range(PROMPTS):
             assert first[number].bits == again[number].bits == plain.ask(prompt(number), seed=number).bits
             assert came_from(again[number], Tier.HOST)
+        assert served.core.stats().failed_operations_total == 0
+
+
+def test_layers_that_come_late_are_waited_for(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each behind a pause of the stream that brings it, while the core has heard of all of them."""
+    bringing = PageCopier.bringing
+
+    def slow(self: PageCopier, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
+        bring = bringing(self, memory, rows, pages)
+
+        def late(group: int) -> None:
+            torch.cuda._sleep(PAUSE_CYCLES)
+            bring(group)
+
+        return late
+
+    with closing(opened(40, options())) as served:  # room for what is loaded at once beside what is kept
+        mover = served.executor._mover
+        assert mover is not None and mover._by_layers
+        first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
+        monkeypatch.setattr(PageCopier, "bringing", slow)
+        mover._loads._bytes_s = 1e18
+        for number in range(PROMPTS):
+            again = served.ask(prompt(number), seed=number)
+            assert again.bits == first[number].bits == plain.ask(prompt(number), seed=number).bits
+            assert came_from(again, Tier.HOST)
         assert served.core.stats().failed_operations_total == 0
 
 

@@ -45,10 +45,12 @@ def test_layers_come_in_their_order_and_are_what_whole_pages_would_be(device: to
     made = pools(device)
     whole = [KVPool(tuple(k.clone() for k in pool.keys), tuple(v.clone() for v in pool.values)) for pool in made]
     copier = DeviceCopier(made, bring=page_pieces.bring_pieces)
-    rows, ids = rows_of(len(pages), copier.page_bytes, device), np.array(pages, dtype=np.int32)
+    memory, ids = rows_of(len(pages) + 2, copier.page_bytes, device), np.array(pages, dtype=np.int32)
+    at = np.arange(len(pages), dtype=np.int32)[::-1] + 1
+    rows = [memory[row] for row in at.tolist()]
     before, wanted = [each.clone() for each in parts(made)], parts(whole)
-    DeviceCopier(whole).restore(rows.unbind(), ids)
-    bring, come = copier.bringing(rows.unbind(), ids), set[int]()
+    DeviceCopier(whole).restore(rows, ids)
+    bring, come = copier.bringing(memory, at, ids), set[int]()
     assert [len(layers) for layers in copier.groups.layers] == [1] * 4 and copier.groups.layers[0] == (3,), "what drafts is first"
     for group, layers in enumerate(copier.groups.layers):
         bring(group)
@@ -95,13 +97,12 @@ class TestAtTheStart:
             page_pieces.bring_pieces(rows, pages, pieces[: len(pieces) - (how == "wrongly")])
 
         copier = DeviceCopier(made, bring=bring)
-        row = rows_of(1, copier.page_bytes, device)[0]
-        assert brings_rightly(copier, row) == (how == "rightly")
+        assert brings_rightly(copier, rows_of(2, copier.page_bytes, device)) == (how == "rightly")
         assert ("layer by layer" in caplog.text) == (how == "not at all")
         assert all(part.equal(old) for part, old in zip(parts(made), before, strict=True))
 
     def test_pieces_that_are_no_whole_words_come_as_whole_pages(self, device: torch.device) -> None:
         odd = KVPool((torch.zeros(2, 1, 1, 3, device=device),), (torch.zeros(2, 1, 1, 2, device=device),))
         copier = DeviceCopier([odd], bring=page_pieces.bring_pieces)
-        assert not copier.can_bring and not brings_rightly(copier, rows_of(1, copier.page_bytes, device)[0])
+        assert not copier.can_bring and not brings_rightly(copier, rows_of(1, copier.page_bytes, device))
         assert not DeviceCopier([pools(device)[0]]).can_bring, "nothing reads the host's memory"

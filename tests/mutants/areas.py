@@ -9,6 +9,7 @@ from tests.mutants.faults.fetch import FETCH
 from tests.mutants.faults.gateway import GATEWAY
 from tests.mutants.faults.grammar import GRAMMAR
 from tests.mutants.faults.kernels import KERNELS
+from tests.mutants.faults.loads import LOADS
 from tests.mutants.faults.parsers import PARSERS
 from tests.mutants.faults.peers import PEERS
 from tests.mutants.faults.speculation import SPECULATION
@@ -72,6 +73,13 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/exec/tiers/test_disk_faults.py",
         "tests/exec/tiers/test_store_damage.py",
     ),
+    "loads": (
+        "tests/core/test_rules_early_loads.py",
+        "tests/exec/test_layer_loads.py",
+        "tests/kernels/test_page_pieces.py",
+        "tests/exec/test_tiers.py",
+        "tests/exec/test_device_graphs.py",
+    ),
     "peers": (
         "tests/core/test_rules_peers.py",
         "tests/core/test_rules_chunks.py",
@@ -131,4 +139,4 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-FAULTS = (*CHART, *FETCH, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *PEERS, *PARSERS, *WORKER)
+FAULTS = (*CHART, *FETCH, *KERNELS, *CORE, *GATEWAY, *GRAMMAR, *EXEC, *SPECULATION, *TIERS, *LOADS, *PEERS, *PARSERS, *WORKER)

@@ -243,11 +243,15 @@ class Scheduler:
         began = self._began[0]
         step = self._take_flight(result.step_id)
         if self._tiers is not None or self.config.adaptive_chunk_s:
-            self._took(step.plan, now - max(began, self._ended_at), now)
+            self._took(step.plan, began, now)
         self._ended_at = now
         self._committer.commit(step, result, now)
 
-    def _took(self, plan: BatchPlan, seconds: float, now: float) -> None:
+    def _took(self, plan: BatchPlan, began: float, now: float) -> None:
+        seconds = now - max(began, self._ended_at)
+        if self._tiers is not None and self._tiers.loads_since(began):
+            self._tiers.step_ended(0, 0, 0.0, now)
+            return
         extended = int(plan.num_tokens[: plan.num_extend].sum()) if plan.num_extend else 0
         rows = plan.num_rows - plan.num_extend
         self._planner.extends.step_ended(extended, rows, seconds)

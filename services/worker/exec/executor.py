@@ -175,6 +175,7 @@ class DeviceExecutor:
         raise ExecutorError(f"step {run.plan.step_id} failed: {run.error!r}") from run.error
 
     def _operate(self, operation: Operation) -> None:
+        self._runner.settle()
         self._streams.synchronize()
         self._operator.do(operation)
 

@@ -151,7 +151,7 @@ class FakeExecutor:
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
         self._landing: list[tuple[float, PageOperation, int]] = []  # loads that were told of: when they are over, pages that come
-        self._loaded: list[Fact] = []  # of those that are over
+        self._loaded: list[tuple[float, Fact]] = []  # of those that have arrived: when they are over
         self.told_ahead_s = LEFT_S
         self._params: dict[int, SamplingParams] = {}
         self._predictions: dict[int, tuple[int, I32]] = {}  # by slot, where its output begins, and what is said of it
@@ -249,7 +249,7 @@ class FakeExecutor:
     @property
     def num_moving(self) -> int:
         """Operations under way."""
-        return len(self._moving) + len(self._landing)
+        return len(self._moving) + len(self._landing) + len(self._loaded)
 
     def coming_kv(self) -> I32:
         """kv as it is once all has come that was told of."""
@@ -271,7 +271,7 @@ class FakeExecutor:
                 self._landing.append((until, operation, count))
                 continue
             self.kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
-            self._loaded.append(Fact(UNASKED, loaded=(count, self._time.per_page_moved * count)))
+            self._loaded.append((until, Fact(UNASKED, loaded=(count, self._time.per_page_moved * count))))
             waited = max(waited, until)
         return waited
 
@@ -290,7 +290,8 @@ class FakeExecutor:
 
     def facts(self) -> list[Fact]:
         self._land(NO_PAGES)
-        done, self._loaded = self._loaded, []
+        done = [fact for until, fact in self._loaded if until <= self._clock()]
+        self._loaded = [(until, fact) for until, fact in self._loaded if until > self._clock()]
         while self._moving and self._told_at(*self._moving[0]) <= self._clock():
             until, operation = self._moving.pop(0)
             done.append(self._told(until, operation) if operation.kind is OperationKind.LOAD else self._moved(operation))
@@ -303,7 +304,7 @@ class FakeExecutor:
         """Of a load: nothing of it has to be there."""
         if count := self.pages_moved(operation):
             self._landing.append((until, operation, count))
-        return Fact(operation.op_id, count)
+        return Fact(operation.op_id, count, early=bool(count))
 
     def _moved(self, operation: PageOperation) -> Fact:
         self._land()

@@ -127,9 +127,10 @@ NO_USE = StorageUse()
 @dataclass(frozen=True, slots=True)
 class Fact:
     """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. seconds:
-    that moving them took, 0 where that is told later. stored, dropped: keys that the storage holds now and did not, and the other
-    way about. blocks: that the storage's pages were said to be of, before the worker's start. use: of the storage then, where
-    that may have changed. loaded: pages of a load from the host whose fact came before its last bytes, and its seconds."""
+    that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about. blocks: that the
+    storage's pages were said to be of, before the worker's start. use: of the storage then, where that may have changed. early:
+    of a load from the host, whose last bytes are on their way; behind it comes one that says when they are there, with loaded:
+    its pages, and the seconds that it took."""
 
     op_id: int
     count: int = 0
@@ -138,4 +139,5 @@ class Fact:
     dropped: tuple[bytes, ...] = ()
     use: StorageUse | None = None
     blocks: tuple[KeptBlock, ...] = ()
+    early: bool = False
     loaded: tuple[int, float] | None = None

@@ -60,15 +60,23 @@ class _Operation:
 
 
 class Imports:
-    """stored: keys that the storage holds; None: there is none. at_once: pages of one operation, loads from the host aside.
-    imported_pages_total: that came,
+    """stored: keys that the storage holds; None: there is none. at_once: pages of one operation, load_at_once: of one from the
+    host, which comes layer by layer. imported_pages_total: that came,
     by where from. prefetched_pages_total: of these, those that were read before their request came. recomputed_pages_total: that
     were there when their request began, and computed all the same."""
 
     def __init__(
-        self, keys: PageKeys, host: HostIndex, stored: set[bytes] | None, rates: Rates, at_once: int, ids: Iterator[int]
+        self,
+        keys: PageKeys,
+        host: HostIndex,
+        stored: set[bytes] | None,
+        rates: Rates,
+        at_once: int,
+        load_at_once: int,
+        ids: Iterator[int],
     ) -> None:
-        self._keys, self._host, self._at_once, self._ids, self.rates = keys, host, at_once, ids, rates
+        self._keys, self._host, self._ids, self.rates = keys, host, ids, rates
+        self._at_once, self._load_at_once = at_once, load_at_once
         self._stored: Collection[bytes] = () if stored is None else stored
         self._waits: dict[int, Wanted] = {}
         self._due: dict[int, Wanted] = {}  # to be moved on; the others wait for an operation
@@ -77,6 +85,7 @@ class Imports:
         self._running: dict[int, _Operation] = {}
         self._coming: dict[bytes, _Operation] = {}
         self._free_at: dict[str, float] = {}  # when a lane had its last operation done, of those that have some under way
+        self.num_landing = 0  # loads whose facts came early, and whose last bytes are still on their way
         self.imported_pages_total: Counter[Tier] = Counter()
         self.prefetched_pages_total = 0
         self.recomputed_pages_total = self.failed_total = self.given_up_total = self.refused_pulls_total = 0
@@ -168,6 +177,7 @@ class Imports:
             self._host.unpin(operation.host_pages)
         self.failed_total += fact.count < len(operation.keys)
         self.refused_pulls_total += tier is Tier.PEER and not fact.count
+        self.num_landing += fact.early
         self._free_at[lane] = now
         if not any(each.place.lane == lane for each in self._running.values()):
             del self._free_at[lane]
@@ -187,6 +197,14 @@ class Imports:
             else:
                 self._let_go(wanted)
         return True
+
+    def landed(self, pages: int, seconds: float, now: float) -> None:
+        """The oldest load whose fact came early is there. The next one has its turn from now on."""
+        assert self.num_landing, "only what was told of early lands later"
+        self.num_landing -= 1
+        self.rates.moved(Tier.HOST, pages, seconds)
+        if _HOST.lane in self._free_at:
+            self._free_at[_HOST.lane] = now
 
     def let_go(self) -> bool:
         """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""
@@ -273,9 +291,8 @@ class Imports:
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
             place, count = self._run(wanted, at)
-            room = min(count, self._room(wanted, first, memory))
-            if place is not _HOST:  # which is read layer by layer: the first layer of all its pages comes first
-                room = min(room, self._at_once)
+            at_once = self._load_at_once if place is _HOST else self._at_once
+            room = min(count, at_once, self._room(wanted, first, memory))
             if place is None or room <= 0 or (not operations and not self._is_had(wanted, place, count)):
                 break
             pull = None
@@ -337,7 +354,8 @@ class Imports:
         for running in self._running.values():
             lanes.setdefault(running.place.lane, []).append(running)
         for lane, (first, *behind) in lanes.items():
-            if first.began is not None and not first.late:
+            has_its_turn = lane != _HOST.lane or not self.num_landing
+            if has_its_turn and first.began is not None and not first.late:
                 self._look_whether_late(first, now - max(first.began, self._free_at.get(lane, 0.0)))
             for running in behind if first.late else ():
                 for wanted in running.waits:

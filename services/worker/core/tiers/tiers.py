@@ -5,6 +5,7 @@ Plain data: ids, keys and counts; bytes are the executor's. A worker without tie
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from services.worker.core.tiers.rates import Rates
 SELECTIVE_HITS = 2  # admissions on a path after which it is worth a copy
 LOOKED_AT_PAGES = 64  # of which it is told whether reading them pays, and what it saves
 OPERATION_BYTES = 16 << 20  # that one operation moves at most, unless a page is larger
+LOAD_BYTES = 1 << 30  # that one from the host does: the first layer of all its pages comes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,10 @@ class Tiers:
         stored = self._stored if limits.has_storage else None
         self.rates = Rates(limits.page_bytes, limits.page_size)
         self._use = NO_USE
-        ids, at_once = count(1), max(1, OPERATION_BYTES // max(limits.page_bytes, 1))
-        self._imports = Imports(keys, self._host, stored, self.rates, at_once, ids)
+        self._landed_at = -math.inf  # when the last load was there whose fact came early
+        ids = count(1)
+        at_once, load_at_once = (max(1, size // max(limits.page_bytes, 1)) for size in (OPERATION_BYTES, LOAD_BYTES))
+        self._imports = Imports(keys, self._host, stored, self.rates, at_once, load_at_once, ids)
         self.prefetches = Prefetches(self._imports, limits.hold_s)
         self._blocks = None
         if events is not None and limits.host_pages:
@@ -116,6 +120,10 @@ class Tiers:
         copies = self._backups.plan(memory) if begins and self._host.num_pages else []
         return (*imports, *copies), ready
 
+    def loads_since(self, then: float) -> bool:
+        """A step that was planned then may have waited for a load: what it took says little of what it computed."""
+        return self._imports.num_landing > 0 or self._landed_at >= then
+
     def step_ended(self, extended: int, rows: int, seconds: float, now: float) -> None:
         """It has computed so many tokens of extends, and so many rows of others."""
         self.rates.computed(extended, rows, seconds)
@@ -126,7 +134,8 @@ class Tiers:
         if fact.use is not None:
             self._use = fact.use
         if fact.loaded is not None:
-            self.rates.moved(Tier.HOST, *fact.loaded)
+            self._imports.landed(*fact.loaded, now)
+            self._landed_at = now
         self._stored.difference_update(fact.dropped)
         for key in fact.dropped:
             self._backups.gone(key)

@@ -43,12 +43,16 @@ class LayerGroups:
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """next: the first group that the step which is being launched has not waited for."""
+    """next: the first group that no step has waited for: where that is none, all later steps are behind it."""
 
     pages: I32
     groups: LayerGroups
     arrival: Arrival
     next: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.groups.layers)
 
     def wait(self, group: int) -> None:
         if group >= self.next:
@@ -69,15 +73,10 @@ class Arrivals:
         with self._lock:
             self._coming = (*(each for each in self._coming if not each.arrival.is_over), _Coming(pages, groups, arrival))
 
-    def forget(self, arrival: Arrival) -> None:
-        """The core has not heard of it, and will not: nobody waits."""
-        with self._lock:
-            self._coming = tuple(each for each in self._coming if each.arrival is not arrival)
-
     def settle(self) -> None:
         """Blocks until all that was added is there. Raises NeverCame."""
         for each in self._coming:
-            each.arrival.settle(len(each.groups.layers) - 1)
+            each.arrival.settle(each.count - 1)
 
     def expect(self, pages: I32) -> None:
         """The step that is launched next is the first with these pages in its tables."""
@@ -85,8 +84,8 @@ class Arrivals:
             return
         with self._lock:
             self._coming = tuple(each for each in self._coming if not each.arrival.is_over)
-            found = [each for each in self._coming if each not in self._awaited and bool(np.isin(pages, each.pages).any())]
-        self._awaited += found
+            coming = [each for each in self._coming if each.next < each.count and each not in self._awaited]
+        self._awaited += [each for each in coming if np.isin(pages, each.pages).any()]
 
     def wait(self, layer: int) -> None:
         """What is launched next reads this layer, by its number in all pools."""
@@ -96,7 +95,5 @@ class Arrivals:
     def wait_all(self) -> None:
         """What is launched next reads any of them, or the step is launched: later ones find all there."""
         while self._awaited:
-            each = self._awaited[-1]
-            each.wait(len(each.groups.layers) - 1)
-            each.next = 0  # another step that is the first to name other pages of it waits anew
+            self._awaited[-1].wait(self._awaited[-1].count - 1)
             self._awaited.pop()

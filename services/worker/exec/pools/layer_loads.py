@@ -9,6 +9,7 @@ from services.worker.exec.pools.arrivals import Arrivals, LayerGroups
 from services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
 
 LEFT_S = 0.02  # that a load may still take when it is told of: what else a step computes may wait for so long, and no longer
+SAYS_BYTES = 16 << 20  # of a load that is large enough to say how fast the next one is
 
 
 class LayerLoads:
@@ -16,7 +17,7 @@ class LayerLoads:
 
     def __init__(self, streams: Streams, arrivals: Arrivals) -> None:
         self._streams, self._arrivals = streams, arrivals
-        self._bytes_s = 0.0  # of the last load; 0: there was none
+        self._bytes_s = 0.0  # of the last large load; 0: there was none
 
     def load(
         self, bring: Callable[[int], None], pages: I32, groups: LayerGroups, num_bytes: int, tell: Callable[[], None]
@@ -26,25 +27,25 @@ class LayerLoads:
         and whether it was called. Raises NeverCame behind tell(), anything else before it; then no step waits."""
         count, told = len(groups.layers), False
         arrival = self._streams.arrival(count)
-        if not self._streams.on_host:
-            for group in range(count):
-                bring(group)
-                arrival.came(group)
-        self._arrivals.add(pages, groups, arrival)
         try:
+            if not self._streams.on_host:
+                for group in range(count):
+                    bring(group)
+                    arrival.came(group)
             for group in range(count):
                 if not told and num_bytes * (count - group) <= self._bytes_s * LEFT_S * count:
-                    tell()
+                    self._arrivals.add(pages, groups, arrival)
                     told = True
+                    tell()
                 self._wait_for(arrival, group, bring)
         except Exception as error:  # of any kind: whatever a driver raises, or a host without memory
+            if not told:
+                raise
             arrival.failed(error)
-            if told:
-                raise NeverCame(f"pages that steps wait for did not come: {error!r}") from error
-            self._arrivals.forget(arrival)
-            raise
+            raise NeverCame(f"pages that steps wait for did not come: {error!r}") from error
         seconds = arrival.seconds
-        self._bytes_s = num_bytes / max(seconds, 1e-9)
+        if num_bytes >= SAYS_BYTES:
+            self._bytes_s = num_bytes / max(seconds, 1e-9)
         return seconds, told
 
     def _wait_for(self, arrival: Arrival, group: int, bring: Callable[[int], None]) -> None:

@@ -172,6 +172,11 @@ class DeviceRunner:
         places = np.argsort(run.order)[first : first + count].tolist()
         return tuple(torch.cat([each[place : place + 1] for place in places]) for each in of_pass)
 
+    def settle(self) -> None:
+        """No step waits any more for what was on its way into the pools."""
+        with self.streams.on_forward():
+            self._arrivals.wait_all()
+
     def free_uploads(self) -> None:
         """Once the device has done everything: all that was sent may be overwritten."""
         mark = self.streams.mark_copy()

@@ -70,40 +70,36 @@ def make_mover(
         if options.names_file is not None:
             log = BlockLog(options.names_file, _identity(options, layout), store.keys)
     unpin = None if on_host else _pinned(memory)
-    by_layers = brings_rightly(copier(), memory[0])
+    by_layers = brings_rightly(copier(), memory)
     if not by_layers:
         progress("host tier: pages are loaded whole, and not layer by layer")
     return PageMover(streams, copier, arrivals, memory, store, peers, log, unpin, by_layers), pages
 
 
-def brings_rightly(copier: PageCopier, row: torch.Tensor) -> bool:
+def brings_rightly(copier: PageCopier, memory: torch.Tensor) -> bool:
     """Tries it with one page, which is afterwards what it was: a device has to read the host's memory where it lies, and what
-    does that is compiled here. row: of the host tier, for which nobody has a use yet."""
+    does that is compiled here. memory: uint8[n, page bytes], for which nobody has a use yet."""
     if not copier.can_bring:
         return False
-    page, found, before = np.zeros(1, dtype=np.int32), torch.empty_like(row), torch.empty_like(row)
+    row, page = memory[0], np.zeros(1, dtype=np.int32)
+    found, before = torch.empty_like(row), torch.empty_like(row)
     with torch.inference_mode():
         copier.save(page, [before])
         row.copy_(torch.arange(len(row)) % PATTERN)
         try:
-            bring = copier.bringing([row], page)
+            bring = copier.bringing(memory, page, page)
             for group in range(len(copier.groups.layers)):
                 bring(group)
             copier.save(page, [found])
-            _synchronize()
+            copier.synchronize()
             came = found.equal(row)
         except Exception:  # of any kind: whatever compilers and drivers raise; whole pages are copied in another way
             logger.exception("pages cannot be loaded layer by layer")
             came = False
         row.copy_(before)
         copier.restore([row], page)
-        _synchronize()
+        copier.synchronize()
     return came
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def host_slab(pages: int, page_bytes: int) -> torch.Tensor:

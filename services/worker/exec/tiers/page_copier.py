@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -27,16 +27,16 @@ class PieceCopies(Protocol):
 
 
 class PageCopier:
-    """pools: of one number of pages, in an order that stays. page_bytes: of a row. groups: of layers, in the order in which they
-    are brought one by one. copies: by one call for many pieces, where the pools are on the host; None: by numpy, piece by piece.
-    bring: the pools' device reads rows where they lie; None: it cannot. Works on their device's current stream."""
+    """pools: of one number of pages, in an order that stays. page_bytes: of a row. copies: by one call for many pieces, where the
+    pools are on the host; None: by numpy, piece by piece. bring: the pools' device reads rows where they lie; None: it cannot.
+    Works on their device's current stream."""
 
     def __init__(self, pools: Sequence[KVPool], copies: PieceCopies | None = None, bring: BringPieces | None = None) -> None:
         tensors = [each for pool in pools for pair in zip(pool.keys, pool.values, strict=True) for each in pair]
         assert len({len(each) for each in tensors}) == 1, "a page is one of every layer"
         self._parts = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self.page_bytes = sum(part.shape[1] for part in self._parts)
-        self.groups = LayerGroups.for_pools([len(pool.keys) for pool in pools])
+        self._num_layers = [len(pool.keys) for pool in pools]
         self._device = tensors[0].device
         self._host_parts = [part.numpy() for part in self._parts] if self._on_host else []
         assert copies is None or self._on_host, "addresses of a device are none of the host's"
@@ -47,30 +47,47 @@ class PageCopier:
         self._offsets = self._sizes.cumsum() - self._sizes
         self._all = np.arange(len(self._parts))
 
+    @cached_property
+    def groups(self) -> LayerGroups:
+        """In the order in which they are brought one by one."""
+        return LayerGroups.for_pools(self._num_layers)
+
     @property
     def can_bring(self) -> bool:
         """Pages group by group of layers."""
         whole_words = not (self._sizes % WORD_BYTES).any() and not (self._addresses % WORD_BYTES).any()
         return self._on_host or (self._bring is not None and whole_words)
 
-    def bringing(self, rows: Sequence[Tensor], pages: I32) -> Callable[[int], None]:
-        """What restores one group of layers, of rows that a device can read where they lie. Where there is no such group, row or
-        page: raises as save()."""
+    def bringing(self, memory: Tensor, rows: I32, pages: I32) -> Callable[[int], None]:
+        """What restores one group of layers. memory: uint8[n, page_bytes] of the host, which a device can read where it lies;
+        rows: int32[pages] of it. Raises as save()."""
         assert self.can_bring, "groups of layers are brought where they can be"
         assert len(rows) == len(pages), "a row for every page"
-        self._check(pages, rows)
+        self._check_pages(pages)
+        self._check_rows([memory[0]])
+        if not 0 <= rows.min() <= rows.max() < len(memory):
+            raise IndexError(f"there are rows 0 to {len(memory) - 1}")
+        addresses = memory.data_ptr() + rows.astype(np.int64) * memory.stride(0)
         if self._on_host:
-            return partial(self._restore_pieces, rows, pages)
+            return partial(self._bring_on_host, memory, rows, addresses, pages)
         assert self._bring is not None, "a device reads rows where they lie"
-        addresses = np.array([[row.data_ptr() for row in rows], pages.tolist()], dtype=np.int64)
-        assert not (addresses[0] % WORD_BYTES).any(), "rows begin with a word"
-        of_rows, places = torch.from_numpy(addresses).to(self._device).unbind()
+        assert not (addresses % WORD_BYTES).any(), "rows begin with a word"
+        of_rows, places = torch.from_numpy(np.stack((addresses, pages))).to(self._device).unbind()
         groups = [self._parts_of(group) for group in range(len(self.groups.layers))]
         parts = np.concatenate(groups)
         table = np.stack((self._addresses[parts], self._sizes[parts], self._offsets[parts]), axis=1)
         tables = torch.from_numpy(table).to(self._device).split([len(group) for group in groups])
         bring = self._bring
         return lambda group: bring(of_rows, places, tables[group])
+
+    def _bring_on_host(self, memory: Tensor, rows: I32, addresses: Addresses, pages: I32, group: int) -> None:
+        parts = self._parts_of(group)
+        if self._copies is not None:
+            places, pieces, sizes = self._found(pages, addresses, parts)
+            self._copies.copy_pieces(places, pieces, sizes, streamed=False)
+            return
+        for place, piece in self._pieces(pages, [memory[row] for row in rows.tolist()], parts):
+            place[:] = piece
 
     def _parts_of(self, group: int) -> Addresses:
         """Keys and values of its layers."""
@@ -82,9 +99,10 @@ class PageCopier:
         thread has put on the device; at once where the pools are on the host themselves. streamed: nothing else is to leave the
         host's caches for them. Raises IndexError for a page that there is not, ValueError for a row of another size."""
         assert len(rows) == len(pages), "a row for every page"
-        self._check(pages, rows)
+        self._check_pages(pages)
+        self._check_rows(rows)
         if self._copies is not None:
-            places, pieces, sizes = self._found(pages, rows, self._all)
+            places, pieces, sizes = self._found(pages, self._addresses_of(rows), self._all)
             self._copies.copy_pieces(pieces, places, sizes, streamed)
             return
         if self._on_host:
@@ -101,9 +119,15 @@ class PageCopier:
     def restore(self, rows: Sequence[Tensor], pages: I32) -> None:
         """The other way: rows are read until all is done that this thread has put on the device."""
         assert len(rows) == len(pages), "a row for every page"
-        self._check(pages, rows)
+        self._check_pages(pages)
+        self._check_rows(rows)
+        if self._copies is not None:
+            places, pieces, sizes = self._found(pages, self._addresses_of(rows), self._all)
+            self._copies.copy_pieces(places, pieces, sizes, streamed=False)
+            return
         if self._on_host:
-            self._restore_pieces(rows, pages, None)
+            for place, piece in self._pieces(pages, rows, self._all):
+                place[:] = piece
             return
         for some, ids in self._on_device(pages, rows):
             gathered = torch.empty((len(some), self.page_bytes), dtype=torch.uint8, device=self._device)
@@ -112,27 +136,28 @@ class PageCopier:
             for part, at in self._places():
                 part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
 
-    def _restore_pieces(self, rows: Sequence[Tensor], pages: I32, group: int | None) -> None:
-        """group: of layers, None for all."""
-        parts = self._all if group is None else self._parts_of(group)
-        if self._copies is not None:
-            places, pieces, sizes = self._found(pages, rows, parts)
-            self._copies.copy_pieces(places, pieces, sizes, streamed=False)
-            return
-        for place, piece in self._pieces(pages, rows, parts):
-            place[:] = piece
+    def synchronize(self) -> None:
+        """Blocks until the pools' device has done everything."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
-    def _check(self, pages: I32, rows: Sequence[Tensor]) -> None:
+    def _check_pages(self, pages: I32) -> None:
         if len(pages) and not 0 <= pages.min() <= pages.max() < len(self._parts[0]):
             raise IndexError(f"there are pages 0 to {len(self._parts[0]) - 1}")
+
+    def _check_rows(self, rows: Sequence[Tensor]) -> None:
         if not all(row.is_contiguous() and row.nbytes == self.page_bytes for row in rows):
             raise ValueError(f"a row is {self.page_bytes} bytes, one behind the other")
 
-    def _found(self, pages: I32, rows: Sequence[Tensor], parts: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    @staticmethod
+    def _addresses_of(rows: Sequence[Tensor]) -> Addresses:
+        return np.array([row.data_ptr() for row in rows], dtype=np.int64)
+
+    def _found(self, pages: I32, rows: Addresses, parts: Addresses) -> tuple[Addresses, Addresses, Addresses]:
         """What _pieces() says, as addresses and bytes, page by page."""
         sizes = self._sizes[parts]
         places = self._addresses[parts] + pages.astype(np.int64)[:, None] * sizes
-        pieces = np.array([row.data_ptr() for row in rows], dtype=np.int64)[:, None] + self._offsets[parts]
+        pieces = rows[:, None] + self._offsets[parts]
         return places.ravel(), pieces.ravel(), np.broadcast_to(sizes, places.shape).ravel()
 
     def _pieces(self, pages: I32, rows: Sequence[Tensor], parts: Addresses) -> Iterator[tuple[Bytes, Bytes]]:

@@ -303,11 +303,12 @@ class PageMover:
 
     def _load(self, work: _Work) -> None:
         """Layer by layer: told ahead of its end, and what it has taken behind that."""
-        operation, copier, count = work.operation, self._copier(), len(work.operation.keys)
+        operation, count = work.operation, len(work.operation.keys)
         try:
-            bring = copier.bringing(self._host_rows(operation), operation.pages)
+            copier = self._copier()
+            bring = copier.bringing(self._host, operation.host_pages, operation.pages)
             work.mark.precede()
-            tell = partial(self._tell, Fact(operation.op_id, count))
+            tell = partial(self._tell, Fact(operation.op_id, count, early=True))
             size = count * copier.page_bytes
             seconds, told = self._loads.load(bring, operation.pages, copier.groups, size, tell)
         except NeverCame as error:

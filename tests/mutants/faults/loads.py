@@ -1,0 +1,75 @@
+"""Of loads that come layer by layer."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import of
+
+POOLS = "services/worker/exec/pools"
+LOADS = (
+    *of(
+        "loads",
+        f"{POOLS}/arrivals.py",
+        ("if each.next < each.count and each not in self._awaited", "if False"),
+        ("if np.isin(pages, each.pages).any()", "if True"),
+        ("each.wait(each.groups.of[layer])", "pass"),
+        ("each.wait(each.groups.of[layer])", "each.wait(each.count - 1)"),
+        ("self._awaited[-1].wait(self._awaited[-1].count - 1)", "pass"),
+        ("if group >= self.next:", "if group > self.next:"),
+        ("order = [*range(first, total), *range(first)]", "order = [*range(total)]"),
+        ("each.arrival.settle(each.count - 1)", "pass"),
+    ),
+    *of(
+        "loads",
+        f"{POOLS}/layer_loads.py",
+        ("                    self._arrivals.add(pages, groups, arrival)\n", ""),
+        ("num_bytes * (count - group) <= self._bytes_s * LEFT_S * count", "self._bytes_s > 0"),
+        ("if num_bytes >= SAYS_BYTES:", "if True:"),
+        ("            arrival.failed(error)\n", ""),
+        ("            if not told:\n                raise\n", ""),
+    ),
+    *of("loads", f"{POOLS}/kv_pool.py", ("self.arrivals.wait(self.first + index)", "pass")),
+    *of(
+        "loads",
+        "services/worker/exec/tiers/page_mover.py",
+        ("self._arrivals.settle()  # into pages that are", "pass  # into pages that are"),
+        ("self.on_lost(str(error))", "pass"),
+        ("Fact(operation.op_id, count, early=True)", "Fact(operation.op_id, count)"),
+    ),
+    *of("loads", "services/worker/exec/tiers/pool_reader.py", ("            self._arrivals.settle()\n", "")),
+    *of(
+        "loads",
+        "services/worker/exec/tiers/page_copier.py",
+        ("np.stack((2 * layers, 2 * layers + 1), axis=1).ravel()", "2 * layers"),
+        ("memory.data_ptr() + rows.astype(np.int64) * memory.stride(0)", "memory.data_ptr() + rows.astype(np.int64)"),
+    ),
+    *of(
+        "loads",
+        "services/worker/exec/tiers/make_tiers.py",
+        ("came = found.equal(row)", "came = True"),
+        ("        row.copy_(before)\n", ""),
+    ),
+    *of(
+        "loads",
+        "services/worker/exec/step/model_runner.py",
+        ("                self._arrivals.wait_all()  # a graph's layers wait for nobody\n", ""),
+    ),
+    *of(
+        "loads",
+        "services/worker/core/tiers/imports.py",
+        ("has_its_turn = lane != _HOST.lane or not self.num_landing", "has_its_turn = True"),
+        ("self._load_at_once if place is _HOST else self._at_once", "self._at_once"),
+        ("        self.rates.moved(Tier.HOST, pages, seconds)\n", ""),
+    ),
+    *of(
+        "loads",
+        "services/worker/core/tiers/tiers.py",
+        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return False"),
+        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return True"),
+    ),
+    *of(
+        "loads",
+        "kernels/triton/page_pieces.py",
+        ("steps = begin + tl.arange(0, BLOCK)", "steps = tl.arange(0, BLOCK)"),
+        ("part, at = piece // num_rows, piece % num_rows", "part, at = piece // num_rows, piece // num_rows"),
+    ),
+)
