@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.triton.launch import misfit, require_contiguous
 
-WORD_BYTES = 8
 PROGRAMS, BLOCK, WARPS = 32, 2048, 8  # of 16 KiB each: half a MiB on its way at once, which hides the bus's delay
 
 
@@ -35,7 +34,7 @@ def _bring_pieces_kernel(rows, pages, parts, num_rows, num_pieces, BLOCK: tl.con
 
 def bring_pieces(rows: Tensor, pages: Tensor, parts: Tensor) -> None:
     """rows: int64[n], addresses of rows that the device can read. pages: int64[n], where each goes. parts: int64[p, 3], of each
-    piece of a row the address of its pool, bytes of a page there, and where it begins in a row: multiples of WORD_BYTES, as the
+    piece of a row the address of its pool, bytes of a page there, and where it begins in a row: multiples of 8 bytes, as the
     addresses. All on the device; no address is checked. Raises ValueError for shapes that do not fit."""
     require_contiguous(rows, pages, parts)
     if rows.shape != pages.shape or rows.dim() != 1 or parts.dim() != 2 or parts.shape[1] != 3:

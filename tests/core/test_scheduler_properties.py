@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
 from services.worker.core.contracts.sampling import EmbeddingParams
-from services.worker.core.contracts.transfers import Tier, WritePolicy
-from services.worker.exec.fake import LEFT_S
+from services.worker.core.contracts.transfers import EARLY_S, Tier, WritePolicy
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
@@ -77,7 +76,7 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
     """`steps` turns with requests coming, being aborted in every phase, and pauses in which all drains."""
     rng = random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
-    engine.executor.told_ahead_s = rng.choice((0.0, LEFT_S, 10.0))
+    engine.executor.told_ahead_s = rng.choice((0.0, EARLY_S, 10.0))
     if rng.random() < 0.5:
         engine.executor.pages_moved = lambda operation: rng.choice((len(operation.keys), rng.randrange(len(operation.keys) + 1)))
     handle = 0

@@ -229,7 +229,7 @@ def test_a_load_that_takes_long_is_told_of_when_what_is_left_is_there_soon(
     loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what the one before has taken; before the first, nobody knows."""
-    monkeypatch.setattr(layer_loads, "LEFT_S", 1.0)
+    monkeypatch.setattr(layer_loads, "EARLY_S", 1.0)
     loading.mover._loads._bytes_s = 0.0
     loading.begin()
     loading.bring(LAYERS)

@@ -31,9 +31,9 @@ from services.worker.core.contracts.transfers import (
 )
 from services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
 from services.worker.exec.kernel_set import copies
-from services.worker.exec.pools.arrivals import Arrivals
+from services.worker.exec.pools.arrivals import Arrivals, LayerGroups
 from services.worker.exec.pools.kv_pool import KVPool
-from services.worker.exec.streams.host_streams import HostStreams
+from services.worker.exec.streams.host_streams import HostArrival, HostStreams
 from services.worker.exec.tiers import page_mover
 from services.worker.exec.tiers.block_log import BlockLog
 from services.worker.exec.tiers.page_copier import PageCopier
@@ -169,6 +169,21 @@ def test_who_waits_for_a_page_waits_for_no_copy_to_the_host(moving: Moving, monk
     going.set()
     assert moving.fact().count == 2
     assert nice == [max(page_mover.BACK_UP_NICE, os.getpriority(os.PRIO_PROCESS, 0))], "where steps are computed by cores"
+
+
+def test_what_is_fetched_waits_for_what_still_comes_into_its_pages(moving: Moving) -> None:
+    """Of a load of which the core has heard, and whose page was given to somebody else since."""
+    moving.moved(OperationKind.BACK_UP, [0], [0])
+    moving.moved(OperationKind.STORE, [], [0])
+    coming = HostArrival(2)
+    moving.arrivals.add(np.array([3], dtype=np.int32), LayerGroups.for_pools([2]), coming)
+    moving.begin(OperationKind.FETCH, [3], [])
+    time.sleep(0.05)
+    assert not moving.mover.facts()
+    moving.pool.keys[1][3] = torch.nan
+    for group in range(2):
+        coming.came(group)
+    assert moving.fact().count == 1 and moving.page(3) == moving.page(0)
 
 
 @pytest.mark.parametrize("kind", [OperationKind.BACK_UP, OperationKind.LOAD])

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.worker.control.flush import flush, parse
 from services.worker.core.contracts.messages import FinishReason
-from services.worker.core.contracts.transfers import PageOperation, Tier
+from services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
+from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.redis_page_store import RedisPageStore
@@ -160,6 +162,51 @@ def test_from_the_host_while_later_layers_are_on_their_way(
         assert came_from(answer, Tier.HOST)
     assert served.core.stats().failed_operations_total == 0
     served.close()
+
+
+class TestWhileALoadIsOnItsWay:
+    """The core has heard of it."""
+
+    @pytest.fixture
+    def going(self) -> threading.Event:
+        return threading.Event()
+
+    @pytest.fixture
+    def coming(self, folder: Path, going: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+        served = Served(*build(folder, POOL_PAGES, options()))
+        mover = served.executor._mover
+        assert mover is not None
+        mover._loads._bytes_s = 1e18
+        slowly(monkeypatch, lambda _: _until_it_may(going))
+        page = np.zeros(1, dtype=np.int32)
+        served.executor.transfer([PageOperation(99, OperationKind.LOAD, (b"key",), page, page)])
+        until(lambda: [fact for fact in served.executor.facts() if fact.early] != [])
+        yield served
+        going.set()
+        served.close()
+
+    def test_its_pages_are_not_given_back(self, coming: Served, going: threading.Event) -> None:
+        release = threading.Thread(target=coming.executor.apply, args=(ReleaseMemory(weights=False, kv=True),))
+        release.start()
+        time.sleep(0.05)
+        assert release.is_alive()
+        going.set()
+        release.join(DEADLINE_S)
+        assert not release.is_alive() and not coming.executor.runner.passes.pool.keys
+        coming.executor.apply(ResumeMemory(weights=False, kv=True))
+
+    def test_a_device_that_is_lost_is_said_to_be_once(self, coming: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        lost: list[str] = []
+        coming.executor.on_lost = lost.append
+        mover = coming.executor._mover
+        assert mover is not None
+        for _ in range(2):
+            mover.on_lost("pages did not come")
+        assert lost == ["pages did not come"]
+
+
+def _until_it_may(going: threading.Event) -> None:
+    assert going.wait(DEADLINE_S), "nobody lets it go on"
 
 
 SCHEDULES = 60 if NIGHTLY else 4

@@ -76,6 +76,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "loads": (
         "tests/core/test_rules_early_loads.py",
         "tests/exec/test_layer_loads.py",
+        "tests/exec/test_page_mover.py",
         "tests/kernels/test_page_pieces.py",
         "tests/exec/test_tiers.py",
         "tests/exec/test_device_graphs.py",

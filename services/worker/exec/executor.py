@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -62,7 +63,7 @@ class DeviceExecutor:
         self._steps: Steps = runner if steps is None else steps
         self.on_lost = on_lost
         self._mover, self._server = mover, server
-        self._lost = False
+        self._lost, self._losing = False, threading.Lock()
         if mover is not None:
             mover.on_lost = self._lose
         on_gpu = self._streams.device.type == "cuda"
@@ -200,8 +201,9 @@ class DeviceExecutor:
         return not self._lost
 
     def _lose(self, sentence: str) -> None:
-        if not self._lost:
-            self._lost = True
+        with self._losing:
+            was_lost, self._lost = self._lost, True
+        if not was_lost:
             self.on_lost(sentence)
 
 

@@ -18,7 +18,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits, step_reread
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
 from services.worker.core.contracts.rooms import OpenRoom, RoomEvents, RoomLeft, proof
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.contracts.transfers import NO_PAGES, UNASKED, Deleted, Fact, OperationKind, PageOperation, Pull
+from services.worker.core.contracts.transfers import EARLY_S, NO_PAGES, UNASKED, Deleted, Fact, OperationKind, PageOperation, Pull
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import (
     DeleteStored,
@@ -32,7 +32,6 @@ from services.worker.exec.contracts.protocol import NO_MASKS, ExecutorError, Gue
 
 I32 = NDArray[np.int32]
 FAKE_EMBEDDING_SIZE = 4
-LEFT_S = 0.02  # see exec/pools/layer_loads.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class FakeExecutor:
         self._moving_until = 0.0
         self._landing: list[tuple[float, PageOperation, int]] = []  # loads that were told of: when they are over, pages that come
         self._loaded: list[tuple[float, Fact]] = []  # of those that have arrived: when they are over
-        self.told_ahead_s = LEFT_S
+        self.told_ahead_s = EARLY_S
         self._params: dict[int, SamplingParams] = {}
         self._predictions: dict[int, tuple[int, I32]] = {}  # by slot, where its output begins, and what is said of it
         self.fail_steps: set[int] = set()
@@ -270,7 +269,7 @@ class FakeExecutor:
             if until > now and not awaited:
                 self._landing.append((until, operation, count))
                 continue
-            self.kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
+            self._load(operation, count)
             self._loaded.append((until, Fact(UNASKED, loaded=(count, self._time.per_page_moved * count))))
             waited = max(waited, until)
         return waited
@@ -301,10 +300,18 @@ class FakeExecutor:
         return until - self.told_ahead_s if operation.kind is OperationKind.LOAD else until
 
     def _told(self, until: float, operation: PageOperation) -> Fact:
-        """Of a load: nothing of it has to be there."""
-        if count := self.pages_moved(operation):
+        """Of a load: unless it is over nothing of it has to be there."""
+        count = self.pages_moved(operation)
+        if count and until > self._clock():
             self._landing.append((until, operation, count))
-        return Fact(operation.op_id, count, early=bool(count))
+            return Fact(operation.op_id, count, early=True)
+        self._land()
+        self._load(operation, count)
+        return Fact(operation.op_id, count, self._time.per_page_moved * count)
+
+    def _load(self, operation: PageOperation, count: int) -> None:
+        if count:
+            self.kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
 
     def _moved(self, operation: PageOperation) -> Fact:
         self._land()

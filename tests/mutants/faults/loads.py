@@ -22,7 +22,7 @@ LOADS = (
         "loads",
         f"{POOLS}/layer_loads.py",
         ("                    self._arrivals.add(pages, groups, arrival)\n", ""),
-        ("num_bytes * (count - group) <= self._bytes_s * LEFT_S * count", "self._bytes_s > 0"),
+        ("num_bytes * (count - group) <= self._bytes_s * EARLY_S * count", "self._bytes_s > 0"),
         ("if num_bytes >= SAYS_BYTES:", "if True:"),
         ("            arrival.failed(error)\n", ""),
         ("            if not told:\n                raise\n", ""),
@@ -31,9 +31,17 @@ LOADS = (
     *of(
         "loads",
         "services/worker/exec/tiers/page_mover.py",
-        ("self._arrivals.settle()  # into pages that are", "pass  # into pages that are"),
+        ("self._arrivals.settle()  # which reads", "pass  # which reads"),
+        ("        self._arrivals.settle()\n        self._copier().restore", "        self._copier().restore"),
         ("self.on_lost(str(error))", "pass"),
         ("Fact(operation.op_id, count, early=True)", "Fact(operation.op_id, count)"),
+    ),
+    *of(
+        "loads",
+        "services/worker/exec/executor.py",
+        ("                self._mover.settle()  # into pages that may be given back\n", "                pass\n"),
+        ("            mover.on_lost = self._lose", "            pass"),
+        ("        if not was_lost:", "        if True:"),
     ),
     *of("loads", "services/worker/exec/tiers/pool_reader.py", ("            self._arrivals.settle()\n", "")),
     *of(
@@ -59,11 +67,16 @@ LOADS = (
         ("has_its_turn = lane != _HOST.lane or not self.num_landing", "has_its_turn = True"),
         ("self._load_at_once if place is _HOST else self._at_once", "self._at_once"),
         ("        self.rates.moved(Tier.HOST, pages, seconds)\n", ""),
+        (
+            "        if any(running.place is _HOST for running in self._running.values()):",
+            "        if _HOST.lane in self._free_at:",
+        ),
     ),
     *of(
         "loads",
         "services/worker/core/tiers/tiers.py",
-        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return False"),
+        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return self._imports.num_landing > 0"),
+        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return self._landed_at >= then"),
         ("return self._imports.num_landing > 0 or self._landed_at >= then", "return True"),
     ),
     *of(

@@ -61,9 +61,9 @@ class _Operation:
 
 class Imports:
     """stored: keys that the storage holds; None: there is none. at_once: pages of one operation, load_at_once: of one from the
-    host, which comes layer by layer. imported_pages_total: that came,
-    by where from. prefetched_pages_total: of these, those that were read before their request came. recomputed_pages_total: that
-    were there when their request began, and computed all the same."""
+    host, which comes layer by layer. imported_pages_total: that came, by where from. prefetched_pages_total: of these, those that
+    were read before their request came. recomputed_pages_total: that were there when their request began, and computed all the
+    same."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Imports:
         assert self.num_landing, "only what was told of early lands later"
         self.num_landing -= 1
         self.rates.moved(Tier.HOST, pages, seconds)
-        if _HOST.lane in self._free_at:
+        if any(running.place is _HOST for running in self._running.values()):
             self._free_at[_HOST.lane] = now
 
     def let_go(self) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.core.contracts.transfers import I32
+from services.worker.core.contracts.transfers import EARLY_S, I32
 from services.worker.exec.pools.arrivals import Arrivals, LayerGroups
 from services.worker.exec.streams.cuda_streams import Arrival, NeverCame, Streams
 
-LEFT_S = 0.02  # that a load may still take when it is told of: what else a step computes may wait for so long, and no longer
 SAYS_BYTES = 16 << 20  # of a load that is large enough to say how fast the next one is
 
 
@@ -23,7 +22,7 @@ class LayerLoads:
         self, bring: Callable[[int], None], pages: I32, groups: LayerGroups, num_bytes: int, tell: Callable[[], None]
     ) -> tuple[float, bool]:
         """bring: has a group copied, on the current stream. tell: called while some are on their way, once what is left takes
-        less than LEFT_S by what the load before has taken: from then on steps wait for it. Returns when all are there: seconds,
+        less than EARLY_S by what the load before has taken: from then on steps wait for it. Returns when all are there: seconds,
         and whether it was called. Raises NeverCame behind tell(), anything else before it; then no step waits."""
         count, told = len(groups.layers), False
         arrival = self._streams.arrival(count)
@@ -33,7 +32,7 @@ class LayerLoads:
                     bring(group)
                     arrival.came(group)
             for group in range(count):
-                if not told and num_bytes * (count - group) <= self._bytes_s * LEFT_S * count:
+                if not told and num_bytes * (count - group) <= self._bytes_s * EARLY_S * count:
                     self._arrivals.add(pages, groups, arrival)
                     told = True
                     tell()

@@ -23,7 +23,7 @@ from services.worker.exec.tiers.page_copier import PageCopier
 from services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
-PATTERN = 251  # a prime: no two pieces of a page begin alike
+PATTERN = 251  # a prime: few pieces of a page begin alike
 MOST_FREE = 0.8  # of the memory that is free, which the host tier may take
 
 

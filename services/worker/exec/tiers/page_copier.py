@@ -17,7 +17,7 @@ from services.worker.exec.pools.arrivals import LayerGroups
 from services.worker.exec.pools.kv_pool import KVPool
 
 STAGED_BYTES = 16 << 20  # of pages on their way between a device's pools and the host, beside the pools
-WORD_BYTES = 8  # that a device's pieces are multiples of
+WORD_BYTES = 8  # that a device's pieces are multiples of: see kernels/triton/page_pieces.py
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.rooms import Source
-from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
+from services.worker.core.contracts.transfers import I32, UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
 from services.worker.exec.pools.arrivals import Arrivals
@@ -328,8 +328,6 @@ class PageMover:
         operation = work.operation
         try:
             work.mark.wait()
-            if len(operation.pages):
-                self._arrivals.settle()  # into pages that are somebody else's by now, or from rows that this writes
             began = time.perf_counter()
             count, stored, dropped = self._move(operation)
             self._synchronize()
@@ -351,10 +349,11 @@ class PageMover:
         """Pages moved, and keys that the storage has got and lost."""
         match operation.kind:
             case OperationKind.BACK_UP:
+                self._arrivals.settle()  # which reads pages that may be on their way, and writes rows that may still be read
                 self._copier().save(operation.pages, self._host_rows(operation), streamed=True)
                 return len(operation.keys), (), ()
             case OperationKind.LOAD:
-                self._copier().restore(self._host_rows(operation), operation.pages)
+                self._restore(self._host_rows(operation), operation.pages)
                 return len(operation.keys), (), ()
             case OperationKind.STORE:
                 return self._stored(operation)
@@ -370,7 +369,7 @@ class PageMover:
         rows = self._staging(len(operation.keys))
         count = self._peers.read(operation.pull, len(rows), rows.numpy().reshape(-1).data)
         if count:
-            self._copier().restore(rows[:count].unbind(), operation.pages[:count])
+            self._restore(rows[:count].unbind(), operation.pages[:count])
         return count
 
     def _stored(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
@@ -387,9 +386,14 @@ class PageMover:
         rows = self._staging(len(operation.keys))
         count = self._store.read(operation.keys, rows.numpy().data)
         if count:
-            self._copier().restore(rows[:count].unbind(), operation.pages[:count])
+            self._restore(rows[:count].unbind(), operation.pages[:count])
         missing = operation.keys[count : count + 1]
         return count, (), tuple(dict.fromkeys((*self._store.take_lost(), *missing)))
+
+    def _restore(self, rows: Sequence[Tensor], pages: I32) -> None:
+        """Once what is still on its way into pages that are somebody else's by now is there."""
+        self._arrivals.settle()
+        self._copier().restore(rows, pages)
 
     def _host_rows(self, operation: PageOperation) -> list[Tensor]:
         """uint8[page bytes] each, of the host's memory itself: whoever begins an operation keeps its pages as they are."""
