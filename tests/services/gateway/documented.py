@@ -59,6 +59,9 @@ class Documented:
             return self._other(self.document["x-other-paths"], status, 404)
         item = self.document["paths"][place]
         if method.lower() not in item:
+            refused = [each["responses"]["401"] for each in item.values() if "401" in each.get("responses", ())]
+            if status == 401 and refused:  # in the path's own shape
+                return self._resolved(refused[0])
             return self._other(item["x-other-methods"], status, 405)
         found = item[method.lower()]["responses"].get(str(status))
         return None if found is None else self._resolved(found)

@@ -308,7 +308,7 @@ def with_keys(seen: Seen) -> None:
     keys = [{"name": "a", "key": "a", "requests_per_minute": 1, "tokens_per_minute": 1 << 30}, "b"]
     with system_with_sessions(keys=keys) as system:
         seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
-        seen.look(system, [ask(system, "GET", "/nowhere")])
+        seen.look(system, [ask(system, "GET", "/nowhere"), *(ask(system, "PATCH", path) for path in POSTS)])
         limited = [answer for _ in range(2) for answer in ask_all(system, PLAIN, authorization="Bearer a")]
         assert {answer.status for answer in limited} == {200, 429} and "x-ratelimit-reset-tokens" in limited[0].headers
         seen.look(system, limited)
