@@ -72,12 +72,19 @@ class BatchRun:
         self._most_lines = most_lines
         self._metrics = metrics
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._recording = 0  # answers that are on their way to the store
+        self._all_recorded = asyncio.Event()
+        self._all_recorded.set()
 
     def stop(self, why: str) -> None:
         """No more lines are executed, those that are being executed end. why: the code of lines without an answer. Again: no
         effect."""
         if not self._over.done():
             self._over.set_result(why)
+
+    async def recorded(self) -> None:
+        """Returns once the store has what has been answered by now."""
+        await self._all_recorded.wait()
 
     async def run(self) -> None:
         """Until the batch is over. Raises LeaseLost; cancelled, it goes on elsewhere."""
@@ -162,7 +169,14 @@ class BatchRun:
                 break
             self._metrics.batch_retries.inc()
             await asyncio.sleep(max(next(pauses), told.retry_after_s))
-        await self._keep([told], {line.number: line})
+        self._recording += 1  # in the moment in which the lane is given back: whoever waits for both misses nothing
+        self._all_recorded.clear()
+        try:
+            await self._keep([told], {line.number: line})
+        finally:
+            self._recording -= 1
+            if not self._recording:
+                self._all_recorded.set()
 
     async def _tried(self, line: Line) -> Told | LineResult:
         """A result: that it stays, whenever it is tried."""

@@ -78,9 +78,10 @@ class BatchRunner:
             await self._leave()
 
     async def drain(self) -> None:
-        """No more lines begin. Returns once those that are being answered are."""
+        """No more lines begin. Returns once those that are being answered are, and the store has their answers."""
         self._stopping = True
         await self._lanes.close()
+        await asyncio.gather(*(run.recorded() for run in self._runs))
 
     async def _look(self) -> None:
         try:

@@ -57,7 +57,7 @@ class BatchWork:
         await (asyncio.Event().wait() if self._runner is None else self._runner.run())
 
     async def drain(self) -> None:
-        """No more lines begin. Returns once those that are being answered are."""
+        """No more lines begin. Returns once those that are being answered are, and the store has their answers."""
         if self._runner is not None:
             await self._runner.drain()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.batches import batch_run, batch_runner, lanes
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_record import Status
-from services.gateway.state.batch_store import batch_lease
+from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
 from services.gateway.state.owner import owner_of
 from services.shared.limits import PRIORITY_RANGE
 from tests.services.gateway.fakes import MODEL, FakeWorker
@@ -362,8 +363,15 @@ def test_a_line_begins_in_the_gap_behind_a_request(monkeypatch: pytest.MonkeyPat
         assert chat.result().status_code == 200 and over(client, batch).status == "completed"
 
 
-def test_lines_that_run_when_a_gateway_ends_are_answered_first() -> None:
-    """And its lease is given back: nobody waits for it to run out."""
+def test_lines_that_run_when_a_gateway_ends_are_answered_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And kept, also by a store that takes its time; its lease is given back: nobody waits for it to run out."""
+    record = BatchStore.record
+
+    async def slowly(*args: Any) -> Sequence[LineResult]:
+        await asyncio.sleep(0.3)
+        return await record(*args)
+
+    monkeypatch.setattr(BatchStore, "record", slowly)
     with redis_server() as own:
         with System(state_redis_url=own.url, grace_s=10) as system:
             system.allow(0)
