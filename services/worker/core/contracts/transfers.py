@@ -18,7 +18,7 @@ from services.worker.core.contracts.rooms import Source
 
 I32 = NDArray[np.int32]
 NO_PAGES: I32 = np.empty(0, dtype=np.int32)
-EARLY_S = 0.02  # that a load may still take when its fact comes: what else a step computes may wait for so long, and no longer
+EARLY_S = 0.02  # that a load may still take, as far as is known, when its fact comes: what else a step computes may wait as long
 UNASKED = -1  # in place of an operation's number: news of a store that nobody asked for
 
 
