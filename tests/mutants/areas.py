@@ -63,6 +63,7 @@ AREAS: dict[str, tuple[str, ...]] = {
                 "page_keys",
                 "host_index",
                 "rates",
+                "lanes",
             )
         ),
         "tests/exec/tiers/test_redis_page_store.py",

@@ -63,14 +63,15 @@ LOADS = (
     ),
     *of(
         "loads",
+        "services/worker/core/tiers/lanes.py",
+        ("has_its_turn = lane != HOST.lane or not self.num_landing", "has_its_turn = True"),
+        ("        self._rates.moved(Tier.HOST, pages, seconds)\n", ""),
+        ("        if any(running.place is HOST for running in self):", "        if HOST.lane in self._free_at:"),
+    ),
+    *of(
+        "loads",
         "services/worker/core/tiers/imports.py",
-        ("has_its_turn = lane != _HOST.lane or not self.num_landing", "has_its_turn = True"),
-        ("self._load_at_once if place is _HOST else self._at_once", "self._at_once"),
-        ("        self.rates.moved(Tier.HOST, pages, seconds)\n", ""),
-        (
-            "        if any(running.place is _HOST for running in self._running.values()):",
-            "        if _HOST.lane in self._free_at:",
-        ),
+        ("self._load_at_once if place is HOST else self._at_once", "self._at_once"),
     ),
     *of(
         "loads",

@@ -98,14 +98,19 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/tiers/imports.py",
-        ("stuck = any(running.late and running.place.lane == place.lane for", "stuck = any(running.late for"),
         ("return here or (source is not None and at < source.num_pages)", "return here or source is not None"),
         ("self.refused_pulls_total += tier is Tier.PEER and not fact.count", "pass"),
         ("operation.keys[:count], running.place.tier is not Tier.PEER", "operation.keys[:count], True"),
+        ("prover.up_to((at + room) * memory.page_size * TOKEN_BYTES)", "prover.up_to(len(wanted.tokens))"),
+        only="test_rules_peers",
+    ),
+    *of(
+        "peers",
+        "services/worker/core/tiers/lanes.py",
+        ("return any(running.late and running.place.lane == lane for", "return any(running.late for"),
         ("lanes.setdefault(running.place.lane, [])", "lanes.setdefault(running.place.tier, [])"),
         ("for running in behind if first.late else ():", "for running in ():"),
         ("rest = wanted.limit - running.first - count if comes else 0", "rest = 0"),
-        ("prover.up_to((at + room) * memory.page_size * TOKEN_BYTES)", "prover.up_to(len(wanted.tokens))"),
         only="test_rules_peers",
     ),
     *of(

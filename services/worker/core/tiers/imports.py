@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from services.worker.core.contracts.rooms import Prover, Source
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
@@ -18,45 +17,13 @@ from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.tiers.host_index import HostIndex
+from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, Running
 from services.worker.core.tiers.page_keys import PageKeys, leading
 from services.worker.core.tiers.rates import Rates
 
 MOST_QUARANTINED_SHARE = 2  # one part in so many of the pool's pages may be written at once
 MOST_AT_ONCE = 32  # operations of one request under way
 _KINDS = {Tier.HOST: OperationKind.LOAD, Tier.STORAGE: OperationKind.FETCH, Tier.PEER: OperationKind.PULL}
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where pages are read from, one operation after another. source: of a peer."""
-
-    tier: Tier
-    source: Source | None = None
-
-    @property
-    def lane(self) -> str:
-        return self.tier if self.source is None else self.source.address
-
-
-_HOST, _STORAGE = _Place(Tier.HOST), _Place(Tier.STORAGE)
-
-
-@dataclass(slots=True, eq=False)
-class _Operation:
-    """Under way. node: of the tree, pinned: its pages hang there or behind those of the operation before it. first: the page of
-    its prompt that it begins with. began: when the steps that it has to wait for had ended; None: they have not. counts: whether
-    what it brings is published. late: nobody waits for it any more."""
-
-    operation: PageOperation
-    place: _Place
-    wanted: Wanted
-    node: TreeNode
-    first: int
-    memory: KVMemory
-    began: float | None
-    waits: list[Wanted] = field(default_factory=list)
-    counts: bool = True
-    late: bool = False
 
 
 class Imports:
@@ -75,32 +42,38 @@ class Imports:
         load_at_once: int,
         ids: Iterator[int],
     ) -> None:
-        self._keys, self._host, self._ids, self.rates = keys, host, ids, rates
+        self._keys, self._host, self._ids, self._rates = keys, host, ids, rates
         self._at_once, self._load_at_once = at_once, load_at_once
         self._stored: Collection[bytes] = () if stored is None else stored
         self._waits: dict[int, Wanted] = {}
         self._due: dict[int, Wanted] = {}  # to be moved on; the others wait for an operation
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}
         self._freed = False
-        self._running: dict[int, _Operation] = {}
-        self._coming: dict[bytes, _Operation] = {}
-        self._free_at: dict[str, float] = {}  # when a lane had its last operation done, of those that have some under way
-        self.num_landing = 0  # loads whose facts came early, and whose last bytes are still on their way
+        self._lanes = Lanes(rates)
         self.imported_pages_total: Counter[Tier] = Counter()
         self.prefetched_pages_total = 0
-        self.recomputed_pages_total = self.failed_total = self.given_up_total = self.refused_pulls_total = 0
+        self.recomputed_pages_total = self.failed_total = self.refused_pulls_total = 0
 
     def __len__(self) -> int:
         return len(self._waits)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._lanes)
 
     @property
     def num_pages(self) -> int:
         """That operations under way write."""
-        return sum(len(running.operation.pages) for running in self._running.values())
+        return self._lanes.num_pages
+
+    @property
+    def num_landing(self) -> int:
+        """See Lanes."""
+        return self._lanes.num_landing
+
+    @property
+    def given_up_total(self) -> int:
+        return self._lanes.given_up_total
 
     def waiting(self) -> set[int]:
         return set(self._waits)
@@ -122,20 +95,19 @@ class Imports:
 
     def step_ended(self, now: float) -> None:
         """All steps that were launched before the operations under way have ended."""
-        for running in self._running.values():
-            if running.began is None:
-                running.began = now
+        self._lanes.step_ended(now)
 
     def plan(self, memory: KVMemory, now: float, in_flight: bool) -> tuple[list[PageOperation], list[int]]:
         """Operations that begin now, and who need not wait any more. in_flight: a step is."""
-        self._give_up_late(now)
+        for wanted in self._lanes.give_up_late(now, self._comes):
+            self._let_go(wanted)
         operations: list[PageOperation] = []
         ready: list[int] = []
         due, self._due = self._due, {}
         for seq, wanted in due.items():
             begun = self._move_on(wanted, memory, None if in_flight else now)
             operations += begun
-            if not begun and not any(wanted in running.waits for running in self._running.values()):
+            if not begun and not self._lanes.is_awaited(wanted):
                 del self._waits[seq]
                 ready.append(seq)
         return operations, ready
@@ -166,22 +138,14 @@ class Imports:
 
     def ended(self, fact: Fact, now: float) -> bool:
         """Takes in a fact. False: it is of no operation of these."""
-        running = self._running.pop(fact.op_id, None)
+        running = self._lanes.ended(fact, now)
         if running is None:
             return False
-        operation, memory = running.operation, running.memory
-        for key in operation.keys:
-            del self._coming[key]
-        tier, lane = running.place.tier, running.place.lane
+        operation, memory, tier = running.operation, running.memory, running.place.tier
         if tier is Tier.HOST:
             self._host.unpin(operation.host_pages)
         self.failed_total += fact.count < len(operation.keys)
         self.refused_pulls_total += tier is Tier.PEER and not fact.count
-        self.num_landing += fact.early
-        self._free_at[lane] = now
-        if not any(each.place.lane == lane for each in self._running.values()):
-            del self._free_at[lane]
-        self.rates.moved(tier, fact.count, fact.seconds, lane)
         count = self._published(running, fact.count if running.counts else 0)
         self.prefetched_pages_total += count if running.wanted.ahead else 0
         if count < len(operation.keys):
@@ -199,12 +163,8 @@ class Imports:
         return True
 
     def landed(self, pages: int, seconds: float, now: float) -> None:
-        """The oldest load whose fact came early is there. The next one has its turn from now on."""
-        assert self.num_landing, "only what was told of early lands later"
-        self.num_landing -= 1
-        self.rates.moved(Tier.HOST, pages, seconds)
-        if any(running.place is _HOST for running in self._running.values()):
-            self._free_at[_HOST.lane] = now
+        """See Lanes."""
+        self._lanes.landed(pages, seconds, now)
 
     def let_go(self) -> bool:
         """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""
@@ -215,22 +175,18 @@ class Imports:
 
     def end_all(self) -> None:
         """Nothing that is under way counts any more, and nobody waits for it."""
-        self._end(list(self._running.values()), list(self._waits.values()))
+        self._lanes.void(lambda wanted: True)
+        for wanted in self._waits.values():
+            self._let_go(wanted)
         self._freed |= self.let_go()
 
     def end_trees(self, names: Collection[str]) -> None:
         """The same of these trees, by name."""
-        running = [each for each in self._running.values() if each.wanted.tree in names]
-        waits = [wanted for wanted in self._waits.values() if wanted.tree in names]
-        self._end(running, waits)
-        for wanted in waits:
-            self._freed |= self._unpin(wanted.seq)
-
-    def _end(self, operations: Sequence[_Operation], waits: Sequence[Wanted]) -> None:
-        for running in operations:
-            running.counts, running.waits = False, []
-        for wanted in waits:
-            self._let_go(wanted)
+        self._lanes.void(lambda wanted: wanted.tree in names)
+        for wanted in self._waits.values():
+            if wanted.tree in names:
+                self._let_go(wanted)
+                self._freed |= self._unpin(wanted.seq)
 
     def _hit(self, wanted: Wanted, memory: KVMemory) -> int:
         """Pages of it that the tree has."""
@@ -239,33 +195,33 @@ class Imports:
     def _is_elsewhere(self, wanted: Wanted, at: int) -> bool:
         self._keys.extend(wanted.keys, self._keys.root(wanted.tree), wanted.tokens, wanted.limit)
         key, source = wanted.keys[at], wanted.source
-        here = key in self._host or key in self._stored or key in self._coming
+        here = key in self._host or key in self._stored or key in self._lanes.coming
         return here or (source is not None and at < source.num_pages)
 
-    def _is_had(self, wanted: Wanted, place: _Place, count: int) -> bool:
+    def _is_had(self, wanted: Wanted, place: Place, count: int) -> bool:
         """Reading so many pages pays; not behind an operation of that lane that is late itself. Looks ahead of a request, one for
         each chunk, forgive nothing: that is for the request's own."""
-        stuck = any(running.late and running.place.lane == place.lane for running in self._running.values())
-        return not stuck and self.rates.reading_pays(place.tier, count, place.lane, forgives=not wanted.ahead)
+        pays = self._rates.reading_pays
+        return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives=not wanted.ahead)
 
-    def _run(self, wanted: Wanted, first: int) -> tuple[_Place | None, int]:
+    def _run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
         """Where page `first` is, and how many from there on are in one place, and not on their way. None: it is on its way, or
         nowhere."""
         rest = wanted.keys[first : wanted.limit]
-        if not rest or rest[0] in self._coming:
+        if not rest or rest[0] in self._lanes.coming:
             return None, 0
-        for place, held in ((_HOST, self._host), (_STORAGE, self._stored)):
+        for place, held in ((HOST, self._host), (STORAGE, self._stored)):
             if count := leading(rest, held):
                 return place, self._before_coming(rest[:count])
         source = wanted.source
         if source is not None and source.num_pages > first:
             assert isinstance(source, Source), "a source says where its pages are read"
-            return _Place(Tier.PEER, source), self._before_coming(rest[: source.num_pages - first])
+            return Place(Tier.PEER, source), self._before_coming(rest[: source.num_pages - first])
         return None, 0
 
     def _before_coming(self, keys: Sequence[bytes]) -> int:
         """How many, from the first on, are not on their way."""
-        return next((at for at, key in enumerate(keys) if key in self._coming), len(keys))
+        return next((at for at, key in enumerate(keys) if key in self._lanes.coming), len(keys))
 
     def _move_on(self, wanted: Wanted, memory: KVMemory, began: float | None) -> list[PageOperation]:
         """The next operations for a request that waits. None: it waits for one that is under way, or there is none to come."""
@@ -276,10 +232,10 @@ class Imports:
         self._pin(wanted.seq, match.node, memory)
         if first >= wanted.limit or not self._is_elsewhere(wanted, first):
             return []
-        coming = self._coming.get(wanted.keys[first])
+        coming = self._lanes.coming.get(wanted.keys[first])
         if coming is not None:
             if coming.counts and not coming.late:
-                coming.waits.append(wanted)
+                self._lanes.wait_for(coming, wanted)
             return []
         return self._begin_more(wanted, match.node, first, memory, began)
 
@@ -291,7 +247,7 @@ class Imports:
         at, prover = first, _prover(wanted)
         while len(operations) < MOST_AT_ONCE:
             place, count = self._run(wanted, at)
-            at_once = self._load_at_once if place is _HOST else self._at_once
+            at_once = self._load_at_once if place is HOST else self._at_once
             room = min(count, at_once, self._room(wanted, first, memory))
             if place is None or room <= 0 or (not operations and not self._is_had(wanted, place, count)):
                 break
@@ -300,7 +256,7 @@ class Imports:
                 pull = Pull(place.source, at, prover.up_to((at + room) * memory.page_size * TOKEN_BYTES))
             running = self._begin(wanted, node, place, at, room, memory, began, pull)
             if not operations:
-                running.waits.append(wanted)
+                self._lanes.wait_for(running, wanted)
             operations.append(running.operation)
             at += room
         return operations
@@ -309,21 +265,21 @@ class Imports:
         self,
         wanted: Wanted,
         node: TreeNode,
-        place: _Place,
+        place: Place,
         first: int,
         count: int,
         memory: KVMemory,
         began: float | None,
         pull: Pull | None,
-    ) -> _Operation:
+    ) -> Running:
         keys = tuple(wanted.keys[first : first + count])
         memory.pin(node)
         pages = memory.quarantine(count)
         host_pages = self._host.pin(keys) if place.tier is Tier.HOST else NO_PAGES
         self._host.touch(wanted.keys[: first + count])
         operation = PageOperation(next(self._ids), _KINDS[place.tier], keys, pages, host_pages, pull=pull)
-        running = self._running[operation.op_id] = _Operation(operation, place, wanted, node, first, memory, began)
-        self._coming |= dict.fromkeys(keys, running)
+        running = Running(operation, place, wanted, node, first, memory, began)
+        self._lanes.begin(running)
         return running
 
     def _room(self, wanted: Wanted, first: int, memory: KVMemory) -> int:
@@ -333,7 +289,7 @@ class Imports:
         quarantined = memory.pages.num_pages // MOST_QUARANTINED_SHARE - len(memory.quarantined)
         return min(quarantined, memory.num_available - rest)
 
-    def _published(self, running: _Operation, count: int) -> int:
+    def _published(self, running: Running, count: int) -> int:
         """How many of its pages are in the tree now: none where what they are built on is not there."""
         wanted, operation, memory = running.wanted, running.operation, running.memory
         if not count:
@@ -347,46 +303,14 @@ class Imports:
         memory.publish_quarantined(match.node, tokens, pages, wanted.rank, keys, kept)
         return count
 
-    def _give_up_late(self, now: float) -> None:
-        """Those who wait for an operation that is late compute the rest, and those behind it in its lane; it goes on. Of each
-        lane only the one that has its turn can be late."""
-        lanes: dict[str, list[_Operation]] = {}
-        for running in self._running.values():
-            lanes.setdefault(running.place.lane, []).append(running)
-        for lane, (first, *behind) in lanes.items():
-            has_its_turn = lane != _HOST.lane or not self.num_landing
-            if has_its_turn and first.began is not None and not first.late:
-                self._look_whether_late(first, now - max(first.began, self._free_at.get(lane, 0.0)))
-            for running in behind if first.late else ():
-                for wanted in running.waits:
-                    self._let_go(wanted)
-                self.given_up_total += bool(running.waits)
-                running.waits = []
-
-    def _look_whether_late(self, running: _Operation, elapsed: float) -> None:
-        """elapsed: since it had its turn. One that nobody waits for any more keeps others waiting too. One whose request has yet
-        to come to it, as it waits for one before it, is judged with what is behind it, as when it has come."""
-        tier, lane, count, wanted = running.place.tier, running.place.lane, len(running.operation.keys), running.wanted
-        if not running.waits:
-            comes = self._waits.get(wanted.seq) is wanted and not wanted.let_go
-            rest = wanted.limit - running.first - count if comes else 0
-            running.late = self.rates.is_over(tier, count, elapsed, rest, lane)
-            return
-        over = [w for w in running.waits if self.rates.is_over(tier, count, elapsed, w.limit - running.first - count, lane)]
-        for wanted in over:
-            self._let_go(wanted)
-        running.waits = [wanted for wanted in running.waits if wanted not in over]
-        if over and not running.waits:
-            running.late = True
-            self.rates.given_up(tier, count, elapsed, lane)
-            self.given_up_total += 1
+    def _comes(self, wanted: Wanted) -> bool:
+        return self._waits.get(wanted.seq) is wanted and not wanted.let_go
 
     def _stop_waiting(self, seq: int) -> None:
         wanted = self._waits.pop(seq, None)
         if wanted is not None:
             self._due.pop(seq, None)
-            for running in self._running.values():
-                running.waits = [other for other in running.waits if other is not wanted]
+            self._lanes.forget(wanted)
 
     def _let_go(self, wanted: Wanted) -> None:
         """It does not wait any more: the next plan says so."""

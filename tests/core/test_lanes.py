@@ -1,0 +1,41 @@
+"""Lanes of operations under way: who waits for one that is late, and who comes to it no more."""
+
+from __future__ import annotations
+
+from services.worker.core.contracts.transfers import NO_PAGES, OperationKind, PageOperation, Tier
+from services.worker.core.kv.other_tiers import Wanted
+from services.worker.core.tiers.lanes import HOST, STORAGE, Lanes, Place, Running
+from services.worker.core.tiers.rates import Rates
+from tests.core.test_rules_tiers import tiered
+
+PAGE_BYTES, PAGE_SIZE = 1000, 4
+READ_S, COMPUTE_S = 3.0, 4.0  # a page
+
+
+class TestLate:
+    def test_who_was_let_go_in_one_lane_comes_to_nothing_in_another(self) -> None:
+        """The second operation by itself is late, and with what its request wanted behind it it were not: that is let go in the
+        same look, by the first."""
+        rates = Rates(PAGE_BYTES, PAGE_SIZE)
+        for tier in (Tier.HOST, Tier.STORAGE):
+            for _ in range(200):
+                rates.moved(tier, 4, 4 * READ_S)
+        rates.computed(1000, 0, 1000 * COMPUTE_S / PAGE_SIZE)
+        memory = tiered().core.table.memory
+        root = memory.match("", b"", 0).node
+        wanted = Wanted(0, "", b"", 12)
+
+        def running(op_id: int, place: Place, first: int, began: float) -> Running:
+            keys = tuple(bytes([page]) * 16 for page in range(first, first + 4))
+            kind = OperationKind.LOAD if place is HOST else OperationKind.FETCH
+            operation = PageOperation(op_id, kind, keys, memory.quarantine(4), NO_PAGES)
+            each = Running(operation, place, wanted, root, first, memory, began)
+            lanes.begin(each)
+            return each
+
+        lanes = Lanes(rates)
+        first, second = running(1, HOST, 0, began=0.0), running(2, STORAGE, 4, began=7.0)
+        lanes.wait_for(first, wanted)
+        assert lanes.give_up_late(23.0, lambda other: other is wanted) == [] and not second.late
+        assert lanes.give_up_late(25.0, lambda other: other is wanted) == [wanted]
+        assert first.late and second.late and not lanes.is_awaited(wanted)
