@@ -11,7 +11,9 @@ from services.shared.index.cache_namespace import cache_namespace
 from services.worker.core.contracts.config import EvictionPolicy
 from services.worker.core.contracts.messages import Submit
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import BLOCK_TOKENS
+from services.worker.core.kv.memory import PageTableUpdates
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.configured_memory import ORDERS
@@ -43,6 +45,40 @@ class Tree:
         while len(out) < count and (freed := self.cache.evict(1)):
             out += [pages.tolist() for pages in freed]
         return out
+
+
+def test_what_was_written_for_a_lease_that_has_ended_is_not_sent() -> None:
+    """Two of one prompt end at once: the second one's pages are the first one's by then, and its slot is a third one's."""
+    engine = make(max_running_requests=2, chunked_prefill_size=64)
+    for handle in (0, 1):
+        engine.submit(handle, list(range(20)), max_new_tokens=1, ignore_eos=True)
+    engine.submit(2, list(range(100, 140)), max_new_tokens=5, ignore_eos=True)
+    memory, sent = engine.core.table.memory, list[tuple[int, int]]()
+    take = memory.take_table_updates
+
+    def taken() -> PageTableUpdates:
+        updates = take()
+        for slot, first, count in zip(updates.slots, updates.firsts, updates.counts, strict=True):
+            sent.extend((int(slot), place) for place in range(first, first + count))
+        assert len(set(sent)) == len(sent), "in no order"
+        assert len(updates.pages) == len(sent)
+        sent.clear()
+        return updates
+
+    memory.take_table_updates = taken  # type: ignore[method-assign]
+    engine.drain()
+    for handle in range(3):
+        engine.check_answer(handle)
+
+
+def test_both_halves_of_what_is_kept_elsewhere_are_known_to_be() -> None:
+    backups = BackupQueue(False, True, 0)
+    cache = RadixCache(1, ORDERS[EvictionPolicy.LRU], backups=backups)
+    keys = tuple(bytes([page]) for page in range(4))
+    node, _ = cache.insert(cache.root(""), key(0, 1, 2, 3), np.arange(4, dtype=np.int32), 0, keys)
+    cache.mark_backed(node)
+    upper = cache.match("", key(0, 1, 9)).node
+    assert backups.backed == {keys[1]: upper, keys[3]: node} and upper.backed
 
 
 @given(st.integers(-8, 28))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from services.worker.exec.contracts.operations import OperationRefused, ReleaseM
 from services.worker.exec.contracts.protocol import Executor, ExecutorError
 from services.worker.exec.device import NoDevice, device_of
 from services.worker.exec.executor import DeviceExecutor
-from services.worker.exec.memory_parts import MemoryParts
-from services.worker.exec.pools.kv_pool import KVPool
+from services.worker.exec.memory_parts import MemoryParts, NoModel
+from services.worker.exec.pools.kv_pool import NO_POOL, KVPool
 from services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS
@@ -210,6 +211,51 @@ def test_memory_is_taken_again_where_steps_find_it_done(folder: Path, monkeypatc
     parts.resume(ResumeMemory(**both))
     assert calls == ["forward", "model", "pool", "left", "waited", "graphs"] and runner.passes.pool is made
     assert dropped == [ReleaseMemory(**both)]
+
+
+def test_what_cannot_be_resumed_to_its_end_is_released_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and pool fit, and what start-up does then does not."""
+    executor, both = built(folder), {"kv": True, "weights": True}
+    operator = executor._operator
+    executor.apply(ReleaseMemory(**both))
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("no room for graphs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operator, "_memory", replace(operator._memory, capture=full))
+        with pytest.raises(OperationRefused, match="no room for graphs"):
+            executor.apply(ResumeMemory(**both))
+    assert executor.runner.passes.pool is NO_POOL and isinstance(executor.runner.passes.model, NoModel)
+    executor.apply(ResumeMemory(**both))
+    driver, sequence = Driver(executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
+    driver.prefill([sequence])
+    assert len(sequence.output) == 1
+    executor.close()
+
+
+def test_pages_are_mapped_where_a_step_fails_before_it_begins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later step may be planned with them."""
+    executor = built(folder)
+    driver, ring, send = Driver(executor, PAGE_SIZE), executor.runner._ring, executor.runner._ring.send
+
+    def narrow(sections: Any) -> Any:
+        if any(name == "columns" for name, _ in sections):
+            raise MemoryError("no room for a larger buffer")
+        return send(sections)
+
+    plan = driver.plan([(Sequence(list(range(30)), 3, greedy()), 30)])
+    with monkeypatch.context() as patch:
+        patch.setattr(ring, "send", narrow)
+        run = executor.forward(plan)
+        with pytest.raises(ExecutorError, match="no room for a larger buffer"):
+            executor.sample(run, {})
+            executor.wait(run)
+    assert executor.runner.passes.table[3, : len(plan.table_pages)].tolist() == plan.table_pages.tolist()
+    sequence = Sequence([1, 2, 3], 0, greedy())
+    driver.prefill([sequence])
+    assert len(sequence.output) == 1
+    executor.close()
 
 
 @pytest.mark.parametrize("room", [64, 16])

@@ -14,6 +14,7 @@ import torch
 
 from kernels.reference import layers as reference
 from kernels.reference import sampling as sampling_twin
+from services.worker.core.contracts.plan import RowFault
 from services.worker.core.draft_controller import DraftController
 from services.worker.exec import build
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
@@ -28,6 +29,7 @@ from tests.core.fake_grammar import spec
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.device_doubles import GraphMemoryDouble, Watch, WatchedKernels
 from tests.exec.draft_folders import add_mtp, write_eagle3
+from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.guesses import Guesses
 from tests.exec.host_executors import load_request
 from tests.exec.late_streams import LateStreams
@@ -237,6 +239,20 @@ def test_without_room_for_guesses_a_step_is_computed_without_them(
     assert answer.bits() == alone(World(), plain, target).bits()
     assert answer.verified.drafted > 0 == answer.verified.accepted
     assert narrow.refused > 0 and runner.stats.pieces > pieces and runner.stats.given_up == given_up
+
+
+def test_who_has_no_room_leaves_nothing_of_a_slots_last_holder_behind(folder: Path) -> None:
+    """A step that is planned already goes on behind what was to be computed, and not behind what was there before."""
+    executor = made_of(folder, "ngram")
+    driver, runner = Driver(executor, WORLD.page_size), executor.runner
+    driver.prefill([Sequence(list(range(6, 46)), 0, greedy())])
+    lengths = executor._steps._lengths  # type: ignore[attr-defined]
+    assert lengths[0] == 40
+    runner.passes.model = Narrow(runner.passes.model, 100, {0})
+    run = executor.forward(driver.plan([(Sequence([7, 8, 9], 0, greedy()), 3)]))
+    executor.sample(run, {})
+    assert executor.wait(run).faults == {0: RowFault.OUT_OF_MEMORY} and lengths[0] == 3
+    executor.close()
 
 
 def test_without_room_for_what_drafts_guesses_get_worse(

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
+from services.worker.exec.streams.cuda_streams import MOST_SPARE, SpareStreams
 from services.worker.exec.streams.host_streams import HostStreams
 
 
@@ -77,3 +79,24 @@ def test_nobody_waits_for_work_behind_the_end() -> None:
     with pytest.raises(RuntimeError, match="the streams are closed"):
         streams.collect(lambda: 1)
     streams.close()
+
+
+def test_streams_beside_the_steps_are_lent_again_and_few() -> None:
+    made: list[int] = []
+
+    def make(priority: int) -> int:
+        made.append(priority)
+        return len(made)
+
+    streams = SpareStreams(make)
+    for _ in range(100):
+        with streams.lent(0) as alone, streams.lent(-1) as urgent:
+            assert (alone, urgent) == (1, 2)
+    with ExitStack() as stack:
+        together = [stack.enter_context(streams.lent(0)) for _ in range(3 * MOST_SPARE)]
+        assert len(set(together)) == MOST_SPARE and len(set(together[:MOST_SPARE])) == MOST_SPARE
+    assert made == [0, -1, *[0] * (MOST_SPARE - 1)]
+    with ExitStack() as stack:
+        assert len({stack.enter_context(streams.lent(0)) for _ in range(MOST_SPARE)}) == MOST_SPARE, (
+            "who shared one gives none back"
+        )

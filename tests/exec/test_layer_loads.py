@@ -215,7 +215,7 @@ def test_others_read_a_page_once_it_is_there(loading: Loading) -> None:
     loading.begin()
     loading.fact()
     out = bytearray(loading.copier.page_bytes)
-    read = PoolReader(torch.device("cpu"), lambda: loading.copier, loading.arrivals)
+    read = PoolReader(loading.streams, lambda: loading.copier, loading.arrivals)
     reader = threading.Thread(target=read, args=(ONE, memoryview(out)))
     reader.start()
     time.sleep(0.05)

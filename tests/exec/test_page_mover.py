@@ -339,7 +339,7 @@ class TestOtherWorkers:
 
 
 def test_whoever_serves_pages_reads_what_the_pool_has(moving: Moving) -> None:
-    read = PoolReader(torch.device("cpu"), lambda: moving.copier, moving.arrivals)
+    read = PoolReader(moving.streams, lambda: moving.copier, moving.arrivals)
     found = bytearray(2 * moving.copier.page_bytes)
     read(np.array([4, 1], dtype=np.int32), memoryview(found))
     assert found == b"".join(moving.page(4)) + b"".join(moving.page(1))

@@ -381,7 +381,7 @@ class _Assembly:
         peers = self._options.peers
         if peers is None or peers.open_server is None or not self._keeps_kv:
             return None
-        read_pages = PoolReader(self._streams.device, self._copier, self._arrivals)
+        read_pages = PoolReader(self._streams, self._copier, self._arrivals)
         return peers.open_server(layout.encode(), self._copier().page_bytes, read_pages)
 
     @property

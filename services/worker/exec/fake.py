@@ -410,13 +410,17 @@ class FakeExecutor:
         return PromptLogprobs(values, top_ids, np.repeat(values[:, None], k, axis=1), np.repeat(values[:, None], chosen, axis=1))
 
     def _apply_table(self, plan: BatchPlan) -> None:
-        at = 0
-        columns = zip(plan.table_slots.tolist(), plan.table_firsts.tolist(), plan.table_counts.tolist(), strict=True)
-        for slot, first, count in columns:
-            assert 0 <= first < first + count <= self.page_table.shape[1], "an update beyond a slot's row of the page table"
-            self.page_table[slot, first : first + count] = plan.table_pages[at : at + count]
-            at += count
-        assert at == len(plan.table_pages), "a page for every place that the updates name"
+        slots, firsts = np.repeat(plan.table_slots, plan.table_counts), np.repeat(plan.table_firsts, plan.table_counts)
+        assert len(slots) == len(plan.table_pages), "a page for every place that the updates name"
+        if not len(slots):
+            return
+        ends = np.cumsum(plan.table_counts)
+        places = firsts + np.arange(len(slots)) - np.repeat(ends - plan.table_counts, plan.table_counts)
+        width = self.page_table.shape[1]
+        assert 0 <= places.min() <= places.max() < width, "an update beyond a slot's row of the page table"
+        named = slots.astype(np.int64) * width + places
+        assert len(np.unique(named)) == len(named), "two updates of one plan name the same place"
+        self.page_table[slots, places] = plan.table_pages
 
     def _write(self, slot: int, start: int, ids: I32) -> None:
         positions = np.arange(start, start + len(ids))

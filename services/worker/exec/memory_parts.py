@@ -51,15 +51,20 @@ class MemoryParts:
         return_memory(self.runner.streams.device)
 
     def resume(self, parts: ResumeMemory) -> None:
-        """Raises OperationRefused where the folder or the memory does not allow it; what was released then stays so."""
-        passes, streams = self.runner.passes, self.runner.streams
+        """Raises OperationRefused where the folder or the memory does not allow it; what was released then stays so, and can be
+        resumed later."""
         try:
-            with streams.on_forward():  # where steps find it done: a pool takes long to fill with zeros
-                model = self.load_model() if parts.weights else passes.model
-                pool = self.allocate_pool() if parts.kv else passes.pool
-            streams.synchronize()
-        except Exception as error:  # of any kind: loaders raise many, and nothing has changed so far
+            self._resume(parts)
+        except Exception as error:  # of any kind: loaders raise many, and graphs want memory too
+            self.release(ReleaseMemory(kv=parts.kv, weights=parts.weights))
             raise OperationRefused(f"cannot resume: {error}") from error
+
+    def _resume(self, parts: ResumeMemory) -> None:
+        passes, streams = self.runner.passes, self.runner.streams
+        with streams.on_forward():  # where steps find it done: a pool takes long to fill with zeros
+            model = self.load_model() if parts.weights else passes.model
+            pool = self.allocate_pool() if parts.kv else passes.pool
+        streams.synchronize()
         passes.model, passes.pool = model, pool
         assert len(pool.keys) == len(pool.values), "each layer has keys and values"
         if streams.device.type == "cpu":

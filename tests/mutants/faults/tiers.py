@@ -120,7 +120,7 @@ TIERS = (
         ("pipeline.getex(self._page_prefix + key, px=self._ttl_ms)", "pipeline.get(self._page_prefix + key)"),
         ("if not entries or _text(entries[0][0]) != self._last_news:", "if not entries:"),
         ("                self._lost[key] = None\n", ""),
-        ("        self._last_news = None\n        seconds", "        seconds"),
+        ("        self._last_news = None\n        self._leave", "        self._leave"),
         ('f"pages:{VERSION}:{identity[:_IDENTITY_BYTES].hex()}:"', '"pages:"'),
         ("(self._pause.over and self._write_pause.over)", "self._pause.over"),
         only="redis_page_store",

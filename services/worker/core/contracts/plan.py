@@ -70,7 +70,8 @@ class BatchPlan:
         what the step before it accepted is not committed yet. starts is then the last position that it can be.
     table_slots, table_firsts, table_counts: [updates]; table_pages: flat. For update u, logical pages
         firsts[u] .. firsts[u] + counts[u] - 1 of slot slots[u] become the next counts[u] ids of table_pages.
-        Applied in order before the forward pass. A slot's table is stale beyond what its rows cover.
+        Applied before the forward pass, in any order: no two of them name the same place. A slot's table is stale beyond what
+        its rows cover.
     operations: that begin once all steps launched before have ended, beside this one. A plan that has nothing else is IDLE, is
         not launched, and has no result.
     """

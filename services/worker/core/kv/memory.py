@@ -81,6 +81,8 @@ class KVMemory:
         self._updates: list[tuple[I32, I32, I32, I32]] = []
         self._runs: list[tuple[int, int, int]] = []  # slot, first and count of what was written after the updates
         self._run_pages: list[I32] = []
+        self._num_updates = 0  # in both, of one slot each
+        self._ended: dict[int, int] = {}  # slots that were given back since, and how many updates there were by then
 
     @property
     def num_available(self) -> int:
@@ -162,6 +164,7 @@ class KVMemory:
         self.slots.num_pages[slots] = firsts + 1
         self._gather_runs()
         self._updates.append((slots, firsts, np.ones(len(slots), dtype=np.int32), pages))
+        self._num_updates += len(slots)
 
     def publish(self, lease: Lease, key: bytes) -> None:
         """Puts the whole pages of `key`, whose KV is computed, into the tree, so that others share them from now on.
@@ -208,6 +211,8 @@ class KVMemory:
         self.pages.free(self.slots.page_table[slot, shared:have].copy())
         self.tree.unlock(lease.node)
         self.slots.free(slot)
+        if self._num_updates:
+            self._ended[slot] = self._num_updates
         locks = self.tree.num_locks - self._num_pins - self.slots.num_leased
         assert locks in (0, 1), "a lock for every lease and every pin, and for the match in hand"
         assert self.num_leased >= 0, "free + leased + cached + quarantined = total"
@@ -262,15 +267,26 @@ class KVMemory:
             self.pages.free(pages)
 
     def take_table_updates(self) -> PageTableUpdates:
-        """What was written to page tables since the last call, in order."""
+        """What was written since the last call to page tables of slots that are leased. No two of them name the same entry: they
+        may be applied in any order."""
         self._gather_runs()
-        if not self._updates:
-            return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
-        if len(self._updates) == 1:
-            return PageTableUpdates(*self._updates.pop())
-        columns = [np.concatenate(part) for part in zip(*self._updates, strict=True)]
-        self._updates.clear()
+        columns = [_EMPTY] * 4
+        if self._updates:
+            columns = [np.concatenate(part) if len(part) > 1 else part[0] for part in zip(*self._updates, strict=True)]
+            self._updates.clear()
+        if self._ended:
+            columns = self._without_ended(columns)
+        self._num_updates = 0
         return PageTableUpdates(*columns)
+
+    def _without_ended(self, columns: list[I32]) -> list[I32]:
+        """What was written for leases that have ended is nobody's: whoever has such a slot by now has written its own."""
+        slots, firsts, counts, pages = columns
+        until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
+        until[list(self._ended)] = list(self._ended.values())
+        self._ended.clear()
+        stays = np.arange(len(slots)) >= until[slots]
+        return [slots[stays], firsts[stays], counts[stays], pages[np.repeat(stays, counts)]]
 
     def _alloc(self, count: int) -> I32:
         if count > self.pages.num_free:
@@ -292,6 +308,7 @@ class KVMemory:
         if len(pages):
             self._runs.append((slot, first, len(pages)))
             self._run_pages.append(pages)
+            self._num_updates += 1
 
     def _gather_runs(self) -> None:
         if self._runs:

@@ -294,6 +294,8 @@ class RadixCache:
         upper.born, upper.stamp, upper.rank = node.born, node.stamp, node.rank
         upper.page_keys, node.page_keys = node.page_keys[:num_pages], node.page_keys[num_pages:]
         upper.backed = node.backed
+        if self._backups is not None and upper.backed:
+            self._backups.marked(upper)
         if self._events:
             upper.blocks, node.blocks = self._events.split(node.blocks, upper.depth, node.depth)
         parent.children[upper.key[: self._page_bytes]] = upper

@@ -91,7 +91,9 @@ class DraftedSteps:
             try:
                 spans = self._wait_for_lengths(plan)
                 self._begin()
-            finally:  # whatever becomes of this step: a later one may be planned with these pages
+            finally:  # whatever becomes of this step: a later one may be planned with these pages, and behind these tokens
+                extends = plan.num_extend
+                self._lengths[plan.slots[:extends]] = plan.starts[:extends] + plan.num_tokens[:extends]
                 self._runner.map_pages(plan)
             begun = streams.moment()  # what prompts left to do is no decode step's cost
             self._tell_given(plan)
@@ -281,9 +283,7 @@ class DraftedSteps:
         step.kept = kept
         self._drafter.computed(given)
         for row in step.sampled:
-            if row < plan.num_extend:
-                self._lengths[plan.slots[row]] = int(plan.starts[row]) + int(plan.num_tokens[row])
-            elif not step.verifies:
+            if row >= plan.num_extend and not step.verifies:
                 self._lengths[plan.slots[row]] += 1
 
     def _copied(self, step: _Drafted) -> dict[int, Kept]:

@@ -122,11 +122,15 @@ class DeviceRunner:
         assert not run.batches and not run.launched, "a step is launched once"
         run.guess({})
         self._unsampled = plan
-        graph = self._graph_for(plan, run.known is not None)
-        samples = self._samples(plan)
-        columns, given = self._columns(plan, graph, samples, run.known)
-        sections = self._sections(plan, columns, given)
-        views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
+        try:
+            graph = self._graph_for(plan, run.known is not None)
+            samples = self._samples(plan)
+            columns, given = self._columns(plan, graph, samples, run.known)
+            sections = self._sections(plan, columns, given)
+            views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
+        except BaseException:  # of any kind, no memory for a larger buffer say: a later step may be planned with these pages
+            self.map_pages(plan)
+            raise
         self.streams.forward_after_schedule()
         with self.streams.on_forward():
             self._arrivals.expect(plan.table_pages)

@@ -5,14 +5,17 @@ schedule: one copy per step, from host memory. forward: all that computes, in st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+MOST_SPARE = 8  # streams of one priority: torch has 32 of each and gives them out in turn, who makes more has the steps' at last
 CUDA: Any = torch.cuda  # torch says nothing of the types of its streams and events
 
 
@@ -95,6 +98,10 @@ class Streams(Protocol):
 
     def on_copy(self) -> AbstractContextManager[Any]: ...
 
+    def beside(self, priority: int = 0) -> AbstractContextManager[Any]:
+        """For a thread beside the steps: what it puts on the device is on none of their streams. priority: below 0 for what
+        steps wait for."""
+
     def forward_after_schedule(self) -> None:
         """What comes next on forward waits for all that schedule holds."""
 
@@ -122,6 +129,37 @@ class Streams(Protocol):
         """Blocks until the device has done everything. Raises what the device has failed with."""
 
 
+class SpareStreams(Generic[T]):
+    """Streams beside those of the steps, lent to one thread at a time; threads that come when all are lent share them. make: one
+    of a priority. For any thread."""
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: dict[int, deque[T]] = defaultdict(deque)
+        self._free: dict[int, list[T]] = defaultdict(list)
+
+    @contextmanager
+    def lent(self, priority: int) -> Iterator[T]:
+        with self._lock:
+            free, made = self._free[priority], self._made[priority]
+            is_own = bool(free) or len(made) < MOST_SPARE
+            if free:
+                stream = free.pop()
+            elif is_own:
+                stream = self._make(priority)
+                made.append(stream)
+            else:
+                stream = made[0]
+                made.rotate(-1)
+        try:
+            yield stream
+        finally:
+            if is_own:
+                with self._lock:
+                    free.append(stream)
+
+
 class CudaStreams:
     """Work runs on the calling thread, which it does not keep: launching is all there is to do. Current streams are set for
     that thread alone."""
@@ -129,6 +167,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._schedule, self._forward, self._copy = (CUDA.Stream(device) for _ in range(3))
+        self._spare = SpareStreams(lambda priority: CUDA.Stream(device, priority))
         self._reached = CUDA.Event()  # recorded and waited for at once, so that one serves all
 
     @property
@@ -163,6 +202,11 @@ class CudaStreams:
 
     def on_copy(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._copy)
+
+    @contextmanager
+    def beside(self, priority: int = 0) -> Iterator[None]:
+        with self._spare.lent(priority) as stream, torch.cuda.stream(stream):
+            yield
 
     def forward_after_schedule(self) -> None:
         self._after(self._forward, self._schedule)

@@ -157,6 +157,9 @@ class HostStreams:
     def on_copy(self) -> AbstractContextManager[Any]:
         return self._nothing
 
+    def beside(self, priority: int = 0) -> AbstractContextManager[Any]:
+        return self._nothing
+
     def forward_after_schedule(self) -> None:
         return
 

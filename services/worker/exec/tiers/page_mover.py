@@ -15,10 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ NEWS_S = 1.0  # between looks at what others have written to a shared storage
 MORE_NEWS_S = 0.02  # while there is more than is told at once
 FACT_KEYS = 8192
 BACK_UP_NICE = 10  # a tenth of what a step's threads get of a core that both want: pages are kept while they are copied
-CUDA_URGENT = -1  # of a stream: layers that steps wait for come ahead of what else the device has to do
+URGENT = -1  # of a stream: layers that steps wait for come ahead of what else the device has to do
 _OF_STORAGE = (OperationKind.STORE, OperationKind.FETCH)
 
 
@@ -242,8 +241,7 @@ class PageMover:
             own = os.getpriority(os.PRIO_PROCESS, 0)
             with suppress(OSError):  # a sandbox without priorities
                 os.setpriority(os.PRIO_PROCESS, 0, max(own, BACK_UP_NICE))  # of this thread alone, under Linux
-        stream = self._own_stream(CUDA_URGENT if jobs is self._of_host else 0)
-        with torch.inference_mode(), stream:
+        with torch.inference_mode(), self._streams.beside(URGENT if jobs is self._of_host else 0):
             while (job := self._next(jobs, idle_s, address)) is not None:
                 match job:
                     case _Work(operation) if self._by_layers and operation.kind is OperationKind.LOAD:
@@ -292,10 +290,6 @@ class PageMover:
             peers.leave(source)
         except Exception:  # of any kind: its room ends by itself
             logger.exception("a room was not left", extra=fields(address=source.address))
-
-    def _own_stream(self, priority: int) -> AbstractContextManager[Any]:
-        device = self._streams.device
-        return torch.cuda.stream(torch.cuda.Stream(device, priority)) if device.type == "cuda" else nullcontext()
 
     def _tell(self, fact: Fact) -> None:
         self._facts.put(fact)

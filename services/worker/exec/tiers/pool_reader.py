@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.worker.core.contracts.transfers import I32
 from services.worker.exec.pools.arrivals import Arrivals
+from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.tiers.page_copier import PageCopier
 
 
@@ -20,30 +19,24 @@ class PoolReader:
     read must have been computed by steps that have been committed; they are whole as long as nobody may write them. One caller at
     a time for each thread."""
 
-    def __init__(self, device: torch.device, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:
-        self._device, self._copier, self._arrivals = device, copier, arrivals
-        self._own = threading.local()  # a stream for each thread, one after the other they would share those of the steps; memory
+    def __init__(self, streams: Streams, copier: Callable[[], PageCopier], arrivals: Arrivals) -> None:
+        self._streams, self._copier, self._arrivals = streams, copier, arrivals
+        self._own = threading.local()  # memory of each thread
 
     def __call__(self, pages: I32, out: memoryview) -> None:
         torch.set_num_threads(1)  # per thread, hence here
-        with torch.inference_mode(), self._own_stream():
+        device = self._streams.device
+        with torch.inference_mode(), self._streams.beside():
             copier = self._copier()
             self._arrivals.settle()
             rows = torch.frombuffer(out, dtype=torch.uint8).view(len(pages), copier.page_bytes)
-            if self._device.type == "cuda":
+            if device.type == "cuda":
                 pinned = self._pinned(len(pages), copier.page_bytes)
                 copier.save(pages, pinned.unbind())
-                self._own.stream.synchronize()
+                torch.cuda.current_stream(device).synchronize()
                 rows.copy_(pinned)
             else:
                 copier.save(pages, rows.unbind())
-
-    def _own_stream(self) -> AbstractContextManager[Any]:
-        if self._device.type != "cuda":
-            return nullcontext()
-        if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._own.stream)
 
     def _pinned(self, pages: int, page_bytes: int) -> Tensor:
         """uint8[pages, page_bytes], of this thread."""

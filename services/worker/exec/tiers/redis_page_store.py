@@ -158,6 +158,8 @@ class RedisPageStore:
     def _write_ended(self, refusal: Exception | None) -> None:
         if refusal is not None:  # it is full and nothing may go, say
             self._failed_writes += 1
+            if isinstance(refusal, redis.ReadOnlyError):
+                self._leave_server()
             seconds = self._write_pause.failed()
             logger.warning("pages were not written", extra=fields(error=str(refusal), pause_seconds=seconds))
         else:
@@ -385,8 +387,13 @@ class RedisPageStore:
         self._untold |= dict.fromkeys(stored, True)
         self._untold |= dict.fromkeys(self._known.add(stored, None), False)
 
+    def _leave_server(self) -> None:
+        """The next command connects anew: the address may stand for another one by now, where this is no primary any more."""
+        self._redis.connection_pool.disconnect(inuse_connections=False)
+
     def _failed(self, what: str, error: Exception) -> None:
         self._last_news = None
+        self._leave_server()
         seconds = self._pause.failed()
         logger.warning(what, extra=fields(error=str(error), pause_seconds=seconds))
 
