@@ -28,8 +28,8 @@ LONGROPE = {
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 128,
 }
-CODEGEN = {"codegen": TinyModel("CodeGen", {**GPT, "rotary_dim": 8})}
-CODEGEN_SERVED = Version(transformers.__version__) >= Version("5.24")  # the first whose CodeGen lets its attention be replaced
+ROTATED_GPT = {name: TinyModel(kind, {**GPT, "rotary_dim": 8}) for name, kind in {"codegen": "CodeGen", "gptj": "GPTJ"}.items()}
+ROTATED_SERVED = Version(transformers.__version__) >= Version("5.24")  # the first whose attention can be replaced in these
 
 SERVED = {
     "gemma": TinyModel("Gemma", {"head_dim": 16}),
@@ -89,7 +89,7 @@ SERVED = {
     "gemma3n": TinyModel(
         "Gemma3n", {**GEMMA3N, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3}, config="Gemma3nTextConfig"
     ),
-    **(CODEGEN if CODEGEN_SERVED else {}),
+    **(ROTATED_GPT if ROTATED_SERVED else {}),
 }
 
 REFUSED = {
@@ -99,8 +99,7 @@ REFUSED = {
     "bloom": TinyModel("Bloom", {"n_layer": 3, "n_head": 4}),
     "falcon": TinyModel("Falcon", {}),
     "mpt": TinyModel("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3}),
-    "gptj": TinyModel("GPTJ", {**GPT, "rotary_dim": 8}),
-    **({} if CODEGEN_SERVED else CODEGEN),
+    **({} if ROTATED_SERVED else ROTATED_GPT),
     "mamba": TinyModel("Mamba", {}),
     "mamba2": TinyModel("Mamba2", {"num_heads": 8, "head_dim": 16}),
     "falcon-h1": TinyModel("FalconH1", {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),

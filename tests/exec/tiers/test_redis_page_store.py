@@ -171,6 +171,29 @@ def test_one_that_is_away_is_left_in_peace_and_looked_at_anew(server: RedisServe
     assert read(it, keys(5)) == 1
 
 
+def test_one_that_is_no_primary_any_more_is_left(server: RedisServer) -> None:
+    """With its connection, by who reads and by who writes; another one is there, or the same is again, when it is next asked."""
+
+    def connections() -> set[str]:
+        return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
+
+    clock, others = Hours(), connections()
+    it = store(server, clock)
+    write(it, keys(1))
+    for number, call in ((2, lambda: bool(write(it, keys(2)).stored)), (3, lambda: bool(read(it, keys(1))))):
+        before = connections() - others
+        server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        try:
+            assert before and not call() and not before & connections()
+        finally:
+            server.client.execute_command("REPLICAOF", "NO", "ONE")
+        clock.pass_by()
+        it.news()
+        assert write(it, keys(number)).stored == tuple(keys(number)) and read(it, keys(1, number)) == 2
+        assert not before & connections()
+    assert (it.counts().failed_writes, it.counts().failed_reads) == (1, 1)
+
+
 def test_after_a_read_that_failed_what_was_asked_is_told_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked has taken the page to be gone."""
     monkeypatch.setattr(redis_page_store, "TIMEOUT_S", 1.0)
