@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
 from services.gateway.observe.histogram import UnlockedHistogram
-from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics
+from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, StoreMetrics
 from services.gateway.observe.request_series import RequestMetrics
 from services.local import metrics_of_sglang
 from services.shared.observe.readings import Readings
@@ -80,7 +80,10 @@ class Row:
 def services() -> dict[str, list[Row]]:
     """By service, in order of name; what several have, by itself."""
     found = {
-        "gateway": [*_own(GatewayMetrics(CollectorRegistry())), *_described(QueueMetrics, KeyMetrics, FleetCollector)],
+        "gateway": [
+            *_own(GatewayMetrics(CollectorRegistry())),
+            *_described(QueueMetrics, KeyMetrics, StoreMetrics, FleetCollector),
+        ],
         "tokenizer": _own(TokenizerMetrics(CollectorRegistry())),
         "detokenizer": _own(DetokenizerMetrics(CollectorRegistry())),
         "worker": _described(

@@ -73,6 +73,7 @@ MAX_BODY_BYTES = 64 << 20  # an HTTP request's body
 SMALL_BODY_BYTES = 64 << 10  # a body that never waits behind larger ones
 SMALL_BODY_POOL_BYTES = 32 << 20  # of all small bodies that a gateway holds at once
 MAX_JSON_VALUES = 2 << 20  # of an HTTP request's body, counted as its commas and opening brackets, those in texts too
+MAX_JSON_DEPTH = 200  # of objects and arrays in a body; what is made of one is a few levels deeper
 JSON_VALUE_BYTES = 40  # that a parsed one is taken for: a token id in a list
 BODY_STEP_BYTES = 1 << 20  # in which a larger body that does not say its size is given room
 MAX_WAITING_BODIES = 128  # of each pool; what has come of one while it waits is at most what a connection reads ahead

@@ -8,12 +8,36 @@ string, tool call arguments given as objects).
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template wants an assistant's calls. as_text: arguments as JSON in a string, as the API has them, for templates that
+    put them in as they are; otherwise the object, for those that print it with tojson. null_content: a message without text has
+    `content`, which is none; otherwise it has no `content`."""
+
+    as_text: bool = False
+    null_content: bool = False
+
+
+USUAL_CALLS = CallForm()
+CALL_FORMS = (USUAL_CALLS, CallForm(null_content=True), CallForm(as_text=True), CallForm(as_text=True, null_content=True))
+
+PROBE = "a7f3c9"  # an argument that no template says by itself
+PROBE_REPR = f"'what': '{PROBE}'"  # as Python prints it, which is no JSON
+_PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": f'{{"what": "{PROBE}"}}'}}
+PROBE_CHAT: list[Message] = [
+    {"role": "user", "content": "Find it."},
+    {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "tool_call_id": "call00001", "content": "There."},
+]
 
 
 class InvalidField(Exception):
@@ -35,14 +59,32 @@ def parse(name: str, data: bytes, kind: type) -> Any:
     return value
 
 
-def prepare(messages: list[Any], content_as_string: bool) -> list[Message]:
-    """Checked copies of the messages. Raises InvalidField."""
+def have_calls(messages: list[Any]) -> bool:
+    return any(isinstance(message, dict) and message.get("tool_calls") for message in messages)
+
+
+def prepare(
+    messages: list[Any], content_as_string: bool, form: CallForm = USUAL_CALLS, has_developer: bool = True
+) -> list[Message]:
+    """Checked copies of the messages. has_developer: the template knows this role; otherwise it is another name of `system`.
+    Raises InvalidField."""
     if not messages:
         raise InvalidField("messages: empty")
-    return [_prepare_one(message, f"messages[{at}]", content_as_string) for at, message in enumerate(messages)]
+    found = [_prepare_one(message, f"messages[{at}]", content_as_string, form) for at, message in enumerate(messages)]
+    return found if has_developer else _without_developer(found)
 
 
-def _prepare_one(message: Any, where: str, content_as_string: bool) -> Message:
+def _without_developer(messages: list[Message]) -> list[Message]:
+    """Behind a leading system message it is joined to that: many templates have room for one."""
+    found = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    is_joined = len(found) > 1 and messages[1]["role"] == "developer" and messages[0]["role"] in ("system", "developer")
+    texts = [message.get("content") for message in found[:2]]
+    if not is_joined or not all(isinstance(text, str) for text in texts):
+        return found
+    return [{**found[0], "content": "\n\n".join(map(str, texts))}, *found[2:]]
+
+
+def _prepare_one(message: Any, where: str, content_as_string: bool, form: CallForm) -> Message:
     if not isinstance(message, dict):
         raise InvalidField(f"{where}: not an object")
     if not isinstance(message.get("role"), str):
@@ -51,7 +93,9 @@ def _prepare_one(message: Any, where: str, content_as_string: bool) -> Message:
     if "content" in result:
         result["content"] = _content(result["content"], f"{where}.content", content_as_string)
     if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls", form)
+        if form.null_content and result["tool_calls"] and not result.get("content"):
+            result["content"] = None
     reasoning = next((result[name] for name in _REASONING_FIELDS if name in result), None)
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
@@ -73,17 +117,17 @@ def _content(content: Any, where: str, as_string: bool) -> str | list[Any]:
     return " ".join(part["text"] for part in content) if as_string else content
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
+def _tool_calls(calls: Any, where: str, form: CallForm) -> list[Any]:
     if not isinstance(calls, list):
         raise InvalidField(f"{where}: not an array")
     for at, call in enumerate(calls):
         if not isinstance(call, dict):
             raise InvalidField(f"{where}[{at}]: not an object")
-    return [_with_parsed_arguments(call) for call in calls]
+    return calls if form.as_text else [_with_parsed_arguments(call) for call in calls]
 
 
 def _with_parsed_arguments(call: Message) -> Message:
-    """The API has a call's arguments as JSON in a string; templates print them with tojson, so they want the object."""
+    """The API has a call's arguments as JSON in a string."""
     function = call.get("function")
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str):

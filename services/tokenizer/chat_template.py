@@ -33,12 +33,14 @@ class ChatTemplate:
     """One compiled template. Raises jinja2.TemplateSyntaxError where the source is no template.
 
     wants_string: the template does not look inside a message's content, so that a list of parts has to be joined first.
+    has_developer: it speaks of a role of this name.
     """
 
     def __init__(self, source: str) -> None:
         environment = _environment()
         tree = environment.parse(source)
         self.wants_string = not _iterates_content(tree)
+        self.has_developer = "developer" in source
         self._template = environment.from_string(source)
 
     def render(self, variables: Mapping[str, Any], max_chars: int) -> str:

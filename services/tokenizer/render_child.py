@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from services.tokenizer import chat_messages
-from services.tokenizer.chat_messages import InvalidField
+from services.tokenizer.chat_messages import CALL_FORMS, PROBE, PROBE_CHAT, PROBE_REPR, USUAL_CALLS, CallForm, InvalidField
 from services.tokenizer.chat_template import ChatTemplate, OutputTooLong, TemplateRefusal
 from services.tokenizer.mapped_blocks import map_large_blocks
 
@@ -37,6 +37,7 @@ class Renderer:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Raises what jinja2's compiler raises if a template is none."""
         self._templates = {name: ChatTemplate(source) for name, source in setup["templates"].items()}
+        self._call_forms: dict[ChatTemplate, CallForm] = {}  # of those that have been asked for one
         self._special_tokens: dict[str, str] = setup["special_tokens"]
         self._max_chars: int = setup["max_chars"]
         self._max_messages: int = setup["max_messages"]
@@ -52,7 +53,8 @@ class Renderer:
         if len(raw) > self._max_messages:
             raise TooMuch(f"messages: {len(raw)} messages, at most {self._max_messages}")
         template = self._template(tools)
-        messages = chat_messages.prepare(raw, template.wants_string)
+        form = self._call_form(template) if chat_messages.have_calls(raw) else USUAL_CALLS
+        messages = chat_messages.prepare(raw, template.wants_string, form, template.has_developer)
         final = chat_messages.tag_final(messages) if header["continue_final_message"] else None
         flags = {"add_generation_prompt": header["add_generation_prompt"]}
         variables = {"documents": None, **self._special_tokens, **kwargs, "messages": messages, "tools": tools, **flags}
@@ -65,6 +67,23 @@ class Renderer:
         if template is None:
             raise InvalidField("messages: the model has no default chat template")
         return template
+
+    def _call_form(self, template: ChatTemplate) -> CallForm:
+        """The first in which it shows a call: some fail with the others, some leave the call out."""
+        if template not in self._call_forms:
+            self._call_forms[template] = next((form for form in CALL_FORMS if self._shows_call(template, form)), USUAL_CALLS)
+        return self._call_forms[template]
+
+    def _shows_call(self, template: ChatTemplate, form: CallForm) -> bool:
+        messages = chat_messages.prepare(PROBE_CHAT, template.wants_string, form)
+        variables = {"documents": None, **self._special_tokens, "messages": messages, "tools": None}
+        try:
+            text = template.render({**variables, "add_generation_prompt": False}, self._max_chars)
+        except MemoryError:
+            raise
+        except Exception:  # of any kind, the template's own refusal too: it is asked in another way
+            return False
+        return PROBE in text and PROBE_REPR not in text
 
     def _run(self, template: ChatTemplate, variables: Mapping[str, Any]) -> str:
         """Only a template's own words are passed on: the interpreter's messages may quote the prompt."""

@@ -35,6 +35,7 @@ EXPIRED = 'rootstock_worker_rooms_expired_total{namespace="serving",pod="prefill
 REFUSED_READS = f"rootstock_worker_refused_pulls_total{{{WORKER}}}"
 FILES_VALID, NOT_AFTER = f"rootstock_tls_files_valid{{{GATEWAY}}}", f"rootstock_tls_certificate_not_after_seconds{{{GATEWAY}}}"
 TLS_FAILURES = f'rootstock_gateway_tls_failures_total{{{GATEWAY},service="worker"}}'
+STORE = f"rootstock_gateway_store_up{{{GATEWAY}}}"
 KEY_FILE, KEY_SHARES = f"rootstock_gateway_key_file_valid{{{GATEWAY}}}", f"rootstock_gateway_key_shares_up{{{GATEWAY}}}"
 
 WELL: Mapping[str, str] = {
@@ -76,6 +77,7 @@ WELL: Mapping[str, str] = {
     REFUSED_READS: "0x5 3x600",
     KEY_FILE: "1x600",
     KEY_SHARES: "1x600",
+    STORE: "1x600",
     FILES_VALID: "1x600",
     NOT_AFTER: "2592000x600",  # a month after the tests' first moment
     TLS_FAILURES: "0x5 3x600",
@@ -121,6 +123,7 @@ SCENARIOS = (
     Scenario("RootstockQueueRefused", {REFUSALS: "0+2x600"}, before="4m"),
     Scenario("RootstockKeyFileInvalid", {KEY_FILE: "1x5 0x600"}, before="8m"),
     Scenario("RootstockKeySharesDown", {KEY_SHARES: "1x5 0x600"}, before="8m"),
+    Scenario("RootstockStoreDown", {STORE: "1x5 0x600"}, before="8m"),
     Scenario("RootstockTlsFilesInvalid", {FILES_VALID: "1x5 0x600"}, before="8m"),
     Scenario("RootstockTlsCertificateExpires", {NOT_AFTER: "606000x600"}, before="19m"),
     Scenario("RootstockTlsFailures", {TLS_FAILURES: "0x5 1+1x600"}, before="14m"),

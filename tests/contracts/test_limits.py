@@ -32,6 +32,7 @@ ELSEWHERE = {
     "MAX_SECRETS_OF_A_KEY": (KEYS, "MAX_SECRETS_OF_A_KEY"),
     "SMALL_BODY_BYTES": (BODIES, "test_the_second_large_one_waits_and_small_ones_pass"),
     "SMALL_BODY_POOL_BYTES": (BODIES, "test_the_second_large_one_waits_and_small_ones_pass"),
+    "MAX_JSON_DEPTH": (GATEWAY + "api/test_bad_input.py", "MAX_JSON_DEPTH"),
     **dict.fromkeys(("MAX_JSON_VALUES", "JSON_VALUE_BYTES"), (BODIES, "MAX_JSON_VALUES")),
     "BODY_STEP_BYTES": (BODIES, "test_a_body_that_does_not_say_its_size_is_held_in_steps"),
     "MAX_WAITING_BODIES": (GATEWAY + "http/test_body_pool.py", "test_nobody_waits_for_those_that_wait_themselves"),

@@ -13,6 +13,7 @@ import orjson
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.request_body import ConstraintBody
+from services.gateway.api.strict_json import load_json
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.schema_size import too_large
@@ -103,8 +104,8 @@ def json_schema(value: Any, where: str) -> pb.Grammar:
 
 
 def structural_tag(value: Any, where: str) -> pb.Grammar:
-    """value: an object or the text of one."""
-    tag = _loaded(value, where) if isinstance(value, str) else value
+    """value: an object or the text of one. One that is made here is a few levels deeper than what its client gave."""
+    tag = _loaded(value, where, orjson.loads) if isinstance(value, str) else value
     if not isinstance(tag, dict):
         raise bad_request(where, f"'{where}' must be an object or its text.")
     _check_parts(tag, where)
@@ -138,10 +139,10 @@ def _literal(text: str) -> str:
 _ESCAPES = str.maketrans({'"': '\\"', "\\": "\\\\", **{chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)}})
 
 
-def _loaded(text: str, where: str) -> Any:
+def _loaded(text: str, where: str, load: Callable[[str], Any] = load_json) -> Any:
     _check_size(text, where)
     try:
-        return orjson.loads(text)
+        return load(text)
     except orjson.JSONDecodeError:
         raise bad_request(where, f"'{where}' is not valid JSON.") from None
 

@@ -1,4 +1,4 @@
-"""JSON of a request's body, and of its parts on their way to other services. Pure; each raises ApiError."""
+"""JSON of a request's body, and of its parts on their way to other services. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,42 @@ from typing import Any
 import orjson
 
 from services.gateway.request.errors import bad_request
+from services.shared import limits
+
+WRITTEN_LEVELS = 254  # that orjson writes at most
+
+
+def load_json(text: bytes | bytearray | str) -> Any:
+    """Strict JSON: no NaN, no lone surrogates, depth at most MAX_JSON_DEPTH, so that what is made of it can be written again.
+    Raises orjson.JSONDecodeError."""
+    value = orjson.loads(text)
+    if _opened(text) > limits.MAX_JSON_DEPTH:
+        try:
+            orjson.dumps(_wrapped(value))
+        except orjson.JSONEncodeError:
+            raise orjson.JSONDecodeError(f"more than {limits.MAX_JSON_DEPTH} levels", "", 0) from None
+    return value
+
+
+def _opened(text: bytes | bytearray | str) -> int:
+    """Objects and arrays that begin, those in texts too."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
+
+
+def _wrapped(value: Any) -> Any:
+    """It can be written if it has no more levels than it may have."""
+    for _ in range(WRITTEN_LEVELS - limits.MAX_JSON_DEPTH):
+        value = [value]
+    return value
 
 
 def parse_json(body: bytes | bytearray) -> dict[str, Any]:
-    """Raises ApiError for anything but an object of strict JSON (no NaN, no lone surrogates, depth below 1024)."""
+    """Raises ApiError for anything but an object of strict JSON."""
     wrong = ""
     try:
-        value = orjson.loads(body)
+        value = load_json(body)
     except orjson.JSONDecodeError as error:
         wrong = f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}."
     if wrong:  # outside the handler: that error holds the whole body

@@ -15,7 +15,7 @@ from services.gateway.batches.line_call import LineCalls
 from services.gateway.batches.line_results import CANCELLED, EXPIRED
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
-from services.gateway.state.batch_record import Status
+from services.gateway.state.batch_record import Status, Unreadable
 from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_lease
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease, LeaseLost, Leases
@@ -107,7 +107,12 @@ class BatchRunner:
             logger.warning("another gateway goes on with a batch", extra=fields(batch=run.order.id))
             task.cancel()
             return
-        record = await stores.batches.get(run.order.owner, run.order.id)
+        try:
+            record = await stores.batches.get(run.order.owner, run.order.id)
+        except Unreadable as unreadable:
+            logger.warning("a gateway of another version goes on with a batch: %s", unreadable, extra=fields(batch=run.order.id))
+            task.cancel()
+            return
         if record is None or not record.is_open:
             task.cancel()  # another one had the lease meanwhile, and has ended it
         elif record.status is Status.CANCELLING:
@@ -155,9 +160,14 @@ class BatchRunner:
             self._runs[most[-1]].cancel()
 
     async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
-        """into: what it is counted among, besides all."""
+        """into: what it is counted among, besides all. Of one that cannot be read the lease runs out: so the next try, by a
+        gateway that can, perhaps, is not at once."""
         lease = await self._stores.leases.take(batch_lease(batch.owner, batch.id))
-        run = None if lease is None else await self._begin(batch.owner, batch.id, lease)
+        try:
+            run = None if lease is None else await self._begin(batch.owner, batch.id, lease)
+        except Unreadable as unreadable:
+            logger.warning("%s", unreadable, extra=fields(batch=batch.id))
+            return
         if run is not None and into is not None:
             into.add(run)
 

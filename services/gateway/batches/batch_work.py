@@ -33,6 +33,7 @@ class BatchWork:
     ) -> None:
         """Raises ValueError if the store's URL is none."""
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
+        metrics.watch_store(lambda: not self._redis.is_away)
         leases = Leases(self._redis, settings.batch_lease_s)
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
         self.files = FileStore(self._redis, most, most_bytes)

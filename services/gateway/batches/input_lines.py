@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from services.gateway.api.strict_json import load_json
 from services.shared import limits
 
 METHOD = "POST"
@@ -81,7 +82,7 @@ def read_line(number: int, content: bytes, endpoint: str) -> Line:
 
 def _json(number: int, content: bytes) -> dict[str, Any]:
     try:
-        asked = orjson.loads(content)
+        asked = load_json(content)
     except orjson.JSONDecodeError as error:
         raise BadLine("invalid_json_line", f"The line is not valid JSON: {error.msg}.", None, number) from None
     if not isinstance(asked, dict):

@@ -349,9 +349,11 @@ class Exchange(Response):
                 if last:
                     self._count(request)
                     pieces.append(await renderer.ending())
+                content = b"".join(pieces)  # empty where all that came is hidden
                 if pieces:
                     await self._start_stream(send)
-                    await _send(b"".join(pieces), last, send)
+                if content or last:
+                    await _send(content, last, send)
                     silence.said()
                 elif silence.is_long:
                     await self._comment(request, send)

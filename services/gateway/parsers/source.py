@@ -76,8 +76,12 @@ class Source:
         return found
 
     def give_back(self, text: str) -> None:
-        """text: what was read last, to be read again."""
-        self._text, self._at = text + self._text[self._at :], 0
+        """text: what was read last, to be read again. What is unread behind it is not copied, where the text is still there."""
+        before = self._at - len(text)
+        if before >= 0 and self._text.startswith(text, before):
+            self._at = before
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
 
     def peek(self) -> Steps[str]:
         """The next character, which stays; empty at the end."""

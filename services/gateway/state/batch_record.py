@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
 import orjson
+
+from services.gateway.state.state_store import StoreAway
 
 
 class Status(StrEnum):
@@ -21,6 +23,10 @@ class Status(StrEnum):
     EXPIRED = "expired"
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
+
+
+class Unreadable(StoreAway):
+    """It is there, and not for this gateway: another version has written it."""
 
 
 OPEN = frozenset((Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING))
@@ -76,13 +82,21 @@ class BatchRecord:
 
 
 def record_of(stored: Mapping[str, bytes]) -> BatchRecord:
-    """stored: fields of the batch's hash."""
+    """stored: fields of the batch's hash. What another version has written beside it is left out. Raises Unreadable."""
+    try:
+        return _record_of(stored)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"a batch cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _record_of(stored: Mapping[str, bytes]) -> BatchRecord:
+    asked = orjson.loads(stored["order"])
 
     def number(name: str) -> int:
         return int(stored.get(name, b"0"))
 
     return BatchRecord(
-        order=BatchOrder(**orjson.loads(stored["order"])),
+        order=BatchOrder(**{each.name: asked[each.name] for each in fields(BatchOrder) if each.name in asked}),
         status=Status(stored["status"].decode()),
         times={status: number(f"at:{status.value}") for status in Status if f"at:{status.value}" in stored},
         total=number("total"),

@@ -9,12 +9,13 @@ whoever computes it, and how often.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from services.gateway.state.batch_record import BatchOrder, BatchRecord, Status, record_of
+from services.gateway.state.batch_record import BatchOrder, BatchRecord, Status, Unreadable, record_of
 from services.gateway.state.file_store import page
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, WRITES, StateRedis
@@ -176,10 +177,14 @@ class BatchStore:
         return record_of({name.decode(): value for name, value in pairs}) if found else None
 
     async def listed(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
-        """The newest first. And whether there are more. Raises NoSuchPlace."""
+        """The newest first, without those that another version has written. And whether there are more. Raises NoSuchPlace."""
         ids = await page(self._redis, OwnerKeys(owner).batches, after, limit + 1, rising=False)
-        found = [await self.get(owner, each) for each in ids[:limit]]
-        return [each for each in found if each is not None], len(ids) > limit
+        found: list[BatchRecord] = []
+        for each in ids[:limit]:
+            with suppress(Unreadable):
+                if (record := await self.get(owner, each)) is not None:
+                    found.append(record)
+        return found, len(ids) > limit
 
     async def cancel(self, owner: str, batch_id: str) -> None:
         """Of one that is over, or about to be, nothing changes."""

@@ -15,6 +15,7 @@ from services.shared.index.redis_client import redis_client
 TIMEOUT_S = 2.0  # of a try
 PAUSE_S = 0.1
 
+_PASSING = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
 # How scripts begin. One without the flag is refused where there is no memory.
 READS = "#!lua flags=allow-oom\n"
 WRITES = "#!lua\n"
@@ -46,7 +47,7 @@ class StateRedis:
             try:
                 found = await self._client.eval(script, len(keys), *keys, *arguments)
             except (exceptions.RedisError, OSError) as error:
-                passes = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
+                passes = isinstance(error, _PASSING)
                 if not passes or time.monotonic() + PAUSE_S > until:
                     self._is_away = self._is_away or passes
                     raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None

@@ -15,14 +15,15 @@ from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.connection import SSLConnection as SyncSSLConnection
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 
 TLS_QUERY = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
 DECIDED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socket_connect_timeout", "retry_on_timeout"}
 
 
 class TimedRedis(Redis):
-    """limit_s: of a command, or of a pipeline's execute(); then TimeoutError, which is an OSError.
+    """limit_s: of a command, or of a pipeline's execute(); then TimeoutError, which is an OSError. What is no primary any more is
+    left: the next call connects anew, by then to another server, perhaps.
 
     The library's own limit is not used: it rests on asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes
     as a send completes, and so makes tasks that cannot be ended.
@@ -31,8 +32,12 @@ class TimedRedis(Redis):
     limit_s: float
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        async with asyncio.timeout(self.limit_s):
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(self.limit_s):
+                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except ReadOnlyError:
+            await self.connection_pool.disconnect(inuse_connections=False)
+            raise
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> TimedPipeline:
         pipeline = TimedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
@@ -44,8 +49,12 @@ class TimedPipeline(Pipeline):
     limit_s: float
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        async with asyncio.timeout(self.limit_s):
-            return await super().execute(raise_on_error)
+        try:
+            async with asyncio.timeout(self.limit_s):
+                return await super().execute(raise_on_error)
+        except ReadOnlyError:
+            await self.connection_pool.disconnect(inuse_connections=False)
+            raise
 
 
 class FollowedConnection(SSLConnection):

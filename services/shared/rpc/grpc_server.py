@@ -45,6 +45,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # what the environment names is for the world outside
 ]
 
 

@@ -1,6 +1,6 @@
 """python -m tests.exec.tiers.killed_writer FOLDER [salted]: forks a writer for each number on a line of standard input, and says
 so when it is gone. A writer says its process id first, then of every write what was stored and dropped; it writes until it is
-killed. salted: pages of some salts with a quota, one of which it deletes now and then."""
+killed. salted: pages of some salts with a quota, one of which it deletes now and then, and says so before."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def write_salted(folder: Path, number: int) -> None:
     while True:
         tag = SALTS[number % len(SALTS)]
         if number % 23 == 0:
+            say("deletes", tag.hex(), "")
             say("deleted", "", ",".join(key.hex() for key in it.delete(Selection(tag)).dropped))
         done = write(it, keys(*range(number, number + 1 + number % 7), tag=tag))
         say("wrote", ",".join(key.hex() for key in done.stored), ",".join(key.hex() for key in done.dropped))

@@ -10,9 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.local.ports import free_ports
 from services.shared.rpc import grpc_server
 
 HOST = "127.0.0.1"
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in which gRPC looks for one
 
 
 @asynccontextmanager
@@ -34,8 +36,12 @@ async def late(port: int, by_s: float) -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize("by_s", [0.0, 0.5])
-def test_a_call_waits_for_a_slow_greeting(by_s: float) -> None:
-    """One that does not wait for a connection that has failed."""
+def test_a_call_waits_for_a_slow_greeting(by_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not wait for a connection that has failed. Over no proxy, whatever the environment says."""
+    for name in PROXIES:
+        monkeypatch.setenv(name, f"http://{HOST}:{free_ports(1)[0]}")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
 
     async def run() -> int:
         server = grpc.aio.server()

@@ -178,6 +178,55 @@ def test_template_kwargs_cannot_replace_what_the_request_has(name: str) -> None:
         renderer("x").render(HEADER, HELLO, b"", json.dumps({name: "y"}).encode())
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":  1}'}}
+ASKED = {"role": "user", "content": "?"}
+CALLS = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+DONE = "{% endfor %}{% endif %}{% endfor %}"
+# Templates by how they write a call, with what comes of one whose message has this content.
+CALL_TEMPLATES = {
+    "prints the object": (CALLS + "{{ c.function.arguments | tojson }}" + DONE, '{"x": 1}'),
+    "prints each argument": (
+        CALLS + "{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}" + DONE,
+        "x=1",
+    ),
+    "puts the text in": (CALLS + "{{ '[' + c.function.arguments + ']' }}" + DONE, '[{"x":  1}]'),
+    "puts it in as it is": (CALLS + "{{ c.function.arguments }}" + DONE, '{"x":  1}'),
+    "where content is none": (
+        CALLS + "{% if m.content is none %}{{ c.function.arguments | tojson }}{% else %}text{% endif %}" + DONE,
+        '{"x": 1}',
+    ),
+    "both": (
+        "{% for m in messages %}{% if m.role == 'assistant' and m['content'] is none %}"
+        "{{ m.tool_calls[0]['function']['name'] + '(' + m.tool_calls[0]['function']['arguments'] + ')' }}"
+        "{% elif m.role == 'assistant' %}{{ m['content'] + '!' }}{% endif %}{% endfor %}",
+        'f({"x":  1})',
+    ),
+    "knows no calls": ("{% for m in messages %}{{ m.content }}{% endfor %}", "?"),
+}
+
+
+def test_a_call_is_written_as_its_template_can() -> None:
+    """What the API gave, given back: without content, and with none of it."""
+    for name, (template, want) in CALL_TEMPLATES.items():
+        child = renderer(template)
+        for said in ({}, {"content": None}, {"content": ""}):
+            chat = json.dumps([ASKED, {"role": "assistant", "tool_calls": [CALL], **said}]).encode()
+            assert child.render(HEADER, chat, b"", b"") == want, (name, said)
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    shown = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+    def rendered(template: str, *roles: str) -> str:
+        messages = [{"role": role, "content": str(at)} for at, role in enumerate(roles)]
+        return renderer(template).render(HEADER, json.dumps(messages).encode(), b"", b"")
+
+    assert rendered(shown, "developer", "user") == "system:0;user:1;"
+    assert rendered(shown, "system", "developer", "user") == "system:0\n\n1;user:2;"
+    assert rendered(shown, "user", "developer") == "user:0;system:1;"
+    assert rendered(shown + "{# developer #}", "developer", "user") == "developer:0;user:1;"
+
+
 def test_too_many_messages() -> None:
     with pytest.raises(TooMuch, match=r"^messages: 4 messages"):
         renderer("x").render(HEADER, json.dumps([{"role": "user"}] * 4).encode(), b"", b"")

@@ -13,7 +13,7 @@ import orjson
 from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.responses.background import Background, DetachedCall
 from services.gateway.api.responses.items import checked_items
-from services.gateway.api.responses.records import NOT_FINISHED, Context, Records, record_of
+from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
 from services.gateway.api.responses.render import ResponseRenderer, begun
 from services.gateway.api.responses.translation import chat_of, own_fields, parse, renamed
 from services.gateway.api.responses.types import ResponsesRequest
@@ -71,7 +71,7 @@ class ResponsesCall:
     def renderer(
         self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts
     ) -> ResponseRenderer | DetachedCall:
-        response_id = f"resp_{secrets.token_hex(16)}"
+        response_id = f"{RESPONSE_PREFIX}{secrets.token_hex(16)}"
         if self._asked.background:
             assert self._background is not None
             response = begun(response_id, created, model, self._asked) | {"status": Status.QUEUED.value}
@@ -159,9 +159,15 @@ class ResponsesCall:
 
 
 def _without_oldest(items: Sequence[Json]) -> list[Json]:
-    """What is said to the model for good stays, and so does the last item; no result is left without its call."""
-    loose = [index for index, item in enumerate(items[:-1]) if item.get("role") not in _FIXED]
+    """What is said to the model for good stays, and so does the last item, with its call where it is a result; no result before
+    it is left without its call."""
+    if not items:
+        return []
+    *before, last = items
+    call_id = last.get("call_id")
+    kept = [item.get("role") in _FIXED or (item["type"] == "function_call" and item["call_id"] == call_id) for item in before]
+    loose = [index for index, stays in enumerate(kept) if not stays]
     gone = set(loose[: max(1, len(loose) // 4)])
-    rest = [item for index, item in enumerate(items) if index not in gone]
+    rest = [item for index, item in enumerate(before) if index not in gone]
     calls = {item["call_id"] for item in rest if item["type"] == "function_call"}
-    return [item for item in rest if item["type"] != "function_call_output" or item["call_id"] in calls]
+    return [*(item for item in rest if item["type"] != "function_call_output" or item["call_id"] in calls), last]

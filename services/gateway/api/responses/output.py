@@ -68,7 +68,7 @@ class OutputItems:
             self._texts.append(event.fragment)
             yield self._placed("response.function_call_arguments.delta", delta=event.fragment)
         elif isinstance(event, CallEnd):
-            yield from self._close("completed")
+            yield from self._close("completed", is_whole=True)
 
     def finish(self, status: str) -> Iterator[Json]:
         """status: of what is still open, whose text the tokens that are left are behind."""
@@ -92,13 +92,15 @@ class OutputItems:
         if kind in _PART:
             yield self._placed("response.content_part.added", content_index=0, part=self._part(""))
 
-    def _close(self, status: str) -> Iterator[Json]:
+    def _close(self, status: str, is_whole: bool = False) -> Iterator[Json]:
+        """is_whole: the end of a call has come; one that broke off is never completed."""
         if not self._is_open:
             return
         self._is_open = False
         item, text = self.items[-1], "".join(self._texts)
         kind = item["type"]
-        item["status"] = status
+        breaks_off = kind == "function_call" and not is_whole and status == "completed"
+        item["status"] = "incomplete" if breaks_off else status
         if kind == "function_call":
             item["arguments"] = text
             yield self._placed("response.function_call_arguments.done", name=item["name"], arguments=text)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 NOT_FINISHED = "previous_response_not_finished"
 TURNS = 16  # of writers of one conversation, which may meet
 PAUSE_S = 0.01
+RESPONSE_PREFIX, CONVERSATION_PREFIX = "resp_", "conv_"  # how their ids begin
 
 Json = dict[str, Any]
 
@@ -123,7 +124,15 @@ class Records:
         found: list[Json] = (await self._response(owner, response_id, "response_id"))["input"]
         return found
 
-    async def delete(self, owner: str, name: str, param: str) -> None:
+    async def delete_response(self, owner: str, response_id: str) -> None:
+        await self._delete(owner, response_id, RESPONSE_PREFIX, "response_id")
+
+    async def delete_conversation(self, owner: str, conversation_id: str) -> None:
+        await self._delete(owner, conversation_id, CONVERSATION_PREFIX, "conversation_id")
+
+    async def _delete(self, owner: str, name: str, kind: str, param: str) -> None:
+        if not name.startswith(kind):
+            raise gone(param)
         async with self._reached() as store:
             there = await store.delete(owner, name)
         if not there:
@@ -132,7 +141,7 @@ class Records:
     async def begin_conversation(self, owner: str, items: Sequence[Json], metadata: Json) -> Json:
         """With its id."""
         conversation: Json = {
-            "id": f"conv_{secrets.token_hex(24)}",
+            "id": f"{CONVERSATION_PREFIX}{secrets.token_hex(24)}",
             "created_at": int(time.time()),
             "metadata": metadata,
             "items": list(items),
@@ -179,13 +188,13 @@ class Records:
         return orjson.loads(found.content), found.version
 
     async def _conversation_record(self, owner: str, conversation_id: str, param: str) -> Record:
-        (found,) = await self._get(owner, [conversation_id]) if conversation_id.startswith("conv_") else [None]
+        (found,) = await self._get(owner, [conversation_id]) if conversation_id.startswith(CONVERSATION_PREFIX) else [None]
         if found is None:
             raise _not_found(param, "There is no such conversation.", "conversation_not_found")
         return found
 
     async def _response(self, owner: str, response_id: str, param: str) -> Json:
-        (found,) = await self._get(owner, [response_id]) if response_id.startswith("resp_") else [None]
+        (found,) = await self._get(owner, [response_id]) if response_id.startswith(RESPONSE_PREFIX) else [None]
         if found is None:
             code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
             raise _not_found(param, "There is no such response, or not any more.", code)

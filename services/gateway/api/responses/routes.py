@@ -27,7 +27,7 @@ from services.gateway.api.responses.operations import (
     RESPONSE,
     RESPONSES,
 )
-from services.gateway.api.responses.records import Records, gone
+from services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gone
 from services.gateway.api.responses.render import failure
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.api.strict_json import parse_json
@@ -133,8 +133,8 @@ class ResponsesApi:
 
     async def _forget(self, owner: str, response_id: str) -> None:
         if self._background is None:
-            await self._records.delete(owner, response_id, "response_id")
-        elif not response_id.startswith("resp_") or not await self._background.delete(owner, response_id):
+            await self._records.delete_response(owner, response_id)
+        elif not response_id.startswith(RESPONSE_PREFIX) or not await self._background.delete(owner, response_id):
             raise gone("response_id")
 
     def _add_conversations(self, app: FastAPI) -> None:
@@ -155,7 +155,7 @@ class ResponsesApi:
 
         @app.delete(CONVERSATION)
         async def forget(request: Request, conversation_id: str) -> Response:
-            await self._records.delete(_owner(request), conversation_id, "conversation_id")
+            await self._records.delete_conversation(_owner(request), conversation_id)
             return _json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     def _add_items(self, app: FastAPI) -> None:

@@ -1,7 +1,8 @@
-"""An output that a client has → its calls, or its reasoning. Pure; raises ApiError."""
+"""An output that a client has → its calls, or its reasoning, whose text may be long. Raises ApiError."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 
+PIECE_CHARS = 1024  # of a text, between which others have the loop
 # SGLang's names of what has another one here.
 _TOOLS = {
     "deepseekv3": "deepseek_v3",
@@ -31,11 +33,11 @@ _REASONING = {
 }
 
 
-def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: MakeParser) -> dict[str, Any]:
+async def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: MakeParser) -> dict[str, Any]:
     """tools: parameters by name. What is no call is text."""
     name = _format(_TOOLS.get(parser, parser), TOOL_FORMATS, "tool_call_parser")
     formats = OutputFormats(name, "harmony" if name == "harmony" else NONE)
-    events = _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
+    events = await _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
     order = list(tools)
     calls: list[dict[str, Any]] = []
     for event in events:
@@ -46,17 +48,20 @@ def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, make: M
     return {"normal_text": _texts(events), "calls": calls}
 
 
-def reasoning_in(text: str, parser: str, make: MakeParser) -> dict[str, Any]:
+async def reasoning_in(text: str, parser: str, make: MakeParser) -> dict[str, Any]:
     name = _format(_REASONING.get(parser, parser), REASONING_FORMATS, "reasoning_parser")
     formats = OutputFormats("harmony" if name == "harmony" else NONE, name)
-    events = _events(text, formats, ParserSetup({}, 0), make)
+    events = await _events(text, formats, ParserSetup({}, 0), make)
     thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
     return {"reasoning_text": thoughts, "text": _texts(events)}
 
 
-def _events(text: str, formats: OutputFormats, setup: ParserSetup, make: MakeParser) -> list[Event]:
-    parser = make(formats, setup)
-    return [*parser.feed(text), *parser.finish()]
+async def _events(text: str, formats: OutputFormats, setup: ParserSetup, make: MakeParser) -> list[Event]:
+    parser, events = make(formats, setup), list[Event]()
+    for at in range(0, len(text), PIECE_CHARS):
+        events += parser.feed(text[at : at + PIECE_CHARS])
+        await asyncio.sleep(0)
+    return [*events, *parser.finish()]
 
 
 def _texts(events: list[Event]) -> str:

@@ -123,12 +123,12 @@ class TextsApi:
         async def parse_function_call(request: Request) -> Response:
             given = await self._read(request, ParseCallRequest)
             tools = self._read_tools(given.tools)
-            return _json(calls_in(given.text, tools, given.tool_call_parser, self._make_parser))
+            return _json(await calls_in(given.text, tools, given.tool_call_parser, self._make_parser))
 
         @app.post(SEPARATE)
         async def separate_reasoning(request: Request) -> Response:
             given = await self._read(request, SeparateRequest)
-            return _json(reasoning_in(given.text, given.reasoning_parser, self._make_parser))
+            return _json(await reasoning_in(given.text, given.reasoning_parser, self._make_parser))
 
     def _add_state(self, app: FastAPI) -> None:
         @app.get(PING)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import anthropic
@@ -169,7 +171,8 @@ def test_choices_of_tools_and_formats_reach_the_worker(system: System, client: A
     assert sampling.HasField("grammar") and (sampling.top_k, sampling.temperature) == (3, 0.5)
 
 
-def test_a_silent_stream_is_pinged(system: System, client: Anthropic) -> None:
+def test_a_silent_stream_is_pinged(system: System, client: Anthropic, says: Any) -> None:
+    """Also one whose model thinks, where nobody has asked for its thoughts."""
     system.do(lambda: system.worker.allow(0))
     with client.messages.stream(model=MODEL, max_tokens=400, messages=HI) as stream:
         lines = stream.response.iter_lines()
@@ -178,6 +181,26 @@ def test_a_silent_stream_is_pinged(system: System, client: Anthropic) -> None:
         rest = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     told = [name for name in rest if name != "ping"]
     assert (told[0], told[1], told[-2:]) == ("message_start", "content_block_start", ["message_delta", "message_stop"])
+    says("<think>" + "Hm. " * 20 + "</think>Hi.")
+    system.allow(0)
+    over = threading.Event()
+
+    def think() -> None:
+        while not over.wait(0.03):
+            system.allow(1)
+
+    thinking = threading.Thread(target=think)
+    thinking.start()
+    try:
+        with client.messages.stream(model=MODEL, max_tokens=400, messages=HI) as stream:
+            lines = (line.removeprefix("event: ") for line in stream.response.iter_lines() if line.startswith("event: "))
+            begun = list(takewhile(lambda name: name != "content_block_start", lines))
+    finally:
+        over.set()
+        thinking.join()
+        system.allow(None)
+    pings = begun[begun.index("message_start") + 1 :]
+    assert len(pings) >= 3 and set(pings) == {"ping"}, "while it thinks, and says nothing of it"
 
 
 @pytest.mark.parametrize(

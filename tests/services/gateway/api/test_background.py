@@ -18,7 +18,7 @@ from services.gateway.background import background_run, background_runner, backg
 from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
 from services.gateway.state.state_store import StoreAway
-from services.shared.limits import MAX_RECORD_BYTES
+from services.shared.limits import MAX_JSON_DEPTH, MAX_RECORD_BYTES
 from tests.services.gateway.fakes import MODEL, FakeWorker
 from tests.services.gateway.system import RawClient, System, wait_until
 from tests.services.redis_server import RedisServer, redis_server
@@ -271,15 +271,16 @@ def test_what_its_client_was_refused_is_not_made(
 def test_what_it_holds_is_free_again_where_it_is_refused() -> None:
     """Its key's place, and the gateway's one, which goes with it into the background."""
     key = {"name": "a", "key": "a", "max_concurrent": 1}
-    deep: Any = {}
-    for _ in range(250):  # as deep as a chat may be
-        deep = {"a": deep}
+    deepest: Any = {}
+    for _ in range(MAX_JSON_DEPTH - 4):  # levels around it, and its own
+        deepest = {"a": deepest}
     with redis_server() as own, System(keys=[key], state_redis_url=own.url, max_concurrent_requests=1) as system:
         client = system.openai(api_key="a")
         for _ in range(2):
-            assert code_of(lambda: begin(client, tools=[{**WEATHER, "parameters": deep}])) == (400, "invalid_value")
+            too_deep: Any = {**WEATHER, "parameters": {"a": deepest}}
+            assert code_of(lambda: begin(client, tools=[too_deep])) == (400, "invalid_json")  # noqa: B023
             assert code_of(lambda: begin(client, instructions="x" * (MAX_RECORD_BYTES - 1000))) == (413, "request_too_large")
-        asked = begin(client, extra_body={"routing_key": "\u00fc" * 200})
+        asked = begin(client, tools=[{**WEATHER, "parameters": deepest}], extra_body={"routing_key": "\u00fc" * 200})
         assert over(client, asked).status == "completed"
         assert not system.metric("rootstock_gateway_requests_in_flight")
         head = system.request("HEAD", f"/v1/responses/{asked.id}?stream=true", headers={"x-api-key": "a"}, timeout=5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import httpx
+import orjson
 import pytest
 
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
@@ -223,11 +224,74 @@ def test_every_route_refuses_what_is_no_object(shared: System, path: str) -> Non
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
-def test_messages_nested_600_deep(shared: System) -> None:
+def nested(levels: int) -> dict[str, Any]:
+    """So many objects, one in another."""
+    return {"a": nested(levels - 1)} if levels > 1 else {}
+
+
+def levels_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(levels_of, inner), default=0)
+
+
+def test_a_body_is_nested_no_deeper_than_it_may_be(shared: System) -> None:
+    """Its own object counts; brackets in a text do not, nor do those beside each other."""
+    most = limits.MAX_JSON_DEPTH
+    assert shared.chat(metadata=nested(most - 1)).status_code == 200
+    assert shared.chat(metadata={"a": [{}] * 2 * most, "b": "[{" * most}).status_code == 200
     deep = b"[" * 600 + b"]" * 600
-    body = b'{"model":"%s","messages":[{"role":"user","content":"x","d":%s}]}' % (MODEL.encode(), deep)
-    answer = shared.post("/v1/chat/completions", body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    far = b'{"model":"%s","messages":[{"role":"user","content":"x","d":%s}]}' % (MODEL.encode(), deep)
+    for answer in (shared.chat(metadata=nested(most)), shared.post("/v1/chat/completions", far)):
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+def used(given: Any) -> dict[str, Any]:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": given}
+    return {"max_tokens": 9, "messages": [*USER, {"role": "assistant", "content": [call]}, *USER]}
+
+
+# A route, and a body with what a client may nest.
+DEEP: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
+    ("/v1/messages", used),
+    ("/v1/messages/count_tokens", used),
+    ("/v1/messages", lambda schema: {"max_tokens": 9, "messages": USER, "tools": [{"name": "f", "input_schema": schema}]}),
+    (
+        "/v1/chat/completions",
+        lambda schema: {
+            "messages": USER,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            "tool_choice": "required",
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        lambda schema: {
+            "messages": USER,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        },
+    ),
+    ("/v1/responses", lambda schema: {"input": SECRET, "tools": [{"type": "function", "name": "f", "parameters": schema}]}),
+    (
+        "/v1/responses",
+        lambda schema: {"input": SECRET, "tools": [{"type": "function", "name": "f", "parameters": schema}], "stream": True},
+    ),
+]
+
+
+def test_what_is_as_deep_as_may_be_fails_nowhere() -> None:
+    """What is made of it, a few levels deeper, can be written. What could not be is refused before that."""
+    with System(formats=("hermes", "think")) as system:
+        for path, body_of in DEEP:
+            around = levels_of(body_of({})) - 1
+            for levels in (limits.MAX_JSON_DEPTH, limits.MAX_JSON_DEPTH + 1, 254):
+                answer = system.post(path, {"model": MODEL, **body_of(nested(levels - around))})
+                if levels == limits.MAX_JSON_DEPTH:
+                    assert answer.status_code == 200 and "Internal" not in answer.text, (path, answer.text)
+                else:
+                    assert answer.status_code == 400 and "levels" in answer.text, (path, levels, answer.text)
+        for levels, status in ((limits.MAX_JSON_DEPTH, 200), (limits.MAX_JSON_DEPTH + 1, 400), (254, 400)):
+            answer = system.chat(guided_json=orjson.dumps(nested(levels)).decode())
+            assert answer.status_code == status, "a text of JSON"
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,37 @@ def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: Re
     assert over(client, batch).status == "completed"
 
 
+def test_what_another_version_has_written_stops_no_other_batch(
+    system: System, store: RedisServer, client: OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fields that are unknown here are left out; one whose status is unknown waits for who knows it."""
+
+    def told(beginning: str) -> bool:
+        said = [each.getMessage() for each in caplog.records if each.name == batch_runner.__name__]
+        return any(each.startswith(beginning) for each in said)
+
+    system.allow(0)
+    newer = begin(client, [line(1)])
+    wait_until(lambda: system.running() == [1], "the line to be at the worker")
+    key, lease = (f"state:{kind}:{owner_of('alice')}:{newer.id}" for kind in ("batch", "lease:batch"))
+    order = json.loads(store.client.hget(key, "order") or "")
+    store.client.hset(key, "order", json.dumps({**order, "urgency": 1}))
+    assert client.batches.retrieve(newer.id).input_file_id == newer.input_file_id
+    store.client.hset(key, "status", "paused")
+    wait_until(lambda: system.running() == [0], "it to be given up")
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.batches.retrieve(newer.id)
+    assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
+    assert newer.id not in [each.id for each in client.batches.list()]
+    system.allow(None)
+    wait_until(lambda: told("a batch cannot be read"), "it to be tried again")
+    assert over(client, begin(client, [line(2)])).status == "completed"
+    assert not told("batches wait for the store"), "no look is cut short by it"
+    store.client.hset(key, "status", "in_progress")
+    store.client.delete(lease)  # as it runs out
+    assert over(client, newer).status == "completed"
+
+
 def test_a_line_that_waits_for_a_worker_is_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no priorities set, and though it came first, so long ago that it is not given up."""
     monkeypatch.setattr(lanes, "YOUNG_S", 0.0)

@@ -10,10 +10,12 @@ import orjson
 import pytest
 from openai import OpenAI
 
+from services.gateway.api.responses.output import OutputItems
 from services.gateway.http.body_budget import HeldBytes
+from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.shared import limits
 from tests.services.gateway.fakes import MODEL
-from tests.services.gateway.system import System
+from tests.services.gateway.system import System, wait_until
 from tests.services.redis_server import RedisServer
 
 WEATHER: Any = {
@@ -155,6 +157,13 @@ def test_what_is_kept_can_be_listed_and_forgotten(client: OpenAI) -> None:
     assert client.responses.retrieve(first.id).metadata == {"a": "b"}
     listed = client.responses.input_items.list(first.id, limit=2, order="asc")
     assert [item.content[0].text for item in listed] == ["0", "1", "2"], "over two pages"  # type: ignore[union-attr]
+    conversation = client.conversations.create(metadata={"c": "d"})
+    others: list[tuple[Any, str]] = [(client.conversations.delete, first.id), (client.responses.delete, conversation.id)]
+    for forget, name in others:
+        with pytest.raises(openai.NotFoundError):
+            forget(name)
+    assert client.responses.retrieve(first.id).metadata == {"a": "b"}
+    assert client.conversations.retrieve(conversation.id).metadata == {"c": "d"}
     client.responses.delete(first.id)
     for gone in (client.responses.retrieve, client.responses.delete):
         with pytest.raises(openai.NotFoundError):
@@ -223,6 +232,24 @@ def test_an_answer_that_is_cut_says_so(client: OpenAI) -> None:
     assert cut.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
+def statuses(*events: Event) -> list[str]:
+    """Of the items that an answer with these events has when it has ended well."""
+    output = OutputItems("", seals=False)
+    told = [each for event in events for each in output.add(event)]
+    told += output.finish("completed")
+    done = [each["item"]["status"] for each in told if each["type"] == "response.output_item.done"]
+    assert done == [item["status"] for item in output.items]
+    return done
+
+
+def test_a_call_that_breaks_off_is_incomplete() -> None:
+    begun = (CallStart(0, "weather"), CallArguments(0, '{"city": "B'))
+    assert statuses(*begun, CallArguments(0, '"}'), CallEnd(0), Text("So.")) == ["completed", "completed"]
+    assert statuses(*begun, Text("So.")) == statuses(*begun, Reasoning("So.")) == ["incomplete", "completed"]
+    assert statuses(*begun, CallStart(1, "weather"), CallEnd(1)) == ["incomplete", "completed"]
+    assert statuses(Text("So."), *begun) == ["completed", "incomplete"]
+
+
 def test_structured_text_and_choices_of_tools_reach_the_worker(system: System, client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
@@ -241,6 +268,16 @@ def test_a_long_history_can_lose_its_beginning(system: System, client: OpenAI) -
     client.responses.create(model=MODEL, input=items, truncation="auto")
     shown = [message["content"][0] for message in messages(system)]
     assert shown[0] == "S" and shown[-1] == "8" and 2 < len(shown) < 10
+    call: Any = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c", "output": "r" * 300}
+    client.responses.create(model=MODEL, input=[call, {"role": "user", "content": "u" * 300}, result], truncation="auto")
+    assert [message["role"] for message in messages(system)] == ["assistant", "tool"], "a result and its call"
+    client.responses.create(model=MODEL, input=[{"role": "user", "content": "u" * 300}, result], truncation="auto")
+    assert [message["role"] for message in messages(system)] == ["tool"], "a result whose call nobody has sent"
+    for kept in ([call], []):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model=MODEL, input=[*kept, {**result, "output": "r" * 600}], truncation="auto")
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
 
 
 def test_tokens_are_counted_without_an_answer(system: System, client: OpenAI) -> None:
@@ -321,8 +358,10 @@ def test_without_its_store_a_gateway_answers_and_says_what_it_did_not_keep(tmp_p
         with pytest.raises(openai.APIStatusError) as refused:
             client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
         assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
+        wait_until(lambda: system.metric("rootstock_gateway_store_up") == 0, "its looks at batches to find out")
         server.start()
         assert client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id).store is True
+        wait_until(lambda: system.metric("rootstock_gateway_store_up") == 1, "the store")
         server.kill()
     with System() as system:
         assert system.openai().responses.create(model=MODEL, input="Hi").store is False

@@ -19,6 +19,11 @@ def line(custom_id: str, **body: Any) -> bytes:
     return orjson.dumps({"custom_id": custom_id, "method": "POST", "url": PATH, "body": body}) + b"\n"
 
 
+def deep(levels: int) -> bytes:
+    """A line of so many levels, with itself and its body."""
+    return line("deep", d=0).replace(b'"d":0', b'"d":' + b"[" * (levels - 2) + b"]" * (levels - 2))
+
+
 def checked(content: bytes, most_lines: int = limits.MAX_BATCH_LINES, piece: int = 1 << 20) -> Checked:
     async def pieces() -> AsyncIterator[bytes]:
         for at in range(0, len(content), piece):
@@ -43,6 +48,9 @@ def test_what_is_at_a_limit_passes_and_one_more_is_refused() -> None:
     assert codes(checked(line("a", prompt="x" * (spare + 1)) + line("b"))) == [(1, "line_too_large")]
     most = limits.MAX_CUSTOM_ID_CHARS
     assert not checked(line("x" * most)).errors and codes(checked(line("x" * (most + 1)))) == [(1, "invalid_custom_id")]
+    assert not checked(deep(limits.MAX_JSON_DEPTH)).errors
+    too_deep = deep(limits.MAX_JSON_DEPTH + 1) + line("b") + deep(300)
+    assert codes(checked(too_deep)) == [(1, "invalid_json_line"), (3, "invalid_json_line")]
     lines = [line(str(number)) for number in range(limits.MAX_BATCH_LINES + 1)]
     assert checked(b"".join(lines[:-1])).total == limits.MAX_BATCH_LINES
     assert codes(checked(b"".join(lines))) == [(limits.MAX_BATCH_LINES + 1, "too_many_lines")]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+import pytest
+
+from services.gateway.api.texts.parsing import calls_in
 from services.gateway.parsers.formats.families import output_parser
 from services.gateway.parsers.formats.reasoning import ReasoningReader
 from services.gateway.parsers.output_parser import OutputParser
 from services.gateway.parsers.reading import ReadingParser
+from services.gateway.parsers.source import Source
 from services.shared.output_formats import OutputFormats
 from tests.services.gateway.parsers.outputs import setup_of
 
@@ -91,6 +96,34 @@ def calls_made(formats: OutputFormats, text: str) -> int:
         assert unread(parser) <= MARK_CHARS
     parser.finish()
     return count
+
+
+def test_what_is_read_again_copies_nothing_of_what_is_unread() -> None:
+    source = Source()
+    source.add("{" * 100)
+    text = source._text
+    for _ in range(3):
+        reading = source.take()
+        with pytest.raises(StopIteration) as read:
+            next(reading)
+        source.give_back(read.value.value)
+        assert source._text is text and source._at == 0
+
+
+def test_others_have_the_loop_while_a_long_output_is_read() -> None:
+    async def body() -> None:
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        turns, counting = 0, asyncio.create_task(count())
+        assert await calls_in("{" * 30_000, {}, "llama3_json", output_parser) == {"normal_text": "{" * 30_000, "calls": []}
+        assert turns > 20
+        counting.cancel()
+
+    asyncio.run(body())
 
 
 def test_a_character_costs_the_same_at_the_end_of_a_long_output() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from services.gateway.state.owner import owner_of
 from services.gateway.state.redis_store import RedisStore
+from services.gateway.state.state_redis import WRITES, StateRedis
 from services.gateway.state.state_store import Changed, Record, StoreAway
 from services.shared.limits import MAX_RECORD_BYTES
-from tests.services.redis_server import EITHER_SERVER, RedisServer
+from tests.services.redis_server import EITHER_SERVER, RedisServer, until
 
 T = TypeVar("T")
 ALICE, BOB = owner_of("alice"), owner_of("bob")
@@ -112,7 +113,18 @@ def test_what_was_acknowledged_outlives_a_kill(empty: RedisServer) -> None:
     empty.start()
 
 
+def refused(server: RedisServer) -> int:
+    """Calls, by a server that is no primary."""
+    return int(server.client.info("errorstats").get("errorstat_READONLY", {"count": 0})["count"])
+
+
+def connections(server: RedisServer) -> set[str]:
+    return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
+
+
 def test_a_store_that_takes_nothing_is_away(empty: RedisServer) -> None:
+    """One that is no primary any more is waited for, and its connection is left."""
+
     async def use(store: RedisStore) -> None:
         empty.client.config_set("maxmemory", 1)
         try:
@@ -122,4 +134,24 @@ def test_a_store_that_takes_nothing_is_away(empty: RedisServer) -> None:
             empty.client.config_set("maxmemory", 0)
         assert await store.put(ALICE, "a", b"x")
 
+    async def wait(_: RedisStore) -> None:
+        hasty, patient = StateRedis(empty.url, 0.3), StateRedis(empty.url, 30)
+        count = WRITES + "return redis.call('INCR', KEYS[1])"
+        assert await hasty.call(count, ["a"]) == 1 and await patient.call(count, ["a"]) == 2
+        before, tries = connections(empty), refused(empty)
+        empty.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        try:
+            with pytest.raises(StoreAway, match="ReadOnlyError"):
+                await hasty.call(count, ["a"])
+            assert hasty.is_away and refused(empty) > tries + 1
+            tries, waiting = refused(empty), asyncio.create_task(patient.call(count, ["a"]))
+            await until(lambda: refused(empty) > tries)
+        finally:
+            empty.client.execute_command("REPLICAOF", "NO", "ONE")
+        assert await waiting == 3 and await hasty.call(count, ["a"]) == 4 and not hasty.is_away
+        assert len(before) == len(connections(empty)) == 2 and not before & connections(empty)
+        await hasty.close()
+        await patient.close()
+
     with_store(empty, use)
+    with_store(empty, wait)

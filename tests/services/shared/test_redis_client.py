@@ -1,0 +1,52 @@
+"""Clients of a server that changes while they are connected to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from redis.exceptions import ReadOnlyError
+
+from services.shared.index.redis_client import TimedRedis, redis_client
+from tests.services.redis_server import redis_server
+
+
+async def in_pipeline(client: TimedRedis, transaction: bool) -> Any:
+    async with client.pipeline(transaction=transaction) as pipeline:
+        pipeline.get("a")
+        pipeline.set("a", "b")
+        return await pipeline.execute()
+
+
+CALLS: dict[str, Callable[[TimedRedis], Awaitable[Any]]] = {
+    "a command": lambda client: client.set("a", "b"),
+    "a script": lambda client: client.eval("return redis.call('SET', 'a', 'b')", 0),  # type: ignore[arg-type, return-value]
+    "a pipeline": lambda client: in_pipeline(client, False),
+    "a transaction": lambda client: in_pipeline(client, True),
+}
+
+
+def test_a_server_that_is_no_primary_any_more_is_left() -> None:
+    """With its connection: the address may stand for another one by now."""
+    with redis_server() as server:
+
+        def connections() -> set[str]:
+            return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
+
+        async def work() -> None:
+            client = redis_client(server.url, 5.0)
+            for name, call in CALLS.items():
+                await call(client)
+                before = connections()
+                assert len(before) == 1 and await client.get("a") == b"b" and connections() == before, name
+                server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+                with pytest.raises(ReadOnlyError):
+                    await call(client)
+                server.client.execute_command("REPLICAOF", "NO", "ONE")
+                await call(client)
+                assert len(connections()) == 1 and not before & connections(), name
+            await client.aclose()
+
+        asyncio.run(asyncio.wait_for(work(), 60))
