@@ -14,7 +14,7 @@ from typing import Any
 from tests.chart.hpa import SYNC_S, Autoscaler, External, Pods, Reading
 from tests.chart.recorded import SCRAPE_S, Recorded, Scrape
 from tests.chart.release import REPO, render
-from tests.chart.worker_fleet import SERVICE_S, USAGE, WorkerFleet
+from tests.chart.worker_fleet import SERVICE_S, SLOTS, USAGE, WorkerFleet
 
 PICTURE = REPO / "docs" / "kubernetes" / "autoscaling.svg"
 MOST = 12
@@ -72,12 +72,12 @@ def readings(fleet: WorkerFleet, recorded: Recorded, scrape: Scrape, target: dic
     per_replica = target["rootstock_backlog"]
     backlog = scrape.waiting if plain else min(scrape.waiting, per_replica * recorded.enough_workers)
     share = 1.0 if plain else recorded.arrival_share
-    running = [worker.running * share for worker in fleet.replicas if worker.serves(fleet.now)]
+    running = [worker.running / SLOTS * share for worker in fleet.replicas if worker.serves(fleet.now)]
     missing = len(fleet.replicas) - len(running)
     return [
         External(backlog, per_replica),
-        Pods(running, missing, target["sglang_num_running_reqs"]),
-        Pods([USAGE * each for each in running], missing, target["sglang_token_usage"]),
+        Pods(running, missing, target["rootstock_running_share"]),
+        Pods([USAGE * SLOTS * each for each in running], missing, target["sglang_token_usage"]),
     ]
 
 
@@ -86,7 +86,7 @@ def play(plain: bool = False, seed: int = 1) -> tuple[Moment, ...]:
     spec = hpa_spec()
     target = targets(spec)
     autoscaler, fleet, recorded = Autoscaler(spec), WorkerFleet(1, seed), Recorded()
-    per_worker = target["sglang_num_running_reqs"] / SERVICE_S  # requests a second at the target share
+    per_worker = target["rootstock_running_share"] * SLOTS / SERVICE_S  # requests a second at the target share
     moments = []
     for second in range(1, DAY[-1][0] * 60 + 1):
         load = load_at(second)

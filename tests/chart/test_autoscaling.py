@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.chart import adapter
 from tests.chart.autoscaling_day import DAY, MOST, PICTURE, hpa_spec, play, targets
 from tests.chart.hpa import Autoscaler, External, Pods, Reading, wanted
 from tests.chart.recorded import SCRAPE_S, Recorded
 from tests.chart.release import NAMESPACE, render
+from tests.chart.test_monitoring_queries import adapter_rules
 from tests.chart.test_monitoring_rules import run_tests
 from tests.chart.worker_fleet import COLD_START_S, SERVICE_S, SLOTS, WorkerFleet
 
@@ -39,7 +41,7 @@ def test_one_metric(reading: Reading, replicas: int, expected: int) -> None:
 
 def test_the_charts_behaviour() -> None:
     spec = hpa_spec()
-    assert targets(spec) == {"rootstock_backlog": 2, "sglang_num_running_reqs": pytest.approx(44.8), "sglang_token_usage": 0.8}
+    assert targets(spec) == {"rootstock_backlog": 2, "rootstock_running_share": 0.7, "sglang_token_usage": 0.8}
     hpa = Autoscaler(spec)
     much, little = [External(1000, 2)], [External(0, 2)]
     assert hpa.replicas(0, 2, much) == 4  # doubles at once
@@ -133,15 +135,20 @@ def test_the_recording_rules_say_what_the_day_is_played_with(tmp_path: Path) -> 
 @pytest.mark.needs("promtool")
 def test_each_kind_of_workers_is_scaled_by_what_waits_for_it(tmp_path: Path) -> None:
     """Two that decode and one that computes prompts, and nothing has ended: twice as many of all are enough, two in three of them
-    decode, and what waits in gateways calls for no more of these. Nobody else's requests count, nor tokens."""
+    decode, and what waits in gateways calls for no more of these. Nobody else's requests count, nor tokens. What runs counts as a
+    share of what its worker can run: the second one of those that decode has twice the slots."""
     both = {"enabled": True}
-    values = {"autoscaling": {"engine": "keda"}, "worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}
+    scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}
+    values = {"autoscaling": {"engine": "keda"}, **scaled}
     triggers = [each for scaler in render(values).kind("ScaledObject") for each in scaler["spec"]["triggers"]]
     queries = {each["name"]: each["metadata"]["query"] for each in triggers}
+    thresholds = {each["name"]: each["metadata"]["threshold"] for each in triggers}
+    assert (thresholds["running"], thresholds["token-usage"]) == ("0.7", "0.8")
+    (rule,) = [each for each in adapter_rules(scaled)["rules"] if each["name"]["as"] == "rootstock_running_share"]
     series = {f'rootstock_gateway_queue_length{{namespace="{NAMESPACE}",pod="g",model="demo"}}': 100}
     for pod, role, running, usage in (("d0", "decode", 40, 0.5), ("d1", "decode", 20, 0.25), ("p0", "prefill", 3, 1)):
         labels = f'namespace="{NAMESPACE}",pod="{pod}",model_name="demo",engine_type="{role}"'
-        series[f"rootstock_worker_max_running_requests{{{labels}}}"] = SLOTS
+        series[f"rootstock_worker_max_running_requests{{{labels}}}"] = SLOTS if pod != "d1" else 2 * SLOTS
         series[f"sglang:num_queue_reqs{{{labels}}}"] = 0 if role == "decode" else 7
         series[f"rootstock_worker_waiting_tokens{{{labels}}}"] = 500 if role == "decode" else 20_000
         series[f"sglang:num_running_reqs{{{labels}}}"] = running
@@ -153,10 +160,20 @@ def test_each_kind_of_workers_is_scaled_by_what_waits_for_it(tmp_path: Path) -> 
             {"expr": queries[name], "eval_time": "9m", "exp_samples": [{"labels": "{}", "value": value}]}
             for name, value in (
                 ("backlog", 2 * 2 * (2 + 1) * 2 / 3),
-                ("running", 60),
+                ("running", 40 / SLOTS + 20 / (2 * SLOTS)),
                 ("token-usage", 0.75),
                 ("waiting-tokens", 20_000),
             )
+        ]
+        + [
+            {
+                "expr": adapter.pods_query(rule, NAMESPACE, ["d0", "d1"]),
+                "eval_time": "9m",
+                "exp_samples": [
+                    {"labels": '{pod="d0"}', "value": 40 / SLOTS},
+                    {"labels": '{pod="d1"}', "value": 20 / (2 * SLOTS)},
+                ],
+            }
         ],
     }
     assert run_tests(tmp_path, world, every=f"{SCRAPE_S}s") == ""

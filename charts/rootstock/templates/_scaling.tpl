@@ -52,11 +52,6 @@ scaleDown:
     - {type: Pods, value: 1, periodSeconds: {{ .values.autoscaling.scaleDownPeriodSeconds }}}
 {{- end }}
 
-{{/* Requests that a worker should run: its limit times runningShare. */}}
-{{- define "rootstock.runningTarget" -}}
-{{- mulf (float64 (default 64 .values.settings.max_running_requests)) .values.autoscaling.runningShare -}}
-{{- end }}
-
 {{- define "rootstock.hpa.cpu" -}}
 - type: Resource
   resource:
