@@ -372,6 +372,7 @@ WORKERS: dict[str, Case] = {
         {},
         {
             WORKER: {
+                "spec progressDeadlineSeconds": 1620,  # to load, to drain, and ten minutes
                 "spec strategy rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},  # there is no spare GPU
                 container("worker", "resources limits nvidia.com/gpu"): ABSENT,
                 container("worker", "livenessProbe failureThreshold"): 6,  # a long prefill
@@ -900,6 +901,7 @@ BESIDES: dict[str, Case] = {
             f"PersistentVolumeClaim/{MODELS}": {"spec accessModes": ["ReadWriteMany"], "spec storageClassName": "files"},
             **{
                 title: {
+                    "spec progressDeadlineSeconds": (1620 if title == WORKER else 840) + 7200,  # in which the model comes
                     VOLUME + "persistentVolumeClaim": {"claimName": MODELS, "readOnly": True},
                     POD + "initContainers wait-for-model= volumeMounts models= readOnly": True,
                 }

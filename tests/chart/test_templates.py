@@ -148,6 +148,7 @@ def test_pods_that_end_take_what_all_pods_get() -> None:
     job = pod(release, "prefetch")
     assert (job.spec["nodeSelector"], job.spec["tolerations"][0]["key"]) == ({"disk": "fast"}, "gpu")
     assert job.container()["image"] == "rootstock/tokenizer:0.1.0"
+    assert job.owner["spec"]["backoffLimit"] > 1_000_000, "it tries until its Secret is right"
     told = {each["name"]: each.get("value") for each in job.container()["env"]}
     assert told["HF_ENDPOINT"] == "https://hub.example.com" and told["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"
     assert told["GCS_ENDPOINT"] == "http://gcs.storage.svc:9000" and told["CA_FILE"] == "/etc/rootstock/ca/ca.crt"

@@ -36,6 +36,12 @@ imagePullSecrets:
 {{- end -}}
 {{- end }}
 
+{{/* Seconds in which a rollout must get on: what goes drains, an image is pulled, the service starts. Where an init container fetches
+the model or waits until it is whole, two hours more. */}}
+{{- define "rootstock.progressDeadline" -}}
+{{ add .root.Values.drainSeconds (default 120 .values.startupSeconds) 600 (ternary 7200 0 .model.cached) }}
+{{- end }}
+
 {{/* Endpoints learn that the pod goes before it stops listening. A gateway tells balancers too, so it has to know itself. */}}
 {{- define "rootstock.preStop" -}}
 {{- if ne .component "gateway" -}}

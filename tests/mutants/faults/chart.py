@@ -24,6 +24,7 @@ CHART = (
         "chart",
         f"{TEMPLATES}/_pod.tpl",
         ("add .root.Values.drainSeconds 15", "add .root.Values.drainSeconds 10"),
+        ("(ternary 7200 0 .model.cached)", "0"),
         only="test_templates",
     ),
     *of(
