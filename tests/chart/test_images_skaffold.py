@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from tests.chart.dockerfile import context_files, read
+from tests.chart.pods import pods
+from tests.chart.release import merged, render
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
@@ -75,10 +77,22 @@ def test_every_image_of_the_release_is_a_built_one() -> None:
         for part in key.split("."):
             assert part in place, key
             place = place[part]
-        component = "gateway" if key.startswith("tests.") else key.partition(".")[0]
+        component = {"tests": "gateway", "modelCache": "tokenizer"}.get(key.partition(".")[0], key.partition(".")[0])
         kind = "REPO" if key.endswith("repository") else "TAG"
         assert template == "{{.IMAGE_%s_rootstock_%s}}" % (kind, component)  # noqa: UP031
-    assert len(RELEASE["setValueTemplates"]) == 2 * (len(COMPONENTS) + 1)
+    for profile in PROFILES:
+        values = dict[str, Any]()
+        for file in patched(profile)["deploy"]["helm"]["releases"][0]["valuesFiles"]:
+            values = merged(values, yaml.safe_load((ROOT / file).read_text()))
+        for key, template in RELEASE["setValueTemplates"].items():
+            values = merged(values, nested(key.split("."), template.strip("{.}").lower()))
+        images = {each["image"] for pod in pods(render(values)) for each in pod.containers()}
+        built = {f"image_repo_rootstock_{each}:image_tag_rootstock_{each}" for each in COMPONENTS}
+        assert {each for each in images if not each.startswith("valkey/")} == built, profile
+
+
+def nested(way: list[str], value: str) -> dict[str, Any]:
+    return {way[0]: nested(way[1:], value) if way[1:] else value}
 
 
 def test_sources_are_synced_into_images_that_start_again() -> None:
