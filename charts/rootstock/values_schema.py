@@ -30,6 +30,7 @@ _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_n
 DECIDED: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"tokenizers", "detokenizers", "workers", "redis_url", "state_redis_url", "models", "queue_timeout_s"}
+    | {"metrics_host", "metrics_port", "tls_cert_file", "tls_key_file"}
     | {"peer_host", "peer_port", "peers", "playground", "stop_delay_s"}
     | {"model_name", "api_keys_file", "control_token", "control_token_file"},
     "tokenizer": _CODEC,

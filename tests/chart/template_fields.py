@@ -200,9 +200,10 @@ GATEWAYS: dict[str, Case] = {
         },
     ),
     "behind ALB": (
-        balanced("alb"),
+        balanced("alb", hosts=[{"host": "llm.example.com", "path": "/v1"}]),
         {
             f"Ingress/{FULL}-gateway": {
+                "spec rules 0 http paths 0 path": "/v1",
                 f"metadata annotations {ALB}target-type": "ip",
                 f"metadata annotations {ALB}healthcheck-path": "/ready",
                 f"metadata annotations {ALB}load-balancer-attributes": "idle_timeout.timeout_seconds=1830",
@@ -807,6 +808,11 @@ ENCRYPTED_INDEX = (
     f"rediss://:$(INDEX_PASSWORD)@{FULL}-redis.serving.svc:6379/0?ssl_ca_certs=/etc/rootstock/mtls/ca.crt"
     "&ssl_certfile=/etc/rootstock/mtls/tls.crt&ssl_keyfile=/etc/rootstock/mtls/tls.key"
 )
+STRIPPED: Values = {  # by the controller
+    "className": "traefik",
+    "annotations": {"traefik.ingress.kubernetes.io/router.middlewares": "serving-strip-llm@kubernetescrd"},
+    "hosts": [{"host": "llm.example.com", "path": "/llm"}],
+}
 BESIDES: dict[str, Case] = {
     "one Redis, with a password that is made": (
         {},
@@ -996,10 +1002,11 @@ BESIDES: dict[str, Case] = {
     "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
     "an image": (VARIANTS["image-volume"], {WORKER: {VOLUME + "image reference": "registry.example.com/models/demo:1"}}),
     "an ingress and a route": (
-        VARIANTS["access"],
+        merged(VARIANTS["access"], {"ingress": STRIPPED}),
         {
             f"Ingress/{FULL}-gateway": {
-                "spec ingressClassName": "nginx",
+                "spec ingressClassName": "traefik",
+                "spec rules 0 http paths 0 path": "/llm",
                 "spec rules 0 host": "llm.example.com",
                 "spec tls 0 secretName": "llm-tls",
             },

@@ -21,6 +21,7 @@ from tests.chart.release import (
     Release,
     ci_names,
     lint_findings,
+    render,
     render_anew,
     repeatable,
     title,
@@ -388,6 +389,9 @@ def test_notes_say_what_to_type_next() -> None:
         yield from (f"left there: {word}" for word in UNSAID if word in release.notes)
 
     assert offences(law) == {}
+    for path in ("/", "/v1"):
+        ingress = {"enabled": True, "hosts": [{"host": "llm.example.com", "path": path}]}
+        assert "http://llm.example.com/v1\n" in render({"ingress": ingress}).notes
 
 
 def test_notes_say_when_an_upgrade_is_a_cold_start() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from charts.rootstock.values_schema import settings_schema
 from services.detokenizer.settings import DetokenizerSettings
 from services.gateway.config.settings import GatewaySettings
 from services.shared.settings import ENV_PREFIX, ServiceSettings, load
@@ -51,6 +52,8 @@ FOREIGN = {
     "OTEL_RESOURCE_ATTRIBUTES",
     "INDEX_PASSWORD",
 }
+# Of `settings`, and what a template refuses there where the chart has it.
+ASKED_FOR = {"ROOTSTOCK_ADMIN_PORT", "ROOTSTOCK_HICACHE_STORAGE_SECRET_FILE"}
 
 
 class AnySecret(dict[str, dict[str, str]]):
@@ -76,6 +79,12 @@ def loaded_with(service: str, found: frozenset[tuple[str, str]]) -> ServiceSetti
         return load(SERVICES[service], service, [])
 
 
+@functools.cache
+def left_open(service: str) -> set[str]:
+    """Variables of what `settings` may have."""
+    return {ENV_PREFIX + name.upper() for name in settings_schema(service)["properties"]}
+
+
 def service_pods(release: Release) -> list[PodTemplate]:
     return [each for each in pods(release) if each.service in SERVICES]
 
@@ -91,7 +100,10 @@ def test_variables_are_settings() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             known = {ENV_PREFIX + field.upper() for field in SERVICES[each.service].model_fields}
-            yield from (f"{each.role}: {name}" for name in sorted(set(variables(release, each)) - known - FOREIGN))
+            given = set(variables(release, each))
+            yield from (f"{each.role}: {name}" for name in sorted(given - known - FOREIGN))
+            places = {name for name in given & left_open(each.service) - ASKED_FOR if name.endswith(("_PORT", "_HOST", "_FILE"))}
+            yield from (f"{each.role}: {name} is the chart's, and `settings` may say another" for name in sorted(places))
 
     assert offences(law) == {}
 

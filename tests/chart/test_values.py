@@ -38,6 +38,7 @@ def cache(**over: Any) -> Values:
 CACHED = [model(path="/models/demo")]
 PREFILL = {"replicas": 1}
 DIGEST = f"sha256:{'ab' * 32}"
+CLASSED = {"loadBalancerClass": "service.k8s.aws/nlb"}
 
 # One of each kind that Helm enforces; which fields have which is one file, compared by tests/contracts/test_chart_schema.py.
 # Name of the case → values, what the refusal says. A place in the values is written /as/a/path.
@@ -343,6 +344,14 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"ingress": {"enabled": True}},
         "ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}",
     ),
+    "ingress of a path that no gateway serves": (
+        {"ingress": {"enabled": True, "hosts": [{"host": "llm.example.com", "path": "/llm"}]}},
+        "ingress.hosts: the path /llm of llm.example.com would come to the gateway as it is",
+    ),
+    "policy of a Service that has no nodes": (
+        gateway(service={"externalTrafficPolicy": "Local"}),
+        "gateway.service.externalTrafficPolicy is of a Service of type LoadBalancer or NodePort, and gateway.service.type is",
+    ),
     "route from no gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs is empty. Add the Gateway"),
     "rights for everybody": (
         {"serviceAccount": {"create": False}},
@@ -410,6 +419,11 @@ def test_long_release_names_keep_objects_apart() -> None:
 
 def test_right_values_are_taken() -> None:
     assert {name: why for name in ALL if (why := refusal(values_of(name)))} == {}
+    by_type = {
+        kind: [not refusal(gateway(service={"type": kind, **each})) for each in ({"externalTrafficPolicy": "Cluster"}, CLASSED)]
+        for kind in ("ClusterIP", "NodePort", "LoadBalancer")
+    }
+    assert by_type == {"ClusterIP": [False, False], "NodePort": [True, False], "LoadBalancer": [True, True]}
 
 
 def test_values_stay_readable() -> None:

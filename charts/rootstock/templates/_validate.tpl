@@ -220,8 +220,21 @@
 {{- if and .Values.state.volume.existingClaim (ne .Values.state.volume.type "pvc") -}}
   {{- fail "state.volume.existingClaim is set, but state.volume.type is not pvc. Set type to pvc, or remove existingClaim." -}}
 {{- end -}}
+{{- $service := .Values.gateway.service -}}
+{{- range $key, $types := dict "externalTrafficPolicy" (list "LoadBalancer" "NodePort") "loadBalancerClass" (list "LoadBalancer") -}}
+  {{- if and (index $service $key) (not (has $service.type $types)) -}}
+    {{- fail (printf "gateway.service.%s is of a Service of type %s, and gateway.service.type is %s: Kubernetes refuses it. Change type, or remove %s." $key (join " or " $types) $service.type $key) -}}
+  {{- end -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
   {{- fail "ingress.enabled: ingress.hosts is empty. Add an entry like {host: llm.example.com, path: /}, or set enabled to false." -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.annotations) -}}
+  {{- range .Values.ingress.hosts -}}
+    {{- if not (regexMatch "^/(v1(/.*)?)?$" (default "/" .path)) -}}
+      {{- fail (printf "ingress.hosts: the path %s of %s would come to the gateway as it is, and the gateway's begin at /. Set path to / or below /v1, or have the controller strip it, by ingress.annotations." .path .host) -}}
+    {{- end -}}
+  {{- end -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
   {{- fail "httpRoute.enabled: httpRoute.parentRefs is empty. Add the Gateway, like {name: gateway, namespace: infra}, or set enabled to false." -}}
