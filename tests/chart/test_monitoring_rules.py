@@ -20,6 +20,7 @@ from tests.e2e.system import wait_until
 
 RULES = CHART / "files" / "rules.yaml"
 ALERTS_PAGE = REPO / "docs" / "kubernetes" / "alerts.md"
+SCALING_PAGE = REPO / "docs" / "kubernetes" / "autoscaling.md"
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 
 
@@ -150,7 +151,8 @@ def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
 
 @pytest.mark.needs("prometheus")
 def test_a_pod_that_is_not_running_is_no_target(tmp_path: Path) -> None:
-    """By the PodMonitor's own relabelings, as Prometheus does them."""
+    """By the PodMonitor's own relabelings, as Prometheus does them, and by those that the page has for one without the operator,
+    which sets namespace and pod by itself."""
     (monitor,) = render({"monitoring": {"serviceMonitor": {"enabled": True, "interval": "7s"}}}).kind("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["interval"] == "7s"  # under the old name
@@ -160,15 +162,28 @@ def test_a_pod_that_is_not_running_is_no_target(tmp_path: Path) -> None:
     targets = [
         {
             "targets": [f"{HOST}:{number}"],
-            "labels": {"__meta_kubernetes_pod_phase": phase, component: "worker", "phase": phase},
+            "labels": {
+                "__meta_kubernetes_namespace": "serving",
+                "__meta_kubernetes_pod_name": "w",
+                "__meta_kubernetes_pod_phase": phase,
+                "__meta_kubernetes_pod_label_app_kubernetes_io_name": "rootstock",
+                "__meta_kubernetes_pod_container_port_name": "metrics",
+                component: "worker",
+                "phase": phase,
+            },
         }
         for number, phase in enumerate(("Pending", "Running"), 1)
     ]
-    scrape = {"job_name": "pods", "static_configs": targets, "relabel_configs": relabel}
-    with Prometheus(tmp_path, [scrape]) as prometheus:
-        wait_until(lambda: prometheus.query("up"), 30, "a scrape")
-        found = [(labels["phase"], labels["component"], value) for labels, value in prometheus.query("up")]
-    assert found == [("Running", "rootstock-worker", 0.0)]
+    (page,) = re.findall(r"^```yaml\n(scrape_configs:.*?)^```", SCALING_PAGE.read_text(), re.M | re.S)
+    ((discovered,),) = yaml.safe_load(page).values()
+    assert discovered.pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    scrapes = [{"job_name": "pods", "relabel_configs": relabel}, discovered]
+    with Prometheus(tmp_path, [{**each, "static_configs": targets} for each in scrapes]) as prometheus:
+        wait_until(lambda: len(prometheus.query("up")) == 2, 30, "a scrape of both")
+        found = {labels.pop("job"): labels for labels, value in prometheus.query("up") if value == 0}
+    seen = {"phase": "Running", "component": "rootstock-worker"}
+    assert {job: {key: labels.get(key) for key in seen} for job, labels in found.items()} == {"pods": seen, "rootstock": seen}
+    assert (found["rootstock"]["namespace"], found["rootstock"]["pod"]) == ("serving", "w")
 
 
 GPU = 'DCGM_FI_DEV_GPU_UTIL{gpu="0",Hostname="node-a",'
