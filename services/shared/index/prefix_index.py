@@ -6,6 +6,7 @@
     gens:WORKER            set    generations of the worker that may have an own: set
     workers:{MODEL}        set    workers that may have a gens: set
     lease:WORKER           string the worker's current generation; gone LEASE_TTL_S after the worker is
+    models                 set    models whose workers may have left something
     ev:{MODEL}             stream one entry per batch of changes; trimmed to about EVENTS_KEPT
 
 Hashes are 8 raw bytes everywhere but in key names, where they are hex. Nothing ever scans the keyspace: whoever wants to know
@@ -29,6 +30,7 @@ from services.shared.index.block_hash import HASH_BYTES
 from services.shared.index.block_tier import BlockTier
 
 INDEX_FORMAT = "v1"
+MODELS_KEY = "models"
 LEASE_TTL_S = 10
 RENEW_S = 3.0
 EVENTS_KEPT = 10_000

@@ -1,6 +1,7 @@
 """Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (docs/fleet.md#the-index).
 
-Every worker looks after itself and after a few random others of its model. A generation is dead when the worker's lease names
+Every worker looks after itself, after a few random others of its model, and after a few of another model, which may have no
+worker any more. A generation is dead when the worker's lease names
 another one; or when the lease is gone, and was gone some time before as well: a lease may be a moment late.
 """
 
@@ -18,7 +19,9 @@ from redis.exceptions import RedisError
 from services.shared.index.block_tier import BlockTier
 from services.shared.index.prefix_index import (
     LEASE_TTL_S,
+    MODELS_KEY,
     block_key,
+    events_key,
     generations_key,
     lease_key,
     own_key,
@@ -45,7 +48,7 @@ class Sweeper:
         self._client = client
         self._model, self._worker = model, worker
         self._clock = clock
-        self._gone: dict[str, float] = {}  # worker → when its lease was first seen gone
+        self._gone: dict[tuple[str, str], float] = {}  # model and worker → when its lease was first seen gone
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -58,22 +61,29 @@ class Sweeper:
 
     async def sweep(self) -> None:
         """One round. Raises RedisError or OSError."""
-        await self._sweep_worker(self._worker)
-        others = {name.decode(errors="replace") for name in await self._random(workers_key(self._model), OTHERS)}
-        for worker in sorted((others | self._gone.keys()) - {self._worker}):
-            await self._sweep_worker(worker)
+        await self._sweep_worker(self._model, self._worker)
+        other = next((name for name in await self._random(MODELS_KEY, 2) if name != self._model), None)
+        seen = set(self._gone)
+        for model in (self._model, other):
+            if model is not None:
+                seen.update((model, worker) for worker in await self._random(workers_key(model), OTHERS))
+        for model, worker in sorted(seen - {(self._model, self._worker)}):
+            await self._sweep_worker(model, worker)
+        if other is not None:
+            await self._forget_model(other)
+        await self._client.sadd(MODELS_KEY, self._model)  # last: a full Redis refuses it
 
-    async def _sweep_worker(self, worker: str) -> None:
+    async def _sweep_worker(self, model: str, worker: str) -> None:
         lease, generations = await self._state(worker)
         if lease is None:
-            since = self._gone.setdefault(worker, self._clock())
+            since = self._gone.setdefault((model, worker), self._clock())
             if worker == self._worker or self._clock() - since < LATE_S:
                 return
-        self._gone.pop(worker, None)
+        self._gone.pop((model, worker), None)
         for generation in sorted(generations - {lease}):
-            await self._sweep_generation(worker, int(generation))
+            await self._sweep_generation(model, worker, int(generation))
         if lease is None:
-            await self._forget(worker)
+            await self._forget(model, worker)
 
     async def _state(self, worker: str) -> tuple[bytes | None, set[bytes]]:
         """Lease and generations at one moment: one that is just being registered must not look dead."""
@@ -83,14 +93,14 @@ class Sweeper:
             lease, generations = await pipe.execute()
         return lease, {generation for generation in generations if generation.isdigit()}
 
-    async def _sweep_generation(self, worker: str, generation: int) -> None:
+    async def _sweep_generation(self, model: str, worker: str, generation: int) -> None:
         """Blocks first, then their names in the own: set: whatever stops this, the next sweep finds the rest."""
         own, owner = own_key(worker, generation), owner_field(worker, generation)
         swept = 0
-        while blocks := await self._random(own, BATCH_BLOCKS):
+        while blocks := await self._random_blocks(own):
             async with self._client.pipeline(transaction=False) as pipe:
                 for block in blocks:
-                    pipe.execute_command("HDEL", block_key(self._model, block), owner)
+                    pipe.execute_command("HDEL", block_key(model, block), owner)
                 pipe.srem(own, *blocks)
                 await pipe.execute()
             swept += len(blocks)
@@ -100,11 +110,22 @@ class Sweeper:
         await self._client.srem(generations_key(worker), generation)
         logger.info("swept a dead generation", extra=fields(worker=worker, blocks=swept))
 
-    async def _random(self, key: str, count: int) -> list[bytes]:
-        return cast(list[bytes], await self._client.srandmember(key, count) or [])
+    async def _random_blocks(self, key: str) -> list[bytes]:
+        return cast(list[bytes], await self._client.srandmember(key, BATCH_BLOCKS) or [])
 
-    async def _forget(self, worker: str) -> None:
+    async def _random(self, key: str, count: int) -> list[str]:
+        """Of names."""
+        found = cast(list[bytes], await self._client.srandmember(key, count) or [])
+        return [name.decode(errors="replace") for name in found]
+
+    async def _forget(self, model: str, worker: str) -> None:
         """A worker that is back lists itself again if it finds that it is not."""
         lease, generations = await self._state(worker)
         if lease is None and not generations:
-            await self._client.srem(workers_key(self._model), worker)
+            await self._client.srem(workers_key(model), worker)
+
+    async def _forget_model(self, model: str) -> None:
+        """One that nobody serves any more. Its next worker names it again."""
+        if not await self._client.exists(workers_key(model)):
+            await self._client.unlink(events_key(model))
+            await self._client.srem(MODELS_KEY, model)

@@ -12,7 +12,8 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import structural_tag
 from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
-from services.gateway.parsers.tags.structural_tags import call_tag
+from services.gateway.parsers.tags.layouts import Layout
+from services.gateway.parsers.tags.structural_tags import call_tag, calls_or_answer
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.output_formats import NONE, OutputFormats
@@ -45,6 +46,16 @@ class ToolUse:
         hidden = frozenset(formats.kept) if skips_special else frozenset()
         most = limits.MAX_CALLS if self.parallel else 1
         return make(formats, ParserSetup(schemas, most, hidden))
+
+    def or_answer(self, formats: OutputFormats, answer: Layout, field: str) -> pb.Grammar | None:
+        """What holds the output to calls, or to an answer that follows the layout; None where no call may come, or one has to.
+        field: the client's, of the answer. Raises ApiError."""
+        if not self.callable or self.forced or formats.tools == NONE:
+            return None
+        try:
+            return structural_tag(calls_or_answer(formats, CallDemand(self.callable, False, self.parallel), answer), field)
+        except TagRefused as error:
+            raise bad_request("tools", f"'tools': {error}") from None
 
     def grammar(self, formats: OutputFormats) -> pb.Grammar | None:
         """What holds the output to calls that are forced or strict; None where nothing has to. Raises ApiError."""

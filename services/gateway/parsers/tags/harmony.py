@@ -11,11 +11,14 @@ _END, _NEXT = "<|end|>", "<|start|>assistant"
 _OTHERS = ("<|start|>", "<|channel|>", "<|return|>", "<|call|>")  # that would end a message too
 
 
-def harmony(demand: CallDemand) -> Layout:
-    """Reasoning, then one call; where none is forced, also messages for the user before it or instead of it."""
+def harmony(demand: CallDemand, answer: Layout | None = None) -> Layout:
+    """Reasoning, then one call; where none is forced, also messages for the user before it or instead of it. answer: what stands
+    instead of a call, and there are no other messages then."""
     tools = [sequence(_header(tool.name), demand.arguments(tool)) for tool in demand.tools]
     if demand.forced:
         return sequence(_before(_ANALYSIS), either(*tools))
+    if answer is not None:
+        return sequence(_before(_ANALYSIS), either(*tools, sequence(const(_FINAL), answer)))
     return sequence(_before(_ANALYSIS, _PREAMBLE), either(*tools, sequence(const(_FINAL), any_text(_END, *_OTHERS))))
 
 

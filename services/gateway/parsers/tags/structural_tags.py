@@ -6,13 +6,14 @@ A structural tag's text, in the layout that workers take (services/worker/gramma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import orjson
 
 from services.gateway.parsers.tags.demand import CallDemand
 from services.gateway.parsers.tags.harmony import harmony, harmony_answer
 from services.gateway.parsers.tags.json_calls import deepseek_v3, deepseek_v31, hermes, llama3_json, mistral
-from services.gateway.parsers.tags.layouts import LINES, Layout, any_text, optional, regex, sequence, tag
+from services.gateway.parsers.tags.layouts import LINES, Layout, any_text, either, optional, regex, sequence, tag
 from services.gateway.parsers.tags.pythonic import pythonic
 from services.gateway.parsers.tags.qwen3_coder import qwen3_coder
 from services.shared.output_formats import REASONING_FORMATS, OutputFormats
@@ -42,6 +43,17 @@ def call_tag(formats: OutputFormats, demand: CallDemand) -> str | None:
 def after_reasoning(formats: OutputFormats, answer: Layout) -> str:
     """answer: what begins where the reasoning has ended."""
     return _text(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
+
+
+def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) -> str:
+    """formats: with a format of tools. demand: calls are not forced. Behind the reasoning calls alone, one at least, or an answer
+    that follows the layout. Raises TagRefused."""
+    assert not demand.forced, "an answer may come in their place"
+    if formats.tools == "harmony":
+        return _text(harmony(demand, answer))
+    loose = tuple(tool if tool.strict else replace(tool, parameters=None) for tool in demand.tools)
+    calls = BUILDERS[formats.tools](replace(demand, tools=loose, forced=True), ())
+    return _text(_reasoned(formats, either(calls, answer)))
 
 
 def _reasoned(formats: OutputFormats, then: Layout) -> Layout:

@@ -13,7 +13,7 @@ from services.gateway.parsers.formats.families import READERS
 from services.gateway.parsers.output_parser import ParserSetup
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 from services.gateway.parsers.tags.layouts import Layout, const, either, regex, schema
-from services.gateway.parsers.tags.structural_tags import BUILDERS, after_reasoning, call_tag
+from services.gateway.parsers.tags.structural_tags import BUILDERS, after_reasoning, call_tag, calls_or_answer
 from services.shared.output_formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats
 from services.worker.grammar.schema.structural_tag import structural_tag
 from tests.services.gateway.parsers.drawing import Drawer, texts
@@ -87,6 +87,25 @@ def test_an_answer_begins_where_the_reasoning_ends() -> None:
             found = [events(formats, [text]) for text in drawn(after_reasoning(formats, answer), 8)]
             assert all(json.loads(text_of(each)).keys() >= {"n"} for each in found), (reasoning, kind)
             assert any(text_of(each, Reasoning) for each in found) == bool(reasoning), (reasoning, kind)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_calls_or_an_answer(name: str) -> None:
+    """Drawn under one tag, each comes now and then, and never both; strict tools are held to their schemas."""
+    formats = OutputFormats(name, "harmony" if name == "harmony" else "think")
+    setup = ParserSetup(TOOLS, 100)
+    tools = demand(ToolSpec("refer", REFERRING, True), ToolSpec("any", {"required": ["x"]}))
+    kinds = set()
+    for kind, answer in ANSWERS.items():
+        for text in drawn(calls_or_answer(formats, tools, answer), 16):
+            found = events(formats, [text], setup)
+            calls = calls_of(found)
+            kinds.add(bool(calls))
+            assert bool(calls) != bool(text_of(found).strip()), (kind, text)
+            for called, arguments in calls:
+                jsonschema.validate(arguments, REFERRING if called == "refer" else {"type": "object"})
+            assert calls or json.loads(text_of(found)).keys() >= {"n"}, (kind, text)
+    assert kinds == {True, False}
 
 
 def test_without_force_only_strict_tools_are_held_to_their_schemas() -> None:

@@ -442,10 +442,10 @@ def test_without_redis_it_ends_when_told(own_server: RedisServer) -> None:
 # Sweeping
 
 
-async def leave(server: RedisServer, worker: str, generation: int, numbers: range, leased: bool) -> None:
+async def leave(server: RedisServer, worker: str, generation: int, numbers: range, leased: bool, model: str = MODEL) -> None:
     """What a worker leaves that was killed."""
     client = redis_client(server.url, 2.0)
-    records = WorkerRecords(client, MODEL, worker)
+    records = WorkerRecords(client, model, worker)
     await records.register(generation, generation)
     await records.publish(generation, 1, [*moved(map(block, numbers)), *moved(blocks(1, 2), BlockTier.HOST)])
     if not leased:
@@ -480,6 +480,25 @@ def test_dead_generations_go_and_living_ones_stay(server: RedisServer) -> None:
         assert server.client.smembers(workers_key(MODEL)) == {WORKER.encode(), b"alive"}
         assert server.client.smembers(generations_key("alive")) == {b"4"} and not server.client.exists(generations_key("dead"))
         assert not list(server.client.scan_iter("own:dead:*")) and sweeper.num_swept == 600 + 50 + 100
+        await client.aclose()
+
+    run(body)
+
+
+def test_what_a_model_leaves_that_nobody_serves_any_more_goes(server: RedisServer) -> None:
+    async def body() -> None:
+        now = 100.0
+        client = redis_client(server.url, 2.0)
+        ours, theirs = (Sweeper(client, model, WORKER, clock=lambda: now) for model in (MODEL, "former"))
+        await leave(server, "last", 7, range(30), leased=False, model="former")
+        await leave(server, WORKER, 1, range(5), leased=True)
+        await theirs.sweep()
+        for _ in range(3):
+            await ours.sweep()
+            now += LATE_S + 1
+        assert server.client.smembers("models") == {MODEL.encode()}
+        assert not [key for key in server.client.scan_iter() if b"former" in key or b"last" in key]
+        assert len(server.block_keys()) == 5
         await client.aclose()
 
     run(body)
