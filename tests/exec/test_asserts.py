@@ -84,10 +84,10 @@ def repeated(_: Path) -> bool:
 FAULTS: list[tuple[Fault, Scenario]] = [
     (
         Fault(
-            "page tables get one update's pages for all",
+            "page tables get one page for each update",
             FakeExecutor._apply_table,
-            "at += count",
-            "at += 0",
+            "np.repeat(plan.table_slots, plan.table_counts)",
+            "plan.table_slots",
             "a page for every place",
         ),
         served,
