@@ -46,7 +46,7 @@ CORE = (
     *of(
         "core",
         "services/worker/core/kv/memory.py",
-        ("        if self._ended:\n", "        if False:\n"),
+        ("if self._ended else updates", "if False else updates"),
         ("stays = np.arange(len(slots)) >= until[slots]", "stays = until[slots] == 0"),
         only="test_rules_cache",
     ),

@@ -270,23 +270,25 @@ class KVMemory:
         """What was written since the last call to page tables of slots that are leased. No two of them name the same entry: they
         may be applied in any order."""
         self._gather_runs()
-        columns = [_EMPTY] * 4
-        if self._updates:
-            columns = [np.concatenate(part) if len(part) > 1 else part[0] for part in zip(*self._updates, strict=True)]
-            self._updates.clear()
-        if self._ended:
-            columns = self._without_ended(columns)
+        if not self._updates:
+            return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
         self._num_updates = 0
-        return PageTableUpdates(*columns)
+        if len(self._updates) == 1:
+            updates = PageTableUpdates(*self._updates.pop())
+        else:
+            updates = PageTableUpdates(*(np.concatenate(part) for part in zip(*self._updates, strict=True)))
+            self._updates.clear()
+        return self._without_ended(updates) if self._ended else updates
 
-    def _without_ended(self, columns: list[I32]) -> list[I32]:
+    def _without_ended(self, updates: PageTableUpdates) -> PageTableUpdates:
         """What was written for leases that have ended is nobody's: whoever has such a slot by now has written its own."""
-        slots, firsts, counts, pages = columns
+        slots, counts = updates.slots, updates.counts
         until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
         until[list(self._ended)] = list(self._ended.values())
         self._ended.clear()
         stays = np.arange(len(slots)) >= until[slots]
-        return [slots[stays], firsts[stays], counts[stays], pages[np.repeat(stays, counts)]]
+        pages = updates.pages[np.repeat(stays, counts)]
+        return PageTableUpdates(slots[stays], updates.firsts[stays], counts[stays], pages)
 
     def _alloc(self, count: int) -> I32:
         if count > self.pages.num_free:
