@@ -224,7 +224,7 @@ async def serve(settings: WorkerSettings) -> None:
     engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
     warming = asyncio.create_task(_warm_up(engine))
     info = _info(settings, engine, secrets.randbits(63))
-    counts = LoopCounts(info.page_size, info.num_pages, info.max_running_requests)
+    counts = LoopCounts(info.page_size, info.num_pages)
     worker_metrics = WorkerMetrics(info.model, counts, engine_type=info.role or "unified")
     _register(registry, worker_metrics, engine, info.model)
     publisher = _publisher(settings, info, registry)

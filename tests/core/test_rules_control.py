@@ -204,6 +204,7 @@ class TestRetune:
     def test_fewer_running_requests_are_let_in_and_more_again(self) -> None:
         engine = make()
         engine.core.retune({"max_running_requests": 2})
+        assert engine.core.stats().max_running_requests == 2, "as it is, and not as it began"
         for handle in range(6):
             engine.submit(handle, [handle] * 4, max_new_tokens=30, ignore_eos=True)
         for _ in range(4):

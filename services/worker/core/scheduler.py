@@ -399,7 +399,7 @@ class Scheduler:
         return found
 
     def stats(self) -> StepStats:
-        return stats_of(self.table, self._planner.ratio.value, self.paused)
+        return stats_of(self.table, self._planner.extends.running_limit, self._planner.ratio.value, self.paused)
 
     def _begin_waiting(self, request: Request, now: float) -> None:
         """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""

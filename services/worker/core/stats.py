@@ -27,6 +27,7 @@ class StepStats:
     """Gauges as they are now, then counters since the start (names end in _total). Memory is in pages."""
 
     num_running: Annotated[int, Told("sglang:num_running_reqs", "Requests that run.")]
+    max_running_requests: Annotated[int, Told("rootstock_worker_max_running_requests", "Requests that can run at once.")]
     num_waiting: int
     num_gated: Annotated[int, Told("sglang:num_grammar_queue_reqs", "Requests whose grammar is being compiled.")]
     num_retracted: Annotated[int, Told("sglang:num_retracted_reqs", "Requests that lost their memory and wait for it.")]
@@ -174,10 +175,11 @@ def told() -> dict[str, Told]:
     return dict(marks())
 
 
-def stats_of(table: RequestTable, new_token_ratio: float, paused: bool) -> StepStats:
+def stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, paused: bool) -> StepStats:
     memory = table.memory
     return StepStats(
         num_running=table.num_running,
+        max_running_requests=running_limit,
         num_waiting=table.num_waiting,
         num_gated=len(table.gate),
         num_retracted=table.waiting.num_back,

@@ -19,8 +19,8 @@ class LoopCounts:
     seconds in which no step was in flight though requests ran; what a device idles while steps overlap does not show here.
     idle_s: seconds in which the loop waited for messages."""
 
-    def __init__(self, page_size: int, num_pages: int, max_running: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.page_size, self.num_pages, self.max_running = page_size, num_pages, max_running
+    def __init__(self, page_size: int, num_pages: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.page_size, self.num_pages = page_size, num_pages
         self.stats: StepStats | None = None
         self.steps = 0
         self.prefill_tokens = self.decode_tokens = 0

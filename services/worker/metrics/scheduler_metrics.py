@@ -72,7 +72,6 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(Gauge, "sglang:max_total_num_tokens", "Size of the KV pool in tokens.", lambda c: c.num_pages * c.page_size),
     Reading(Gauge, "sglang:page_size", "Tokens in a page of KV.", lambda c: c.page_size),
     Reading(Gauge, "sglang:num_pages", "Pages of KV.", lambda c: c.num_pages),
-    Reading(Gauge, "rootstock_worker_max_running_requests", "Requests that can run at once.", lambda c: c.max_running),
     Reading(Gauge, "sglang:gen_throughput", "Output tokens per second lately.", lambda c: c.throughput),
     Reading(Gauge, "sglang:cache_hit_rate", "Share of admitted prompt tokens that were cached, lately.", lambda c: c.hit_rate),
     Reading(Gauge, "sglang:spec_accept_length", "Tokens of a row that verified guesses, lately.", lambda c: c.accept_length),

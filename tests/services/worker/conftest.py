@@ -147,7 +147,7 @@ async def serving(
         config.vocab_size,
         time_model=TimeModel(base=step_s),
     )
-    counts = LoopCounts(config.page_size, config.num_pages, config.max_running_requests)
+    counts = LoopCounts(config.page_size, config.num_pages)
     metrics = WorkerMetrics("fake", counts)
     inbox, outbox = Inbox(), StreamOutbox(asyncio.get_running_loop())
     pulse, limit = Pulse(), StepLimit(lambda: core.config, float("inf"), CAP_S)

@@ -26,7 +26,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.counts = LoopCounts(16, 10, 8, lambda: self.now)
+        self.counts = LoopCounts(16, 10, lambda: self.now)
         self._registry = CollectorRegistry()
         self._registry.register(WorkerMetrics("m", self.counts))
 

@@ -14,7 +14,7 @@ STAGE = "sglang:per_stage_req_latency_seconds"
 
 def test_stages_and_lengths_of_requests() -> None:
     now = 50.0
-    metrics, registry = WorkerMetrics("m", LoopCounts(16, 10, 8), lambda: now), CollectorRegistry()
+    metrics, registry = WorkerMetrics("m", LoopCounts(16, 10), lambda: now), CollectorRegistry()
     registry.register(metrics)
 
     def figure(name: str, **labels: str) -> float | None:
