@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--fixed", action="store_true", help="--drafts guesses a step, always")
     parser.add_argument("--accept-length", type=float, default=2.5)
     parser.add_argument("--drafter", choices=["oracle", "eagle3", "mtp"], default="oracle")
     parser.add_argument("--streams", type=int, default=1)
@@ -102,7 +103,7 @@ def main() -> None:
         "max_slots": options.streams,
         "num_pages": pages,
     }
-    worlds = {drafts: World(**sizes, max_drafts=drafts) for drafts in (0, options.drafts)}
+    worlds = {drafts: World(**sizes, max_drafts=drafts, adapts_drafts=not options.fixed) for drafts in (0, options.drafts)}
     executors = {}
     with tempfile.TemporaryDirectory() as name:
         folder, draft = Path(name) / "target", Path(name) / "draft"
