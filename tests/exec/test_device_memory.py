@@ -219,7 +219,11 @@ def test_what_cannot_be_resumed_to_its_end_is_released_again(folder: Path, monke
     operator = executor._operator
     executor.apply(ReleaseMemory(**both))
 
+    made: list[weakref.ref[torch.Tensor]] = []
+
     def full() -> None:
+        passes = executor.runner.passes
+        made.extend((weakref.ref(passes.model._weights.embedding), weakref.ref(passes.pool.keys[0])))  # type: ignore[attr-defined]
         raise torch.OutOfMemoryError("no room for graphs")
 
     with monkeypatch.context() as patch:
@@ -227,6 +231,7 @@ def test_what_cannot_be_resumed_to_its_end_is_released_again(folder: Path, monke
         with pytest.raises(OperationRefused, match="no room for graphs"):
             executor.apply(ResumeMemory(**both))
     assert executor.runner.passes.pool is NO_POOL and isinstance(executor.runner.passes.model, NoModel)
+    assert [each() for each in made] == [None, None], "nobody holds what was made"
     executor.apply(ResumeMemory(**both))
     driver, sequence = Driver(executor, PAGE_SIZE), Sequence([1, 2, 3], 0, greedy())
     driver.prefill([sequence])

@@ -52,7 +52,6 @@ class BackgroundWork:
         """Raises ValueError if the store's URL is none."""
         self._retry_after_s = settings.retry_after_s
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
-        metrics.watch_store(lambda: self.store_is_up)
         limits = BackgroundLimits(
             settings.state_ttl_s,
             settings.background_replay_s,

@@ -33,7 +33,6 @@ class BatchWork:
     ) -> None:
         """Raises ValueError if the store's URL is none."""
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
-        metrics.watch_store(lambda: not self._redis.is_away)
         leases = Leases(self._redis, settings.batch_lease_s)
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
         self.files = FileStore(self._redis, most, most_bytes)
@@ -43,6 +42,7 @@ class BatchWork:
         low_first = settings.schedule_low_priority_values_first
         self._runner: BatchRunner | None = None
         if settings.batch_lines:
+            metrics.watch_store(lambda: not self._redis.is_away)
             self._runner = BatchRunner(
                 RunnerStores(self.batches, self.files, leases),
                 LineCalls(endpoints),

@@ -64,15 +64,15 @@ class KeyMetrics(Readings[KeySigns]):
     )
 
 
-class StoreMetrics(Readings[list[Callable[[], bool]]]):
-    """Of a gateway with a store, by who uses it; of others there is nothing to tell."""
+class StoreMetrics(Readings[Callable[[], bool]]):
+    """Of a gateway that answers batches, and so asks its store all the time; of others there is nothing to tell."""
 
     rows = (
         Reading(
             GaugeMetricFamily,
             f"{PREFIX}store_up",
             "1: the store of files, batches and responses answers; 0: it does not, and batches stand still.",
-            lambda users: all(is_up() for is_up in users),
+            lambda is_up: is_up(),
         ),
     )
 
@@ -80,7 +80,6 @@ class StoreMetrics(Readings[list[Callable[[], bool]]]):
 class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._store_users: list[Callable[[], bool]] = []
         ProcessCollector(registry=registry)
         self.requests = self._counter("requests", "HTTP requests answered.", "route", "model", "code")
         self.aborts = self._counter("aborts", "Requests ended by their client, by how far they had come.", "phase")
@@ -163,10 +162,8 @@ class GatewayMetrics:
         self.background_running.set_function(lambda: float(running()))
 
     def watch_store(self, is_up: Callable[[], bool]) -> None:
-        """is_up: it has answered the last call of one of those who use it."""
-        if not self._store_users:
-            self.registry.register(StoreMetrics(self._store_users))
-        self._store_users.append(is_up)
+        """Where it is asked all the time."""
+        self.registry.register(StoreMetrics(is_up))
 
     def watch_keys(self, signs: KeySigns) -> None:
         """Where there are keys."""

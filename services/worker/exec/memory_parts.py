@@ -53,11 +53,14 @@ class MemoryParts:
     def resume(self, parts: ResumeMemory) -> None:
         """Raises OperationRefused where the folder or the memory does not allow it; what was released then stays so, and can be
         resumed later."""
+        refusal = ""
         try:
             self._resume(parts)
         except Exception as error:  # of any kind: loaders raise many, and graphs want memory too
+            refusal = f"cannot resume: {error}"
+        if refusal:  # outside the handler: that error holds what was made until then
             self.release(ReleaseMemory(kv=parts.kv, weights=parts.weights))
-            raise OperationRefused(f"cannot resume: {error}") from error
+            raise OperationRefused(refusal)
 
     def _resume(self, parts: ResumeMemory) -> None:
         passes, streams = self.runner.passes, self.runner.streams

@@ -89,13 +89,13 @@ def test_a_disk_that_is_slow_full_or_read_only_costs_nobody_an_answer(tmp_path: 
     served = Served(*build(folder, POOL_PAGES, storage, context_len=CONTEXT), prefers_reading=False)
     disk.order(read_s=READ_S)
     assert served.core._tiers is not None
-    imports, most = served.core._tiers._imports, 0
+    lanes, most = served.core._tiers._lanes, 0
     handle = served.submit(prompt(0), seed=0)
     while served.answers[handle].finish is None:
         served.turn(wait_s=0.05)
-        most = max(most, imports.num_running)
+        most = max(most, len(lanes))
     assert served.answers[handle].bits == expected[0]
-    assert imports.num_running == most > 0, "who was answered has waited for the end of no read"
+    assert len(lanes) == most > 0, "who was answered has waited for the end of no read"
     stats = served.core.stats()
     assert stats.given_up_operations_total == 1 and stats.failed_operations_total == 0
     for number in range(PROMPTS):

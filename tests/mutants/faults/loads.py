@@ -76,9 +76,9 @@ LOADS = (
     *of(
         "loads",
         "services/worker/core/tiers/tiers.py",
-        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return self._imports.num_landing > 0"),
-        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return self._landed_at >= then"),
-        ("return self._imports.num_landing > 0 or self._landed_at >= then", "return True"),
+        ("return self._lanes.num_landing > 0 or self._landed_at >= then", "return self._lanes.num_landing > 0"),
+        ("return self._lanes.num_landing > 0 or self._landed_at >= then", "return self._landed_at >= then"),
+        ("return self._lanes.num_landing > 0 or self._landed_at >= then", "return True"),
     ),
     *of(
         "loads",

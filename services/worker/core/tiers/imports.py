@@ -38,6 +38,7 @@ class Imports:
         host: HostIndex,
         stored: set[bytes] | None,
         rates: Rates,
+        lanes: Lanes,
         at_once: int,
         load_at_once: int,
         ids: Iterator[int],
@@ -49,31 +50,13 @@ class Imports:
         self._due: dict[int, Wanted] = {}  # to be moved on; the others wait for an operation
         self._pinned: dict[int, tuple[TreeNode, KVMemory]] = {}
         self._freed = False
-        self._lanes = Lanes(rates)
+        self._lanes = lanes
         self.imported_pages_total: Counter[Tier] = Counter()
         self.prefetched_pages_total = 0
         self.recomputed_pages_total = self.failed_total = self.refused_pulls_total = 0
 
     def __len__(self) -> int:
         return len(self._waits)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._lanes)
-
-    @property
-    def num_pages(self) -> int:
-        """That operations under way write."""
-        return self._lanes.num_pages
-
-    @property
-    def num_landing(self) -> int:
-        """See Lanes."""
-        return self._lanes.num_landing
-
-    @property
-    def given_up_total(self) -> int:
-        return self._lanes.given_up_total
 
     def waiting(self) -> set[int]:
         return set(self._waits)
@@ -92,10 +75,6 @@ class Imports:
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
         return True
-
-    def step_ended(self, now: float) -> None:
-        """All steps that were launched before the operations under way have ended."""
-        self._lanes.step_ended(now)
 
     def plan(self, memory: KVMemory, now: float, in_flight: bool) -> tuple[list[PageOperation], list[int]]:
         """Operations that begin now, and who need not wait any more. in_flight: a step is."""
@@ -161,10 +140,6 @@ class Imports:
             else:
                 self._let_go(wanted)
         return True
-
-    def landed(self, pages: int, seconds: float, now: float) -> None:
-        """See Lanes."""
-        self._lanes.landed(pages, seconds, now)
 
     def let_go(self) -> bool:
         """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""

@@ -1,5 +1,5 @@
 """Operations under way, in lanes: places that are read one operation after another. Which of them has its turn, since when, and
-whether it is late. Single owner: Imports."""
+whether it is late. Single owner: Tiers; Imports begins and ends them."""
 
 from __future__ import annotations
 

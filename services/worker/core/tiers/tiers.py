@@ -20,6 +20,7 @@ from services.worker.core.tiers.backups import Backups
 from services.worker.core.tiers.host_index import HostIndex
 from services.worker.core.tiers.imports import Imports
 from services.worker.core.tiers.kept_blocks import KeptBlocks
+from services.worker.core.tiers.lanes import Lanes
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.prefetches import Prefetches
 from services.worker.core.tiers.rates import Rates
@@ -60,7 +61,8 @@ class Tiers:
         self._landed_at = -math.inf  # when the last load was there whose fact came early
         ids = count(1)
         at_once, load_at_once = (max(1, size // max(limits.page_bytes, 1)) for size in (OPERATION_BYTES, LOAD_BYTES))
-        self._imports = Imports(keys, self._host, stored, self.rates, at_once, load_at_once, ids)
+        self._lanes = Lanes(self.rates)
+        self._imports = Imports(keys, self._host, stored, self.rates, self._lanes, at_once, load_at_once, ids)
         self.prefetches = Prefetches(self._imports, limits.hold_s)
         self._blocks = None
         if events is not None and limits.host_pages:
@@ -71,7 +73,7 @@ class Tiers:
     @property
     def num_running(self) -> int:
         """Operations under way that read or write the device's pages: those to the storage do neither."""
-        return self._imports.num_running + self._backups.num_copying
+        return len(self._lanes) + self._backups.num_copying
 
     @property
     def num_storing(self) -> int:
@@ -80,7 +82,7 @@ class Tiers:
 
     @property
     def num_quarantined(self) -> int:
-        return self._imports.num_pages
+        return self._lanes.num_pages
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
         return self._imports.consider(wanted, memory)
@@ -122,19 +124,19 @@ class Tiers:
 
     def loads_since(self, then: float) -> bool:
         """A step that was planned then may have waited for a load: what it took says little of what it computed."""
-        return self._imports.num_landing > 0 or self._landed_at >= then
+        return self._lanes.num_landing > 0 or self._landed_at >= then
 
     def step_ended(self, extended: int, rows: int, seconds: float, now: float) -> None:
         """It has computed so many tokens of extends, and so many rows of others."""
         self.rates.computed(extended, rows, seconds)
-        self._imports.step_ended(now)
+        self._lanes.step_ended(now)
 
     def ended(self, fact: Fact, now: float) -> bool:
         """An operation has ended, or the storage has news. Whether pages of the device are somebody else's to take now."""
         if fact.use is not None:
             self._use = fact.use
         if fact.loaded is not None:
-            self._imports.landed(*fact.loaded, now)
+            self._lanes.landed(*fact.loaded, now)
             self._landed_at = now
         self._stored.difference_update(fact.dropped)
         for key in fact.dropped:
@@ -240,7 +242,7 @@ class Tiers:
             host_saves=self.rates.saves(Tier.HOST, LOOKED_AT_PAGES),
             storage_saves=self.rates.saves(Tier.STORAGE, LOOKED_AT_PAGES),
             recomputed_pages_total=imports.recomputed_pages_total,
-            given_up_operations_total=imports.given_up_total,
+            given_up_operations_total=self._lanes.given_up_total,
             failed_operations_total=imports.failed_total + backups.failed_total,
             host_evicted_pages_total=host.evicted_total,
         )
