@@ -157,7 +157,14 @@ def test_parts_are_chosen_by_name_or_kind() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON_GPU": sys.executable}
-    done = subprocess.run(["make", "-s", "gpu-check"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["make", "-s", "--no-print-directory", "gpu-check"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2
     assert done.stdout.strip().startswith("There is no GPU here that the check could run on: torch ")
     assert len(done.stdout.strip().splitlines()) == 1
