@@ -35,7 +35,8 @@ def _attention(sizes: AttentionSizes, device: torch.device) -> Work:
     call = call_of(sizes, device)
     shape = head_shape(call.q, call.k_pool, call.v_pool)
     places, multiprocessors = fixed_places(MAX_CONTEXT), num_multiprocessors(device)
-    return work_of(call, plan_fixed(shape, sizes.rows, len(call.q), sizes.context, places, multiprocessors))
+    one_token = len(call.q) == sizes.rows
+    return work_of(call, plan_fixed(shape, sizes.rows, len(call.q), sizes.context, places, multiprocessors, one_token))
 
 
 def cases(shapes: tuple[DecoderShape, ...] = SHAPES, tokens: tuple[int, ...] = TOKENS) -> list[GpuCase]:

@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels.triton import chaining
+
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.float32: "*fp32",
@@ -87,6 +89,7 @@ def main(module: str) -> None:
         compiler.compile(kernel, arguments, options)
 
     JITFunction.run = run
+    chaining._chains = lambda device: True  # as Hopper's kernels do
     for case in importlib.import_module(module).cases():
         case.make(torch.device("meta"))()
     print(json.dumps({"shared": compiler.shared, "fused": compiler.fused}))

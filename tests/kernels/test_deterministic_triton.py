@@ -15,6 +15,7 @@ from kernels.triton.attention import attention
 from kernels.triton.attention.attention_plan import Launch, plan_fixed
 from kernels.triton.layers import ordered_linear
 from kernels.triton.layers.layers import TritonLayers
+from kernels.triton.layers.ordered_linear import OrderedLinear, Tile, Tiles
 from tests.all_pairs import each_pair
 from tests.kernels.ordered_products import products_in_order
 from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, random, together
@@ -22,15 +23,19 @@ from tests.night import NIGHTLY
 
 CPU = torch.device("cpu")
 PLACES = 64  # of a split: a context has three
+LARGE = Tile(128, 128, 128, 8, 2)
+ROOMY = Tiles(few=Tile(64, 128, 64, 4, 2), deep=Tile(64, 16, 256, 4, 2), some=LARGE, many=LARGE)
 ROW_CUTS = (1, 3, 40, 64, 65, 97)
 ATTENTION_CUTS = CUTS[2:] if NIGHTLY else CUTS[2:3]  # the least even one
 
 
-def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, split: bool) -> Launch:
-    """With blocks of 32 keys, so that a tile meets whole, cut and unseen ones. split: by many programs, or by one."""
-    launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + PLACES, PLACES, 1 << 20 if split else 0)
+def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, split: bool, strided: bool) -> Launch:
+    """With blocks of 32 keys, so that a tile meets whole, cut and unseen ones. split: by many programs, or by one. strided: by
+    two. Rows of one token each are tiles of one."""
+    many, one = 1 << 20 if split else 0, bool((rows.num_tokens == 1).all())
+    launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + PLACES, PLACES, many, one)
     blocks = replace(launch.blocks, n=32)
-    return replace(launch, blocks=blocks, min_blocks=PLACES // blocks.n)
+    return replace(launch, blocks=blocks, min_blocks=PLACES // blocks.n, splits=min(launch.splits, 2 if strided else 64))
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +46,34 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
 class Fixed:
     """Kernels that have attention alone."""
 
-    def __init__(self, split: bool) -> None:
-        self._split = split
+    def __init__(self, split: bool, strided: bool = False) -> None:
+        self._split, self._strided = split, strided
 
     def paged_attention(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
         out, q = attention.as_heads(out, qkv, k_pool, v_pool)
         shape = attention.head_shape(q, k_pool, v_pool)
-        launch = launched(shape, rows, len(q), self._split)
+        launch = launched(shape, rows, len(q), self._split, self._strided)
         assert bool(launch.splits) == self._split
         scratch = attention.allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, CPU)
         call = attention.AttentionCall(out, q, k_pool, v_pool, rows, scale, window)
         attention.run_attention(call, shape, launch, scratch)
+        assert not scratch.arrivals.any(), "the next launch counts from nothing"
 
 
 @each_pair(
-    dtype=[torch.float32, torch.bfloat16], weights=[(65, 64), (70, 1100), (16, 600)], bias=[False, True], wide=[False, True]
+    dtype=[torch.float32, torch.bfloat16],
+    weights=[(65, 64), (70, 1100), (16, 600)],
+    bias=[False, True],
+    wide=[False, True],
+    programs=[128, 1],
 )
-def test_linear(dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear(
+    dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outs, ins = weights
+    monkeypatch.setattr(ordered_linear, "PROGRAMS", programs)  # enough for long segments, if one is
     kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
 
@@ -76,9 +89,32 @@ def test_linear(dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: 
         for first in (0, 97 - size):
             part = slice(first, first + size)
             assert torch.equal(compute(kernels, x[part].clone()), whole[part]), part
-    monkeypatch.setattr(ordered_linear, "WIDE_BLOCKS", 1)  # as a vocabulary's
-    monkeypatch.setattr(ordered_linear, "_add_kernel", None)  # which is not launched then
+    monkeypatch.setattr(ordered_linear, "TILES", {2: ROOMY, 4: ROOMY})
+    assert torch.equal(compute(kernels, x), whole), "by other blocks"
     assert torch.equal(compute(kernels, x[:3].clone()), whole[:3])
+    monkeypatch.setattr(OrderedLinear, "_counters", None)  # which no program of what is wide looks at
+    for bound in ("WIDE_BLOCKS", "VOCABULARY_BLOCKS"):
+        monkeypatch.setattr(ordered_linear, bound, 1)
+        assert torch.equal(compute(kernels, x[:3].clone()), whole[:3]), bound
+
+
+@each_pair(dtype=[torch.float32, torch.bfloat16], weights=[(70, 1100), (66, 64), (16, 600)], bias=[False, True])
+def test_gated_linear_is_two_products_and_what_is_made_of_them(
+    dtype: torch.dtype, weights: tuple[int, int], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outs, ins = weights
+    kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
+    packed = kernels.pack_gated(random(outs, ins, dtype=dtype, seed=1), added)
+    x = random(97, ins, dtype=dtype)
+    both, expected = torch.empty(97, outs, dtype=dtype), torch.empty(97, outs // 2, dtype=dtype)
+    kernels.linear(both, x, packed)
+    kernels.silu_and_mul(expected, both)
+    found = torch.empty_like(expected)
+    for tiles in (ordered_linear.TILES, {2: ROOMY, 4: ROOMY}):
+        monkeypatch.setattr(ordered_linear, "TILES", tiles)
+        for size in ROW_CUTS:
+            kernels.gated_linear(found[:size], x[:size].clone(), packed)
+            assert torch.equal(found[:size], expected[:size]), (tiles, size)
 
 
 SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4, 40)), (torch.bfloat16, (7, 1, 128), (16, 90))]
@@ -96,7 +132,7 @@ def test_attention_wherever_it_is_cut_and_however_it_is_launched(
     for sizes in ATTENTION_CUTS:
         assert torch.equal(context.in_pieces(Fixed(split), sizes), whole), sizes
     for position in (0, 31, 32, 63, 64, 100, LENGTH - 1):
-        (alone,) = context.attend(Fixed(split), together(context.table, [(1, position, 1)]))
+        (alone,) = context.attend(Fixed(split, strided=True), together(context.table, [(1, position, 1)]))
         assert torch.equal(alone, whole[position]), position
 
 
@@ -107,5 +143,5 @@ def test_attention_beside_others(dtype: torch.dtype, shape: tuple[int, int, int]
     context = Context(dtype, shape, *layout)
     whole = context.in_pieces(Fixed(False), [LENGTH])
     parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]
-    found = context.attend(Fixed(split), together(context.table, parts))
+    found = context.attend(Fixed(split, strided=True), together(context.table, parts))
     assert torch.equal(found, torch.cat([whole[start : start + count] for _, start, count in parts]))

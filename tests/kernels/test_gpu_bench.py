@@ -33,9 +33,10 @@ KERNELS = {
         "_update_table_kernel",
         "_resolve_tokens_kernel",
         "_page_indices_kernel",
+        "_one_row_kernel",
     },
     "gpu_attention": {"attention_kernel", "merge_kernel"},
-    "gpu_deterministic": {"_linear_kernel", "_add_kernel", "attention_kernel", "_rope_write_kernel"},
+    "gpu_deterministic": {"_linear_kernel", "attention_kernel", "_rope_write_kernel"},
     "gpu_sampling": {
         "peaks_kernel",
         "tally_kernel",

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.launch import MAX_BLOCK
+from kernels.triton.layers import one_row
 from kernels.triton.layers.layers import TritonLayers
 from kernels.triton.layers.rope_kv import FEW_TOKENS
 from tests.all_pairs import each_value
@@ -122,6 +123,30 @@ def test_linear(
         kernels.gated_linear(gated, x, kernels.pack_gated(weight, added))
         gate, up = exact.chunk(2, dim=-1)
         assert_same(gated, torch.nn.functional.silu(gate) * up, dtype, scale=2.0)
+
+
+@each_value(dtype=DTYPES, weights=[(9, 130), (5, 64), (70, 33)], bias=[False, True])
+def test_a_row_by_itself_in_pieces(
+    kernels: TritonLayers,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: tuple[int, int],
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outs, ins = weights
+    monkeypatch.setattr(one_row, "MAX_DEPTH", 64)  # as where registers hold no more of the depth
+    x = random(1, ins, dtype=dtype, device=device)
+    weight = random(outs, ins, dtype=dtype, device=device, seed=1) / ins**0.5
+    added = random(outs, dtype=dtype, device=device, seed=2) if bias else None
+    found, whole = guarded(1, outs, dtype, device)
+    one_row.one_row_linear(found, x, kernels.pack_linear(weight, added))
+    assert_same(found, torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double()), dtype)
+    assert_unharmed(whole)
+    with pytest.raises(ValueError, match="do not fit"):
+        one_row.one_row_linear(
+            torch.empty(2, outs, dtype=dtype, device=device), x.expand(2, ins), kernels.pack_linear(weight, added)
+        )
 
 
 def placed(locations: list[int], positions: list[int], device: torch.device) -> RaggedRows:

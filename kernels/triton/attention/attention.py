@@ -22,6 +22,7 @@ from kernels.triton.attention.attention_plan import (
     plan_extend,
     reach,
 )
+from kernels.triton.chaining import chained
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ def run_attention(
         launch.first_row,
         launch.num_rows,
         call.window,
+        launch.room,
         call.scale / call.softcap if call.softcap else call.scale * log2e,
         call.softcap * log2e,
         **sizes,
@@ -169,10 +171,12 @@ def run_attention(
         FIXED=launch.fixed,
         MERGE=not merge_apart,
         HAS_SOFTCAP=call.softcap != 0,
+        LANES=int(triton.next_power_of_2(launch.heads)) if launch.one_token else blocks.m,
         UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter multiplies no bfloat16
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         enable_fp_fusion=not launch.fixed,  # what is fused depends on what stands beside it
+        **chained(out.device),
     )
     if merge_apart and splits > 1:
         merge_kernel[launch.programs,](

@@ -125,13 +125,15 @@ def fold_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
+    ROUNDED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """(acc [M, E], total [M], peak [M]) of places lower .. upper - 1, out of the begin .. end - 1 that the tile's tokens see.
 
-    position: the first token's. With ONE_TOKEN it is the only one, and sees them all.
+    position: the first token's. With ONE_TOKEN it is the only one, and sees them all, or with ROUNDED all but those before its
+    window.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -141,7 +143,7 @@ def fold_tile(
         acc, total, peak = fold_keys(
             acc, total, peak, q, k_head, v_head, table, lower, upper, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_E,
-            True, False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            True, ROUNDED and HAS_WINDOW, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
     else:
         # Three stretches: cut by the window's lower edge, seen by every token of the tile, cut by causality.

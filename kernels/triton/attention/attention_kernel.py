@@ -8,6 +8,7 @@ import triton.language as tl
 from kernels.triton.attention.attention_block import fold_tile, load_rows
 from kernels.triton.attention.attention_merge import (
     fold_splits,
+    fold_strided,
     merge_splits,
     split_number,
     split_places,
@@ -16,11 +17,12 @@ from kernels.triton.attention.attention_merge import (
     take_first,
 )
 from kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
+from kernels.triton.chaining import begin_next, wait_for_last
 
 
 # No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "window"],
+    do_not_specialize=["first_row", "num_rows", "window", "room"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
 )
 def attention_kernel(
@@ -44,6 +46,7 @@ def attention_kernel(
     first_row,
     num_rows,
     window,
+    room,  # splits that a tile may have, with FIXED and SPLIT
     score_scale,
     cap_scale,
     NUM_KV_HEADS: tl.constexpr,
@@ -61,12 +64,14 @@ def attention_kernel(
     ONE_TOKEN: tl.constexpr,  # rows first_row .. of one token each; otherwise rows 0 .. num_rows - 1 of any number
     SPLIT: tl.constexpr,
     DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their length; otherwise each tile has the grid's second axis of them
-    FIXED: tl.constexpr,  # splits of MIN_BLOCKS blocks of keys each, at places of their own; without ONE_TOKEN
+    FIXED: tl.constexpr,  # splits of MIN_BLOCKS blocks of keys each, at places of their own; without DEAL
     MERGE: tl.constexpr,  # the last split of a tile to end merges all; otherwise merge_kernel does
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    LANES: tl.constexpr,  # of a tile's, that have anything
     UPCAST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program: TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes; one split of their keys.
 
@@ -74,8 +79,10 @@ def attention_kernel(
     split that a row may have and does not need, but for those of the `extra` that are left over.
 
     With FIXED a token's result is a function of what it sees alone, to the last bit, where all launches have the same blocks:
-    splits are found and merged in the same way by many programs (SPLIT) or by one.
+    splits are found and merged in the same way by many programs (SPLIT), each of which takes every so many of them, or by one.
     """
+    begin_next(CHAINED)
+    wait_for_last(CHAINED)
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     across = NUM_KV_HEADS * CHUNKS
@@ -113,18 +120,41 @@ def attention_kernel(
         acc, total, peak = fold_splits(
             queries, k_head, v_head, table, base, used, begin, end, start + first, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-            MIN_BLOCKS, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            MIN_BLOCKS, ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
+        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    elif FIXED:
+        first_kept = tl.program_id(0) * room
+        programs = tl.minimum(used, tl.num_programs(1))
+        acc, total, peak = fold_strided(
+            partials, levels, first_kept, split, programs, valid,
+            queries, k_head, v_head, table, base, used, begin, end, start + first, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+            MIN_BLOCKS, ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        if used == 1:
+            acc, total, peak = take_first(acc, total, peak, BLOCK_M, BLOCK_E)
+            store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+        else:
+            tl.debug_barrier()  # every thread has stored before one of them says so
+            arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            if arrived == programs - 1:
+                tl.store(arrivals + tl.program_id(0), 0)
+                some_own, some_heads, some = find_lanes(part, first, count, GROUP, HEADS, LANES, TILE_TOKENS)
+                some_tokens = tl.load(offsets + row) + some_own
+                means, weights, level = merge_splits(
+                    partials, levels, first_kept, first_kept, 1, used, some, LANES, BLOCK_M, BLOCK_E, VALUE_DIM
+                )
+                store_means(
+                    out, means, weights, level, sinks, some_tokens, some_heads, some, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS
+                )
     else:
         acc, total, peak = fold_tile(
             queries, k_head, v_head, table, lower, upper, begin, end, start + first, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-            ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            ONE_TOKEN, False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
-    if SPLIT:
-        if used == 1:
-            if FIXED:
-                acc, total, peak = take_first(acc, total, peak, BLOCK_M, BLOCK_E)
+        if not SPLIT or used == 1:
             store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
         else:
             counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, DEAL)
@@ -136,9 +166,7 @@ def attention_kernel(
                 if arrived == used - 1:
                     tl.store(arrivals + counter, 0)
                     acc, total, peak = merge_splits(
-                        partials, levels, kept_first, kept_rest, step, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM
+                        partials, levels, kept_first, kept_rest, step, used, valid, BLOCK_M, BLOCK_M, BLOCK_E, VALUE_DIM
                     )
                     store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
-    else:
-        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
     # fmt: on

@@ -112,6 +112,7 @@ def fold_splits(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -126,7 +127,7 @@ def fold_splits(
         own_acc, own_total, own_peak = fold_tile(
             q, k_head, v_head, table, lower, upper, begin, end, position, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-            False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            ONE_TOKEN, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
         means, level = split_means(own_acc, own_total, own_peak)
         acc, total, peak = take_split(acc, total, peak, means, level)
@@ -148,16 +149,81 @@ def store_split(
 
 
 @triton.jit
-def merge_splits(
-    partials, levels, first, rest, step, used, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
+def fold_strided(
+    partials,
+    levels,
+    kept,
+    split,
+    programs,
+    valid,
+    q,
+    k_head,
+    v_head,
+    table,
+    base,
+    splits,
+    begin,
+    end,
+    position,
+    positions,
+    window,
+    score_scale,
+    cap_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """(acc [M, E], total [M], peak [M]) of `used` splits of a tile, kept by store_split at split_number(...)."""
-    lanes = tl.arange(0, BLOCK_M)
+    """Stores a tile's fixed splits split, split + programs, ... at kept + split, ...; (acc [M, E], total [M], peak [M]) of the
+    last one, which is not stored if it is the tile's only one. See fold_tile."""
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # fmt: off
+    for own in range(split, splits, programs):
+        lower, upper = fixed_split(own, base, begin, end, MIN_BLOCKS * BLOCK_N)
+        acc, total, peak = fold_tile(
+            q, k_head, v_head, table, lower, upper, begin, end, position, positions, window, score_scale, cap_scale,
+            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
+            ONE_TOKEN, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+        )
+        if splits > 1:
+            store_split(partials, levels, kept + own, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+    # fmt: on
+    return acc, total, peak
+
+
+@triton.jit
+def merge_splits(
+    partials,
+    levels,
+    first,
+    rest,
+    step,
+    used,
+    valid,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """(acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of `used` splits of a tile, kept by store_split at
+    split_number(...)."""
+    lanes = tl.arange(0, LANES)
+    acc = tl.zeros([LANES, BLOCK_E], dtype=tl.float32)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    peak = tl.full([LANES], float("-inf"), dtype=tl.float32)
     # Loads of several splits are under way at a time, as far as registers allow.
-    for split in tl.range(0, used, loop_unroll_factor=4 if BLOCK_M * BLOCK_E <= 4096 else 1):
+    for split in tl.range(0, used, loop_unroll_factor=4 if LANES * BLOCK_E <= 4096 else 1):
         at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
         level = tl.load(levels + at, mask=valid, other=float("-inf"))
         part = load_rows(partials, at * VALUE_DIM, valid, VALUE_DIM, BLOCK_E, True)
@@ -214,5 +280,5 @@ def merge_kernel(
     own, heads, valid = find_lanes(tl.program_id(0) % across, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
     tokens = tl.load(offsets + row) + own
     base = tl.program_id(0) * splits
-    acc, total, peak = merge_splits(partials, levels, base, base, 1, used, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+    acc, total, peak = merge_splits(partials, levels, base, base, 1, used, valid, BLOCK_M, BLOCK_M, BLOCK_E, VALUE_DIM)
     store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)

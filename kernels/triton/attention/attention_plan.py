@@ -12,7 +12,7 @@ MAX_SPLITS = 64
 SPLIT_PLACES = 256  # keys and values that are worth a split: less costs more to merge than it saves
 DECODE_PROGRAMS = 8  # of a split launch for each multiprocessor: it holds three at a time, and uneven rows even out
 EXTEND_PROGRAMS = 2
-FIXED_PLACES, FIXED_SPLITS = 1024, 16  # places of a fixed split at least, and splits of the longest context at most
+FIXED_PLACES, FIXED_SPLITS = 512, 32  # places of a fixed split at least, and splits of the longest context at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Launch:
     one_token: every one of them has one. heads: query heads of a tile. tiles: of tokens, an upper bound. programs: first axis of
     the grid. splits: of the keys of a tile at most; 0 for a launch that cannot split. min_blocks: of keys that a split has at
     least. extra: splits beyond one a row, of all rows together, that the device deals out by the rows' lengths; then `splits` is
-    1, the grid's second axis. 0: each tile has `splits`. fixed: splits of min_blocks blocks each, at fixed places; one program
-    of a tile takes them all where `splits` is 0.
+    1, the grid's second axis. 0: each tile has `splits`. fixed: splits of min_blocks blocks each, at fixed places, of which a
+    tile has `room` at most; each of its `splits` programs takes every splits-th of them, and one takes all where `splits` is 0.
     """
 
     first_row: int
@@ -103,6 +103,7 @@ class Launch:
     min_blocks: int
     extra: int = 0
     fixed: bool = False
+    room: int = 0
 
     @property
     def dealt_programs(self) -> int:
@@ -114,7 +115,7 @@ class Launch:
         """Query lanes of partial results. Of dealt splits: each, and the first ones of at most as many rows."""
         if self.extra:
             return 2 * self.dealt_programs * self.blocks.m
-        return self.programs * self.splits * self.blocks.m if self.splits > 1 else 0
+        return self.programs * (self.room or self.splits) * self.blocks.m if self.splits > 1 else 0
 
     @property
     def counters(self) -> int:
@@ -192,26 +193,47 @@ def fixed_places(max_context: int) -> int:
     return max(FIXED_PLACES, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
 
 
-def plan_fixed(shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, places: int, multiprocessors: int) -> Launch:
+def plan_fixed(
+    shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, places: int, multiprocessors: int, one_token: bool = False
+) -> Launch:
     """Rows of any numbers of tokens, one with the same blocks as many, so that a token's result does not depend on the launch.
-    max_context: the longest of these rows, or what a window leaves of it. places: see fixed_places; the same for all launches."""
+    max_context: the longest of these rows, or what a window leaves of it. places: see fixed_places; the same for all launches.
+    one_token: every row has one, and a tile is a row."""
     blocks = shape.blocks(NARROW_BLOCKS)
-    whole = replace(_tiled(shape, blocks, num_rows, num_tokens, 0), min_blocks=places // blocks.n, fixed=True)
-    if whole.programs > EXTEND_PROGRAMS * multiprocessors or max_context <= places:
+    whole = _fixed(shape, blocks, num_rows, num_tokens, places, one_token)
+    if not one_token and num_tokens * shape.group > num_rows * blocks.m:
+        wide = _fixed(shape, _doubled(blocks), num_rows, num_tokens, places, one_token)
+        if wide.programs >= multiprocessors:
+            return wide
+    room = _fixed_room(max_context, places, whole.blocks)
+    wanted = EXTEND_PROGRAMS * multiprocessors // whole.programs
+    if wanted <= 1 or max_context <= places:
         return whole
-    return replace(whole, splits=_fixed_splits(max_context, places, blocks))
+    return replace(whole, splits=min(wanted, room), room=room)
 
 
 def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: int) -> tuple[int, int]:
     """(scratch_lanes, counters) that no plan_fixed exceeds."""
-    programs = EXTEND_PROGRAMS * multiprocessors
+    programs = EXTEND_PROGRAMS * multiprocessors // 2  # of tiles whose keys are split
     blocks = shape.blocks(NARROW_BLOCKS)
-    return programs * _fixed_splits(max_context, fixed_places(max_context), blocks) * blocks.m, programs
+    return programs * _fixed_room(max_context, fixed_places(max_context), blocks) * blocks.m, programs
 
 
-def _fixed_splits(places_seen: int, places: int, blocks: Blocks) -> int:
-    """That a tile may need, whose tokens together see a tile's tokens more; a window may begin inside a split."""
+def _fixed_room(places_seen: int, places: int, blocks: Blocks) -> int:
+    """Splits that a tile may need, whose tokens together see a tile's tokens more; a window may begin inside a split."""
     return -(-(places_seen + blocks.m) // places) + 1
+
+
+def _doubled(blocks: Blocks) -> Blocks:
+    """Twice the lanes by twice the warps, where a warp group has the lanes that it had: a lane's sums are the same."""
+    return replace(blocks, m=2 * blocks.m, num_warps=2 * blocks.num_warps) if blocks.m == 16 * blocks.num_warps else blocks
+
+
+def _fixed(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, places: int, one_token: bool) -> Launch:
+    launch = replace(_tiled(shape, blocks, num_rows, num_tokens, 0), min_blocks=places // blocks.n, fixed=True)
+    if not one_token:
+        return launch
+    return replace(launch, one_token=True, tiles=num_rows, programs=launch.programs // launch.tiles * num_rows)
 
 
 def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, splits: int) -> Launch:

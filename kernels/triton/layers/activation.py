@@ -6,13 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.chaining import begin_next, chained, wait_for_last
 from kernels.triton.launch import misfit, require_contiguous, warps_for
 
 BLOCK = 1024  # columns a program
 
 
 @triton.jit
-def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    begin_next(CHAINED)
+    wait_for_last(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -32,4 +35,5 @@ def silu_and_mul(out: Tensor, x: Tensor) -> None:
     if tokens == 0:
         return
     block = min(BLOCK, triton.next_power_of_2(width))
-    _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](out, x, WIDTH=width, BLOCK=block, num_warps=warps_for(block))
+    grid = (tokens, triton.cdiv(width, block))
+    _silu_and_mul_kernel[grid](out, x, WIDTH=width, BLOCK=block, num_warps=warps_for(block), **chained(x.device))

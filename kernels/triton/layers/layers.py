@@ -1,5 +1,6 @@
 """The Triton kernels as kernels.contracts.ops.Kernels and kernels.contracts.step_ops.StepKernels. Matrix products are
-torch's (cuBLAS), but for deterministic ones: cuBLAS chooses the order of a row's sums by the number of rows."""
+torch's (cuBLAS), but for those of one row, which it reads weights for too slowly, and deterministic ones: it chooses the order of
+a row's sums by the number of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from kernels.reference import layers
 from kernels.triton.attention import attention
 from kernels.triton.launch import misfit
 from kernels.triton.layers import activation, norms, rope_kv, step, write_kv
-from kernels.triton.layers.ordered_linear import ordered_linear
+from kernels.triton.layers.one_row import one_row_linear
+from kernels.triton.layers.ordered_linear import OrderedLinear
 
 
 class TritonLayers:
@@ -25,6 +27,7 @@ class TritonLayers:
     def __init__(self, device: torch.device, deterministic: bool = False) -> None:
         """deterministic: see Kernels; attention is then TritonAttention's of the same kind, not paged_attention()."""
         self._device, self._deterministic = device, deterministic
+        self._in_order = OrderedLinear(device) if deterministic else None
 
     rms_norm = staticmethod(norms.rms_norm)
     fused_add_rms_norm = staticmethod(norms.fused_add_rms_norm)
@@ -56,11 +59,14 @@ class TritonLayers:
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """See Kernels. Raises ValueError for shapes that do not fit, and an output neither of x's dtype nor float32."""
-        if self._deterministic:
-            ordered_linear(out, x, weight)
+        if self._in_order is not None:
+            self._in_order(out, x, weight)
             return
         if weight.packed or x.shape[1] != weight.in_features or out.shape != (x.shape[0], weight.out_features):
             raise misfit(out, x, weight.data)
+        if x.shape[0] == 1:
+            one_row_linear(out, x, weight)
+            return
         transposed = weight.data.t()
         if out.dtype == x.dtype:
             if weight.bias is None:
@@ -79,6 +85,9 @@ class TritonLayers:
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
         """See Kernels. Raises as linear."""
+        if self._in_order is not None:
+            self._in_order.gated(out, x, weight)
+            return
         both = x.new_empty((x.shape[0], weight.out_features))
         self.linear(both, x, weight)
         activation.silu_and_mul(out, both)

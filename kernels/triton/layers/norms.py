@@ -6,15 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.chaining import begin_next, chained, wait_for_last
 from kernels.triton.launch import block_of, misfit, require_contiguous, warps_for
 
 
 @triton.jit
-def _rms_norm_kernel(out, x, residual, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
+def _rms_norm_kernel(out, x, residual, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+                     CHAINED: tl.constexpr):  # fmt: skip
+    begin_next(CHAINED)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)  # in flight while the row is
+    wait_for_last(CHAINED)
     wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         wide += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
@@ -34,7 +38,16 @@ def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps
         return
     block, held = block_of(width), x if residual is None else residual
     _rms_norm_kernel[(tokens,)](
-        out, x, held, weight, eps, WIDTH=width, BLOCK=block, ADDS=residual is not None, num_warps=warps_for(block)
+        out,
+        x,
+        held,
+        weight,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ADDS=residual is not None,
+        num_warps=warps_for(block),
+        **chained(x.device),
     )
 
 

@@ -92,9 +92,10 @@ class TritonAttention:
         places = fixed_places(self._max_context)
         if batch.graph:
             longest = reach(self._max_context, window)
-            return plan_fixed(heads, batch.graph, batch.graph, longest, places, self._multiprocessors)
+            return plan_fixed(heads, batch.graph, batch.graph, longest, places, self._multiprocessors, one_token=True)
         tokens, longest = int(batch.num_tokens.sum()), reach(int((batch.starts + batch.num_tokens).max()), window)
-        return plan_fixed(heads, len(batch.starts), tokens, longest, places, self._multiprocessors)
+        alone = not batch.num_extend  # then each row is of one token
+        return plan_fixed(heads, len(batch.starts), tokens, longest, places, self._multiprocessors, alone)
 
     def release_graphs(self) -> None:
         """The scratch is not theirs alone: it stays."""
