@@ -1,6 +1,7 @@
-"""Kernels that begin while the one before them ends (programmatic dependent launch): nothing is idle while they are launched.
+"""Who begins when: kernels that begin while the one before them ends (programmatic dependent launch), so that nothing is idle
+while they are launched, and the program of a kernel that ends last.
 
-Every program of such a kernel calls begin_next(), then wait_for_last() before it reads what another kernel writes, or writes.
+Every program of a chained kernel calls begin_next(), then wait_for_last() before it reads what another kernel writes, or writes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,24 @@ def wait_for_last(CHAINED: tl.constexpr):
     """Until the kernel before this one has ended. Before it nothing is read that a kernel writes, and nothing written."""
     if CHAINED:
         cuda.gdc_wait()
+
+
+@triton.jit
+def take_turn(CHAINED: tl.constexpr):
+    """Both, of a kernel that has nothing to do before."""
+    begin_next(CHAINED)
+    wait_for_last(CHAINED)
+
+
+@triton.jit
+def last_to_end(arrivals, programs):
+    """Whether all others of so many programs have come here before: what they have stored can be read then, and their counter is
+    0 again."""
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == programs - 1:
+        tl.store(arrivals, 0)
+    return arrived == programs - 1
 
 
 @triton.jit

@@ -22,6 +22,7 @@ KERNELS_TOO = (
     "top_n_sigma",
     "triton_select_tokens",
     "triton_attention",
+    "deterministic_triton",
     "triton_measure_logprobs",
 )
 AREAS: dict[str, tuple[str, ...]] = {

@@ -8,8 +8,7 @@ import triton.language as tl
 from kernels.triton.attention.attention_block import fold_tile, load_rows
 from kernels.triton.attention.attention_merge import (
     fold_splits,
-    fold_strided,
-    merge_splits,
+    merge_tile,
     split_number,
     split_places,
     store_means,
@@ -17,7 +16,7 @@ from kernels.triton.attention.attention_merge import (
     take_first,
 )
 from kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
-from kernels.triton.chaining import begin_next, wait_for_last
+from kernels.triton.chaining import last_to_end, take_turn
 
 
 # No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
@@ -46,7 +45,7 @@ def attention_kernel(
     first_row,
     num_rows,
     window,
-    room,  # splits that a tile may have, with FIXED and SPLIT
+    room,  # splits that a tile may have, without DEAL
     score_scale,
     cap_scale,
     NUM_KV_HEADS: tl.constexpr,
@@ -81,23 +80,20 @@ def attention_kernel(
     With FIXED a token's result is a function of what it sees alone, to the last bit, where all launches have the same blocks:
     splits are found and merged in the same way by many programs (SPLIT), each of which takes every so many of them, or by one.
     """
-    begin_next(CHAINED)
-    wait_for_last(CHAINED)
+    # fmt: off
+    take_turn(CHAINED)
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     across = NUM_KV_HEADS * CHUNKS
     tiles = tl.num_programs(0) // across
     part = tl.program_id(0) % across
-    # fmt: off
     row, first, split, dealt, share = find_work(
         tl.program_id(0) // across, tiles, first_row, num_rows, slots, starts, offsets, window,
         BLOCK_N, MIN_BLOCKS, MAX_SPLITS, TILE_TOKENS, ONE_TOKEN, DEAL, HAS_WINDOW,
     )
-    # fmt: on
     if row == first_row + num_rows:  # a dealt split that no row needs
         return
-    slot = tl.load(slots + row)
-    start = tl.load(starts + row)
+    slot, start = tl.load(slots + row), tl.load(starts + row)
     count = 1 if ONE_TOKEN else tl.load(num_tokens + row)
     if first >= count:
         return
@@ -115,58 +111,37 @@ def attention_kernel(
     k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
     v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
 
-    # fmt: off
-    if FIXED and not SPLIT:
-        acc, total, peak = fold_splits(
-            queries, k_head, v_head, table, base, used, begin, end, start + first, positions, window, score_scale, cap_scale,
-            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-            MIN_BLOCKS, ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-        )
-        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
-    elif FIXED:
-        first_kept = tl.program_id(0) * room
+    counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, room, DEAL)
+    if FIXED:
         programs = tl.minimum(used, tl.num_programs(1))
-        acc, total, peak = fold_strided(
-            partials, levels, first_kept, split, programs, valid,
+        acc, total, peak = fold_splits(
+            partials, levels, kept_first, split, programs, valid,
             queries, k_head, v_head, table, base, used, begin, end, start + first, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-            MIN_BLOCKS, ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
+            MIN_BLOCKS, SPLIT, ONE_TOKEN, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
-        if used == 1:
-            acc, total, peak = take_first(acc, total, peak, BLOCK_M, BLOCK_E)
-            store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
-        else:
-            tl.debug_barrier()  # every thread has stored before one of them says so
-            arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-            if arrived == programs - 1:
-                tl.store(arrivals + tl.program_id(0), 0)
-                some_own, some_heads, some = find_lanes(part, first, count, GROUP, HEADS, LANES, TILE_TOKENS)
-                some_tokens = tl.load(offsets + row) + some_own
-                means, weights, level = merge_splits(
-                    partials, levels, first_kept, first_kept, 1, used, some, LANES, BLOCK_M, BLOCK_E, VALUE_DIM
-                )
-                store_means(
-                    out, means, weights, level, sinks, some_tokens, some_heads, some, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS
-                )
     else:
+        programs = used
         acc, total, peak = fold_tile(
             queries, k_head, v_head, table, lower, upper, begin, end, start + first, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
             ONE_TOKEN, False, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
-        if not SPLIT or used == 1:
-            store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
-        else:
-            counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, DEAL)
+    if not SPLIT:
+        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    elif used == 1:
+        if FIXED:
+            acc, total, peak = take_first(acc, total, peak, BLOCK_M, BLOCK_E)
+        store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    else:
+        if not FIXED:
             number = split_number(split, kept_first, kept_rest, step)
             store_split(partials, levels, number, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
-            if MERGE:
-                tl.debug_barrier()  # every thread has stored before one of them says so
-                arrived = tl.atomic_add(arrivals + counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == used - 1:
-                    tl.store(arrivals + counter, 0)
-                    acc, total, peak = merge_splits(
-                        partials, levels, kept_first, kept_rest, step, used, valid, BLOCK_M, BLOCK_M, BLOCK_E, VALUE_DIM
-                    )
-                    store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+        if MERGE:
+            last = last_to_end(arrivals + counter, programs)
+            if last:
+                merge_tile(
+                    out, sinks, partials, levels, kept_first, kept_rest, step, used, part, first, count, tl.load(offsets + row),
+                    out_stride, GROUP, HEADS, VALUE_DIM, LANES, BLOCK_M, BLOCK_E, TILE_TOKENS, HAS_SINKS,
+                )
     # fmt: on

@@ -44,11 +44,11 @@ def split_number(split, first, rest, step):
 
 
 @triton.jit
-def split_places(dealt, part, across, extra, DEAL: tl.constexpr):
+def split_places(dealt, part, across, extra, room, DEAL: tl.constexpr):
     """(counter of a tile's splits that have ended, and of split_number: step, first, rest).
 
     Dealt splits lie by their number among all dealt ones, `dealt` of which are of rows before; the first split of a row that is
-    split lies as far behind all of them. Without DEAL a program's splits lie side by side.
+    split lies as far behind all of them. Without DEAL a tile's splits lie side by side, with room for so many.
     """
     if DEAL:
         counter = dealt * across + part
@@ -58,7 +58,7 @@ def split_places(dealt, part, across, extra, DEAL: tl.constexpr):
     else:
         counter = tl.program_id(0)
         step = 1
-        first = counter * tl.num_programs(1)
+        first = counter * room
         rest = first
     return counter, step, first, rest
 
@@ -89,53 +89,6 @@ def take_first(acc, total, peak, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def fold_splits(
-    q,
-    k_head,
-    v_head,
-    table,
-    base,
-    splits,
-    begin,
-    end,
-    position,
-    positions,
-    window,
-    score_scale,
-    cap_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """(acc [M, E], total [M], peak [M]) of all of a tile's fixed splits, one after the other: see fold_tile."""
-    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    # fmt: off
-    for split in range(0, splits):
-        lower, upper = fixed_split(split, base, begin, end, MIN_BLOCKS * BLOCK_N)
-        own_acc, own_total, own_peak = fold_tile(
-            q, k_head, v_head, table, lower, upper, begin, end, position, positions, window, score_scale, cap_scale,
-            NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
-            ONE_TOKEN, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
-        )
-        means, level = split_means(own_acc, own_total, own_peak)
-        acc, total, peak = take_split(acc, total, peak, means, level)
-    # fmt: on
-    return acc, total, peak
-
-
-@triton.jit
 def store_split(
     partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
@@ -149,7 +102,7 @@ def store_split(
 
 
 @triton.jit
-def fold_strided(
+def fold_splits(
     partials,
     levels,
     kept,
@@ -178,26 +131,32 @@ def fold_strided(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Stores a tile's fixed splits split, split + programs, ... at kept + split, ...; (acc [M, E], total [M], peak [M]) of the
-    last one, which is not stored if it is the tile's only one. See fold_tile."""
+    """(acc [M, E], total [M], peak [M]) of all of a tile's fixed splits, one after the other: see fold_tile. With SPLIT of the
+    last alone of splits split, split + programs, ..., which go to kept + split, ... where the tile has more than one."""
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     # fmt: off
     for own in range(split, splits, programs):
         lower, upper = fixed_split(own, base, begin, end, MIN_BLOCKS * BLOCK_N)
-        acc, total, peak = fold_tile(
+        own_acc, own_total, own_peak = fold_tile(
             q, k_head, v_head, table, lower, upper, begin, end, position, positions, window, score_scale, cap_scale,
             NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E,
             ONE_TOKEN, True, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
-        if splits > 1:
-            store_split(partials, levels, kept + own, acc, total, peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+        if SPLIT:
+            if splits > 1:
+                store_split(partials, levels, kept + own, own_acc, own_total, own_peak, valid, BLOCK_M, BLOCK_E, VALUE_DIM)
+            acc, total, peak = own_acc, own_total, own_peak
+        else:
+            means, level = split_means(own_acc, own_total, own_peak)
+            acc, total, peak = take_split(acc, total, peak, means, level)
     # fmt: on
     return acc, total, peak
 
@@ -229,6 +188,38 @@ def merge_splits(
         part = load_rows(partials, at * VALUE_DIM, valid, VALUE_DIM, BLOCK_E, True)
         acc, total, peak = take_split(acc, total, peak, part, level)
     return acc, total, peak
+
+
+@triton.jit
+def merge_tile(
+    out,
+    sinks,
+    partials,
+    levels,
+    kept_first,
+    kept_rest,
+    step,
+    used,
+    part,
+    first,
+    count,
+    offset,
+    out_stride,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """A tile's out [tokens, heads, E], of the first lanes of its splits. offset: the row's first token in the batch."""
+    own, heads, valid = find_lanes(part, first, count, GROUP, HEADS, LANES, TILE_TOKENS)
+    acc, total, peak = merge_splits(
+        partials, levels, kept_first, kept_rest, step, used, valid, LANES, BLOCK_M, BLOCK_E, VALUE_DIM
+    )
+    store_means(out, acc, total, peak, sinks, offset + own, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
 
 
 # No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
@@ -277,8 +268,10 @@ def merge_kernel(
     _, used = find_split(begin, end, splits, BLOCK_N, MIN_BLOCKS)
     if used == 1:
         return
-    own, heads, valid = find_lanes(tl.program_id(0) % across, first, count, GROUP, HEADS, BLOCK_M, TILE_TOKENS)
-    tokens = tl.load(offsets + row) + own
     base = tl.program_id(0) * splits
-    acc, total, peak = merge_splits(partials, levels, base, base, 1, used, valid, BLOCK_M, BLOCK_M, BLOCK_E, VALUE_DIM)
-    store_means(out, acc, total, peak, sinks, tokens, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
+    # fmt: off
+    merge_tile(
+        out, sinks, partials, levels, base, base, 1, used, tl.program_id(0) % across, first, count, tl.load(offsets + row),
+        out_stride, GROUP, HEADS, VALUE_DIM, BLOCK_M, BLOCK_M, BLOCK_E, TILE_TOKENS, HAS_SINKS,
+    )
+    # fmt: on

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.chaining import begin_next, chained, wait_for_last
+from kernels.triton.chaining import chained, take_turn
 from kernels.triton.launch import misfit, require_contiguous, warps_for
 
 BLOCK = 1024  # columns a program
@@ -14,8 +14,7 @@ BLOCK = 1024  # columns a program
 
 @triton.jit
 def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    begin_next(CHAINED)
-    wait_for_last(CHAINED)
+    take_turn(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.contracts.ops import PackedLinear
 from kernels.triton.attention.attention_block import dot
-from kernels.triton.chaining import begin_next, chained, fetch_ahead, wait_for_last
+from kernels.triton.chaining import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
 from kernels.triton.launch import misfit, require_contiguous
 
 SHORT, LONG = 512, 1024  # segments of the depth
@@ -135,10 +135,8 @@ def _linear_kernel(
         at = partials + rows.to(tl.int64)[:, None] * (tl.num_programs(0) * BLOCK_N) + lanes[None, :]
         inside = rows_in[:, None] & columns_in[None, :]
         tl.store(at + tl.program_id(2) * size, sums, mask=inside)
-        tl.debug_barrier()  # every thread has stored before one of them says so
-        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(2) - 1:
-            tl.store(arrivals + tl.program_id(0), 0)
+        last = last_to_end(arrivals + tl.program_id(0), tl.num_programs(2))
+        if last:
             total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
             for _ in tl.range(0, (DEPTH + SEGMENT - 1) // SEGMENT, loop_unroll_factor=4):  # so many loads are under way
                 total += tl.load(at, mask=inside, other=0.0)

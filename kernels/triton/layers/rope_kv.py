@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
-from kernels.triton.chaining import begin_next, chained, wait_for_last
+from kernels.triton.chaining import chained, take_turn
 from kernels.triton.launch import block_of, misfit, require_contiguous, warps_for
 
 FEW_TOKENS = 64  # up to so many, small tiles: they fill more of the device
@@ -62,8 +62,7 @@ def _rope_write_kernel(
     CHAINED: tl.constexpr,
 ):
     """Tiles of query heads come first, then of key heads, then of value heads."""
-    begin_next(CHAINED)
-    wait_for_last(CHAINED)
+    take_turn(CHAINED)
     token, tile = tl.program_id(0), tl.program_id(1)
     q_tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.bench.gpu_case import Work
+from kernels.bench.gpu_case import Make, Work
 from kernels.reference import layers
 from kernels.triton.layers.layers import TritonLayers
 from tests.benchmarks.gpu.command import Setting, run_command
@@ -20,14 +20,15 @@ from tests.benchmarks.gpu.replay import microseconds
 from tests.benchmarks.make_model import Shape
 
 HOW = (
-    "Each weight matrix of the 8B and the 0.6B shape times so many rows in bf16, through the product that the worker uses; median"
-    " over replays of a CUDA graph. Reduced: split sums may be added in bf16 (allow_bf16_reduced_precision_reduction), which the"
-    " worker does not allow. Fixed order: by deterministic mode's kernel, on a GPU. Layers: the four of a layer times their"
-    " number."
+    "Each weight matrix of the 8B and the 0.6B shape times so many rows in bf16, by cuBLAS; median over replays of a CUDA graph."
+    " Reduced: split sums may be added in bf16 (allow_bf16_reduced_precision_reduction), which the worker does not allow. Worker:"
+    " what its steps use, on a GPU. Fixed order: by deterministic mode's kernel, on a GPU. Layers: the four of a layer times"
+    " their number."
 )
 MODELS = ("qwen3-8b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 64, 128, 256)
-COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "fixed order µs", "GB/s", "TFLOP/s", "exact / reduced")
+OURS = {"as_worker": False, "in_fixed_order": True}  # whether they are deterministic mode's
+COLUMNS = ("model", "matrix", "rows", "µs", "reduced µs", "worker µs", "fixed order µs", "GB/s", "TFLOP/s", "exact / reduced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Product:
     def make(self, device: torch.device) -> Work:
         return self._by(layers, device)
 
-    def make_in_fixed_order(self, device: torch.device) -> Work:
-        return self._by(TritonLayers(device, deterministic=True), device)
+    def by_ours(self, deterministic: bool) -> Make:
+        return lambda device: self._by(TritonLayers(device, deterministic), device)
 
     def _by(self, kernels: Any, device: torch.device) -> Work:
         dtype = dtype_of(device)
@@ -97,7 +98,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 
 def _measure_rows(name: str, shape: Shape, rows: int, setting: Setting, journal: Journal) -> None:
-    layer, in_order = dict.fromkeys((False, True), 0.0), 0.0
+    layer, by_ours = dict.fromkeys((False, True), 0.0), dict.fromkeys(OURS, 0.0)
     itemsize = dtype_of(torch.device(setting.device)).itemsize
     for matrix, (outer, inner) in matrices(shape).items():
         product, found = Product(rows, inner, outer), {}
@@ -106,14 +107,20 @@ def _measure_rows(name: str, shape: Shape, rows: int, setting: Setting, journal:
                 found[allowed] = microseconds(product.make, product.bytes_moved(itemsize), setting)
             layer[allowed] += found[allowed] if matrix != "head" else 0.0
         exact, reduced = found[False], found[True]
-        ordered = microseconds(product.make_in_fixed_order, product.bytes_moved(itemsize), setting) if setting.on_gpu else None
-        in_order += ordered or 0.0 if matrix != "head" else 0.0
+        ours = {}
+        for kind in OURS if setting.on_gpu else ():
+            ours[kind] = microseconds(product.by_ours(OURS[kind]), product.bytes_moved(itemsize), setting)
+            by_ours[kind] += ours[kind] if matrix != "head" else 0.0
         rates = product.bytes_moved(itemsize) / exact / 1e3, product.flops / exact / 1e6
-        journal.row("matrix products", COLUMNS, (name, matrix, rows, exact, reduced, ordered or "", *rates, exact / reduced))
+        journal.row(
+            "matrix products",
+            COLUMNS,
+            (name, matrix, rows, exact, reduced, *(ours.get(kind, "") for kind in OURS), *rates, exact / reduced),
+        )
     for allowed, taken in layer.items():
         journal.figure(f"{name}.layers_{rows}_rows{'_reduced' if allowed else ''}_ms", taken * shape.layers / 1e3, "ms")
-    if setting.on_gpu:
-        journal.figure(f"{name}.layers_{rows}_rows_in_fixed_order_ms", in_order * shape.layers / 1e3, "ms")
+    for kind, taken in by_ours.items() if setting.on_gpu else ():
+        journal.figure(f"{name}.layers_{rows}_rows_{kind}_ms", taken * shape.layers / 1e3, "ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,6 +74,33 @@ KERNELS = (
     ),
     *of(
         "kernels",
+        "kernels/triton/layers/ordered_linear.py",
+        ("total += tl.load(at, mask=inside, other=0.0)", "total = total * 1.0001 + tl.load(at, mask=inside, other=0.0)"),
+        ("w_rows = columns + lanes % 2 * WIDTH if GATED", "w_rows = columns + (1 - lanes % 2) * WIDTH if GATED"),
+        ("total.to(KIND).to(tl.float32)", "total"),
+        only="test_deterministic_triton",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/chaining.py",
+        ("        tl.store(arrivals, 0)\n", "        tl.store(arrivals, 1)\n"),
+        only="test_deterministic_triton",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/layers/one_row.py",
+        ("deep = depths < DEPTH", "deep = depths < DEPTH - begin // BLOCK_K"),
+        ("inside = columns < WIDTH", "inside = columns <= WIDTH"),
+        only="test_triton_layers",
+    ),
+    *of(
+        "kernels",
+        "kernels/triton/attention/attention_merge.py",
+        ("for own in range(split, splits, programs):", "for own in range(split, splits, programs + 1):"),
+        only="test_deterministic_triton",
+    ),
+    *of(
+        "kernels",
         "kernels/triton/layers/step.py",
         ("tl.store(out + begin + entries, tl.maximum(page, 0)", "tl.store(out + begin + entries, page"),
         only="test_triton_step",
