@@ -133,6 +133,8 @@ class Release:
         waiting = ["--wait", "--timeout", "300s"] if wait else []
         arguments = ["upgrade", "--install", self.name, str(self.chart), "-n", self.namespace, *files, "-f", "-", *waiting]
         self.cluster.helm(*arguments, given=json.dumps(values))
+        if wait:  # helm has seen enough once no more pods are missing than a rollout may do without: of one worker, none is there
+            self.kubectl("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={self.name}", "--timeout=300s")
 
     def kubectl(self, action: str, *arguments: str, given: str = "") -> str:
         return self.cluster.kubectl(action, "-n", self.namespace, *arguments, given=given)

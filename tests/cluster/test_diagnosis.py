@@ -25,7 +25,7 @@ ONE: Object = {
     "tests": {"patienceSeconds": 90},
 }
 PATIENT_S = "300s"
-AT_ONCE = 4  # they wait, most of the time; other tests are beside them
+AT_ONCE = 2  # they wait, most of the time; other tests are beside them
 
 
 @dataclass(frozen=True)
