@@ -43,7 +43,6 @@ def test_no_case_hides_another() -> None:
         (VARIANTS["leader-worker-set"], WORKER),
         ({}, f"Ingress/{FULL}-gateway"),
         ({}, f"HTTPRoute/{FULL}-gateway"),
-        ({}, f"Role/{FULL}-gateway"),
         ({"worker": {"deletionCost": False}}, f"Role/{FULL}-worker"),
         ({"worker": {"pdb": {"enabled": False}}}, f"PodDisruptionBudget/{FULL}-worker-demo"),
         (merged(VARIANTS["apart"], {"worker": {"pdb": {"enabled": False}}}), f"PodDisruptionBudget/{FULL}-prefill-demo"),

@@ -66,6 +66,16 @@ def test_a_changed_selector_would_be_seen() -> None:
     assert len(differences(golden(), new)) == 1
 
 
+def test_what_gateways_read_with_stays_theirs_until_they_are_gone() -> None:
+    """Helm takes away what a rollback's manifest lacks while the pods before it still end their streams."""
+    watching, naming = render({"gateway": {"discovery": "k8s"}}), render({})
+    for kind in ("Role", "RoleBinding"):
+        assert [title(each) for each in naming.kind(kind) if "test" not in title(each)] == [
+            title(each) for each in watching.kind(kind) if "test" not in title(each)
+        ]
+        assert naming.has(kind, "llm-rootstock-gateway")
+
+
 def conflicts(before: Release, after: Release) -> list[str]:
     return differences({"": fixed_fields(before)}, {"": fixed_fields(after)})
 

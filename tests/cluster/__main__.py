@@ -6,7 +6,7 @@ buildah, while the cluster starts. What is missing of Debian's packages is insta
 Or CLUSTER_TEST_KUBECONFIG names the kubeconfig of a cluster that is there, and CLUSTER_TEST_LOAD a command that gives it an
 archive; tests that disturb all of it are run there with CLUSTER_TEST_DISRUPT=1 alone.
 CLUSTER_TEST_NODES says of how many nodes it is: 2, and 3 for what stands on three (test_long_far_pools.py).
-A whole run has two passes: tests that keep to their namespaces, some at a time (CLUSTER_TEST_LANES, 2), then those that disturb
+A whole run has two passes: tests that keep to their namespaces, some at a time (CLUSTER_TEST_LANES, 3), then those that disturb
 the cluster or measure, by themselves. It writes docs/kubernetes/proof.md, and proof.json beside it.
 """
 
@@ -95,7 +95,7 @@ def _local(command: str, folder: Path, addons: Sequence[str]) -> Cluster:
 
 def _test_whole(cluster: Cluster, lines: Path) -> int:
     """pytest's status: of the first pass, unless that is 0."""
-    lanes = os.environ.get("CLUSTER_TEST_LANES", "2")
+    lanes = os.environ.get("CLUSTER_TEST_LANES", "3")
     beside = _test(cluster, [*WHOLE, "-m", "not alone", "-n", lanes, "--dist", "loadfile", *IN_ORDER], lines)
     if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):
         print("left out without CLUSTER_TEST_DISRUPT=1: what disturbs the whole cluster", flush=True)
