@@ -112,6 +112,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/test_sampling_parameters.py",
         "tests/services/gateway/routing/test_routing_policies.py",
         "tests/services/gateway/discovery/test_discovery.py",
+        "tests/services/gateway/discovery/test_discovery_kubernetes.py",
         "tests/services/gateway/admin/test_admin.py",
         *(f"tests/services/gateway/playground/test_{name}.py" for name in ("pages", "report")),
         "tests/services/worker/front/test_wire_submit.py",

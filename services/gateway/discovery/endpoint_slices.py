@@ -8,6 +8,7 @@ from typing import Any
 from services.gateway.discovery.endpoints import join
 
 SERVICE_LABEL = "kubernetes.io/service-name"
+HEADLESS_LABEL = "service.kubernetes.io/headless"
 
 # A pod of a dual-stack Service stands in one slice of each family; the first family that it has is taken.
 _FAMILIES = ("IPv4", "IPv6", "FQDN")
@@ -38,6 +39,20 @@ def endpoints_of(slices: Iterable[Slice], port: int | str) -> dict[str, bool]:
             address = join(addresses[0], number)
             found[address] = found.get(address, False) or _is_ready(endpoint.get("conditions") or {})
     return found
+
+
+def has_names(slices: Iterable[Slice]) -> bool:
+    """Whether the Service's name has each ready pod's address in DNS: its slices say that it is headless. False without any."""
+    labels = [slice_.get("metadata", {}).get("labels") or {} for slice_ in slices]
+    return bool(labels) and all(HEADLESS_LABEL in each for each in labels)
+
+
+def number_of(slices: Iterable[Slice], port: int | str) -> int | None:
+    """The one number that a port has in all slices that know it; None where they differ or none does. A number is its own."""
+    if isinstance(port, int):
+        return port
+    numbers = {_port_named(slice_, port) for slice_ in slices} - {None}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _is_ready(conditions: Mapping[str, Any]) -> bool:

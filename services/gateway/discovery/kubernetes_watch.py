@@ -1,7 +1,7 @@
 """Follows the EndpointSlices of one Service: list, then watch from there, list again when the versions are gone or now and then.
 
 The blocking client lives in a daemon thread; what it finds is handed to the event loop. While the API server fails, the last
-endpoints stay.
+endpoints stay; it says then by which name the pods can be looked up instead, if by any.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import urllib3
 from kubernetes import client, config
 
-from services.gateway.discovery.endpoint_slices import endpoints_of
+from services.gateway.discovery.endpoint_slices import endpoints_of, has_names, number_of
 from services.gateway.discovery.endpoints import Endpoints
 from services.gateway.discovery.kubernetes_api import GONE, WATCH_S, ApiError, SliceApi, load_client, own_namespace
-from services.gateway.discovery.targets import KubernetesTarget
+from services.gateway.discovery.targets import DnsTarget, KubernetesTarget
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,11 @@ logger = logging.getLogger(__name__)
 RESYNC_S = 600.0  # between two lists, whatever the watch says
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
+PATIENCE_S = 10.0  # with a server that is away, before names are looked up: one that starts again is back by then
+DENIED = (401, 403)
 
 LoadClient = Callable[[], client.ApiClient]
+_Tell = Callable[[Callable[[Any], None], object], object]  # (what is to be called on the event loop, with what)
 _FAILURES = (ApiError, config.ConfigException, urllib3.exceptions.HTTPError, OSError, ValueError, KeyError)
 
 
@@ -38,21 +41,29 @@ class KubernetesWatch:
         self,
         target: KubernetesTarget,
         changed: Callable[[Endpoints], None],
+        named: Callable[[DnsTarget | None], None],
         load: LoadClient = load_client,
         watch_s: float = WATCH_S,
         resync_s: float = RESYNC_S,
     ) -> None:
-        """`changed` is called on the event loop that runs run()."""
+        """`changed` and `named` are called on the event loop that runs run().
+
+        `named` gets the name that the pods have in DNS once the slices cannot be read, and None when they can be again.
+        """
         self._target = target
         self._changed = changed
+        self._named = named
         self._load = load
         self._watch_s = watch_s
         self._resync_s = resync_s
         self._stopping = threading.Event()
         self._api: SliceApi | None = None  # the thread's, once it is made
+        self._namespace = ""  # the thread's, once it is known
         self._slices: dict[str, dict[str, Any]] = {}  # the thread's, by name
         self._told: Endpoints | None = None  # the thread's
         self._failures = 0  # the thread's, in a row
+        self._failing_since = 0.0  # the thread's: monotonic seconds of the first of them
+        self._name: DnsTarget | None = None  # the thread's: as it was told last
 
     async def run(self) -> None:
         """Until cancelled. Raises what ended the thread, which is a fault of this code."""
@@ -69,9 +80,9 @@ class KubernetesWatch:
                 self._api.stop()
 
     def _thread(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-        def tell(endpoints: Endpoints) -> None:
+        def tell(changed: Callable[[Any], None], value: object) -> None:
             if not self._stopping.is_set():
-                self._changed(endpoints)
+                changed(value)
 
         def end(error: BaseException) -> None:
             if not ended.done():
@@ -79,7 +90,7 @@ class KubernetesWatch:
 
         try:
             while not self._stopping.is_set():
-                self._attempt(lambda endpoints: loop.call_soon_threadsafe(tell, endpoints))
+                self._attempt(lambda changed, value: loop.call_soon_threadsafe(tell, changed, value))
                 self._stopping.wait(self._pause_s())
         except Exception as error:
             if not loop.is_closed():
@@ -89,25 +100,28 @@ class KubernetesWatch:
         longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 16))
         return random.uniform(longest / 2, longest)
 
-    def _attempt(self, tell: Callable[[Endpoints], object]) -> None:
+    def _attempt(self, tell: _Tell) -> None:
         """One list and the watches from there. Failures are logged and counted."""
         try:
             if self._api is None:
-                namespace = self._target.namespace or own_namespace()
-                self._api = SliceApi(self._load(), namespace, self._target.service, self._watch_s)
+                self._namespace = self._target.namespace or own_namespace()
+                self._api = SliceApi(self._load(), self._namespace, self._target.service, self._watch_s)
             self._follow(self._api, tell)
         except ApiError as error:
             if error.status == GONE:
                 logger.info("the versions of the EndpointSlices are gone, listing again", extra=self._fields())
                 self._failures = min(self._failures, 1)
             else:
-                self._failed(error)
+                self._failed(error, tell)
         except _FAILURES as error:
-            self._failed(error)
+            self._failed(error, tell)
 
-    def _follow(self, api: SliceApi, tell: Callable[[Endpoints], object]) -> None:
+    def _follow(self, api: SliceApi, tell: _Tell) -> None:
         listed, version = api.list()
         self._slices = {slice_["metadata"]["name"]: slice_ for slice_ in listed}
+        if self._name is not None:
+            self._name, self._told = None, None
+            tell(self._named, None)
         self._tell(tell)
         if self._failures:
             logger.info("EndpointSlices can be read again", extra=self._fields())
@@ -133,20 +147,35 @@ class KubernetesWatch:
             self._slices.pop(name, None)
         return str(slice_["metadata"].get("resourceVersion", ""))
 
-    def _tell(self, tell: Callable[[Endpoints], object]) -> None:
+    def _tell(self, tell: _Tell) -> None:
         endpoints = endpoints_of(self._slices.values(), self._target.port)
         if endpoints != self._told:
             self._told = endpoints
-            tell(endpoints)
+            tell(self._changed, endpoints)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, tell: _Tell) -> None:
         if self._stopping.is_set():
             return
+        if not self._failures:
+            self._failing_since = time.monotonic()
         self._failures += 1
-        denied = isinstance(error, ApiError) and error.status in (401, 403)
+        denied = isinstance(error, ApiError) and error.status in DENIED
+        if self._name is None and (denied or time.monotonic() - self._failing_since >= PATIENCE_S):
+            self._name = self._name_of_the_pods()
+            if self._name is not None:
+                tell(self._named, self._name)
+        rest = "the last ones stay" if self._name is None else f"{self._name.name} is looked up meanwhile"
         hint = "; the service account needs list and watch on endpointslices (discovery.k8s.io)" if denied else ""
         level = logging.ERROR if denied and self._failures == 1 else logging.WARNING
-        logger.log(level, "EndpointSlices cannot be read, the last ones stay: %s%s", error, hint, extra=self._fields())
+        logger.log(level, "EndpointSlices cannot be read, %s: %s%s", rest, error, hint, extra=self._fields())
+
+    def _name_of_the_pods(self) -> DnsTarget | None:
+        """None where the name is not known to have an address for each pod: nothing was read yet, or no headless Service."""
+        slices = list(self._slices.values())
+        number = number_of(slices, self._target.port)
+        if number is None or not has_names(slices):
+            return None
+        return DnsTarget(f"{self._target.service}.{self._namespace}.svc", number)
 
     def _fields(self) -> dict[str, dict[str, Any]]:
         return fields(service_=self._target.service, namespace=self._target.namespace)

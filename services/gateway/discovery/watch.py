@@ -13,6 +13,7 @@ from services.gateway.discovery.targets import DnsTarget, KubernetesTarget, Stat
 from services.shared.observe.log_fields import fields
 
 if TYPE_CHECKING:
+    from services.gateway.discovery.kubernetes_service import KubernetesService
     from services.gateway.discovery.kubernetes_watch import LoadClient
 
 __all__ = ["Discovery", "check_target"]
@@ -45,11 +46,11 @@ class Discovery:
         self._load_client = load_client
         self._parts: dict[int, Endpoints] = {}  # by the target's place
         self._told: dict[str, bool] | None = None
-        self._names: list[dns.DnsWatch] = []
+        self._names: list[dns.DnsWatch | KubernetesService] = []
 
     def trouble(self) -> str:
         """Why a name of the targets cannot be looked up, empty if all can."""
-        return next((watch.trouble for watch in self._names if watch.trouble), "")
+        return next(filter(None, (watch.trouble for watch in self._names)), "")
 
     async def run(self) -> None:
         """Until cancelled. Addresses that need no looking up are told before anything is waited for."""
@@ -64,15 +65,17 @@ class Discovery:
                     self._names.append(watch)
                     group.create_task(watch.run())
                 elif isinstance(target, KubernetesTarget):
-                    group.create_task(self._watch_kubernetes(target, self._hear(place)))
+                    service = self._service(target, self._hear(place))
+                    self._names.append(service)
+                    group.create_task(service.run())
             await asyncio.get_running_loop().create_future()
 
-    async def _watch_kubernetes(self, target: KubernetesTarget, heard: Callable[[Endpoints], None]) -> None:
+    def _service(self, target: KubernetesTarget, heard: Callable[[Endpoints], None]) -> KubernetesService:
         # Not before it is needed: the client is the gateway's largest import.
         from services.gateway.discovery.kubernetes_api import load_client
-        from services.gateway.discovery.kubernetes_watch import KubernetesWatch
+        from services.gateway.discovery.kubernetes_service import KubernetesService
 
-        await KubernetesWatch(target, heard, self._load_client or load_client).run()
+        return KubernetesService(target, heard, self._dns_refresh_s, self._resolve, self._load_client or load_client)
 
     def _hear(self, place: int) -> Callable[[Endpoints], None]:
         def heard(endpoints: Endpoints) -> None:

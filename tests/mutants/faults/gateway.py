@@ -153,6 +153,21 @@ GATEWAY = (
     ),
     *of(
         "gateway",
+        "services/gateway/discovery/kubernetes_watch.py",
+        ("if self._name is None and (denied or", "if self._name is None and (not denied or"),
+        ("self._name, self._told = None, None", "self._name = None"),
+        ("if number is None or not has_names(slices):", "if number is None:"),
+        only="test_discovery",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/discovery/kubernetes_service.py",
+        ("            self._names[1].cancel()\n", ""),
+        ("if endpoints:  # a name", "if endpoints is not None:  # a name"),
+        only="test_discovery",
+    ),
+    *of(
+        "gateway",
         "services/gateway/admin/operations.py",
         ('("GET", "/get_server_info"): _STATE', '("GET", "/get_server_info"): _LOAD'),
         only="test_admin",

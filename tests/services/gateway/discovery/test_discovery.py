@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from services.gateway.discovery import dns
 from services.gateway.discovery.targets import DnsTarget, KubernetesTarget, StaticTarget, parse
 from services.gateway.discovery.watch import Discovery, check_target
+from tests.services.gateway.discovery.names import Names
 
 
 @pytest.mark.parametrize(
@@ -55,28 +56,6 @@ def test_bad_targets_are_named_in_a_sentence(text: str) -> None:
     assert str(raised.value).startswith(f"'{text}' ")
     with pytest.raises(ValueError):
         Discovery(["127.0.0.1:1", text], lambda endpoints: None)
-
-
-class Names:
-    """A resolver whose answers are set by the test."""
-
-    def __init__(self) -> None:
-        self.answer: list[str] | OSError = []
-        self.lookups = 0
-        self.trouble: Callable[[], str] = lambda: ""  # as the discovery that asks it tells it
-
-    async def resolve(self, name: str, port: int) -> Sequence[str]:
-        self.lookups += 1
-        if isinstance(self.answer, OSError):
-            raise self.answer
-        return list(self.answer)
-
-    async def some_lookups(self, more: int) -> None:
-        """So many have begun and ended since."""
-        goal = self.lookups + more + 1
-        async with asyncio.timeout(60):
-            while self.lookups < goal:
-                await asyncio.sleep(0.002)
 
 
 def follow(

@@ -17,9 +17,10 @@ import pytest
 from kubernetes import client
 
 from services.gateway.discovery import kubernetes_api, kubernetes_watch
-from services.gateway.discovery.endpoint_slices import endpoints_of
-from services.gateway.discovery.kubernetes_watch import KubernetesWatch
+from services.gateway.discovery.endpoint_slices import endpoints_of, has_names, number_of
+from services.gateway.discovery.kubernetes_service import KubernetesService
 from services.gateway.discovery.targets import KubernetesTarget
+from tests.services.gateway.discovery.names import Names
 
 WAIT_S = 60.0
 
@@ -29,10 +30,11 @@ def endpoint(*addresses: str, uid: str = "", **conditions: bool | None) -> dict[
 
 
 def slice_of(
-    name: str, *endpoints: Any, family: str = "IPv4", ports: Any = ((7001, "grpc"),), version: str = ""
+    name: str, *endpoints: Any, family: str = "IPv4", ports: Any = ((7001, "grpc"),), version: str = "", headless: bool = False
 ) -> dict[str, Any]:
+    labels = {"labels": {"service.kubernetes.io/headless": ""}} if headless else {}
     return {
-        "metadata": {"name": name, "resourceVersion": version},
+        "metadata": {"name": name, "resourceVersion": version, **labels},
         "addressType": family,
         "ports": [{"port": number, "name": port} for number, port in ports],
         "endpoints": list(endpoints) or None,
@@ -213,6 +215,7 @@ class ApiServer:
 class Heard:
     def __init__(self) -> None:
         self.told: list[dict[str, bool]] = []
+        self.names = Names()
 
     async def until(self, endpoints: dict[str, bool]) -> None:
         await eventually(lambda: bool(self.told) and self.told[-1] == endpoints, lambda: f"{endpoints} in {self.told}")
@@ -229,8 +232,11 @@ async def eventually(condition: Callable[[], bool], what: Callable[[], str] = la
 async def following(server: ApiServer, port: int | str = 7001, namespace: str = "llm", **times: float) -> AsyncIterator[Heard]:
     heard = Heard()
     target = KubernetesTarget("tokenizer", namespace, port)
-    watch = KubernetesWatch(target, lambda endpoints: heard.told.append(dict(endpoints)), server.load_client, **times)
-    task = asyncio.create_task(watch.run())
+    service = KubernetesService(
+        target, lambda found: heard.told.append(dict(found)), 0.01, heard.names.resolve, server.load_client, **times
+    )
+    heard.names.trouble = lambda: service.trouble
+    task = asyncio.create_task(service.run())
     try:
         yield heard
         assert not task.done()
@@ -347,12 +353,95 @@ def test_refusals_keep_the_last_endpoints(server: ApiServer, verb: str, caplog: 
             refused = len(server.queries)
             await eventually(lambda: len(server.queries) >= refused + 4)
             assert heard.told == [{"10.0.0.1:7001": True}]
-            assert "needs list and watch on endpointslices" in caplog.text
+            assert "the last ones stay" in caplog.text and "needs list and watch on endpointslices" in caplog.text
+            assert not heard.names.lookups, "one address for all pods is no way to each of them"
             server.refuse.clear()
             server.slices = [slice_of("a", endpoint("10.0.0.2"))]
             await heard.until({"10.0.0.2:7001": True})
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("verb", ["list", "watch"])
+@pytest.mark.parametrize("port", [7001, "grpc"])
+def test_who_is_refused_looks_names_up_meanwhile(
+    server: ApiServer, verb: str, port: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
+        async with following(server, port) as heard:
+            await heard.until({"10.0.0.1:7001": True})
+            await eventually(lambda: len(server.watches()) == 1)
+            assert not heard.names.lookups
+            heard.names.answer = ["10.0.0.2", "10.0.0.3"]
+            server.refuse[verb] = 403
+            server.cut()
+            await heard.until({"10.0.0.2:7001": True, "10.0.0.3:7001": True})
+            assert heard.names.last == ("tokenizer.llm.svc", 7001)
+            assert "tokenizer.llm.svc is looked up meanwhile" in caplog.text
+            heard.names.answer = OSError("no server")
+            await eventually(lambda: heard.names.trouble() == "no server")
+            server.slices = [slice_of("a", endpoint("10.0.0.4", ready=False), headless=True)]
+            server.refuse.clear()
+            await heard.until({"10.0.0.4:7001": False})
+            seen, heard.names.answer = heard.names.lookups, ["10.0.0.5"]
+            await asyncio.sleep(0.1)
+            assert heard.names.lookups == seen and heard.names.trouble() == "" and heard.told[-1] == {"10.0.0.4:7001": False}
+
+    asyncio.run(run())
+
+
+def test_a_name_without_addresses_takes_none_away(server: ApiServer) -> None:
+    async def run() -> None:
+        server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
+        async with following(server) as heard:
+            await heard.until({"10.0.0.1:7001": True})
+            server.refuse["list"] = server.refuse["watch"] = 401
+            server.cut()
+            await eventually(lambda: heard.names.lookups >= 4)
+            assert heard.told == [{"10.0.0.1:7001": True}]
+            server.refuse.clear()
+            server.slices = []
+            await heard.until({})
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_away_is_waited_for_before_names_are_looked_up(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
+        async with following(server) as heard:
+            heard.names.answer = ["10.0.0.2"]
+            await heard.until({"10.0.0.1:7001": True})
+            await eventually(lambda: len(server.watches()) == 1)
+            server.refuse["list"] = server.refuse["watch"] = 503
+            server.cut()
+            refused = len(server.queries)
+            await eventually(lambda: len(server.queries) >= refused + 4)
+            assert not heard.names.lookups and heard.told == [{"10.0.0.1:7001": True}]
+            monkeypatch.setattr(kubernetes_watch, "PATIENCE_S", 0.0)
+            await heard.until({"10.0.0.2:7001": True})
+            server.refuse.clear()
+            await heard.until({"10.0.0.1:7001": True})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        [],
+        [slice_of("a", headless=True), slice_of("b")],
+        [slice_of("a", headless=True), slice_of("b", ports=((7002, "grpc"),), headless=True)],
+        [slice_of("a", ports=((7001, "http"),), headless=True)],
+    ],
+    ids=["none read", "not headless", "two numbers", "no such port"],
+)
+def test_names_that_say_too_little_are_not_looked_up(slices: list[dict[str, Any]]) -> None:
+    assert not has_names(slices) or number_of(slices, "grpc") is None
+    assert number_of(slices, 7) == 7
 
 
 def test_slices_are_listed_now_and_then_whatever_the_watch_says(server: ApiServer) -> None:
@@ -377,7 +466,8 @@ def test_a_server_that_is_down_at_the_start(server: ApiServer) -> None:
 
         heard = Heard()
         target = KubernetesTarget("tokenizer", "llm", 7001)
-        task = asyncio.create_task(KubernetesWatch(target, lambda found: heard.told.append(dict(found)), load_client).run())
+        service = KubernetesService(target, lambda found: heard.told.append(dict(found)), 5.0, heard.names.resolve, load_client)
+        task = asyncio.create_task(service.run())
         await eventually(lambda: len(clients) == 1)
         await asyncio.sleep(0.1)
         assert not heard.told and not task.done()

@@ -1,0 +1,30 @@
+"""A resolver for tests of discovery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+
+class Names:
+    """A resolver whose answers are set by the test."""
+
+    def __init__(self) -> None:
+        self.answer: list[str] | OSError = []
+        self.lookups = 0
+        self.last = ("", 0)  # what was looked up last: a name and the port of its addresses
+        self.trouble: Callable[[], str] = lambda: ""  # as the discovery that asks it tells it
+
+    async def resolve(self, name: str, port: int) -> Sequence[str]:
+        self.lookups += 1
+        self.last = (name, port)
+        if isinstance(self.answer, OSError):
+            raise self.answer
+        return list(self.answer)
+
+    async def some_lookups(self, more: int) -> None:
+        """So many have begun and ended since."""
+        goal = self.lookups + more + 1
+        async with asyncio.timeout(60):
+            while self.lookups < goal:
+                await asyncio.sleep(0.002)
