@@ -222,7 +222,7 @@ async def serve(settings: WorkerSettings) -> None:
     if mtls is not None:
         registry.register(TlsMetrics(mtls))
     engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
-    warming = asyncio.create_task(_warm_up(engine))
+    warming = asyncio.create_task(_warm_up(settings, engine))
     info = _info(settings, engine, secrets.randbits(63))
     counts = LoopCounts(info.page_size, info.num_pages)
     worker_metrics = WorkerMetrics(info.model, counts, engine_type=info.role or "unified")
@@ -303,9 +303,10 @@ async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
         task.result()
 
 
-async def _warm_up(engine: Engine) -> None:
-    """Who is ready answers structured output too, without seconds of waiting for its compiler."""
-    if engine.book is not None:
+async def _warm_up(settings: WorkerSettings, engine: Engine) -> None:
+    """Who is ready answers structured output too, without seconds of waiting for its compiler. The fake executor's worker is to
+    be there soon, and most often without it."""
+    if engine.book is not None and settings.executor != "fake":
         await asyncio.to_thread(engine.book.pool.warm_up)
 
 

@@ -41,6 +41,7 @@ def test_ready_and_live_then_gone_on_sigterm(service: str) -> None:
             health = health_pb2_grpc.HealthStub(channel)
             wait_serving(health, service)
             wait_serving(health, "")
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "seconds of its start"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert "Traceback" not in process.communicate()[1]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from services.worker.core.contracts.plan import SlotParams
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 BETWEEN_TEXTS = -1  # in the token ids of several
-Kept = tuple[Tensor, ...]
+Kept = tuple["Tensor", ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,12 @@ repeated often). This one looks at one byte after the other, and at no more than
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import xgrammar
+
+if TYPE_CHECKING:
+    import xgrammar
 
 MAX_FORCED_BYTES = 256
 _STOP = 256  # the id after the bytes: set in a mask where the output may end
@@ -20,6 +24,8 @@ class BytesRefused(RuntimeError):
 
 def byte_vocabulary() -> xgrammar.TokenizerInfo:
     """Ids 0 to 255 are the bytes; one more is the stop token."""
+    import xgrammar  # imported only where it is wanted
+
     tokens = [bytes([value]) for value in range(256)]
     return xgrammar.TokenizerInfo([*tokens, b""], xgrammar.VocabType.RAW, vocab_size=_STOP + 1, stop_token_ids=[_STOP])
 
@@ -28,6 +34,8 @@ class ByteCursor:
     """grammar: compiled for byte_vocabulary()."""
 
     def __init__(self, grammar: xgrammar.CompiledGrammar) -> None:
+        import xgrammar  # as above
+
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._mask = np.zeros((1, -(-(_STOP + 1) // 32)), np.int32)
 

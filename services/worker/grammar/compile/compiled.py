@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import xgrammar
+if TYPE_CHECKING:
+    import xgrammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ class _Slow(Exception):
 class _Nursery:
     """The process that forks compilers. Thread-safe; started at first use and after its death."""
 
-    def __init__(self, vocabulary: bytes, limits: GrammarLimits, jumps: bool) -> None:
+    def __init__(self, vocabulary: Callable[[], bytes], limits: GrammarLimits, jumps: bool) -> None:
+        """vocabulary: asked for when it is started."""
         self._vocabulary = vocabulary
         self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
@@ -124,7 +125,7 @@ class _Nursery:
             with theirs:
                 self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
             send_message(ours, self._setup)
-            send_frame(ours, self._vocabulary)
+            send_frame(ours, self._vocabulary())
             receive_message(ours)
         except (OSError, EOFError) as error:
             ours.close()
@@ -151,16 +152,35 @@ class _Nursery:
             logger.debug("the grammar compiler's group was empty")
 
 
+class _Library:
+    """xgrammar as it is used here. Loading it, and torch with it, takes seconds: not before the first use. Thread-safe."""
+
+    def __init__(self, vocabulary: Vocabulary, jumps: bool) -> None:
+        self._words = vocabulary
+        self._jumps = jumps
+        self._lock = threading.Lock()
+        self._made: GrammarCompiler | None = None
+
+    def vocabulary(self) -> bytes:
+        """As the compiling process reads it."""
+        return self._words.info().serialize_json().encode()
+
+    def compiler(self) -> GrammarCompiler:
+        with self._lock:
+            if self._made is None:
+                self._made = GrammarCompiler(self._words.info(), self._jumps)
+            return self._made
+
+
 class CompilerPool:
     """done(spec, compiled, reason, busy) is called on one of the pool's threads for every submitted spec, unless the pool is
     closed. busy: it was not compiled, and that says nothing about it. jumps: whether grammars are compiled for bytes too."""
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, done: Done, jumps: bool) -> None:
-        info = vocabulary.info()
-        self._compiler = GrammarCompiler(info, jumps)
+        self._library = _Library(vocabulary, jumps)
         self._limits = limits
         self._done = done
-        self._nursery = _Nursery(info.serialize_json().encode(), limits, jumps)
+        self._nursery = _Nursery(self._library.vocabulary, limits, jumps)
         self._quick, self._slow = FairLane(limits.queue), FairLane(limits.queue)
         self._closed = False
         self._late = threading.Lock()
@@ -185,7 +205,9 @@ class CompilerPool:
         return self._quick.offer(spec, tenant)
 
     def warm_up(self) -> None:
-        """Returns once the compiling process runs, which takes seconds, or has failed to; the first grammar tries again."""
+        """Returns once all is loaded and the compiling process runs, which takes seconds, or it has failed to; the first grammar
+        tries again."""
+        self._library.compiler()
         try:
             self._nursery.ensure()
         except CompilerGone as gone:
@@ -254,7 +276,7 @@ class CompilerPool:
                 raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
         if reply["error"] is not None:
             raise GrammarRefused(reply["error"])
-        return self._compiler.compile(Prepared(reply["is_tag"], text))
+        return self._library.compiler().compile(Prepared(reply["is_tag"], text))
 
     def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
         if late:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-import xgrammar
+from typing import TYPE_CHECKING
 
 from services.worker.grammar.compile.byte_cursor import byte_vocabulary
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.schema.refusal import GrammarRefused
+
+if TYPE_CHECKING:
+    import xgrammar
 
 _PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # the compiler's clock and source line
 
@@ -48,6 +50,8 @@ def warning_in(log: str) -> str:
 
 
 def _compiler(info: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
+    import xgrammar  # imported only where it is wanted
+
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 

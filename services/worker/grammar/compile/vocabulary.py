@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import xgrammar
+from typing import TYPE_CHECKING
 
 from services.shared.hf_tokenizer import HfTokenizer
+
+if TYPE_CHECKING:
+    import xgrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Vocabulary:
         return -(-len(self.tokens) // 32)
 
     def info(self) -> xgrammar.TokenizerInfo:
+        import xgrammar  # imported only where it is wanted
+
         stop_ids = list(self.stop_ids)
         return xgrammar.TokenizerInfo(
             list(self.tokens), xgrammar.VocabType.RAW, vocab_size=len(self.tokens), stop_token_ids=stop_ids

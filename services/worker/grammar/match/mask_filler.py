@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.match.matcher import XgrammarMatcher
+
+if TYPE_CHECKING:
+    import xgrammar
 
 MIN_BATCH = 4  # masks below which threads cost more than they save
 SLOW_MASK_S = 5e-3  # thread time of one mask of a batch, on average, above which the next step looks at each alone
@@ -42,7 +45,7 @@ class MaskFiller:
         self._ahead = [np.zeros((max_guesses, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._threads = threads
         self._budget_s = fill_ms / 1e3
-        self._batch = xgrammar.BatchGrammarMatcher(threads) if threads > 1 else None
+        self._batch = _batch_matcher(threads) if threads > 1 else None
         self._one_by_one = False
 
     def fill(self, matchers: Iterable[tuple[int, XgrammarMatcher]]) -> dict[int, NDArray[np.uint32]]:
@@ -104,3 +107,9 @@ class MaskFiller:
             for index, matcher in zip(indices, matchers, strict=True):
                 matcher.adopt(buffer[index])
         return time.perf_counter() - started
+
+
+def _batch_matcher(threads: int) -> xgrammar.BatchGrammarMatcher:
+    import xgrammar  # imported only where it is wanted
+
+    return xgrammar.BatchGrammarMatcher(threads)

@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
 from services.worker.grammar.compile.byte_cursor import ByteCursor
@@ -20,6 +20,9 @@ from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.vocabulary import Vocabulary
 from services.worker.grammar.match.forced_text import ForcedText
 from services.worker.text.step_meter import StepMeter
+
+if TYPE_CHECKING:
+    import xgrammar
 
 TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
@@ -56,6 +59,8 @@ class XgrammarMatcher:
     """Implements core.grammar.Matcher, and gives masks. on_overrun is called once, when the meter first overruns."""
 
     def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], None]) -> None:
+        import xgrammar  # imported only where it is wanted
+
         self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
         self._setup = setup
         self._meter = meter
