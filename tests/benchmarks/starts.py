@@ -1,0 +1,89 @@
+"""What a service's start costs: python -m tests.benchmarks.starts [--beside CHECKOUT] [--python INTERPRETER] [--rounds N]
+
+Each service with the demo model, from the process's begin until its health says SERVING: seconds, and CPU seconds of it and of
+what it has started. The least of some rounds. --beside: another checkout's too, in turn. --python: with the environment of the
+one that runs this; one whose own library has no bytecode starts as in an official image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import site
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.local.ports import HOST, free_ports
+from tests.benchmarks.server_process import ROOT
+
+DEMO = ROOT / "models" / "demo"
+WAIT_S = 120.0
+SERVICES: dict[str, tuple[str, list[str]]] = {
+    "tokenizer": ("tokenizer", []),
+    "detokenizer": ("detokenizer", []),
+    "worker, fake": ("worker", ["--executor", "fake"]),
+    "worker, CPU": ("worker", ["--executor", "cpu", "--max-total-tokens", "4096"]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """In seconds. cpu: of all cores."""
+
+    wall: float
+    cpu: float
+
+
+def measured(python: str, checkout: Path, service: str, flags: list[str]) -> Start:
+    port, metrics_port = free_ports(2)
+    argv = [python, "-m", f"services.{service}", "--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics_port)]
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join((str(checkout), *site.getsitepackages()))}
+    begun = time.monotonic()
+    process = subprocess.Popen([*argv, *flags], cwd=checkout, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service=service)
+            while health.Check(request, timeout=WAIT_S, wait_for_ready=True).status != health_pb2.HealthCheckResponse.SERVING:
+                time.sleep(0.01)
+        wall = time.monotonic() - begun
+        return Start(wall, cpu_s(psutil.Process(process.pid)))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Of it and of all that it has started and that still runs."""
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+
+
+def least(starts: list[Start]) -> str:
+    return f"{min(each.wall for each in starts):.2f} s, {min(each.cpu for each in starts):.2f} s of CPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, help="another checkout, with its generated protos")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    checkouts = [ROOT] if asked.beside is None else [ROOT, asked.beside.resolve()]
+    for name, (service, flags) in SERVICES.items():
+        starts: dict[Path, list[Start]] = {checkout: [] for checkout in checkouts}
+        for _ in range(asked.rounds):
+            for checkout in checkouts:
+                starts[checkout].append(measured(asked.python, checkout, service, flags))
+        print(name, *(f"{checkout}: {least(found)}" for checkout, found in starts.items()), sep="; ", flush=True)
+
+
+if __name__ == "__main__":
+    main()
