@@ -17,6 +17,7 @@ from tests.cluster.kubernetes import Cluster, CommandFailed, Object, Release
 from tests.cluster.overlays import merged
 from tests.cluster.side_by_side import asked_for, side_by_side, what_became_of
 from tests.cluster.spaces import namespace
+from tests.cluster.values import FAKE
 
 LITTLE: Object = {"resources": {"requests": {"cpu": "20m"}}}
 ONE: Object = {
@@ -24,6 +25,7 @@ ONE: Object = {
     "worker": {"replicas": 1, **LITTLE},
     "tests": {"patienceSeconds": 90},
 }
+NO_MODEL = merged(ONE, {"worker": {"settings": FAKE}})
 PATIENT_S = "300s"
 AT_ONCE = 2  # they wait, most of the time; other tests are beside them
 
@@ -154,6 +156,7 @@ BROKEN: dict[str, Broken] = {
 
 
 WELL = "well"
+WITH_MODEL = (WELL, "model that never loads")
 FAULTS = {WELL: Broken("", "", ""), **BROKEN}
 Diagnoses = Mapping[str, Future[tuple[bool, str]]]
 
@@ -174,7 +177,8 @@ def diagnosis(cluster: Cluster, name: str) -> tuple[bool, str]:
         release = Release(cluster, "rootstock", space, BASE)
         gone.callback(cluster.kubectl, "delete", "persistentvolume", f"{space}-models", "--ignore-not-found", "--wait=false")
         fault.before(release)
-        release.install(merged(ONE, fault.values), wait=name == WELL or fault.after is not Broken.after)
+        values = merged(ONE if name in WITH_MODEL else NO_MODEL, fault.values)
+        release.install(values, wait=name == WELL or fault.after is not Broken.after)
         fault.after(release)
         job = f"{release.name}-test-diagnosis"
         try:

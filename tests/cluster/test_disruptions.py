@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.cluster.conftest import BASE, Install
 from tests.cluster.kubernetes import CHART, ROOT, Cluster, CommandFailed, Pod, Release, run, until
 from tests.cluster.load import load_on
-from tests.cluster.values import SERVICES, TWO
+from tests.cluster.values import FAKE, SERVICES, TWO
 
 STREAMS = 8
 
@@ -29,7 +29,7 @@ def evict(release: Release, pod: Pod) -> bool:
 
 
 def test_of_two_pods_one_may_be_evicted(install: Install, proved: Callable[[str], None]) -> None:
-    release = install({**TWO, "drainSeconds": 20})
+    release = install({**TWO, "worker": {"replicas": 2, "settings": FAKE}, "drainSeconds": 20})
     with load_on(release, STREAMS) as load:
         until(lambda: load.ended >= STREAMS, "the load")
         for component, model in SERVICES:

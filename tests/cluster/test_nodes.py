@@ -58,7 +58,7 @@ def test_a_rollout_leaves_its_pods_on_several_nodes(install: Install, proved: Ca
 
 
 def test_requests_wait_for_the_only_tokenizer_and_detokenizer(install: Install, proved: Callable[[str], None]) -> None:
-    release = install({"gateway": {"replicas": 1, "queueTimeoutSeconds": 240}, "worker": {"replicas": 1}})
+    release = install({"gateway": {"replicas": 1, "queueTimeoutSeconds": 240}, "worker": {"replicas": 1, "settings": FAKE}})
     with load_on(release, 6) as load:
         until(lambda: load.ended > 6, "the load")
         for component in ("tokenizer", "detokenizer"):
