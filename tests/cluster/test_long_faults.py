@@ -10,11 +10,14 @@ import random
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import BrokenNodes, Release, until
 from tests.cluster.load import load_on
+from tests.cluster.pulls import METRICS_OPEN
 
 FIRST, _, LAST = os.environ.get("ROOTSTOCK_CLUSTER_SEEDS", "0:10").partition(":")
 MINUTES = float(os.environ.get("ROOTSTOCK_CLUSTER_MINUTES", "5"))
@@ -29,6 +32,20 @@ def whole(release: Release) -> bool:
     return all(len(release.ready(component, "demo")) == 2 for component in (TOKENIZERS, DETOKENIZERS, WORKERS)) and bool(
         release.ready("redis")
     )
+
+
+def known(release: Release) -> bool:
+    """Both gateways are connected with both of each: one that is ready is found a few seconds later, by two looks at the DNS at
+    most, and until then the other one is the only one."""
+    seen = [connected(f"http://{pod.ip}:9104/metrics") for pod in release.ready("gateway")]
+    return len(seen) == 2 and all(each[service] == 2 for each in seen for service in (TOKENIZERS, DETOKENIZERS, WORKERS))
+
+
+def connected(url: str) -> dict[str, float]:
+    """By service."""
+    families = text_string_to_metric_families(httpx.get(url, timeout=10).text)
+    found = [each for family in families for each in family.samples if each.name == "rootstock_gateway_connected"]
+    return {each.labels["service"]: each.value for each in found}
 
 
 def spread(release: Release) -> bool:
@@ -47,8 +64,10 @@ def test_random_faults(install: Install, broken_nodes: BrokenNodes, seed: int, p
     affinity = {
         "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [there]}]}}
     }
-    release = install({**replicas, "gateway": {"replicas": 2, "affinity": affinity, "topologySpread": False}, "drainSeconds": 20})
+    gateway = {"replicas": 2, "affinity": affinity, "topologySpread": False}
+    release = install({**replicas, "gateway": gateway, "drainSeconds": 20, "networkPolicy": METRICS_OPEN})
     urls = release.urls()
+    until(lambda: known(release), "gateways that know all")
     done: list[str] = []
     with load_on(release, STREAMS, lambda: urls) as load:
         until(lambda: load.ended >= 2 * STREAMS, "the quiet run")
@@ -60,7 +79,7 @@ def test_random_faults(install: Install, broken_nodes: BrokenNodes, seed: int, p
             said = commit(rng, fault, release, broken_nodes, goes)
             until(lambda: load.ended >= before + STREAMS, "answers")  # noqa: B023
             broken_nodes.mend()
-            until(lambda: whole(release), f"all pods again after {said}", 240)
+            until(lambda: whole(release) and known(release), f"all pods again, and gateways that know them, after {said}", 240)
             more = WITH_REDIS_S if goes in redis or "redis" in said else BEYOND_QUIET_S
             done.append(f"{said} {load.longest_pause_s:.1f} s")
             print(f"seed {seed}: {done[-1]} (quiet {quiet:.1f} s)", flush=True)
