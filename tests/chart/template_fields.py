@@ -74,7 +74,7 @@ def unasked(name: str) -> Fields:
     lost_s = 60 if name == "worker" else 30
     return {
         **probes,
-        container(name, "lifecycle preStop exec command"): ABSENT if name == "gateway" else ["sleep", "5"],
+        container(name, "lifecycle preStop exec command"): ABSENT if name == "gateway" else ["sleep", "8"],
         container(name, "resources limits cpu"): ABSENT,
         POD + "enableServiceLinks": False,
         POD + "topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
@@ -149,7 +149,7 @@ SERVICES: dict[str, Case] = {
     "grace": (
         {"drainSeconds": 60},
         {
-            **{title: {POD + "terminationGracePeriodSeconds": 75} for title in EVERY.values()},
+            **{title: {POD + "terminationGracePeriodSeconds": 78} for title in EVERY.values()},
             GATEWAY: {POD + "terminationGracePeriodSeconds": 100},
         },
     ),

@@ -226,7 +226,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "killed amid its drain": (
         {"pod": {"terminationGracePeriodSeconds": 60}},
-        "pod.terminationGracePeriodSeconds is 60, and its drain needs 135: it would be killed amid requests.",
+        "pod.terminationGracePeriodSeconds is 60, and its drain needs 138: it would be killed amid requests.",
     ),
     "claim of nothing": (
         worker(resources=GPU_RESOURCES, resourceClaims=[{"name": "gpu"}]),

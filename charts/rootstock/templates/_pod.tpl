@@ -27,12 +27,12 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* From the pod's deletion on: preStop's 5 s, the drain, and 10 s to hand back or end what is left. A gateway waits by itself. */}}
+{{/* From the pod's deletion on: preStop's 8 s, the drain, and 10 s to hand back or end what is left. A gateway waits by itself. */}}
 {{- define "rootstock.pod.gracePeriod" -}}
 {{- if eq .component "gateway" -}}
 {{ max (add .root.Values.drainSeconds .values.preStopSeconds 10) .values.terminationGracePeriodSeconds }}
 {{- else -}}
-{{ add .root.Values.drainSeconds 15 }}
+{{ add .root.Values.drainSeconds 18 }}
 {{- end -}}
 {{- end }}
 
@@ -42,13 +42,14 @@ the model or waits until it is whole, two hours more. */}}
 {{ add .root.Values.drainSeconds (default 120 .values.startupSeconds) 600 (ternary 7200 0 .model.cached) }}
 {{- end }}
 
-{{/* Endpoints learn that the pod goes before it stops listening. A gateway tells balancers too, so it has to know itself. */}}
+{{/* Everybody knows that the pod goes, and who has come in its place, before it takes nothing more: answers of the cluster's DNS hold
+for 5 s, and gateways look every 2 s. A gateway tells balancers too, so it has to know itself. */}}
 {{- define "rootstock.preStop" -}}
 {{- if ne .component "gateway" -}}
 lifecycle:
   preStop:
     exec:
-      command: [sleep, "5"]
+      command: [sleep, "8"]
 {{- end -}}
 {{- end }}
 

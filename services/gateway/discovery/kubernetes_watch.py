@@ -160,14 +160,15 @@ class KubernetesWatch:
             self._failing_since = time.monotonic()
         self._failures += 1
         denied = isinstance(error, ApiError) and error.status in DENIED
+        before = self._name
         if self._name is None and (denied or time.monotonic() - self._failing_since >= PATIENCE_S):
             self._name = self._name_of_the_pods()
-            if self._name is not None:
-                tell(self._named, self._name)
         rest = "the last ones stay" if self._name is None else f"{self._name.name} is looked up meanwhile"
         hint = "; the service account needs list and watch on endpointslices (discovery.k8s.io)" if denied else ""
         level = logging.ERROR if denied and self._failures == 1 else logging.WARNING
         logger.log(level, "EndpointSlices cannot be read, %s: %s%s", rest, error, hint, extra=self._fields())
+        if self._name != before:
+            tell(self._named, self._name)
 
     def _name_of_the_pods(self) -> DnsTarget | None:
         """None where the name is not known to have an address for each pod: nothing was read yet, or no headless Service."""

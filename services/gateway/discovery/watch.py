@@ -20,7 +20,7 @@ __all__ = ["Discovery", "check_target"]
 
 logger = logging.getLogger(__name__)
 
-DNS_REFRESH_S = 5.0
+DNS_REFRESH_S = 2.0
 
 
 class Discovery:
