@@ -23,7 +23,7 @@ CHART = (
     *of(
         "chart",
         f"{TEMPLATES}/_pod.tpl",
-        ("add .root.Values.drainSeconds 15", "add .root.Values.drainSeconds 10"),
+        ("add .root.Values.drainSeconds 18", "add .root.Values.drainSeconds 10"),
         ("(ternary 7200 0 .model.cached)", "0"),
         only="test_templates",
     ),
