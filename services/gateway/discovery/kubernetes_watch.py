@@ -62,7 +62,7 @@ class KubernetesWatch:
         self._slices: dict[str, dict[str, Any]] = {}  # the thread's, by name
         self._told: Endpoints | None = None  # the thread's
         self._failures = 0  # the thread's, in a row
-        self._failing_since = 0.0  # the thread's: monotonic seconds of the first of them
+        self._failing_since: float | None = None  # the thread's: monotonic seconds of the first failure since a list came
         self._name: DnsTarget | None = None  # the thread's: as it was told last
 
     async def run(self) -> None:
@@ -118,6 +118,7 @@ class KubernetesWatch:
 
     def _follow(self, api: SliceApi, tell: _Tell) -> None:
         listed, version = api.list()
+        self._failing_since = None
         self._slices = {slice_["metadata"]["name"]: slice_ for slice_ in listed}
         if self._name is not None:
             self._name, self._told = None, None
@@ -156,12 +157,13 @@ class KubernetesWatch:
     def _failed(self, error: Exception, tell: _Tell) -> None:
         if self._stopping.is_set():
             return
-        if not self._failures:
-            self._failing_since = time.monotonic()
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
         self._failures += 1
         denied = isinstance(error, ApiError) and error.status in DENIED
         before = self._name
-        if self._name is None and (denied or time.monotonic() - self._failing_since >= PATIENCE_S):
+        if self._name is None and (denied or now - self._failing_since >= PATIENCE_S):
             self._name = self._name_of_the_pods()
         rest = "the last ones stay" if self._name is None else f"{self._name.name} is looked up meanwhile"
         hint = "; the service account needs list and watch on endpointslices (discovery.k8s.io)" if denied else ""

@@ -119,13 +119,14 @@ class _Nursery:
         return self._control
 
     def _start(self) -> socket.socket:
+        vocabulary = self._vocabulary()
         ours, theirs = socket.socketpair()
         ours.settimeout(START_S)
         try:
             with theirs:
                 self._process = self._starter.submit(_start_compiler, theirs.fileno()).result()
             send_message(ours, self._setup)
-            send_frame(ours, self._vocabulary())
+            send_frame(ours, vocabulary)
             receive_message(ours)
         except (OSError, EOFError) as error:
             ours.close()
