@@ -35,7 +35,9 @@ class GatewaySettings(ServiceSettings):
     tokenizers: Targets = Field(("127.0.0.1:7001",), min_length=1, description=f"Where tokenizers are. {TARGETS}")
     detokenizers: Targets = Field(("127.0.0.1:7002",), min_length=1, description=f"Where detokenizers are. {TARGETS}")
     workers: Targets = Field(("127.0.0.1:7003",), min_length=1, description=f"Where workers are. {TARGETS}")
-    dns_refresh_s: float = Field(2.0, gt=0, description="Seconds between two look-ups of a dns:/// target, or of a Service that cannot be watched.")
+    dns_refresh_s: float = Field(
+        2.0, gt=0, description="Seconds between two look-ups of a dns:/// target, or of a Service that cannot be watched."
+    )
     redis_url: str = Field(
         "",
         description="Redis with the prefix index and the gateways' shares of API keys' limits, e.g. redis://127.0.0.1:6379/0."
