@@ -60,13 +60,13 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class RunPorts:
-    """callers: who has the key of a name; raises ApiError. computed_by: what a choice's output is of, see Progress. wrote: told
-    the id of a response with new events."""
+    """callers: who has the key of a name, of work that was asked for in that Unix second; raises ApiError. computed_by: what a
+    choice's output is of, see Progress. wrote: told the id of a response with new events."""
 
     store: BackgroundStore
     answers: Answers
     computer: Computer
-    callers: Callable[[str], Caller]
+    callers: Callable[[str, float], Caller]
     computed_by: Callable[[Choice], tuple[WeightsName | None, str]]
     wrote: Callable[[str], None]
     metrics: GatewayMetrics
@@ -177,7 +177,7 @@ class BackgroundRun:
 
     async def _resumed(self, stored: Stored) -> ApiError | None:
         try:
-            caller = self._ports.callers(self.order.key)
+            caller = self._ports.callers(self.order.key, self.order.created_at)
         except ApiError as error:
             return error
         return await self._try(stored, self._ports.answers.prepare(stored), caller, None, _nothing)

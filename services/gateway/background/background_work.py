@@ -36,15 +36,15 @@ LOOK_S = 0.05
 
 
 class BackgroundWork:
-    """answers: of the API whose responses they are. computer, computed_by: of those who compute them. callers: who has the key of
-    a name; raises ApiError. is_ready: this gateway could serve one. Every method for a client raises ApiError."""
+    """answers: of the API whose responses they are. computer, computed_by: of those who compute them. callers: see
+    RunPorts. is_ready: this gateway could serve one. Every method for a client raises ApiError."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         answers: Answers,
         computer: Computer,
-        callers: Callable[[str], Caller],
+        callers: Callable[[str, float], Caller],
         computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
         is_ready: Callable[[], bool],
         metrics: GatewayMetrics,

@@ -186,7 +186,8 @@ class BatchRun:
         try:
             return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
         except ApiError as error:  # whose batch it is
-            return answered(line, line_results.Answer(error.status, error.json(), self._name(line)))
+            answer = line_results.Answer(error.status, error.json(), self._name(line))
+            return Told(answer, error.retry_after_s or 0, error.code or "")
 
     def _name(self, line: Line) -> str:
         """What logs of all services call its request."""

@@ -15,7 +15,8 @@ from services.gateway.batches.line_call import LineCalls
 from services.gateway.batches.line_results import CANCELLED, EXPIRED
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
-from services.gateway.state.batch_record import Status, Unreadable
+from services.gateway.request.errors import KEY_NOT_HERE, ApiError
+from services.gateway.state.batch_record import BatchOrder, Status, Unreadable
 from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_lease
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease, LeaseLost, Leases
@@ -39,7 +40,7 @@ class RunnerStores:
 
 
 class BatchRunner:
-    """callers: who has the key of a name; raises ApiError. lines_at_once: of each batch. most_lines: of an input. clock: Unix
+    """callers: see BatchWork. lines_at_once: of each batch. most_lines: of an input. clock: Unix
     seconds."""
 
     def __init__(
@@ -47,7 +48,7 @@ class BatchRunner:
         stores: RunnerStores,
         calls: LineCalls,
         lanes: Lanes,
-        callers: Callable[[str], Caller],
+        callers: Callable[[str, float], Caller],
         lines_at_once: int,
         most_lines: int,
         metrics: GatewayMetrics,
@@ -179,6 +180,10 @@ class BatchRunner:
             await stores.leases.give_back(lease)
             return None
         order = record.order
+        is_to_end = record.status is Status.CANCELLING or self._clock() >= order.expires_at
+        if not is_to_end and self._may_know_later(order):  # meanwhile a gateway that does takes it
+            await stores.leases.give_back(lease)
+            return None
         run = BatchRun(
             lease,
             order,
@@ -186,7 +191,7 @@ class BatchRunner:
             stores.files,
             self._calls,
             self._lanes,
-            lambda: self._callers(order.key),
+            lambda: self._callers(order.key, order.created_at),
             self._lines_at_once,
             self._most_lines,
             self._metrics,
@@ -195,6 +200,14 @@ class BatchRunner:
             run.stop(EXPIRED)
         self._runs[run] = asyncio.create_task(run.run())
         return run
+
+    def _may_know_later(self, order: BatchOrder) -> bool:
+        """Whose it is: its key is not here, and may be on its way."""
+        try:
+            self._callers(order.key, order.created_at)
+        except ApiError as error:
+            return error.code == KEY_NOT_HERE
+        return False
 
     async def _leave(self) -> None:
         with suppress(StoreAway, TimeoutError):  # they run out by themselves

@@ -19,14 +19,15 @@ from services.gateway.state.state_redis import StateRedis
 
 
 class BatchWork:
-    """endpoints: what answers lines, by path; filled before it runs. callers: who has the key of a name; raises ApiError.
-    waiting: choices that wait for a worker, here or there. attendance: of those who wait for answers."""
+    """endpoints: what answers lines, by path; filled before it runs. callers: who has the key of a name, of work that was asked
+    for in that Unix second; raises ApiError. waiting: choices that wait for a worker, here or there. attendance: of those who
+    wait for answers."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         endpoints: Mapping[str, Endpoint],
-        callers: Callable[[str], Caller],
+        callers: Callable[[str, float], Caller],
         waiting: Callable[[], int],
         attendance: Attendance,
         metrics: GatewayMetrics,
@@ -47,7 +48,7 @@ class BatchWork:
                 RunnerStores(self.batches, self.files, leases),
                 LineCalls(endpoints),
                 lanes,
-                lambda name: callers(name).in_background(low_first),
+                lambda name, asked_at: callers(name, asked_at).in_background(low_first),
                 settings.batch_lines_each,
                 settings.max_batch_lines,
                 metrics,

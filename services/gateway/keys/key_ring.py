@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,9 +13,10 @@ from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of
 from services.gateway.observe.metrics import GatewayMetrics, KeySigns
 from services.gateway.request.caller import NOBODY, Caller
-from services.gateway.request.errors import ApiError
+from services.gateway.request.errors import ApiError, key_not_here
 
 START_S = 2.0  # in which shares of a new gateway are there, if Redis is
+COMES_S = 120.0  # in which a key that one gateway knows is known to all: kubelets look at a Secret every minute, from a cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +90,18 @@ class KeyRing:
             raise _invalid("A valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
         return self._caller(key)
 
-    def named(self, name: str) -> Caller:
-        """Who has the key of this name, "" where there are none. Raises ApiError 401."""
+    def named(self, name: str, asked_at: float) -> Caller:
+        """Who has the key of this name, "" where there are none. asked_at: Unix seconds, in which it was valid at some gateway,
+        as its work was left to any of them. Raises ApiError 401, and 503 while the key may be on its way to this one."""
         table = self.table
-        if table is None:
-            if name:
-                raise _invalid("There are no API keys any more.")
+        key = None if table is None else table.named(name)
+        if key is not None:
+            return self._caller(key)
+        if table is None and not name:
             return NOBODY
-        key = table.named(name)
-        if key is None:
-            raise _invalid("The API key is not valid any more.")
-        return self._caller(key)
+        if time.time() < asked_at + COMES_S:
+            raise key_not_here()
+        raise _invalid("There are no API keys any more." if table is None else "The API key is not valid any more.")
 
     def _caller(self, key: ApiKey) -> Caller:
         options = self._options

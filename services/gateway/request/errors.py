@@ -11,6 +11,7 @@ import orjson
 
 MAX_DETAIL_CHARS = 500  # of a message that another service wrote
 DONE = b"data: [DONE]\n\n"
+KEY_NOT_HERE = "api_key_not_here"  # yet: the code of an error that passes
 CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
@@ -73,6 +74,10 @@ def context_length_exceeded(param: str, context_len: int, prompt_tokens: str) ->
 
 def unavailable(message: str, retry_after_s: int, code: str = "service_unavailable") -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
+def key_not_here() -> ApiError:
+    return unavailable("The API key has not come to this gateway yet.", 1, KEY_NOT_HERE)
 
 
 def timed_out(message: str = "The request took longer than this server allows.") -> ApiError:

@@ -15,6 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from services.gateway.background import background_run, background_runner, background_work, journal
+from services.gateway.keys import key_file
 from services.gateway.state import background_store
 from services.gateway.state.owner import owner_of
 from services.gateway.state.state_store import StoreAway
@@ -507,6 +508,20 @@ def test_who_takes_over_waits_for_a_model_that_it_has_yet_to_hear_of() -> None:
             wait_until(lambda: second.metric("rootstock_gateway_background_takeovers_total") == 1, "it to be taken")
             time.sleep(0.5)
             assert client.responses.retrieve(response.id).status in OPEN
+
+
+def test_who_takes_over_waits_for_a_key_that_it_has_yet_to_hear_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_file, "POLL_S", 0.05)
+    with redis_server() as own:
+        with System(state_redis_url=own.url, keys=["alice"]) as first:
+            first.allow(4)
+            response = begin(first.openai(api_key="alice"))
+            wait_until(lambda: bool(first.worker.submits), "a worker to have it")
+        with System(state_redis_url=own.url, keys=["bob"]) as second:
+            wait_until(lambda: second.metric("rootstock_gateway_background_takeovers_total") == 1, "it to be taken")
+            second.write_keys("alice", "bob")
+            wait_until(lambda: second.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key")
+            assert over(second.openai(api_key="alice"), response).status == "completed"
 
 
 def test_what_the_store_cannot_take_is_held_back_and_then_computed_again(

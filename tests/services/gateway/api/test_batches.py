@@ -16,6 +16,7 @@ from openai.types import Batch
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.batches import batch_run, batch_runner, lanes
+from services.gateway.keys import key_file, key_ring
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_record import Status
 from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
@@ -270,7 +271,8 @@ def test_lines_are_of_the_least_urgent_priority_and_of_their_key(system: System,
     assert submit.priority == PRIORITY_RANGE[0] and submit.tenant == Caller("alice").tenant
 
 
-def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: OpenAI) -> None:
+def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_ring, "COMES_S", 0.0)
     system.allow(0)
     batch = begin(client, [line(1)])
     wait_until(lambda: system.running() == [1], "the line to be at the worker")
@@ -290,6 +292,32 @@ def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: Op
     wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key to be back")
     (told,) = results(client, over(client, batch).error_file_id)
     assert told["response"]["status_code"] == 401
+
+
+def test_a_gateway_that_has_yet_to_hear_of_its_key_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a Secret has come to some nodes only; it takes the batch itself once the key is there."""
+    monkeypatch.setattr(key_file, "POLL_S", 0.05)
+    asked: list[str] = []
+    named = key_ring.KeyRing.named
+
+    def counted(ring: key_ring.KeyRing, name: str, asked_at: float) -> Caller:
+        asked.append(name)
+        return named(ring, name, asked_at)
+
+    with redis_server() as own:
+        with System(state_redis_url=own.url, keys=["alice"]) as first:
+            first.allow(0)
+            batch = begin(first.openai(api_key="alice"), [line(1)])
+            wait_until(lambda: first.running() == [1], "the line to be at the worker")
+        monkeypatch.setattr(key_ring.KeyRing, "named", counted)
+        with System(state_redis_url=own.url, keys=["bob"]) as second:
+            wait_until(lambda: len(asked) > 2, "it to look")
+            assert second.metric("rootstock_gateway_batches_running") == 0 and not second.worker.submits
+            second.write_keys("alice", "bob")
+            wait_until(lambda: second.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key")
+            client = second.openai(api_key="alice")
+            (told,) = results(client, over(client, batch).output_file_id)
+            assert told["response"]["status_code"] == 200
 
 
 def test_another_gateway_goes_on_where_the_store_says() -> None:
