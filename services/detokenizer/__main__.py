@@ -48,6 +48,7 @@ async def run(settings: DetokenizerSettings) -> None:
 
 
 def main() -> None:
+    grpc_server.end_on_signal()
     settings = load(DetokenizerSettings, SERVICE)
     log.configure(SERVICE, settings.log_level)
     try:

@@ -53,6 +53,7 @@ async def run(settings: TokenizerSettings) -> None:
 
 
 def main() -> None:
+    grpc_server.end_on_signal()
     settings = load(TokenizerSettings, SERVICE)
     log.configure(SERVICE, settings.log_level)
     map_large_blocks()

@@ -349,6 +349,7 @@ def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: 
 
 
 def main() -> int:
+    grpc_server.end_on_signal()
     settings = load(WorkerSettings, "rootstock-worker")
     log.configure("worker", settings.log_level)
     try:

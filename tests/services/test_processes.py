@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +51,35 @@ def test_ready_and_live_then_gone_on_sigterm(service: str) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_worker_that_still_loads_ends_at_once(tmp_path: Path) -> None:
+    """By a handler of its own: a container's first process has no other."""
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    loading = folder / "config.json"
+    loading.unlink()
+    os.mkfifo(loading)
+    process = start("worker", *free_ports(2), model=folder)
+    try:
+        deadline = time.monotonic() + 30
+        while not is_being_read(loading):
+            assert time.monotonic() < deadline, "it does not load"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_being_read(pipe: Path) -> bool:
+    """Its reader waits for what nobody writes: the end that is opened here stays open."""
+    try:
+        os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        assert error.errno == errno.ENXIO, error
+        return False
+    return True
 
 
 @pytest.mark.parametrize("service", FLAGS)

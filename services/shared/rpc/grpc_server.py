@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -17,6 +18,7 @@ from services.shared.rpc.open_calls import OpenCalls
 from services.shared.rpc.port_guard import PortGuard
 
 CLOSE_S = 1.0  # for connections to close, beside what is left of the grace period
+ENDED = 128 + signal.SIGTERM  # status of who is ended by it, as shells have it
 LIVENESS = ""  # health service name of the process itself; the service's own name means readiness
 
 logger = logging.getLogger(__name__)
@@ -143,6 +145,12 @@ async def start_probe_port(host: str, port: int, health: Health) -> grpc.aio.Ser
     server.add_insecure_port(f"{host}:{port}")
     await server.start()
     return server
+
+
+def end_on_signal() -> None:
+    """For what comes before stop_signal(): SIGTERM ends the process at once. A container's first process is not ended by it
+    otherwise, and what loads a model for minutes would keep its device for as long."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(ENDED))
 
 
 def stop_signal() -> asyncio.Event:
