@@ -323,6 +323,7 @@ def _top() -> dict[str, Schema]:
         "commonLabels": ref("labels"),
         "image": closed(image),
         "models": array(ref("model"), least=1),
+        "ipFamily": choice("IPv4", "IPv6"),
         "drainSeconds": integer(1, 86400),
         "logLevel": choice("debug", "info", "warning", "error"),
         "tracing": closed({"otlpEndpoint": string(r"^((https?://)?[^\s/]+:[0-9]+)?$"), "sampleRatio": number(0, 1)}),

@@ -289,7 +289,7 @@ GATEWAYS: dict[str, Case] = {
             CONFIG: {"data ROOTSTOCK_WORKERS": f"k8s:///{FULL}-worker.serving:7003"},
             GATEWAY: {POD + "automountServiceAccountToken": True},
             f"Role/{FULL}-gateway": {
-                "rules": [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]
+                "rules": [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
             },
         },
     ),
@@ -310,6 +310,7 @@ GATEWAYS: dict[str, Case] = {
     "settings": (
         {
             "logLevel": "debug",
+            "ipFamily": "IPv6",
             "tracing": {"otlpEndpoint": "otel:4317"},
             "gateway": {
                 "queueTimeoutSeconds": 90,
@@ -323,6 +324,8 @@ GATEWAYS: dict[str, Case] = {
                 "data ROOTSTOCK_ROUTING_POLICY": "random",
                 "data ROOTSTOCK_ENABLE_PRIORITY_SCHEDULING": "true",
                 "data ROOTSTOCK_LOG_LEVEL": "debug",
+                "data ROOTSTOCK_HOST": "::",
+                "data ROOTSTOCK_PEER_HOST": "::",
                 "data ROOTSTOCK_OTLP_ENDPOINT": "otel:4317",
             },
             f"Service/{FULL}-gateway": {"spec type": "LoadBalancer", "metadata annotations a": "b"},
@@ -463,7 +466,7 @@ WORKERS: dict[str, Case] = {
                 container("worker", "startupProbe failureThreshold"): 240,
                 POD + "automountServiceAccountToken": True,
             },
-            f"Role/{FULL}-worker": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]}]},
+            f"Role/{FULL}-worker": {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]},
         },
     ),
     "loading in fifths": (
@@ -815,10 +818,12 @@ STRIPPED: Values = {  # by the controller
 }
 BESIDES: dict[str, Case] = {
     "one Redis, with a password that is made": (
-        {},
+        {"ipFamily": "IPv6"},
         {
             f"Deployment/{FULL}-redis": {
                 "spec strategy type": "Recreate",
+                container("redis", "args 3"): "*",
+                container("redis", "args 4"): "-::*",
                 container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-redis", "key": "password"},
             },
             f"Secret/{FULL}-redis": {"metadata annotations": ABSENT},
@@ -981,6 +986,7 @@ BESIDES: dict[str, Case] = {
                 ],
                 POD + "initContainers copy-model= env": ABSENT,  # others may read what is there
                 container("worker", "volumeMounts cache= mountPath"): "/cache",
+                container("worker", "volumeMounts models= mountPath"): "/models",  # a draft's folder, say
             }
         },
     ),

@@ -130,7 +130,8 @@ OBJECTIVES = {"availability": 0.95, "ttftSeconds": 5, "ttftShare": 0.99}  # the 
 def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
     page = "https://wiki.example.com/alerts"
     rules = {"enabled": True, "runbookUrl": page, "objectives": OBJECTIVES}
-    values = merged(VARIANTS["apart-by-hpa"], {"monitoring": {"rules": rules}})
+    certificates = {"enabled": True, "issuerRef": {"name": "a"}, "duration": "72h", "renewBefore": "24h"}
+    values = merged(VARIANTS["apart-by-hpa"], {"monitoring": {"rules": rules}, "tls": {"certManager": certificates}})
     (found,) = render(values).kind("PrometheusRule")
     *groups, limits = found["spec"]["groups"]
     by_name = {rule.get("alert") or rule["record"]: rule for group in groups for rule in group["rules"]}
@@ -138,6 +139,7 @@ def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
     assert fast["expr"].count("14.4 * 0.05") == 2 and "95 % are not" in fast["annotations"]["description"]
     assert late["expr"].count("6 * 0.01 ") + late["expr"].count("6 * 0.01\n") == 2
     assert "after 5 s; that 99 % come" in late["annotations"]["description"]
+    assert by_name["RootstockTlsCertificateExpires"]["expr"].endswith("< 43200")
     assert 'bucket{le="5.0"}' in by_name["rootstock:late_requests:ratio_rate6h"]["expr"]
     links = {rule["annotations"]["runbook_url"] for name, rule in by_name.items() if "alert" in rule}
     assert {link.partition("#")[0] for link in links} == {page} and len(links) == len(alerts())

@@ -141,6 +141,21 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
         "modelCache.type pod has each worker fetch its model, which needs a source, a path below /models, and a disk",
     ),
+    "a draft that nobody fetches": (
+        merged(
+            {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source="org/a")]},
+            worker(cacheVolume={"emptyDir": {}}, settings={"speculative_draft_model_path": "/models/draft"}),
+        ),
+        "is /models/draft, and with modelCache.type pod a worker fetches its model alone.",
+    ),
+    "a store that is killed before it is full": (
+        {"state": {"embedded": True, "maxMemory": "3gb"}},
+        "state.maxMemory is 3gb, and state.resources.limits.memory is 3Gi: it would be killed before it is full",
+    ),
+    "a certificate that is renewed before it is made": (
+        {"tls": {"certManager": {"enabled": True, "issuerRef": {"name": "a"}, "duration": "72h"}}},
+        "tls.certManager.renewBefore (720h) must be less than its duration (72h)",
+    ),
     "tokenizers of nobody knows where": (
         merged(SHARED_CACHE, {**cache(fetchTokenizers=True), "models": CACHED}),
         "modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false.",

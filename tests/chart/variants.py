@@ -41,6 +41,7 @@ OPERATED: Values = {
 }
 TUNED: Values = {
     "logLevel": "debug",
+    "ipFamily": "IPv6",
     "tracing": {"otlpEndpoint": "otel.observability.svc:4317", "sampleRatio": 0.1},
     "gateway": {
         "settings": {"max_body_bytes": 33554432, "max_speculative_blocks": 1000000, "routing_policy": "round_robin"},

@@ -16,14 +16,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local.ports import HOST, free_ports
+from tests.services.ip_families import EVERYWHERE, LOOPBACKS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 FLAGS = {"tokenizer": [], "detokenizer": [], "worker": ["--executor", "fake"]}
 
 
-def start(service: str, port: int, metrics_port: int, model: Path = DEMO) -> subprocess.Popen[str]:
+def start(service: str, port: int, metrics_port: int, model: Path = DEMO, host: str = HOST) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", f"services.{service}", "--model", str(model), "--port", str(port)]
-    argv += ["--metrics-port", str(metrics_port), *FLAGS[service]]
+    argv += ["--metrics-port", str(metrics_port), "--host", host, *FLAGS[service]]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
@@ -37,13 +38,15 @@ def wait_serving(health: health_pb2_grpc.HealthStub, service: str) -> None:
 
 @pytest.mark.parametrize("service", FLAGS)
 def test_ready_and_live_then_gone_on_sigterm(service: str) -> None:
+    """Of all addresses it serves those of both families."""
     port, metrics_port = free_ports(2)
-    process = start(service, port, metrics_port)
+    process = start(service, port, metrics_port, host=EVERYWHERE)
     try:
-        with grpc.insecure_channel(f"{HOST}:{port}") as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            wait_serving(health, service)
-            wait_serving(health, "")
+        for host in LOOPBACKS:
+            with grpc.insecure_channel(f"{host}:{port}") as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                wait_serving(health, service)
+                wait_serving(health, "")
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "seconds of its start"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

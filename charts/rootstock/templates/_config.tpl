@@ -20,9 +20,14 @@
 {{- end -}}
 {{- end }}
 
+{{/* Every address of a pod: of both families where it listens by IPv6. Takes the root. */}}
+{{- define "rootstock.anyHost" -}}
+{{ ternary "::" "0.0.0.0" (eq .Values.ipFamily "IPv6") | quote }}
+{{- end }}
+
 {{/* What every service has. Takes a scope. */}}
 {{- define "rootstock.config.common" -}}
-ROOTSTOCK_HOST: "0.0.0.0"
+ROOTSTOCK_HOST: {{ include "rootstock.anyHost" .root }}
 ROOTSTOCK_LOG_LEVEL: {{ .root.Values.logLevel | quote }}
 ROOTSTOCK_GRACE_S: {{ .root.Values.drainSeconds | quote }}
 {{- with .root.Values.tracing.otlpEndpoint }}
@@ -34,7 +39,7 @@ ROOTSTOCK_TRACE_SAMPLE_RATIO: {{ $.root.Values.tracing.sampleRatio | quote }}
 
 {{- define "rootstock.config.model" -}}
 ROOTSTOCK_SERVED_MODEL_NAME: {{ .model.name | quote }}
-ROOTSTOCK_METRICS_HOST: "0.0.0.0"
+ROOTSTOCK_METRICS_HOST: {{ include "rootstock.anyHost" .root }}
 {{- end }}
 
 {{/* Where a component's replicas are. Takes {root, component, pool, port}. */}}
@@ -50,7 +55,7 @@ dns:///{{ include "rootstock.host" . }}:{{ .port }}
 {{ include "rootstock.config.common" . }}
 ROOTSTOCK_PORT: "8000"
 ROOTSTOCK_HEALTH_PORT: "7000"
-ROOTSTOCK_METRICS_HOST: "0.0.0.0"
+ROOTSTOCK_METRICS_HOST: {{ include "rootstock.anyHost" .root }}
 ROOTSTOCK_METRICS_PORT: "9104"
 ROOTSTOCK_METRICS_ON_HTTP: "false"
 ROOTSTOCK_DOCS_ENABLED: "false"
@@ -61,7 +66,7 @@ ROOTSTOCK_PLAYGROUND: {{ .values.playground | quote }}
 ROOTSTOCK_TLS_CERT_FILE: /etc/rootstock/tls/tls.crt
 ROOTSTOCK_TLS_KEY_FILE: /etc/rootstock/tls/tls.key
 {{- end }}
-ROOTSTOCK_PEER_HOST: "0.0.0.0"
+ROOTSTOCK_PEER_HOST: {{ include "rootstock.anyHost" .root }}
 ROOTSTOCK_PEER_PORT: "7005"
 ROOTSTOCK_PEERS: {{ include "rootstock.target" (dict "root" .root "component" "gateway-peers" "port" 7005) }}
 ROOTSTOCK_TOKENIZERS: {{ include "rootstock.target" (dict "root" .root "component" "tokenizer" "port" 7001) }}
@@ -102,7 +107,7 @@ ROOTSTOCK_MODEL: {{ include "rootstock.worker.modelFolder" . | quote }}
 ROOTSTOCK_EXECUTOR: {{ include "rootstock.worker.executor" . }}
 ROOTSTOCK_PROFILE_DIR: /tmp/profiles
 {{- if .root.Values.auth.controlTokenSecret }}
-ROOTSTOCK_CONTROL_HOST: "0.0.0.0"
+ROOTSTOCK_CONTROL_HOST: {{ include "rootstock.anyHost" .root }}
 ROOTSTOCK_CONTROL_PORT: "7004"
 {{- end }}
 {{- if ne .mode "both" }}
@@ -114,7 +119,7 @@ ROOTSTOCK_DISAGGREGATION_TLS_CA_FILE: /etc/rootstock/kv-tls/ca.crt
 {{- end }}
 {{- end }}
 {{- if eq .mode "prefill" }}
-ROOTSTOCK_DISAGGREGATION_HOST: "0.0.0.0"
+ROOTSTOCK_DISAGGREGATION_HOST: {{ include "rootstock.anyHost" .root }}
 ROOTSTOCK_DISAGGREGATION_PORT: "7103"
 {{- end }}
 {{- include "rootstock.tiers.config" . }}

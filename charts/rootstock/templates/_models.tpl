@@ -148,7 +148,7 @@ resources:
 {{- if $worker -}}
 {{- $folder = include "rootstock.worker.modelFolder" . -}}
 {{- else -}}
-{{- $resources = dict "requests" (dict "cpu" "50m" "memory" "64Mi") "limits" (dict "memory" "512Mi") -}}
+{{- $resources = dict "requests" (dict "cpu" "50m" "memory" "64Mi") "limits" (dict "cpu" "1" "memory" "512Mi") -}}
 {{- end -}}
 {{ include "rootstock.fetch.container" (dict "root" .root "name" "fetch-model" "arguments" (list $folder .model.source) "resources" $resources) }}
 env:
@@ -182,7 +182,7 @@ command:
   - {{ ternary .model.source "" .root.Values.modelCache.prefetch.enabled | quote }}
 resources:
   requests: {cpu: 10m, memory: 32Mi}
-  limits: {memory: 128Mi}
+  limits: {cpu: "1", memory: 128Mi}
 volumeMounts:
   {{- with include "rootstock.modelMount" . }}{{ . | nindent 2 }}{{ end }}
 {{- end }}

@@ -124,3 +124,13 @@ redis{{ with $tls }}s{{ end }}://:$({{ .password }})@{{ include "rootstock.host"
 ?ssl_ca_certs=/etc/rootstock/mtls/ca.crt&ssl_certfile=/etc/rootstock/mtls/tls.crt&ssl_keyfile=/etc/rootstock/mtls/tls.key
 {{- end -}}
 {{- end }}
+
+{{/* A span like 2160h or 1h30m in seconds. */}}
+{{- define "rootstock.seconds" -}}
+{{- $sum := 0 -}}
+{{- range regexFindAll "[0-9]+[hms]" . -1 -}}
+{{- $unit := regexFind "[hms]" . -}}
+{{- $sum = add $sum (mul (trimSuffix $unit . | int64) (index (dict "h" 3600 "m" 60 "s" 1) $unit)) -}}
+{{- end -}}
+{{ $sum }}
+{{- end }}

@@ -42,6 +42,14 @@
   {{- if and (eq $.Values.modelCache.type "pod") (not (and .cached .source (or .worker.cacheVolume (ne $size "0")))) -}}
     {{- fail (printf "model %s: modelCache.type pod has each worker fetch its model, which needs a source, a path below %s, and a disk: worker.cacheVolume, or with kind StatefulSet worker.cacheSize." .name $.Values.modelCache.mountPath) -}}
   {{- end -}}
+  {{- if eq $.Values.modelCache.type "pod" -}}
+    {{- range $name := list "speculative_draft_model_path" "speculative_ngram_external_corpus_path" -}}
+      {{- $path := index $model.worker.settings $name | default "" | toString -}}
+      {{- if hasPrefix (printf "%s/" $.Values.modelCache.mountPath) $path -}}
+        {{- fail (printf "model %s: worker.settings.%s is %s, and with modelCache.type pod a worker fetches its model alone. Have an image that holds it elsewhere, or choose another modelCache.type." $model.name $name $path) -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
   {{- if and $.Values.modelCache.fetchTokenizers .cached (not .source) -}}
     {{- fail (printf "model %s: modelCache.fetchTokenizers needs to know where from. Set models[].source, or fetchTokenizers to false." .name) -}}
   {{- end -}}
@@ -196,6 +204,10 @@
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
   {{- fail "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer that signs this release's services alone (docs/kubernetes/security.md), or set enabled to false." -}}
 {{- end -}}
+{{- $spans := $tls.certManager -}}
+{{- if and $spans.enabled (ge (include "rootstock.seconds" $spans.renewBefore | int64) (include "rootstock.seconds" $spans.duration | int64)) -}}
+  {{- fail (printf "tls.certManager.renewBefore (%s) must be less than its duration (%s): cert-manager takes no such Certificate. A third of duration is a good start." $spans.renewBefore $spans.duration) -}}
+{{- end -}}
 {{- if and (or $tls.tokenSecret $tls.caConfigMap) (not (include "rootstock.tls" .)) -}}
   {{- fail "tls.tokenSecret and tls.caConfigMap are of TLS between services, which is off. Set tls.secret or tls.certManager.enabled, or remove them." -}}
 {{- end -}}
@@ -216,6 +228,13 @@
 {{- end -}}
 {{- if and .Values.state.embedded .Values.state.externalUrlSecret -}}
   {{- fail "state.embedded and state.externalUrlSecret are both set: which Redis is meant? Set embedded to false, or remove externalUrlSecret." -}}
+{{- end -}}
+{{- range $name := list "redis" "state" -}}
+  {{- $server := index $.Values $name -}}
+  {{- $limit := dig "limits" "memory" "" $server.resources -}}
+  {{- if and $server.embedded $limit (gt (mulf 1.25 (include "rootstock.redis.bytes" $server.maxMemory | float64)) (include "rootstock.bytes" $limit | float64)) -}}
+    {{- fail (printf "%s.maxMemory is %s, and %s.resources.limits.memory is %s: it would be killed before it is full, also each time that it starts again. Let the limit be a quarter more, or lower maxMemory." $name $server.maxMemory $name (toString $limit)) -}}
+  {{- end -}}
 {{- end -}}
 {{- if and .Values.state.volume.existingClaim (ne .Values.state.volume.type "pvc") -}}
   {{- fail "state.volume.existingClaim is set, but state.volume.type is not pvc. Set type to pvc, or remove existingClaim." -}}

@@ -158,9 +158,8 @@ containers:
       {{- if $disk }}
       - name: cache
         mountPath: /cache
-      {{- else }}
-      {{- with include "rootstock.modelMount" . }}{{ . | nindent 6 }}{{ end }}
       {{- end }}
+      {{- with include "rootstock.modelMount" . }}{{ . | nindent 6 }}{{ end }}
       {{- if and .values.kvTlsSecret (ne .mode "both") }}
       - name: kv-tls
         mountPath: /etc/rootstock/kv-tls

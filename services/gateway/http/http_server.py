@@ -117,10 +117,11 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises CannotListen."""
+    """A listening socket. host: "::" is every address, IPv4 too where that can be. Raises CannotListen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_any = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
     except OSError as error:
         raise CannotListen(f"cannot listen on port {port} of {host}: {error.strerror}") from None
 

@@ -124,15 +124,16 @@ async def start_server(
     server = grpc.aio.server(interceptors=(*guards, calls), options=[*SERVER_OPTIONS, *ages])
     add(server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    open_port(server, f"{host}:{port}", guard)
+    open_port(server, host, port, guard)
     await health.start()
     await server.start()
     logger.info("listening on %s:%d%s", host, port, "" if guard is None else " with TLS")
     return Server(server, health, calls)
 
 
-def open_port(server: grpc.aio.Server, address: str, guard: PortGuard | None) -> int:
-    """The port that it is. Raises RuntimeError if it is taken."""
+def open_port(server: grpc.aio.Server, host: str, port: int, guard: PortGuard | None) -> int:
+    """The port that it is: 0 takes a free one. host: "::" is every address, IPv4 too. Raises RuntimeError if it is taken."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return int(server.add_insecure_port(address)) if guard is None else guard.open(server, address)
 
 
@@ -142,7 +143,7 @@ async def start_probe_port(host: str, port: int, health: Health) -> grpc.aio.Ser
         return None
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    server.add_insecure_port(f"{host}:{port}")
+    open_port(server, host, port, None)
     await server.start()
     return server
 

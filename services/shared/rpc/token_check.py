@@ -37,7 +37,7 @@ async def start_guarded_server(
     guards = () if guard is None else (guard,)
     server = grpc.aio.server(interceptors=(*guards, TokenCheck(token)), options=grpc_server.SERVER_OPTIONS)
     add(server)
-    bound = grpc_server.open_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", guard)
+    bound = grpc_server.open_port(server, host, port, guard)
     await server.start()
     return server, bound
 

@@ -38,7 +38,17 @@ command:
 - "6379"
 {{- end }}
 - --bind
+{{- if eq .root.Values.ipFamily "IPv6" }}
+- "*"
+- "-::*"
+{{- else }}
 - 0.0.0.0
+{{- end }}
+{{- end }}
+
+{{/* What a server may hold, in bytes. Takes it as Redis does: 512mb. */}}
+{{- define "rootstock.redis.bytes" -}}
+{{ include "rootstock.bytes" (. | replace "kb" "Ki" | replace "mb" "Mi" | replace "gb" "Gi") }}
 {{- end }}
 
 {{/* An answer to PING. With TLS by a socket of the pod, which no certificate keeps out; on the way it has the server take

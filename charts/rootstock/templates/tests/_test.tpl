@@ -43,5 +43,5 @@ annotations:
         {{- end }}
       resources:
         requests: {cpu: 50m, memory: 64Mi}
-        limits: {memory: 256Mi}
+        limits: {cpu: "1", memory: 256Mi}
 {{- end }}

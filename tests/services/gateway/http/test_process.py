@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.gateway_process import Process
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
+from tests.services.ip_families import EVERYWHERE, LOOPBACKS
 
 SECRET = "s3cr3t-prompt"
 CHAT = "/v1/chat/completions"
@@ -37,12 +38,14 @@ def launch(system: System) -> Iterator[Callable[..., Process]]:
 
 
 def test_serves_and_stops_cleanly(launch: Callable[..., Process]) -> None:
-    process = launch()
+    process = launch("--host", EVERYWHERE)
     process.wait_ready()
-    with grpc.insecure_channel(f"127.0.0.1:{process.health_port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        states = [stub.Check(health_pb2.HealthCheckRequest(service=name)).status for name in ("", "gateway")]
-    assert states == [health_pb2.HealthCheckResponse.SERVING] * 2
+    for host in LOOPBACKS:
+        with grpc.insecure_channel(f"{host}:{process.health_port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            states = [stub.Check(health_pb2.HealthCheckRequest(service=name)).status for name in ("", "gateway")]
+        assert states == [health_pb2.HealthCheckResponse.SERVING] * 2
+        assert httpx.get(f"http://{host}:{process.port}/readiness").status_code == 200
     body = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]}
     url = f"http://127.0.0.1:{process.port}{CHAT}"
     answer = httpx.post(url, json=body)

@@ -80,7 +80,7 @@ async def served(tls: MutualTls, *callers: Role, port: int = 0) -> AsyncIterator
     guard = PortGuard(tls, *(callers or (GATEWAY,)))
     server = grpc.aio.server(interceptors=(guard,), options=grpc_server.SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    port = grpc_server.open_port(server, f"{HOST}:{port}", guard)
+    port = grpc_server.open_port(server, HOST, port, guard)
     await health.start()
     await server.start()
     try:
