@@ -230,6 +230,8 @@ class Connection(HttpToolsProtocol):
     def _watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
         if self._lost:
             return self.loop.call_soon(on_gone).cancel
+        if not self.pipeline:  # a large body has stopped it, and only who reads learns that a client has gone
+            self.flow.resume_reading()
         watcher = object()
         self._watchers[watcher] = on_gone
         return lambda: self._unwatch(watcher)

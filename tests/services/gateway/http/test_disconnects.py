@@ -74,8 +74,9 @@ def test_while_waiting_for_the_first_worker() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_before_the_first_token(system: System, stream: bool) -> None:
+    """Of more than is read ahead of who takes it."""
     system.do(lambda: system.worker.allow(0))
-    client = RawClient(system, CHAT, chat_body(stream=stream, n=3))
+    client = RawClient(system, CHAT, chat_body(stream=stream, n=3, user="x" * 300_000))
     wait_until(lambda: len(system.worker.running) == 3, "the submits")
     client.vanish()
     assert has_ended(system, "submitted")
