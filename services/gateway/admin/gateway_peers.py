@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import grpc
 
@@ -16,6 +17,8 @@ from rootstock.v1 import gateway_pb2 as pb
 from rootstock.v1 import gateway_pb2_grpc
 from services.gateway.admin.tenants import Tenants
 from services.gateway.discovery.watch import Discovery
+from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.peers.unary_call import answer_of
 from services.gateway.request.abort import AbortScope, PeerAnswer
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log_fields import fields
@@ -120,10 +123,10 @@ class PeerGateways:
     async def _ask(self, address: str, channel: KeptChannel, request: pb.AbortRequest) -> PeerAnswer:
         stub = gateway_pb2_grpc.GatewayPeerStub(channel.now())
         try:
-            answer = await stub.Abort(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            answer = await answer_of(partial(stub.Abort, request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
         except grpc.aio.AioRpcError as error:
             logger.warning("a gateway is not reached", extra=fields(address=address, code=error.code().name))
             return PeerAnswer(address, message=f"{error.code().name}: {error.details()}")
-        except grpc.aio.UsageError as error:  # discovery has let it go meanwhile, and its channel is closed
+        except StreamBroken as error:  # discovery has let it go meanwhile, and its channel is closed
             return PeerAnswer(address, message=str(error))
         return PeerAnswer(address, answer.gateway, answer.aborted)

@@ -144,17 +144,26 @@ class BatchRun:
             await asyncio.wait((executing,))
 
     async def _execute(self) -> None:
-        """Raises FileGone, LeaseLost."""
+        """Raises FileGone, LeaseLost, and RuntimeError where a line ended without a result: it is for the next try."""
         done = await patiently(lambda: self._batches.done(self.order))
+        given_up: list[int] = []
+
+        def ended(task: asyncio.Task[None], number: int) -> None:
+            self._free.release()
+            if task.cancelled():
+                given_up.append(number)
+
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._lines():
                     if line.number not in done:
                         await self._free.acquire()
                         task = group.create_task(self._execute_line(line))
-                        task.add_done_callback(lambda _: self._free.release())
+                        task.add_done_callback(partial(ended, number=line.number))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        if given_up:  # which a group does not tell of
+            raise RuntimeError(f"line {given_up[0]} was cancelled, and nobody had asked for it")
 
     async def _execute_line(self, line: Line) -> None:
         """Waits out whatever passes: no room, no worker, limits of the key. While it does, others have its lane."""

@@ -97,6 +97,7 @@ class Dispatcher:
         if pool.model.source != request.model.source:
             raise self._replaced()
         batch = next(self._handles) if request.choices[0].part is not request.choices[-1].part else 0
+        queued: list[Placement] = []
         for choice in request.choices:
             if choice.number == 0:
                 blocks = PromptBlocks(choice.prompt, choice.cache_salt)
@@ -108,8 +109,9 @@ class Dispatcher:
             elif placement.in_session:
                 if not self._place(placement):
                     self._waiting.park(placement)
-            elif pool.num_waiting or not self._place(placement):
-                self._waiting.wait(placement)
+            elif queued or pool.num_waiting or not self._place(placement):
+                queued.append(placement)
+        self._waiting.wait(pool, queued)
         self._waiting.pump(pool)  # what waits may wait for one worker only
 
     def _resume(self, placement: Placement) -> None:

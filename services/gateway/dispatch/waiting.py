@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from services.gateway.config.settings import GatewaySettings
@@ -31,19 +31,20 @@ class Waiting:
         self._metrics = metrics
         self._place = place
 
-    def wait(self, placement: Placement) -> None:
-        """In the queue. Raises ApiError if that is full."""
+    def wait(self, pool: Pool, placements: Sequence[Placement]) -> None:
+        """Those of one request, in the queue. Raises ApiError if that has no room for all of them: then nobody made way."""
         try:
-            displaced = placement.pool.queue.push(placement, _key(placement), self._urgency(placement))
+            displaced = pool.queue.push_all([(each, _key(each), self._urgency(each)) for each in placements])
         except QueueFull:
             raise self._refusals.full() from None
-        self._begin(placement, moved=False)
-        if displaced is not None:
-            self._end(displaced)
-            if displaced.choice.request.begun:
-                self.wait_first(displaced)
+        for placement in placements:
+            self._begin(placement, moved=False)
+        for placement in displaced:
+            self._end(placement)
+            if placement.choice.request.begun:
+                self.wait_first(placement)
             else:
-                displaced.choice.request.fail(self._refusals.full())
+                placement.choice.request.fail(self._refusals.full())
 
     def wait_first(self, placement: Placement) -> None:
         """Before the queue: somebody has been promised its answer already."""
@@ -123,7 +124,8 @@ class Waiting:
             placement.pool.queue.charge(_key(placement), due)
 
     def _begin(self, placement: Placement, moved: bool) -> None:
-        placement.wait.begin(self._settings.queue_timeout_s, partial(self._expire, placement))
+        patience_s = self._settings.queue_timeout_s
+        placement.wait.begin(patience_s, placement.has_begun, partial(self._expire, placement))
         if placement.choice.trace is not None:
             placement.choice.trace.waits(moved)
 

@@ -274,9 +274,12 @@ class Exchange(Response):
         except TimeoutError:
             error = timed_out()
         except asyncio.CancelledError:
-            if request.error is None:
+            task = asyncio.current_task()
+            if request.error is None and (task is None or task.cancelling()):
                 raise
-            error = request.error  # interrupted, and the client is still there
+            if request.error is None:
+                logger.error("a request was cancelled, and nobody had asked for it", extra=fields(**request.origin.log_fields))
+            error = request.error or internal()  # interrupted, and the client is still there
         except Exception:
             logger.exception("request failed", extra=fields(**request.origin.log_fields))
             error = internal()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -100,7 +101,7 @@ class DetokLink:
             silence = self._helper(call, until_lost(self.address, self._patience, self._answers_due))
             helpers.append(silence)
             await self._receive(call)
-            info = stub.Info(detokenizer_pb2.DetokenizerInfoRequest(), timeout=served_model.INFO_S)
+            info = partial(stub.Info, detokenizer_pb2.DetokenizerInfoRequest(), timeout=served_model.INFO_S)
             said = await served_model.ask(info, self.address)
             self.model = served_model.ANY if said is None else said.model
             self.connected = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 import grpc
 
 from services.gateway.peers.reconnect import StreamBroken
+from services.gateway.peers.unary_call import answer_of
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,10 @@ class Info(Protocol):
 Said = TypeVar("Said", bound=Info)
 
 
-async def ask(answer: Awaitable[Said], address: str) -> Said | None:
-    """None where the replica cannot say. `answer`: its Info call. Raises StreamBroken for a passing failure."""
+async def ask(info: Callable[[], Awaitable[Said]], address: str) -> Said | None:
+    """None where the replica cannot say. info: begins its Info call. Raises StreamBroken for a passing failure."""
     try:
-        return await answer
+        return await answer_of(info)
     except grpc.aio.AioRpcError as error:
         if error.code() in _PASSING:
             raise StreamBroken(f"no answer to Info: {error.code().name}: {error.details()}") from None

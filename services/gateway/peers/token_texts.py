@@ -6,11 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from rootstock.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.peers.served_model import ANY
+from services.gateway.peers.unary_call import answer_of
 from services.gateway.request.errors import unavailable
 from services.shared.limits import MAX_TOKEN_TEXTS
 from services.shared.observe.log_fields import fields
@@ -60,10 +63,12 @@ class TokenTexts:
         while True:
             for stub in self._in_turn(model):
                 try:
-                    response = await stub.TokenTexts(request, timeout=CALL_S)
+                    response = await answer_of(partial(stub.TokenTexts, request, timeout=CALL_S))
                 except grpc.aio.AioRpcError as error:
                     logger.warning("a detokenizer gave no token texts", extra=fields(code=error.code().name))
                     continue  # the next one, or this one again
+                except StreamBroken:  # it is gone
+                    continue
                 if len(response.texts) == len(ids):
                     return list(response.texts)
             if loop.time() >= deadline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 
@@ -15,6 +16,7 @@ from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.gateway.peers import served_model
 from services.gateway.peers.encode_stream import EncodeFailed, EncodeStream, NotServed
 from services.gateway.peers.reconnect import LastTold, StreamBroken
+from services.gateway.peers.unary_call import answer_of
 from services.gateway.request.trace import EncodeCall
 from services.shared import limits
 from services.shared.observe.log_fields import fields
@@ -90,8 +92,11 @@ class Replica:
             raise EncodeFailed(grpc.StatusCode.UNAVAILABLE, "the connection is about to be made anew")
         try:
             response: tokenizer_pb2.EncodeResponse
-            response = await (self._stub.EncodeChat if is_chat else self._stub.Encode)(request, timeout=limit_s)
+            encode = self._stub.EncodeChat if is_chat else self._stub.Encode
+            response = await answer_of(partial(encode, request, timeout=limit_s))
             return response
+        except StreamBroken as error:
+            raise EncodeFailed(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         except grpc.aio.AioRpcError as error:
             raise EncodeFailed(error.code(), error.details() or "") from None
 
@@ -105,7 +110,7 @@ class Replica:
         if not self._kept.may_connect:
             return False
         try:
-            await served_model.ask(self._info(), self.address)
+            await served_model.ask(self._info, self.address)
         except StreamBroken:
             return False
         return True
@@ -144,7 +149,7 @@ class Replica:
         """Returns when the channel is no longer ready, or when the replica has to be asked again."""
         self._doubted.clear()
         try:
-            self._learn(await served_model.ask(self._info(), self.address))
+            self._learn(await served_model.ask(self._info, self.address))
         except StreamBroken as error:
             self._set_connected(False)
             if self._told.is_news(str(error), asyncio.get_running_loop().time()):

@@ -33,7 +33,7 @@ class FairLevel(Generic[T]):
         return len(self._queues.get(key, ()))
 
     def add(self, key: str, ticket: int, item: T, counter: float) -> None:
-        """ticket: greater than any before."""
+        """ticket: greater than any of the key's."""
         queue = self._queues.setdefault(key, OrderedDict())
         queue[ticket] = item
         self._size += 1

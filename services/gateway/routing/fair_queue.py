@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -38,6 +38,14 @@ class _Account:
     listed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Place(Generic[T]):
+    item: T
+    priority: int
+    key: str
+    ticket: int
+
+
 class FairQueue(Generic[T]):
     """Items are told apart by identity. All calls from one thread; `place` may call `charge`, and nothing else of the queue."""
 
@@ -52,7 +60,7 @@ class FairQueue(Generic[T]):
         self._floor = 0.0  # where keys begin when nobody waits
         self._levels: dict[int, FairLevel[T]] = {}
         self._priorities: list[int] = []  # of the levels, rising
-        self._places: dict[int, tuple[int, str, int]] = {}  # id of an item: priority, key, ticket
+        self._places: dict[int, _Place[T]] = {}  # by an item's id
         self._tickets = 0
 
     def __len__(self) -> int:
@@ -70,24 +78,39 @@ class FairQueue(Generic[T]):
         priority always, within the same one only for a key that then has no more than that one. So no key can keep others
         out by filling the queue. Raises ValueError for an item that waits already.
         """
-        if id(item) in self._places:
+        displaced = self.push_all([(item, key, priority)])
+        return displaced[0] if displaced else None
+
+    def push_all(self, items: Sequence[tuple[T, str, int]]) -> list[T]:
+        """As push() of each with its key and priority, or of none of them: where one would find the queue full, also because
+        one of the others would have to make way, it is as it was, and QueueFull is raised."""
+        if any(id(item) in self._places for item, _, _ in items):
             raise ValueError("the item waits already")
-        displaced = self._make_room(key, priority) if len(self._places) >= self._capacity else None
-        self._tickets += 1
-        self._places[id(item)] = (priority, key, self._tickets)
-        account = self._accounts.get(key) or self._new_account(key)
-        self._activate(account, key)
-        self._level(priority).add(key, self._tickets, item, account.counter)
-        return displaced
+        before, displaced = self._tickets, list[_Place[T]]()
+        try:
+            for item, key, priority in items:
+                if len(self._places) >= self._capacity:
+                    displaced.append(self._make_room(key, priority))
+                    if displaced[-1].ticket > before:
+                        raise QueueFull
+                self._tickets += 1
+                self._add(_Place(item, priority, key, self._tickets))
+        except QueueFull:
+            for item, _, _ in items:
+                self.remove(item)
+            for place in reversed(displaced):  # each was its key's newest
+                if place.ticket <= before:
+                    self._add(place)
+            raise
+        return [place.item for place in displaced]
 
     def remove(self, item: T) -> bool:
         """False if it does not wait."""
         place = self._places.get(id(item))
         if place is None:
             return False
-        priority, key, ticket = place
-        self._levels[priority].take(key, ticket)
-        self._left(item, priority, key)
+        self._levels[place.priority].take(place.key, place.ticket)
+        self._left(place)
         return True
 
     def charge(self, key: str, tokens: float) -> None:
@@ -125,13 +148,14 @@ class FairQueue(Generic[T]):
                     placed += 1
                     level.rotate(key)
                     level.take(key, ticket)
-                    self._left(item, priority, key)
+                    self._left(self._places[id(item)])
                 elif verdict is Placed.SKIP:
                     turn.skip(key, ticket)
                 stopped = verdict is Placed.STOP
         return placed, stopped
 
-    def _make_room(self, key: str, priority: int) -> T:
+    def _make_room(self, key: str, priority: int) -> _Place[T]:
+        """The place that is free now."""
         if not self._priorities or priority < self._priorities[0]:
             raise QueueFull
         lowest = self._priorities[0]
@@ -141,9 +165,15 @@ class FairQueue(Generic[T]):
             mine, theirs = level.waiting(key) + 1, level.waiting(longest) - 1
             if mine / self._weight(key) > theirs / self._weight(longest):
                 raise QueueFull
-        item = level.take_newest(longest)
-        self._left(item, lowest, longest)
-        return item
+        place = self._places[id(level.take_newest(longest))]
+        self._left(place)
+        return place
+
+    def _add(self, place: _Place[T]) -> None:
+        self._places[id(place.item)] = place
+        account = self._accounts.get(place.key) or self._new_account(place.key)
+        self._activate(account, place.key)
+        self._level(place.priority).add(place.key, place.ticket, place.item, account.counter)
 
     def _level(self, priority: int) -> FairLevel[T]:
         level = self._levels.get(priority)
@@ -152,13 +182,13 @@ class FairQueue(Generic[T]):
             insort(self._priorities, priority)
         return level
 
-    def _left(self, item: T, priority: int, key: str) -> None:
+    def _left(self, place: _Place[T]) -> None:
         """The item is out of its level: forgets it, and what has become empty."""
-        del self._places[id(item)]
-        if not len(self._levels[priority]):
-            del self._levels[priority]
-            self._priorities.remove(priority)
-        account = self._accounts[key]
+        del self._places[id(place.item)]
+        if not len(self._levels[place.priority]):
+            del self._levels[place.priority]
+            self._priorities.remove(place.priority)
+        account = self._accounts[place.key]
         account.waiting -= 1
         if not self._places:
             self._floor = max(self._floor, account.counter)

@@ -16,6 +16,7 @@ from openai.types import Batch
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.batches import batch_run, batch_runner, lanes
+from services.gateway.batches.line_call import LineCalls, Told
 from services.gateway.keys import key_file, key_ring
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_record import Status
@@ -336,6 +337,24 @@ def test_another_gateway_goes_on_where_the_store_says() -> None:
             told = results(second.openai(), done.output_file_id)
             assert [each["custom_id"] for each in told] == [each["custom_id"] for each in lines]
             assert len(second.worker.submits) == 17 and done.request_counts is not None and done.request_counts.completed == 20
+
+
+def test_a_line_that_ends_without_a_result_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that something has cancelled, and nobody has asked for it: a batch is over when all its lines have a result."""
+    call, tries = LineCalls.call, list[str]()
+
+    async def cut(calls: LineCalls, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
+        tries.append(request_id.rpartition(".")[2])
+        if tries.count("2") == 1 and tries[-1] == "2":
+            raise asyncio.CancelledError
+        return await call(calls, path, body, caller, request_id)
+
+    monkeypatch.setattr(LineCalls, "call", cut)
+    with redis_server() as own, System(state_redis_url=own.url, batch_lease_s=3.0) as system:
+        client = system.openai()
+        done = over(client, begin(client, [line(number) for number in range(1, 4)]))
+        assert [each["custom_id"] for each in results(client, done.output_file_id)] == ["line-1", "line-2", "line-3"]
+        assert done.status == "completed" and tries.count("2") == 2
 
 
 def test_no_line_is_recorded_by_who_has_lost_the_lease(system: System, store: RedisServer, client: OpenAI) -> None:

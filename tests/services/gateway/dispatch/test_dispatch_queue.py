@@ -158,10 +158,15 @@ def test_a_request_that_is_partly_placed_ends_as_one() -> None:
 
 
 def test_a_request_with_more_choices_than_may_wait() -> None:
-    with System(configure=small, max_waiting_requests=1) as system:
-        assert system.chat(n=5).json()["error"]["code"] == "queue_full"
+    """It is refused as one, and nobody makes way for a part of it."""
+    with System(configure=small, max_waiting_requests=2, enable_priority_scheduling=True) as system:
+        assert system.chat(n=6).json()["error"]["code"] == "queue_full"
         wait_until(lambda: system.running() == [0], "the aborts")
         assert system.num_waiting == 0
+        clients = [*full(system), send(system, "0"), send(system, "1")]
+        assert system.chat(n=3, priority=9).json()["error"]["code"] == "queue_full"
+        system.allow(None)
+        assert [status_of(client) for client in clients] == [200] * 5
 
 
 def test_what_other_gateways_have_on_a_worker_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from typing import Any
@@ -342,8 +343,15 @@ def test_request_timeout(stream: bool) -> None:
         assert b'"type":"timeout_error"' in client.read_to_end_of_stream()
 
 
-def test_a_fault_in_the_gateway_is_that_requests_500(system: System, caplog: pytest.LogCaptureFixture) -> None:
-    system.do(lambda: setattr(system.gateway.tokenizer, "encode_chat", None))
+async def cancelled(*_: object) -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(("faulty", "log"), [(None, "request failed"), (cancelled, "nobody had asked for it")])
+def test_a_fault_in_the_gateway_is_that_requests_500(
+    system: System, caplog: pytest.LogCaptureFixture, faulty: Any, log: str
+) -> None:
+    system.do(lambda: setattr(system.gateway.tokenizer, "encode_chat", faulty))
     assert system.chat().json()["error"]["type"] == "server_error"
-    assert "request failed" in caplog.text
+    assert log in caplog.text
     assert system.complete(model=MODEL).status_code == 200

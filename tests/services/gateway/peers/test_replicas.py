@@ -309,6 +309,26 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
+    def test_texts_of_tokens_are_asked_of_another_one_when_theirs_is_let_go(self) -> None:
+        async def test() -> None:
+            async with replicas() as servers:
+                fakes = {await servers.start(fake): fake for fake in (Detokenizer(), Detokenizer())}
+                pool = detok_pool()
+                texts = TokenTexts(pool.stubs, WAIT_S, 1)
+                for fake in fakes.values():
+                    fake.text_gate.clear()
+                async with running(pool.run):
+                    pool.set_endpoints(dict.fromkeys(fakes, True))
+                    await eventually(lambda: pool.connected() == 2)
+                    asking = asyncio.create_task(texts.of([ord("a")]))
+                    await eventually(lambda: any(fake.text_calls for fake in fakes.values()))
+                    (stays,) = [address for address, fake in fakes.items() if not fake.text_calls]
+                    pool.set_endpoints({stays: True})
+                    fakes[stays].text_gate.set()
+                    assert await asking == {ord("a"): b"a"}
+
+        asyncio.run(test())
+
     def test_many_replays_go_in_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(detok_window, "MAX_BATCH_IDS", 100)
 
@@ -384,6 +404,27 @@ class TestTokenizers:
                     assert await call == ids_of("hi")
                     assert set(client._replicas.by_address) == {stays}
                     await eventually(lambda: len(client._replicas._tasks) == 1)
+
+        asyncio.run(test())
+
+    def test_one_that_is_gone_and_silent_is_not_asked_again(self) -> None:
+        """Its channel is closed when its last call has ended. The call waits for another one."""
+
+        async def test() -> None:
+            async with replicas() as servers:
+                old, new = Tokenizer(), Tokenizer()
+                gone, comes = await servers.start(old), await servers.start(new)
+                client = tokenizer_client(timeout_s=0.5)
+                async with running(client.run):
+                    client.set_endpoints({gone: True})
+                    await eventually(lambda: client.connected() == 1)
+                    old.gate.clear()
+                    call = asyncio.create_task(encode(client))
+                    await eventually(lambda: len(old.calls) == 1)
+                    client.set_endpoints({})
+                    await eventually(lambda: not client._replicas._tasks)
+                    client.set_endpoints({comes: True})
+                    assert await call == ids_of("hi")
 
         asyncio.run(test())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -179,6 +180,32 @@ def test_a_full_queue_is_shared_as_evenly_as_arrivals_allow(arrivals: list[tuple
         lowest = min(other.priority for other in (*before, item))
         counts = Counter(other.key for other in (*before, item) if other.priority == lowest)
         assert out.priority == lowest and counts[out.key] >= max(counts.values()) - (out is item)
+
+
+ITEMS = st.tuples(st.sampled_from("abc"), st.integers(0, 2))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(ITEMS, max_size=10), st.lists(ITEMS, min_size=1, max_size=10))
+def test_several_at_once_find_room_or_leave_all_as_it_was(before: list[tuple[str, int]], several: list[tuple[str, int]]) -> None:
+    """Where there is room, as one after the other; who is served next is the same, too."""
+    queue, other = FairQueue[Item](6), FairQueue[Item](6)
+    waiting, newcomers = (
+        [Item(key, priority=priority, name=str(n)) for n, (key, priority) in enumerate(each)] for each in (before, several)
+    )
+    for item in waiting:
+        for each in (queue, other):
+            with suppress(QueueFull):
+                each.push(item, item.key, item.priority)
+    assert list(queue) == list(other)
+    try:
+        displaced = queue.push_all([(item, item.key, item.priority) for item in newcomers])
+    except QueueFull:
+        assert list(queue) == list(other)
+    else:
+        assert displaced == [out for item in newcomers if (out := other.push(item, item.key, item.priority)) is not None]
+        assert not set(displaced) & set(newcomers) and list(queue) == list(other)
+    assert Server(queue).drain() == Server(other).drain()
 
 
 def test_a_weighty_key_may_have_more_of_a_full_queue() -> None:
