@@ -216,10 +216,8 @@ class BackgroundStore:
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Whatever response it is, and whoever is at it. Whether there was one."""
-        found = await self._redis.call(
-            READS + scripts.DELETE, _keys(owner, response_id), "", f"{owner}:{response_id}", response_id
-        )
-        return bool(found)
+        script, member = READS + scripts.DELETE, f"{owner}:{response_id}"
+        return await self._redis.deletes(script, _keys(owner, response_id), "", member, response_id)
 
     async def free(self, most: int, left: bool = False) -> list[tuple[str, str]]:
         """Owner and id of those that are not over and that nobody has, the oldest first. left: only those that were left."""

@@ -137,7 +137,7 @@ class FileStore:
         keys = OwnerKeys(owner)
         content = [keys.lines(file.batch, file.part)] if file.batch else keys.chunks(file)
         place = [keys.file(file.id), *keys.use, *content]
-        return bool(await self._redis.call(READS + _DELETE, place, file.id))
+        return await self._redis.deletes(READS + _DELETE, place, file.id)
 
     async def prolong(self, owner: str, file: StoredFile, until: int) -> bool:
         """It expires then and not earlier. False: it is gone. until: Unix seconds."""

@@ -57,7 +57,10 @@ _PUT = (
     + """
 local name, content, expected, most, most_bytes = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local version = tonumber(redis.call('HGET', KEYS[3], 'v') or '0')
-if expected >= 0 and version ~= expected then return -1 end
+if expected >= 0 and version ~= expected then
+  if version == expected + 1 and redis.call('HGET', KEYS[3], 'c') == content then return version end  -- by an earlier try
+  return -1
+end
 local old = tonumber(redis.call('HGET', KEYS[2], name) or '0')
 local used = tonumber(redis.call('HGET', KEYS[2], '!') or '0')
 if used - old + #content > most_bytes then return 0 end
@@ -111,8 +114,11 @@ class RedisStore:
         return int(now) > 0
 
     async def delete(self, owner: str, name: str) -> bool:
-        return bool(await self._call(_DELETE, owner, [name], name))
+        return await self._redis.deletes(_DELETE, _keys(owner, [name]), self._ttl_s, name)
 
     async def _call(self, script: str, owner: str, names: Sequence[str], *arguments: Any) -> Any:
-        keys = [f"state:use:{owner}", f"state:size:{owner}", *(f"state:of:{owner}:{name}" for name in names)]
-        return await self._redis.call(script, keys, self._ttl_s, *arguments)
+        return await self._redis.call(script, _keys(owner, names), self._ttl_s, *arguments)
+
+
+def _keys(owner: str, names: Sequence[str]) -> list[str]:
+    return [f"state:use:{owner}", f"state:size:{owner}", *(f"state:of:{owner}:{name}" for name in names)]

@@ -42,6 +42,17 @@ class StateRedis:
     async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again;
         scripts come to the same end then. Raises StoreAway."""
+        return (await self._tried(script, keys, arguments))[0]
+
+    async def deletes(self, script: str, keys: Sequence[str], *arguments: Any) -> bool:
+        """As call(), of a script that says whether what it deletes was there. True also where an earlier try may have done it,
+        whose answer was lost. Raises StoreAway."""
+        there, is_repeated = await self._tried(script, keys, arguments)
+        return bool(there) or is_repeated
+
+    async def _tried(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> tuple[Any, bool]:
+        """What it says, and whether it is not the first try. Raises StoreAway."""
+        is_repeated = False
         until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
         while True:
             try:
@@ -53,5 +64,6 @@ class StateRedis:
                     raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
             else:
                 self._is_away = False
-                return found
+                return found, is_repeated
+            is_repeated = True
             await asyncio.sleep(PAUSE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -64,6 +64,28 @@ def test_a_version_that_is_not_there_any_more_is_not_overwritten(empty: RedisSer
             with pytest.raises(Changed):
                 await store.put(ALICE, "a", b"3", version=version)
         assert await store.get(ALICE, ["a"]) == [Record(b"2", 2)]
+
+    with_store(empty, use)
+
+
+def test_a_try_whose_answer_is_lost_has_happened(empty: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one comes to the same end."""
+
+    async def use(store: RedisStore) -> None:
+        evaluate, tries = store._redis._client.eval, list[str]()
+
+        async def lossy(script: str, *arguments: Any) -> Any:
+            tries.append(script)
+            answer = await evaluate(script, *arguments)
+            if len(tries) % 2:
+                raise TimeoutError("the answer is lost")
+            return answer
+
+        monkeypatch.setattr(store._redis._client, "eval", lossy)
+        assert await store.put(ALICE, "a", b"1", version=0) and await store.put(ALICE, "a", b"2", version=1)
+        assert await store.get(ALICE, ["a"]) == [Record(b"2", 2)]
+        assert await store.delete(ALICE, "a") and len(tries) == 8
+        assert await store.get(ALICE, ["a"]) == [None]
 
     with_store(empty, use)
 
