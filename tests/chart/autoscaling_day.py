@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.chart.hpa import SYNC_S, Autoscaler, External, Pods, Reading
 from tests.chart.recorded import SCRAPE_S, Recorded, Scrape
-from tests.chart.release import REPO, render
+from tests.chart.release import BACKLOG, REPO, render
 from tests.chart.worker_fleet import SERVICE_S, SLOTS, USAGE, WorkerFleet
 
 PICTURE = REPO / "docs" / "kubernetes" / "autoscaling.svg"
@@ -69,7 +69,7 @@ def load_at(second: float) -> float:
 
 def readings(fleet: WorkerFleet, recorded: Recorded, scrape: Scrape, target: dict[str, float], plain: bool) -> list[Reading]:
     """plain: as if the rules bounded nothing."""
-    per_replica = target["rootstock_backlog"]
+    per_replica = target[BACKLOG]
     backlog = scrape.waiting if plain else min(scrape.waiting, per_replica * recorded.enough_workers)
     share = 1.0 if plain else recorded.arrival_share
     running = [worker.running / SLOTS * share for worker in fleet.replicas if worker.serves(fleet.now)]

@@ -18,6 +18,7 @@ CHART = REPO / "charts" / "rootstock"
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 DEFAULTS = "defaults"
 NAME, NAMESPACE = "llm", "serving"
+BACKLOG = "rootstock_backlog_serving_llm_rootstock"  # the external metric: of a release, for an adapter has one rule by a name
 MINIMAL_KUBE = "1.29"  # of Chart.yaml's kubeVersion; test_objects.py compares them
 
 Values = Mapping[str, Any]

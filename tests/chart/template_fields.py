@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.chart.release import NAME, merged
+from tests.chart.release import BACKLOG, NAME, merged
 from tests.chart.variants import GPU_RESOURCES, KEDA, VARIANTS, model
 
 
@@ -701,7 +701,7 @@ WORKERS: dict[str, Case] = {
             },
             WORKERS_HPA: {
                 "spec maxReplicas": 6,
-                "spec metrics 0 external metric name": "rootstock_backlog",
+                "spec metrics 0 external metric name": BACKLOG,
                 "spec metrics 2 pods metric name": "sglang_token_usage",
             },
             PREFILL: {"spec replicas": ABSENT},

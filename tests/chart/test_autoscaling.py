@@ -11,7 +11,7 @@ from tests.chart import adapter
 from tests.chart.autoscaling_day import DAY, MOST, PICTURE, hpa_spec, play, targets
 from tests.chart.hpa import Autoscaler, External, Pods, Reading, wanted
 from tests.chart.recorded import SCRAPE_S, Recorded
-from tests.chart.release import NAMESPACE, render
+from tests.chart.release import BACKLOG, NAMESPACE, render
 from tests.chart.test_monitoring_queries import adapter_rules
 from tests.chart.test_monitoring_rules import run_tests
 from tests.chart.worker_fleet import COLD_START_S, SERVICE_S, SLOTS, WorkerFleet
@@ -41,7 +41,7 @@ def test_one_metric(reading: Reading, replicas: int, expected: int) -> None:
 
 def test_the_charts_behaviour() -> None:
     spec = hpa_spec()
-    assert targets(spec) == {"rootstock_backlog": 2, "rootstock_running_share": 0.7, "sglang_token_usage": 0.8}
+    assert targets(spec) == {BACKLOG: 2, "rootstock_running_share": 0.7, "sglang_token_usage": 0.8}
     hpa = Autoscaler(spec)
     much, little = [External(1000, 2)], [External(0, 2)]
     assert hpa.replicas(0, 2, much) == 4  # doubles at once

@@ -36,7 +36,7 @@ from tests.chart.diagnosis_cases import (
     with_pods,
 )
 from tests.chart.loopback_server import QuietHandler, serving
-from tests.chart.release import CHART, NAMESPACE, merged, render
+from tests.chart.release import BACKLOG, CHART, NAMESPACE, merged, render
 from tests.services.redis_server import RedisServer
 
 PACKAGE = CHART / "scripts"
@@ -138,7 +138,7 @@ def api_of(facts: Facts) -> dict[str, Answer]:
     return {
         **paths,
         "/apis": facts.groups,
-        "/rootstock_backlog": facts.external,
+        f"/{BACKLOG}": facts.external,
         "/readiness": facts.readiness,
         "/server_info": facts.info,
         "/tokenize": Answer(200, {"tokens": [1, 2]}),

@@ -21,7 +21,7 @@ from services.local.ports import HOST
 from tests.chart import adapter
 from tests.chart.prometheus import Prometheus
 from tests.chart.promql import selectors
-from tests.chart.release import CHART, NAMESPACE, merged, render
+from tests.chart.release import BACKLOG, CHART, NAMESPACE, merged, render
 from tests.chart.test_monitoring_rules import RULES, alerts, rules
 from tests.e2e.system import System, wait_until
 
@@ -269,7 +269,7 @@ def test_the_adapter_answers_for_workers_that_compute_prompts(watched: Watched) 
         answers = watched.prometheus.query(adapter.pods_query(rule, NAMESPACE, watched.pods["worker"]))
         assert sorted(labels["pod"] for labels, _ in answers) == sorted(watched.pods["worker"])
         assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
-    (backlog,) = [rule for rule in adapter_rules(APART)["externalRules"] if rule["name"]["as"] == "rootstock_backlog"]
+    (backlog,) = [rule for rule in adapter_rules(APART)["externalRules"] if rule["name"]["as"] == BACKLOG]
     query = adapter.external_query(backlog, NAMESPACE, {"model": MODEL})
     assert 'engine_type="decode"' in query and len(watched.prometheus.query(of_no_role(query))) == 1
 

@@ -118,3 +118,8 @@ spec:
     name: {{ include "rootstock.fullname" .root }}-prometheus
   {{- end }}
 {{- end }}
+
+{{/* The external metric of a release: an adapter has one rule by a name, whatever the namespace. Takes the root. */}}
+{{- define "rootstock.backlogMetric" -}}
+rootstock_backlog_{{ printf "%s_%s" .Release.Namespace (include "rootstock.fullname" .) | replace "-" "_" | replace "." "_" }}
+{{- end }}

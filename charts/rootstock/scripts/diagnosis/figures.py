@@ -77,8 +77,8 @@ def _adapter(install: Install, facts: Facts) -> Iterator[Finding]:
     elif not facts.external.good:
         yield broken("scaling", f"external metrics do not come: {facts.external.why}", f"{mend}; is its pod up?")
     elif not facts.external.body.get("items"):
-        told = "the adapter knows no rootstock_backlog of this namespace"
-        yield broken("scaling", told, (f"its rules are of another release or older models, or Prometheus has no series: {mend}"))
+        told = f"the adapter knows no {install.scaled['metric']}"
+        yield broken("scaling", told, (f"its rules are not this release's, or of older models, or Prometheus has no series: {mend}"))
 
 
 def _keda(install: Install, facts: Facts) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ class Install:
     ports by name. secrets: {name, keys, value, part}; a key may be a pattern. models: {name, slug, sleeps, gpus, runtimeClass}.
     claims: {name, value}. redis: what each is for, index or state. scrapes: whether Prometheus is to have series; prometheus: its
     URL; sure: whether somebody has said that it is there; unshown: what KEDA shows it and a pod of the tests does not, a cloud's
-    identity or tls, "" for nothing. scaled: {engine, selector, names}; policies: whether the chart has
+    identity or tls, "" for nothing. scaled: {engine, metric, selector, names}; policies: whether the chart has
     NetworkPolicies. headers: that Prometheus wants beside those of a Secret."""
 
     release: str

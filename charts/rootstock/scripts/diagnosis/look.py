@@ -136,7 +136,7 @@ def _external(install: Install, api: ApiServer) -> Answer:
     if install.scaled["engine"] != "hpa" or not install.scaled["selector"]:
         return UNASKED
     query = urllib.parse.urlencode({"labelSelector": install.scaled["selector"]})
-    return api.get(f"apis/external.metrics.k8s.io/v1beta1/namespaces/{install.namespace}/rootstock_backlog?{query}")
+    return api.get(f"apis/external.metrics.k8s.io/v1beta1/namespaces/{install.namespace}/{install.scaled['metric']}?{query}")
 
 
 def _of_release(install: Install, answer: Answer) -> Answer:

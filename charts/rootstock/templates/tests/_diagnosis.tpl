@@ -58,7 +58,7 @@
   "sure" $sure
   "unshown" (coalesce $auth.podIdentity (ternary "tls" "" (has "tls" $auth.modes)))
   "headers" .Values.autoscaling.prometheusAuth.headers
-  "scaled" (dict "engine" .Values.autoscaling.engine "names" $names "selector" (ternary (printf "namespace=%s,model=%s" .Release.Namespace (first (append $slugs ""))) "" (gt (len $slugs) 0)))
+  "scaled" (dict "engine" .Values.autoscaling.engine "names" $names "metric" (include "rootstock.backlogMetric" .) "selector" (ternary (printf "namespace=%s,model=%s" .Release.Namespace (first (append $slugs ""))) "" (gt (len $slugs) 0)))
   "policies" .Values.networkPolicy.enabled | toJson -}}
 {{- end }}
 
