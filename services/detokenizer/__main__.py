@@ -49,7 +49,7 @@ async def run(settings: DetokenizerSettings) -> None:
 
 def main() -> None:
     grpc_server.end_on_signal()
-    settings = load(DetokenizerSettings, SERVICE)
+    settings = load(DetokenizerSettings, f"python -m services.{SERVICE}")
     log.configure(SERVICE, settings.log_level)
     try:
         asyncio.run(run(settings))

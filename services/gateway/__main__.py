@@ -14,6 +14,7 @@ from services.gateway.admin.listener import admin_listener
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import SERVICE, Gateway
 from services.gateway.http import http_server
+from services.gateway.http.connection_table import want_open_files
 from services.shared import c_memory, settings
 from services.shared.observe import log
 from services.shared.observe.log_fields import fields
@@ -37,9 +38,10 @@ async def _serve(config: GatewaySettings) -> None:
 
 
 def main() -> int:
-    config = settings.load(GatewaySettings, "rootstock-gateway")
+    config = settings.load(GatewaySettings, "python -m services.gateway")
     log.configure(SERVICE, config.log_level)
     c_memory.map_large_blocks()
+    want_open_files()
     logging.getLogger("uvicorn.error").setLevel("WARNING")
     logger.info("settings", extra=fields(**config.model_dump(exclude={"control_token", "redis_url", "state_redis_url"})))
     try:

@@ -136,7 +136,7 @@ def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
 
 
 def main() -> int:
-    settings = load(LocalSettings, "rootstock-local")
+    settings = load(LocalSettings, "python -m services.local")
     logging.basicConfig(level="WARNING", format="  %(message)s")
     try:
         return asyncio.run(run(settings))

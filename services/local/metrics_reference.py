@@ -29,7 +29,8 @@ from services.worker.metrics.scheduler_metrics import WorkerMetrics
 HEAD = """# Metrics
 
 Every metric of every process, written by `make docs` from the code that defines it. `/metrics` of the gateway is on its HTTP
-port, that of the others on `--metrics-port`. A counter's series ends in `_total`, an info's in `_info`; a histogram has
+port (in the chart on 9104 alone), that of the others on
+`--metrics-port`. A counter's series ends in `_total`, an info's in `_info`; a histogram has
 `_bucket`, `_sum` and `_count`. Prometheus's own `process_*` (and, of the worker, `python_*`) come beside these.
 
 Which of them are watched, and what to do then: [alerts](kubernetes/alerts.md), [autoscaling](kubernetes/autoscaling.md);

@@ -54,7 +54,7 @@ async def run(settings: TokenizerSettings) -> None:
 
 def main() -> None:
     grpc_server.end_on_signal()
-    settings = load(TokenizerSettings, SERVICE)
+    settings = load(TokenizerSettings, f"python -m services.{SERVICE}")
     log.configure(SERVICE, settings.log_level)
     map_large_blocks()
     try:

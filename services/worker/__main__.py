@@ -350,7 +350,7 @@ def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: 
 
 def main() -> int:
     grpc_server.end_on_signal()
-    settings = load(WorkerSettings, "rootstock-worker")
+    settings = load(WorkerSettings, "python -m services.worker")
     log.configure("worker", settings.log_level)
     try:
         asyncio.run(serve(settings))

@@ -120,7 +120,7 @@ class WorkerSettings(ServiceSettings):
         "none",
         description="What guesses the next tokens, which a step then verifies; the text stays the same. ngram: what followed the"
         " last tokens before, in prompt or output; draft: a smaller model of the same vocabulary; eagle3: a head that reads the"
-        " model's states; mtp: the checkpoint's own layer for that, or another folder's. On a CPU.",
+        " model's states; mtp: the checkpoint's own layer for that, or another folder's.",
     )
     speculative_draft_model_path: str = Field(
         "",

@@ -110,7 +110,9 @@ class GatewaySettings(ServiceSettings):
     )
     max_speculative_blocks: int = Field(1 << 18, ge=0, description="Blocks of 64 tokens that may count so at once.")
     worker_queue_slack: float = Field(
-        0.25, ge=0, description="Requests that a worker gets beyond those that it can run, as a share of these; more wait here."
+        0.25,
+        ge=0,
+        description="Requests that a worker gets beyond those that it can run, as a share of these, two at least; more wait.",
     )
     worker_silence_s: float = Field(5.0, gt=0, description="Seconds without a word after which a worker is taken for lost.")
     unreachable_s: float = Field(
@@ -195,7 +197,11 @@ class GatewaySettings(ServiceSettings):
         description="Seconds of silence after which a stream gets a comment. The first one fixes its status at 200: what fails"
         " after it is an event. 0: none.",
     )
-    retry_after_s: int = Field(1, ge=1, description="Retry-After of a 503, in seconds.")
+    retry_after_s: int = Field(
+        1,
+        ge=1,
+        description="Least Retry-After of a 503, in seconds; while requests wait, what they need at the pace of late, up to 60.",
+    )
     docs_enabled: bool = Field(True, description="/docs and /openapi.json are served.")
     playground: bool = Field(
         False, description="The playground is served at /, and answers say what became of their request (x-rootstock-report)."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 from typing import Protocol
 
+WANTED_DESCRIPTORS = 1 << 16
 OTHER_DESCRIPTORS = 128  # of a gateway: peers, Redis, logs, the event loop
 RESERVE = 32  # of connections for who asks for the server's health alone, when all others are taken
 
@@ -27,6 +28,15 @@ def connections_allowed(descriptors: int) -> int:
 
 def open_files_allowed() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def want_open_files() -> None:
+    """As many as this process may have, up to WANTED_DESCRIPTORS: it is often begun with 1,024, for the sake of programs that
+    know no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class ConnectionTable:

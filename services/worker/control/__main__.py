@@ -16,7 +16,7 @@ from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
 from services.worker.control.command_line import PARSERS, USAGE, WrongWords, call, failure
 
-PROG = "rootstock-control"
+PROG = "rootstock-control"  # how its lines begin
 
 
 class ControlSettings(TlsSettings):
@@ -35,7 +35,7 @@ class ControlSettings(TlsSettings):
 
 
 def main() -> int:
-    settings = load(ControlSettings, PROG)
+    settings = load(ControlSettings, "python -m services.worker.control")
     parse = PARSERS.get(settings.operation)
     if parse is None:
         print(f"{PROG}: no operation {settings.operation}\n\n{USAGE}", file=sys.stderr)

@@ -30,7 +30,8 @@ class Process:
         peers = [word for name, hosts in addresses.items() for word in (f"--{name}", ",".join(host.address for host in hosts))]
         command = [sys.executable, "-m", "services.gateway", "--port", str(self.port), "--health-port", str(self.health_port)]
         quiet = {**os.environ, "GRPC_VERBOSITY": "NONE"}  # the C core's own lines are not ours
-        self._process = subprocess.Popen([*command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)
+        few = ["prlimit", "--nofile=256:4096"]  # as who begins it may leave it
+        self._process = subprocess.Popen([*few, *command, *peers, *flags], stderr=subprocess.PIPE, text=True, env=quiet)
         self.pid = self._process.pid
 
     def wait_ready(self) -> None:

@@ -51,7 +51,8 @@ def test_serves_and_stops_cleanly(launch: Callable[..., Process]) -> None:
     answer = httpx.post(url, json=body)
     assert answer.status_code == 200
     assert httpx.post(url, json={**body, "temperature": SECRET}).status_code == 400
-    assert psutil.Process(process.pid).memory_info().rss < 200 << 20
+    seen = psutil.Process(process.pid)
+    assert seen.memory_info().rss < 200 << 20 and seen.rlimit(psutil.RLIMIT_NOFILE) == (4096, 4096)
     process.terminate()
     code, log = process.wait()
     assert code == 0
