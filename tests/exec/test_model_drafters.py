@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
+from services.worker.exec.contracts.drafter import Computed
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
+from services.worker.exec.drafting.model_drafter import _Slot
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.always_guessing import always, now_and_then
 from tests.exec.draft_folders import add_mtp, write_eagle3
@@ -169,9 +172,10 @@ def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
     assert sum(lengths) == NEW_TOKENS and answer.ended
 
 
-@pytest.mark.parametrize("algorithm", ["draft", "eagle3"])
-def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str) -> None:
-    """The text goes on. Steps that are computed in pieces tell it nothing of the target's states."""
+@pytest.mark.parametrize(("algorithm", "max_tokens"), [("draft", 20), ("eagle3", 20), ("eagle3", 8192)])
+def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str, max_tokens: int) -> None:
+    """The text goes on. Steps that are computed in pieces tell it nothing of the target's states, and what others tell is not
+    kept."""
     target, draft = tmp_path / "target", tmp_path / "draft"
     TARGET.build(target)
     if algorithm == "draft":
@@ -180,12 +184,32 @@ def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str) ->
         write_eagle3(draft, target, draft_vocab=257, prefix="model.", place="layers.0")
     file, context = draft / "config.json", PROMPT_TOKENS + NEW_TOKENS // 2
     file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": context}))
-    plain, executor = made_of(target), made_of(target, algorithm, str(draft), max_tokens=20)
+    plain, executor = made_of(target), made_of(target, algorithm, str(draft), max_tokens)
     drafter = executor._steps._drafter  # type: ignore[attr-defined]
     assert drafter.model.max_context == context
     asked = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     assert alone(WORLD, executor, asked).bits() == alone(World(), plain, asked).bits()
+    assert not any(state.pending for state in drafter._slots.values())
     plain.close()
+    executor.close()
+
+
+def test_what_waits_for_a_guess_holds_no_more_than_itself(tmp_path: Path) -> None:
+    """On a device the pass over a chunk's entries begins before its first token is here: the last one is left, without the memory
+    of the chunk."""
+    target, head = tmp_path / "target", tmp_path / "head"
+    TARGET.build(target)
+    write_eagle3(head, target, draft_vocab=257, prefix="model.", place="layers.0")
+    executor = made_of(target, "eagle3", str(head))
+    drafter = executor._steps._drafter  # type: ignore[attr-defined]
+    drafter._slots[0] = _Slot([7] * PROMPT_TOKENS)
+    with torch.inference_mode():
+        drafter._table[0, :16] = torch.arange(16)
+        kept = tuple(torch.zeros(PROMPT_TOKENS, 128) for _ in range(3))
+        drafter.computed([Computed(0, 0, PROMPT_TOKENS, kept, given=True)])
+        drafter.begin()
+    ((left, *_),) = drafter._slots[0].pending
+    assert len(left) == 1 and left.untyped_storage().nbytes() == left.nbytes
     executor.close()
 
 

@@ -49,7 +49,7 @@ class _Slot:
         kept: list[Kept] = []
         for part in self.pending:
             if count > 0:
-                kept.append(tuple(each[:count] for each in part))
+                kept.append(part if count >= len(part[0]) else tuple(each[:count].clone() for each in part))
             count -= len(part[0])
         self.pending = kept
 
@@ -191,7 +191,7 @@ class ModelDrafter:
             state.covered = row.start + row.count
             if not self._shift:
                 state.valid = row.start if state.valid < 0 else state.valid
-            elif row.kept is None:
+            elif row.kept is None or row.start >= self._max_context:  # behind it nothing is ever computed
                 state.valid, state.pending = state.covered, []
             else:
                 if state.valid < 0 or row.start != state.valid + state.num_pending:
@@ -213,7 +213,8 @@ class ModelDrafter:
             assert self.model is not None, "no step runs while memory is released"
             whole = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*state.pending, strict=True))
             states = self.model.entry(tuple(each[:count] for each in whole))
-            state.pending = [tuple(each[count:] for each in whole)] if len(whole[0]) > count else []
+            rest = len(whole[0]) > count  # few of a chunk's, which they would keep as a whole
+            state.pending = [tuple(each[count:].clone() for each in whole)] if rest else []
         first, state.valid = state.valid, state.valid + count
         return _Entries(slot, first, state.text[first + shift : first + shift + count], states)
 
