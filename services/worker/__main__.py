@@ -31,7 +31,7 @@ from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.stats import StepStats
-from services.worker.engine import Engine, build_engine, defaults_of
+from services.worker.engine import Engine, build_engine
 from services.worker.front.busyness import LoadReport, NoIndex
 from services.worker.front.drain import drain
 from services.worker.front.outbox import StreamOutbox
@@ -253,7 +253,7 @@ async def serve(settings: WorkerSettings) -> None:
     )
     probes = await grpc_server.start_probe_port(settings.host, settings.health_port, health)
     operated = None if mtls is None else PortGuard(mtls, Role.GATEWAY, Role.OPERATOR)
-    engine.weights.on_replaced = lambda identity: servicer.weights_replaced(identity, defaults_of(settings))
+    engine.weights.on_replaced = servicer.weights_replaced
     kv_peers = engine.peer_reader.rates if engine.peer_reader is not None else tuple
     at = _control_address(settings)
     control = await start_control(at, inbox.put, info.worker_id, info.model, engine.weights, operated, kv_peers)

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves
         except BaseException:
             built.executor.close()
             raise
-    return built, ServedWeights(settings.model, identity)
+    return built, ServedWeights(settings.model, identity, partial(defaults_of, settings))
 
 
 def _bos_token_id(tokenizer: HfTokenizer) -> int:

@@ -30,7 +30,7 @@ def dear_guesses(rows: int, guesses: int) -> float:
 
 
 class World:
-    """Rows whose guesses are right with a chance of their own, each after the other."""
+    """Rows whose guesses are right with a chance of their own, each after the other; where that is negative there are none."""
 
     def __init__(self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3) -> None:
         self.chances, self._cost, self._rng = chances, cost, random.Random(seed)
@@ -49,9 +49,10 @@ class World:
         self.tokens, self.seconds = self.tokens + len(self.slots) + right.sum(), self.seconds + seconds
         if self._flight is not None:
             plan, drafted, accepted, took = self._flight
-            rows = np.flatnonzero(drafted)
+            rows = np.flatnonzero(plan.drafts)
             self.controller.learn(plan, self.slots[rows], drafted[rows], accepted[rows], took)
-        self._flight = (replace(decode_plan(len(self.slots)), drafts=drafts.astype(np.int32)), drafts, right, seconds)
+        drafted = np.where(np.array(self.chances) < 0, 0, drafts)
+        self._flight = (replace(decode_plan(len(self.slots)), drafts=drafts.astype(np.int32)), drafted, right, seconds)
         return drafts
 
     def steps(self, count: int) -> np.ndarray:
@@ -136,6 +137,17 @@ def test_where_guesses_do_not_pay_they_are_tried_seldom() -> None:
     world = World([1.0] * 16, bound_by_tokens)
     world.steps(200)
     assert (world.steps(1000).max(1) > 0).sum() <= 1000 // PROBE_EVERY // 2
+
+
+def test_who_guesses_nothing_is_asked_seldom_where_asking_costs_and_never_rests() -> None:
+    """As n-grams of a text that does not repeat itself: what comes then is guessed soon after it does."""
+    world = World([-1.0, -1.0], lambda rows, guesses: 1.3 if guesses else 1.0)
+    world.steps(100)
+    assert (world.steps(1000).max(axis=1) > 0).mean() <= 2 / PROBE_EVERY
+    world.chances = [0.9, 0.9]
+    assert world.steps(2 * PROBE_EVERY)[-1].min() >= 2
+    free = World([-1.0, -1.0], lambda rows, guesses: 1.0)
+    assert (free.steps(1000)[100:] > 0).all()
 
 
 def test_never_more_than_there_may_be() -> None:

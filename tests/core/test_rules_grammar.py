@@ -205,6 +205,9 @@ class TestForcedTokens:
             "logprobs": {"top_logprobs": 0},
             "frequency": {"frequency_penalty": 0.5},
             "repetition": {"repetition_penalty": 1.1},
+            "banned": {"banned_token_ids": (250,)},
+            "allowed": {"allowed_token_ids": tuple(range(256))},
+            "bias": {"logit_bias": ((250, 1.0),)},
         },
         overlap=OVERLAP,
     )

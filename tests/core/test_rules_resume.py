@@ -196,6 +196,8 @@ class TestTheQueue:
         for handle in range(3):
             engine.submit(handle, [handle] * 8, max_new_tokens=3)
         engine.submit(3, PROMPT, output=WHOLE[:4], max_new_tokens=8)
+        engine.turn()
+        assert engine.core.stats().num_waiting == 3 and engine.core.stats().num_retracted == 0, "nothing was taken from it here"
         engine.drain()
         assert list(engine.finishes) == [3, 0, 1, 2]
 

@@ -94,10 +94,11 @@ def _resume_weights(core: Scheduler, executor: Executor, operation: ResumeMemory
     with weights.reading() as reading:
         executor.apply(operation)
         try:
+            defaults = weights.defaults()
             revision = reading.revision()
-        except (OSError, WeightsChanged) as error:
+        except (OSError, ValueError, WeightsChanged) as error:
             executor.apply(ReleaseMemory(kv=operation.kv, weights=True))
             raise OperationRefused(f"cannot resume: {error}") from error
     if revision != core.revision:
         core.replace_weights(revision)
-        weights.replaced(revision)
+        weights.replaced(revision, defaults)

@@ -153,7 +153,8 @@ class Committer:
         short = (plan.num_tokens[extends:] - counts)[kept]
         columns.computed[slots[kept]] -= short
         columns.planned_out[slots[kept]] -= short
-        rows = extends + np.flatnonzero(kept & (run.drafted[extends:] > 0))
+        asked = plan.drafts[extends:] > 0 if len(plan.drafts) else np.zeros(len(kept), dtype=np.bool_)
+        rows = extends + np.flatnonzero(kept & asked)
         if self._guesses is not None:
             self._guesses.learn(
                 plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds

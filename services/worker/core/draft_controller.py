@@ -77,8 +77,9 @@ class DraftController:
         return np.minimum(most, self._choices[choice])
 
     def learn(self, plan: BatchPlan, slots: I64, drafted: I64, accepted: I64, seconds: float) -> None:
-        """slots: of rows that had guesses and whose request is there, with how many and how many were right. seconds: what the
-        step took; 0 where that is not known. It is the cost of the number that was chosen, whatever was then guessed."""
+        """slots: of rows that were to have guesses and whose request is there, with how many there were and how many were right.
+        seconds: what the step took; 0 where that is not known. It is the cost of the number that was chosen, whatever was then
+        guessed."""
         assert len(slots) == len(drafted) == len(accepted), "columns of the same rows"
         if seconds > 0 and not plan.num_extend and plan.num_rows:
             self._took(plan.num_rows.bit_length(), int(plan.drafts.max(initial=0)), seconds)
@@ -131,7 +132,7 @@ class DraftController:
 
     def _note(self, slot: int, guesses: int, hits: int) -> None:
         assert 0 <= hits <= guesses, "what is right was guessed"
-        tried = min(guesses, hits + 1)
+        tried = max(1, min(guesses, hits + 1))  # one that was not guessed brings as little as a wrong one
         self._was_right |= hits > 0
         self._hits[slot, :tried] *= FADE
         self._tries[slot, :tried] = self._tries[slot, :tried] * FADE + 1
@@ -139,8 +140,8 @@ class DraftController:
         self._all_hits[:tried] *= FADE_OF_ALL
         self._all_tries[:tried] = self._all_tries[:tried] * FADE_OF_ALL + 1
         self._all_hits[:hits] += 1
-        if not hits and self._pauses[slot]:
-            return  # planned before the rest began
+        if not guesses or (not hits and self._pauses[slot]):
+            return  # nothing was wrong; or it was planned before the rest began
         self._misses[slot] = 0 if hits else self._misses[slot] + 1
         if self._misses[slot] >= MISSES:
             self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot]))

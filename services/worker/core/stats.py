@@ -182,7 +182,7 @@ def stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, pa
         max_running_requests=running_limit,
         num_waiting=table.num_waiting,
         num_gated=len(table.gate),
-        num_retracted=table.waiting.num_back,
+        num_retracted=table.waiting.num_retracted,
         waiting_tokens=table.waiting_tokens,
         pages_leased=memory.num_leased,
         pages_cached=memory.tree.num_pages,

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from services.shared.index.block_hash import root_hash
+from services.shared.sampling_defaults import SamplingDefaults
 from services.shared.served_name import served_name
 from services.worker.core.contracts.tree_name import parts_of
 from services.worker.identity.weights_revision import WeightsReading
@@ -32,23 +33,25 @@ class ModelIdentity:
 
 
 class ServedWeights:
-    """identity: read by any thread. on_replaced: called on the loop's thread, before anything is computed with the new weights;
+    """identity: read by any thread. defaults: reads what comes with weights, of requests that leave parameters out; raises
+    ValueError, OSError. on_replaced: called on the loop's thread with both, before anything is computed with the new weights;
     must not block. reload_s: seconds that loading them again took the last time, None where it has not happened."""
 
-    def __init__(self, folder: str | Path, identity: ModelIdentity) -> None:
+    def __init__(self, folder: str | Path, identity: ModelIdentity, defaults: Callable[[], SamplingDefaults]) -> None:
         self._folder = Path(folder)
         self.identity = identity
-        self.on_replaced: Callable[[ModelIdentity], None] = lambda identity: None
+        self.defaults = defaults
+        self.on_replaced: Callable[[ModelIdentity, SamplingDefaults], None] = lambda identity, defaults: None
         self.reload_s: float | None = None
 
     def reading(self) -> WeightsReading:
         """Of the folder as it is; to be entered before it is loaded again."""
         return WeightsReading(self._folder)
 
-    def replaced(self, revision: str) -> None:
+    def replaced(self, revision: str, defaults: SamplingDefaults) -> None:
         """The worker computes with these from here on. Name and tokenizer stay: both were read at the start."""
         self.identity = replace(self.identity, revision=revision)
-        self.on_replaced(self.identity)
+        self.on_replaced(self.identity, defaults)
 
     def tree_root(self, tree: str) -> bytes:
         """What the first block in this tree of cached prefixes is chained to; a tree's name says which weights it is of."""

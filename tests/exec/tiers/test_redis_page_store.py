@@ -52,7 +52,7 @@ def test_what_one_writes_all_others_read_who_have_its_secret(server: RedisServer
     assert second.news() == News(tuple(keys(1, 2, 3)), ()) and stranger.news() == NOTHING
     assert read(second, keys(1, 2, 4, 3)) == 2 and read(first, keys(3, 1)) == 2
     assert first.news() == NOTHING, "its own pages are none"
-    assert write(second, keys(3, 4)).stored == tuple(keys(4))
+    assert write(second, keys(3, 4)) == Written(tuple(keys(4)), (), held=1)
     assert first.news() == News(tuple(keys(4)), ()) and second.news() == NOTHING
 
 

@@ -127,11 +127,11 @@ NO_USE = StorageUse()
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. seconds:
-    that moving them took. stored, dropped: keys that the storage holds now and did not, and the other way about. blocks: that the
-    storage's pages were said to be of, before the worker's start. use: of the storage then, where that may have changed. early:
-    of a load from the host, whose last bytes are on their way; behind it comes one that says when they are there, with loaded:
-    its pages, and the seconds that it took."""
+    """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. Of a
+    store: that the storage has now, whoever brought them. seconds: that moving them took. stored, dropped: keys that the storage
+    holds now and did not, and the other way about. blocks: that the storage's pages were said to be of, before its start.
+    use: of the storage then, where that may have changed. early: of a load from the host, whose last bytes are on their way;
+    behind it comes one that says when they are there, with loaded: its pages, and the seconds that it took."""
 
     op_id: int
     count: int = 0

@@ -116,11 +116,13 @@ class Request:
 
     @property
     def jump(self) -> bool:
-        """Tokens that nothing sampled have no logprobs and escape penalties, so requests with either sample each one. Who goes on
-        elsewhere gets them there."""
+        """Tokens that nothing sampled have no logprobs and escape penalties and sets of tokens, so requests with any of them
+        sample each one. Who goes on elsewhere gets them there."""
         params = self.params
+        steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        return self.matcher is not None and not self.wants_logprobs and not penalised and self.hand_over is None
+        free = not (self.wants_logprobs or penalised or steered)
+        return self.matcher is not None and free and self.hand_over is None
 
     def move(self, phase: Phase) -> None:
         if phase not in _LEGAL[self.phase]:

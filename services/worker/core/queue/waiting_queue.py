@@ -46,14 +46,15 @@ class WaitingQueue:
         self._kept: dict[int, Kept] = {}  # by rank
         self.num_held = 0
         self.num_tokens = 0  # of prompts and outputs, as they were when they came
+        self._have_run: set[int] = set()  # by number
 
     def __len__(self) -> int:
         return self._size
 
     @property
-    def num_back(self) -> int:
-        """Those that have run before."""
-        return sum(len(rank.back) for rank in self._ranks.values())
+    def num_retracted(self) -> int:
+        """Those that have run here before: not those that began elsewhere."""
+        return len(self._have_run)
 
     def add(self, request: Request, back: bool = False) -> None:
         assert not request.held, "who comes to the queue is held by no gate"
@@ -64,6 +65,8 @@ class WaitingQueue:
         if back:
             rank.back.append(request)
             rank.back.sort(key=lambda r: r.seq)
+            if request.queue_s >= 0:
+                self._have_run.add(request.seq)
         else:
             assert request.seq not in rank.fresh, "a request stands in the queue twice"
             assert request.flow is not None, "who waits has prompt tokens to be planned"
@@ -79,6 +82,7 @@ class WaitingQueue:
         rank = self._ranks[request.rank]
         if rank.fresh.pop(request.seq, None) is None:
             rank.back.remove(request)
+            self._have_run.discard(request.seq)
         else:
             assert request.flow is not None, "who waits has prompt tokens to be planned"
             mine = rank.flows[request.flow]

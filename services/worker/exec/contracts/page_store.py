@@ -16,10 +16,11 @@ from services.worker.core.contracts.transfers import ALL, Deleted, Selection, St
 @dataclass(frozen=True, slots=True)
 class Written:
     """What a write came to. stored: keys that are held now and were not before it. dropped: keys that were held before it and
-    went to make room."""
+    went to make room. held: how many of those asked for were held before it, by another worker's write, say, and are now."""
 
     stored: tuple[bytes, ...]
     dropped: tuple[bytes, ...]
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,7 +372,7 @@ class PageMover:
         if self._log is not None and operation.blocks:
             there = set(written.stored)
             self._log.append(block for block in operation.blocks if block.keys[-1] in there)
-        return len(written.stored), written.stored, written.dropped
+        return len(written.stored) + written.held, written.stored, written.dropped
 
     def _fetched(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
         """What was not found is not there, whoever believes so."""

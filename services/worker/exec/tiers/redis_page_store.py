@@ -142,7 +142,7 @@ class RedisPageStore:
         assert all(page.nbytes == self.page_bytes for page in pages), "every page has the same size"
         fresh = {key: page for key, page in zip(keys, pages, strict=True) if key not in self._known}
         if not fresh or self._due or not (self._pause.over and self._write_pause.over):
-            return Written((), ())
+            return Written((), (), len(keys) - len(fresh))
         stored: list[bytes] = []
         dropped: list[bytes] = []
         try:
@@ -153,7 +153,8 @@ class RedisPageStore:
         else:
             self._pause.worked()
             self._write_ended(refusal)
-        return Written(tuple(key for key in stored if key in self._known), tuple(dropped))
+        held = sum(key in self._known for key in keys if key not in fresh)
+        return Written(tuple(key for key in stored if key in self._known), tuple(dropped), held)
 
     def _write_ended(self, refusal: Exception | None) -> None:
         if refusal is not None:  # it is full and nothing may go, say

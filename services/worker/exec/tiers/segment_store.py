@@ -126,7 +126,8 @@ class SegmentStore:
             except OSError as error:
                 self._write_failed("pages were not written", error)
         stored = tuple(key for key in fresh if key in self._places)
-        return Written(stored, tuple(key for key in dropped if key not in fresh))
+        held = sum(key in self._places for key in keys if key not in fresh)
+        return Written(stored, tuple(key for key in dropped if key not in fresh), held)
 
     def news(self) -> News:
         return News((), ())

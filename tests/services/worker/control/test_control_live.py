@@ -16,7 +16,6 @@ from rootstock.v1 import control_pb2 as pb
 from services.local.ports import free_ports
 from services.shared.control_values import as_json
 from services.shared.rpc import grpc_server
-from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.control.server import start_control
 from services.worker.front.busyness import BEAT_S, GAP_S
 from services.worker.identity.model_identity import ServedWeights
@@ -67,7 +66,7 @@ async def operated(
         at = control_at(port=free_ports(1)[0])
         control = await start_control(at, worker.inbox.put, "w", "fake", weights)
         if weights is not None:
-            weights.on_replaced = lambda identity: worker.servicer.weights_replaced(identity, SamplingDefaults())
+            weights.on_replaced = worker.servicer.weights_replaced
         assert control is not None
         try:
             async with grpc_server.channel(f"127.0.0.1:{control.port}") as channel:

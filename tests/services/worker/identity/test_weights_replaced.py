@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,6 +14,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from rootstock.v1 import control_pb2 as pb
 from services.worker.exec.contracts.operations import Operation, ResumeMemory
 from services.worker.identity.model_identity import ServedWeights
+from services.worker.identity.sampling_defaults import sampling_defaults
 from tests.services.worker.control.test_control_live import Operated, operated, run
 from tests.services.worker.front.test_server import expected, submit
 from tests.services.worker.identity.test_model_identity import SIZE, identity_of, make_folder, revision_of
@@ -41,6 +44,10 @@ async def answered(at: Operated, message: worker_pb2.Submit) -> worker_pb2.Finis
     return at.front.finishes[message.handle]
 
 
+def served(folder: Path) -> ServedWeights:
+    return ServedWeights(folder, identity_of(folder), partial(sampling_defaults, folder, True, ""))
+
+
 async def release(at: Operated) -> None:
     await at.control.ReleaseMemory(pb.ReleaseMemoryRequest(tags=WEIGHTS))
 
@@ -51,7 +58,7 @@ async def resume(at: Operated) -> None:
 
 def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = ServedWeights(folder, identity_of(folder))
+    weights = served(folder)
     old = weights.identity.revision
 
     async def check() -> None:
@@ -77,7 +84,7 @@ def test_other_weights_are_told_and_the_old_ones_turned_away(tmp_path: Path) -> 
 
 def test_equal_weights_are_no_news(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = ServedWeights(folder, identity_of(folder))
+    weights = served(folder)
     assert weights.reload_s is None
 
     async def check() -> None:
@@ -92,13 +99,21 @@ def test_equal_weights_are_no_news(tmp_path: Path) -> None:
     run(check)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["changed", "lost"])
-def test_weights_that_change_while_they_are_loaded_are_not_served(tmp_path: Path, lost: bool) -> None:
+HOW: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "changed": ("model-00002-of-00002.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x")),
+    "lost": ("model-00002-of-00002.safetensors", Path.unlink),
+    "with defaults that nobody can read": ("generation_config.json", lambda path: path.write_text("{")),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_weights_that_change_while_they_are_loaded_are_not_served(tmp_path: Path, how: str) -> None:
     folder = make_folder(tmp_path / "model")
-    weights = ServedWeights(folder, identity_of(folder))
+    weights = served(folder)
     applied: list[Operation] = []
-    changed = folder / "model-00002-of-00002.safetensors"
-    kept = changed.read_bytes()
+    name, change = HOW[how]
+    changed = folder / name
+    kept = changed.read_bytes() if changed.exists() else b"{}"
 
     async def check() -> None:
         async with operated(weights=weights) as at:
@@ -106,7 +121,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_served(tmp_path: Path
 
             def copying(operation: Operation) -> None:
                 if isinstance(operation, ResumeMemory) and not any(isinstance(one, ResumeMemory) for one in applied):
-                    changed.unlink() if lost else changed.write_bytes(kept[:-1] + b"x")
+                    change(changed)
                 applied.append(operation)
                 apply(operation)
 
