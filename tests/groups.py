@@ -68,11 +68,12 @@ def groups(processes: int, night: bool) -> dict[str, list[str]]:
 
 
 def chosen(asked: Mapping[str, Sequence[str]], only: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Those whose names begin with one of these. Raises ValueError for one that no name begins with."""
+    """Those of these names, or whose names begin with one that is none. Raises ValueError for one that no name begins with."""
     for prefix in only:
         if not any(name.startswith(prefix) for name in asked):
             raise ValueError(f"no group begins with {prefix!r}; there are: {'; '.join(asked)}")
-    return {name: words for name, words in asked.items() if name.startswith(tuple(only))}
+    meant = {name for prefix in only for name in asked if name == prefix or (prefix not in asked and name.startswith(prefix))}
+    return {name: words for name, words in asked.items() if name in meant}
 
 
 def _spread(processes: int) -> list[str]:

@@ -131,7 +131,7 @@ SPECULATION = (
         ("right: F64 = np.cumprod(each, axis=1, dtype=np.float64)", "right = each"),
         ("best = max(allowed, key=lambda index: rates[index])", "best = allowed[-1]"),
         ("if seconds > 0 and not plan.num_extend and plan.num_rows:", "if seconds > 0 and plan.num_rows:"),
-        ("tried = min(guesses, hits + 1)", "tried = guesses"),
+        ("tried = max(1, min(guesses, hits + 1))", "tried = max(1, guesses)"),
         only="test_draft_controller",
     ),
     *of(
