@@ -71,7 +71,8 @@ def test_every_file_is_in_one_group(night: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("only", "ran"), [(["end to end"], ["end to end"]), (["end", "by"], None), (["end to end, one"], ["end to end, one at a time"])]
+    ("only", "ran"),
+    [(["end to end"], ["end to end"]), (["end", "by"], None), (["end to end, one"], ["end to end, one at a time"])],
 )
 def test_groups_can_be_run_by_themselves(only: list[str], ran: list[str] | None) -> None:
     assert list(chosen(groups(2, night=False), only)) == (ran or [*groups(2, night=False)])
