@@ -62,6 +62,7 @@ class BatchRunner:
         self._clock = clock
         self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order in which they began
         self._ending: set[BatchRun] = set()  # of them, that had no place when they were to end
+        self._unknown: dict[str, BatchOrder] = {}  # by owner, whose key has not come here yet
         self._stopping = False
         self._is_away = False
         metrics.watch_batches(lambda: len(self._runs), lambda: lanes.used)
@@ -134,11 +135,12 @@ class BatchRunner:
     async def _find(self) -> None:
         """Who has few batches at work here goes before who has many, an older batch before a younger one. What is to end waits
         for no place."""
+        self._unknown = {owner: order for owner, order in self._unknown.items() if self._may_know_later(order)}
         waiting = await self._stores.batches.waiting(SEEN, AT_ONCE, int(self._clock()))
         for batch in waiting:
             if batch.ends and len(self._ending) < ENDING_AT_ONCE:
                 await self._take(batch, self._ending)
-        queue = [batch for batch in waiting if not batch.ends]
+        queue = [batch for batch in waiting if not batch.ends and batch.owner not in self._unknown]
         while queue and len(self._runs) - len(self._ending) < AT_ONCE:
             batch = min(queue, key=lambda each: len(self._of(each.owner)))
             queue.remove(batch)
@@ -182,6 +184,7 @@ class BatchRunner:
         order = record.order
         is_to_end = record.status is Status.CANCELLING or self._clock() >= order.expires_at
         if not is_to_end and self._may_know_later(order):  # meanwhile a gateway that does takes it
+            self._unknown[owner] = order
             await stores.leases.give_back(lease)
             return None
         run = BatchRun(

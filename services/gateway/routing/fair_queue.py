@@ -100,7 +100,7 @@ class FairQueue(Generic[T]):
                 self.remove(item)
             for place in reversed(displaced):  # each was its key's newest
                 if place.ticket <= before:
-                    self._add(place)
+                    self._add(place, is_back=True)
             raise
         return [place.item for place in displaced]
 
@@ -169,9 +169,12 @@ class FairQueue(Generic[T]):
         self._left(place)
         return place
 
-    def _add(self, place: _Place[T]) -> None:
+    def _add(self, place: _Place[T], is_back: bool = False) -> None:
+        """is_back: as if it had never left."""
         self._places[id(place.item)] = place
         account = self._accounts.get(place.key) or self._new_account(place.key)
+        if not account.waiting and not is_back:
+            account.counter = max(account.counter, self._least_waiting())
         self._activate(account, place.key)
         self._level(place.priority).add(place.key, place.ticket, place.item, account.counter)
 
@@ -195,8 +198,6 @@ class FairQueue(Generic[T]):
             self._unlist_all()
 
     def _activate(self, account: _Account, key: str) -> None:
-        if not account.waiting:
-            account.counter = max(account.counter, self._least_waiting())
         account.waiting += 1
         if not account.listed:
             account.listed = True

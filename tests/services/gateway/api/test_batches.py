@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.gateway.keys import key_file, key_ring
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_record import Status
 from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
+from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.owner import owner_of
 from services.shared.limits import PRIORITY_RANGE
 from tests.services.gateway.fakes import MODEL, FakeWorker
@@ -298,12 +299,16 @@ def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: Op
 def test_a_gateway_that_has_yet_to_hear_of_its_key_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a Secret has come to some nodes only; it takes the batch itself once the key is there."""
     monkeypatch.setattr(key_file, "POLL_S", 0.05)
-    asked: list[str] = []
-    named = key_ring.KeyRing.named
+    asked, taken = list[str](), list[str]()
+    named, take = key_ring.KeyRing.named, Leases.take
 
     def counted(ring: key_ring.KeyRing, name: str, asked_at: float) -> Caller:
         asked.append(name)
         return named(ring, name, asked_at)
+
+    def noted(leases: Leases, name: str) -> Awaitable[Lease | None]:
+        taken.append(name)
+        return take(leases, name)
 
     with redis_server() as own:
         with System(state_redis_url=own.url, keys=["alice"]) as first:
@@ -311,8 +316,10 @@ def test_a_gateway_that_has_yet_to_hear_of_its_key_leaves_it_to_others(monkeypat
             batch = begin(first.openai(api_key="alice"), [line(1)])
             wait_until(lambda: first.running() == [1], "the line to be at the worker")
         monkeypatch.setattr(key_ring.KeyRing, "named", counted)
+        monkeypatch.setattr(Leases, "take", noted)
         with System(state_redis_url=own.url, keys=["bob"]) as second:
-            wait_until(lambda: len(asked) > 2, "it to look")
+            wait_until(lambda: len(asked) > 4, "it to look")
+            assert len(taken) == 1, "it takes nothing from others, and nobody makes way for it"
             assert second.metric("rootstock_gateway_batches_running") == 0 and not second.worker.submits
             second.write_keys("alice", "bob")
             wait_until(lambda: second.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key")

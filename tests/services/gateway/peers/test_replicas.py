@@ -364,6 +364,16 @@ async def encode(client: TokenizerClient, text: str = "hi", model: str = "") -> 
     return list(response.prompts[0].ids)
 
 
+async def unanswered(client: TokenizerClient, address: str, tokenizer: Tokenizer) -> asyncio.Task[list[int]]:
+    """A call that the one tokenizer there is has got, and does not answer."""
+    client.set_endpoints({address: True})
+    await eventually(lambda: client.connected() == 1)
+    tokenizer.gate.clear()
+    call = asyncio.create_task(encode(client))
+    await eventually(lambda: len(tokenizer.calls) == 1)
+    return call
+
+
 class TestTokenizers:
     def test_calls_go_round_over_those_that_are_there(self) -> None:
         async def test() -> None:
@@ -392,11 +402,7 @@ class TestTokenizers:
                 gone, stays = await servers.start(old), await servers.start(new)
                 client = tokenizer_client()
                 async with running(client.run):
-                    client.set_endpoints({gone: True})
-                    await eventually(lambda: client.connected() == 1)
-                    old.gate.clear()
-                    call = asyncio.create_task(encode(client))
-                    await eventually(lambda: len(old.calls) == 1)
+                    call = await unanswered(client, gone, old)
                     client.set_endpoints({stays: True})
                     assert await encode(client) == ids_of("hi") and len(new.calls) == 1
                     assert set(client._replicas.by_address) == {gone, stays}
@@ -412,15 +418,11 @@ class TestTokenizers:
 
         async def test() -> None:
             async with replicas() as servers:
-                old, new = Tokenizer(), Tokenizer()
-                gone, comes = await servers.start(old), await servers.start(new)
+                old = Tokenizer()
+                gone, comes = await servers.start(old), await servers.start(Tokenizer())
                 client = tokenizer_client(timeout_s=0.5)
                 async with running(client.run):
-                    client.set_endpoints({gone: True})
-                    await eventually(lambda: client.connected() == 1)
-                    old.gate.clear()
-                    call = asyncio.create_task(encode(client))
-                    await eventually(lambda: len(old.calls) == 1)
+                    call = await unanswered(client, gone, old)
                     client.set_endpoints({})
                     await eventually(lambda: not client._replicas._tasks)
                     client.set_endpoints({comes: True})

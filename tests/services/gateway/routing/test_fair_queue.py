@@ -186,8 +186,12 @@ ITEMS = st.tuples(st.sampled_from("abc"), st.integers(0, 2))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(ITEMS, max_size=10), st.lists(ITEMS, min_size=1, max_size=10))
-def test_several_at_once_find_room_or_leave_all_as_it_was(before: list[tuple[str, int]], several: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(ITEMS, max_size=10), st.lists(ITEMS, min_size=1, max_size=10), st.lists(st.integers(0, 9), min_size=3, max_size=3)
+)
+def test_several_at_once_find_room_or_leave_all_as_it_was(
+    before: list[tuple[str, int]], several: list[tuple[str, int]], served: list[int]
+) -> None:
     """Where there is room, as one after the other, and who is served next is the same, too."""
     queue, other = FairQueue[Item](6), FairQueue[Item](6)
     waiting, newcomers = (
@@ -197,11 +201,16 @@ def test_several_at_once_find_room_or_leave_all_as_it_was(before: list[tuple[str
         for each in (queue, other):
             with suppress(QueueFull):
                 each.push(item, item.key, item.priority)
+    for key, tokens in zip("abc", served, strict=True):
+        for each in (queue, other):
+            each.charge(key, tokens)
     assert list(queue) == list(other)
     try:
         displaced = queue.push_all([(item, item.key, item.priority) for item in newcomers])
     except QueueFull:
         assert list(queue) == list(other)
+        waits = {item.key for item in queue}
+        assert [queue.counter(key) for key in waits] == [other.counter(key) for key in waits]
         assert sorted(Server(queue).drain()) == sorted(Server(other).drain())
     else:
         assert displaced == [out for item in newcomers if (out := other.push(item, item.key, item.priority)) is not None]
