@@ -87,6 +87,7 @@ class FairQueue(Generic[T]):
         if any(id(item) in self._places for item, _, _ in items):
             raise ValueError("the item waits already")
         before, displaced = self._tickets, list[_Place[T]]()
+        floor, counters = self._floor, {key: self.counter(key) for _, key, _ in items}
         try:
             for item, key, priority in items:
                 if len(self._places) >= self._capacity:
@@ -98,6 +99,7 @@ class FairQueue(Generic[T]):
         except QueueFull:
             for item, _, _ in items:
                 self.remove(item)
+            self._take_back(floor, counters)
             for place in reversed(displaced):  # each was its key's newest
                 if place.ticket <= before:
                     self._add(place, is_back=True)
@@ -177,6 +179,15 @@ class FairQueue(Generic[T]):
             account.counter = max(account.counter, self._least_waiting())
         self._activate(account, place.key)
         self._level(place.priority).add(place.key, place.ticket, place.item, account.counter)
+
+    def _take_back(self, floor: float, counters: Mapping[str, float]) -> None:
+        """What arrivals that did not happen have lifted."""
+        self._floor = floor
+        for key, counter in counters.items():
+            if (account := self._accounts.get(key)) is not None:
+                account.counter = counter
+        self._waiting_keys = [(self.counter(key), key) for _, key in self._waiting_keys]
+        heapq.heapify(self._waiting_keys)
 
     def _level(self, priority: int) -> FairLevel[T]:
         level = self._levels.get(priority)

@@ -191,6 +191,8 @@ GATEWAY = (
         ("if displaced[-1].ticket > before:", "if displaced[-1].ticket < 0:"),
         ("                if place.ticket <= before:\n", ""),
         ("for place in reversed(displaced):", "for place in displaced:"),
+        ("            self._take_back(floor, counters)\n", ""),
+        ("                account.counter = counter\n", ""),
         only="test_fair_queue",
     ),
     *of(
