@@ -4,8 +4,8 @@ Streams of random weights at the shape of Qwen3-0.6B, bfloat16, in two executors
 are those of somebody who knows the text and says it with errors, so that a step gives --accept-length tokens on average; with
 --drafter eagle3 (a vocabulary of 32,000) or mtp a random head computes guesses too, which cost what they cost and are not looked
 at. All else is as it is: every guess is computed, sampled and scored, and the controller chooses how many there are, up to
---drafts. Then the same with guesses that are always wrong; --only says that one of the two is enough. Prints medians of time
-without over time with, and their 95 % intervals.
+--drafts. Then the same with guesses that are always wrong, and with none at all; --only says that one of the three is enough.
+Prints medians of time without over time with, and their 95 % intervals.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--accept-length", type=float, default=2.5)
     parser.add_argument("--drafter", choices=["oracle", "eagle3", "mtp"], default="oracle")
     parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--only", choices=["guesses", "wrong guesses"])
+    parser.add_argument("--only", choices=["guesses", "wrong guesses", "no guesses"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     pages = options.streams * CONTEXT // PAGE_SIZE
@@ -127,11 +127,11 @@ def main() -> None:
         asked.append(Asked(tuple(rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)), params))
     _, texts = seconds_of(worlds[0], executors[0], asked)
     told = [[*one.prompt, *text] for one, text in zip(asked, texts, strict=True)]
-    errors_of = {"guesses": error_rate(options.accept_length, options.drafts), "wrong guesses": 1.0}
+    errors_of = {"guesses": error_rate(options.accept_length, options.drafts), "wrong guesses": 1.0, "no guesses": 1.0}
     for name in [options.only] if options.only else errors_of:
         ratios, lengths = [], []
         for number in range(options.pairs):
-            drafter = Forced(working, told, errors_of[name], seed=number)
+            drafter = Forced(working, [] if name == "no guesses" else told, errors_of[name], seed=number)
             executors[options.drafts]._steps._drafter = drafter  # type: ignore[attr-defined]
             found = {}
             for drafts in (0, options.drafts) if number % 2 else (options.drafts, 0):

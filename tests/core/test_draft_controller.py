@@ -30,10 +30,11 @@ def dear_guesses(rows: int, guesses: int) -> float:
 
 
 class World:
-    """Rows whose guesses are right with a chance of their own, each after the other; where that is negative there are none."""
+    """Rows whose guesses are right with a chance of their own, each after the other; where that is negative there are none.
+    asking: what a step takes that has none although it might, times that of one that may not."""
 
-    def __init__(self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3) -> None:
-        self.chances, self._cost, self._rng = chances, cost, random.Random(seed)
+    def __init__(self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3, asking: float = 1.0) -> None:
+        self.chances, self._cost, self._rng, self._asking = chances, cost, random.Random(seed), asking
         self.controller = DraftController(len(chances), most)
         self.slots, self._most = np.arange(len(chances)), np.full(len(chances), most)
         self._flight: tuple[BatchPlan, np.ndarray, np.ndarray, float] | None = None
@@ -45,13 +46,14 @@ class World:
         """Planned before the one before it is committed."""
         drafts = self.controller.choose(self.slots, self._most)
         right = np.array([self._right(chance, int(count)) for chance, count in zip(self.chances, drafts, strict=True)])
-        seconds = self._cost(len(self.slots), int(drafts.max()))
+        drafted = np.where(np.array(self.chances) < 0, 0, drafts)
+        asked = drafts.any() and not drafted.any()
+        seconds = self._cost(len(self.slots), int(drafted.max())) * (self._asking if asked else 1.0)
         self.tokens, self.seconds = self.tokens + len(self.slots) + right.sum(), self.seconds + seconds
         if self._flight is not None:
-            plan, drafted, accepted, took = self._flight
+            plan, guessed, accepted, took = self._flight
             rows = np.flatnonzero(plan.drafts)
-            self.controller.learn(plan, self.slots[rows], drafted[rows], accepted[rows], took)
-        drafted = np.where(np.array(self.chances) < 0, 0, drafts)
+            self.controller.learn(plan, self.slots[rows], guessed[rows], accepted[rows], took)
         self._flight = (replace(decode_plan(len(self.slots)), drafts=drafts.astype(np.int32)), drafted, right, seconds)
         return drafts
 
@@ -141,13 +143,35 @@ def test_where_guesses_do_not_pay_they_are_tried_seldom() -> None:
 
 def test_who_guesses_nothing_is_asked_seldom_where_asking_costs_and_never_rests() -> None:
     """As n-grams of a text that does not repeat itself: what comes then is guessed soon after it does."""
-    world = World([-1.0, -1.0], lambda rows, guesses: 1.3 if guesses else 1.0)
+    world = World([-1.0, -1.0], lambda rows, guesses: 1.3 if guesses else 1.0, asking=1.3)
     world.steps(100)
     assert (world.steps(1000).max(axis=1) > 0).mean() <= 2 / PROBE_EVERY
     world.chances = [0.9, 0.9]
     assert world.steps(2 * PROBE_EVERY)[-1].min() >= 2
-    free = World([-1.0, -1.0], lambda rows, guesses: 1.0)
-    assert (free.steps(1000)[100:] > 0).all()
+
+
+@pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
+def test_who_guesses_seldom_is_asked_always_where_asking_costs_nothing(cost: Cost) -> None:
+    """What a step takes that might have had guesses is none of what guesses take."""
+    world = World([0.9], cost)
+    for _ in range(20):
+        world.chances = [0.9]
+        world.steps(20)
+        world.chances = [-1.0]
+        world.steps(100)
+    assert (world.steps(100) > 0).all()
+    world.chances = [0.9]
+    assert (world.steps(10)[1:] > 0).all()
+
+
+def test_a_drafter_that_begins_late_is_heard() -> None:
+    """As n-grams of a prediction, which find nothing before the answer has begun; what others said does not count."""
+    world = World([-1.0], dear_guesses, asking=1.05)
+    world.steps(500)
+    world.controller.begin(0)
+    assert (world.steps(5) > 0).all()
+    world.chances = [1.0]
+    assert (world.steps(40)[20:] >= 4).all()
 
 
 def test_never_more_than_there_may_be() -> None:

@@ -75,7 +75,8 @@ def test_guesses_change_nothing(system: System, tmp_path: Path) -> None:
     alone = [answer(system, text, kind) for text in TEXTS for kind in kinds]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(text) for text in TEXTS))
-    flags = f"--deterministic --speculative-algorithm ngram --speculative-ngram-external-corpus-path {corpus}"
+    guesses = "--speculative-algorithm ngram --no-speculative-adaptive"  # always, whatever steps cost
+    flags = f"--deterministic {guesses} --speculative-ngram-external-corpus-path {corpus}"
     with System(tmp_path, worker_flags=flags, log_level="info") as guessing:
         with ThreadPoolExecutor(4) as pool:
             assert [one.result() for one in all_at_once(guessing, pool, kinds)] == alone

@@ -80,7 +80,8 @@ def test_who_cannot_reach_its_prefill_worker_computes_prompts_itself(tmp_path: P
         assert asyncio.run(answers(system, asked, "still cut")) == expected
         assert pulled(system) == read, "nothing comes through"
         assert handovers(system) > handed_over, "and the gateway, which reaches both, does not know"
-        assert system.metric("decode-0", "rootstock_worker_refused_pulls_total") > 0
+        refused = "rootstock_worker_refused_pulls_total"
+        wait_until(lambda: system.metric("decode-0", refused) > 0, 60, "the reader to give up")
 
         namespace.find_other()
         for turn in range(AFTER // len(asked) + 1):

@@ -22,6 +22,7 @@ WORTH = 1.1  # by how much right guesses have to be better than none, to be trie
 PROBE_EVERY = 32  # steps without guesses, although there might be some, between two with
 SELDOM = 16  # so many times as seldom where even right guesses would not pay
 FORGET_AFTER = 1024  # steps of so many rows, after which costs of one guess more or fewer count as unknown
+SILENT = 0.5  # chance of a step without guesses, from which on what they cost is not tried for its own sake
 FEW = 2  # steps of a kind after which it is known what they cost
 LATEST, OUTLIER = 0.05, 4.0  # weight of a step's cost, and how many times the mean one counts at most
 MISSES, MOST_PAUSE = 4, 64  # guesses of a request that were wrong at once, and steps without one then: twice as many each time
@@ -38,8 +39,11 @@ class DraftController:
         self._hits, self._tries = np.zeros((2, num_slots, most))
         self._all_hits, self._all_tries = np.full(most, HOPE), np.ones(most)
         self._misses, self._pauses = np.zeros((2, num_slots), dtype=np.int64)
+        self._speaks = np.ones(num_slots)  # how likely it is that there are guesses where some may be
         self._seconds = np.zeros((BUCKETS, len(self._choices)))
         self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)
+        self._silence = np.zeros(BUCKETS)  # seconds of a step that might have had guesses, and had none
+        self._silences = np.zeros(BUCKETS, dtype=np.int64)
         self._chosen = np.full(BUCKETS, len(self._choices) - 1)  # of the step before, by number of rows
         self._choices_made = np.zeros(BUCKETS, dtype=np.int64)
         self._without = 0  # steps without guesses since one with
@@ -49,6 +53,7 @@ class DraftController:
         """Another request is in the slot."""
         self._hits[slot] = self._tries[slot] = 0.0
         self._misses[slot] = self._pauses[slot] = 0
+        self._speaks[slot] = 1.0
 
     def choose(self, slots: I64, most: I64) -> I64:
         """Guesses of each row, no more than `most` of it."""
@@ -60,9 +65,8 @@ class DraftController:
         most = np.where(paused, 0, np.minimum(most, self._choices[-1]))
         if not most.any():
             return most
-        right = self._right(slots, most)
         bucket = len(slots).bit_length()
-        choice = self._choice(bucket, len(slots), right, int(most.max()))
+        choice = self._choice(bucket, slots, most)
         self._choices_made[bucket] += 1
         if self._choices_made[bucket] % FORGET_AFTER == 0:  # an early cost may have been no usual one
             beside = [index for index in (choice - 1, choice + 1) if 0 <= index < len(self._choices)]
@@ -78,11 +82,15 @@ class DraftController:
 
     def learn(self, plan: BatchPlan, slots: I64, drafted: I64, accepted: I64, seconds: float) -> None:
         """slots: of rows that were to have guesses and whose request is there, with how many there were and how many were right.
-        seconds: what the step took; 0 where that is not known. It is the cost of the number that was chosen, whatever was then
-        guessed."""
+        seconds: what the step took; 0 where that is not known. It is the cost of the number that was chosen, however many were
+        then guessed; or that of asking, where none of them was."""
         assert len(slots) == len(drafted) == len(accepted), "columns of the same rows"
         if seconds > 0 and not plan.num_extend and plan.num_rows:
-            self._took(plan.num_rows.bit_length(), int(plan.drafts.max(initial=0)), seconds)
+            bucket = plan.num_rows.bit_length()
+            if len(drafted) and not drafted.any():
+                _average(self._silence, self._silences, bucket, seconds)
+            else:
+                self._took(bucket, int(plan.drafts.max(initial=0)), seconds)
         for slot, guesses, hits in zip(slots.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
             self._note(slot, guesses, hits)
 
@@ -96,16 +104,22 @@ class DraftController:
         right[np.arange(right.shape[1]) >= most[:, None]] = 0
         return right
 
-    def _choice(self, bucket: int, num_rows: int, right: F64, most: int) -> int:
-        """The number that gives the most tokens a second; one whose cost is not known is tried."""
+    def _choice(self, bucket: int, slots: I64, most: I64) -> int:
+        """The number that gives the most tokens a second; one whose cost is not known is tried, unless there are hardly guesses
+        to try it with."""
         seconds, seen = self._seconds[bucket], self._seen[bucket]
-        allowed = range(next(index for index, number in enumerate(self._choices) if number >= most) + 1)
-        if not seen.any():
+        allowed = range(next(index for index, number in enumerate(self._choices) if number >= most.max()) + 1)
+        if not seen.any() and not self._silences[bucket]:
             return allowed[-1]
-        unknown = next((index for index in allowed if seen[index] < FEW), None)
+        silent = float(np.prod(1.0 - self._speaks[slots[most > 0]]))
+        unknown = next((index for index in allowed if seen[index] < FEW and (silent < SILENT or not index)), None)
         if unknown is not None:
             return unknown
-        rates = [float(num_rows + right[:, : self._choices[index]].sum()) / float(seconds[index]) for index in allowed]
+        asking = self._silence[bucket] if self._silences[bucket] >= FEW else seconds[0]
+        costs = silent * asking + (1.0 - silent) * np.where(seconds > 0, seconds, asking)
+        costs[0] = seconds[0]
+        right = self._right(slots, most) * self._speaks[slots, None]
+        rates = [float(len(slots) + right[:, : self._choices[index]].sum()) / float(costs[index]) for index in allowed]
         best = max(allowed, key=lambda index: rates[index])
         before = int(self._chosen[bucket])
         return before if before in allowed and rates[before] * MARGIN >= rates[best] else best
@@ -123,16 +137,12 @@ class DraftController:
 
     def _took(self, bucket: int, drafted: int, seconds: float) -> None:
         index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
-        seen, mean = int(self._seen[bucket, index]), float(self._seconds[bucket, index])
-        if seen >= FEW:
-            seconds = min(seconds, OUTLIER * mean)
-        weight = max(1 / (seen + 1), LATEST)
-        self._seconds[bucket, index] = mean + weight * (seconds - mean)
-        self._seen[bucket, index] = seen + 1
+        _average(self._seconds[bucket], self._seen[bucket], index, seconds)
 
     def _note(self, slot: int, guesses: int, hits: int) -> None:
         assert 0 <= hits <= guesses, "what is right was guessed"
-        tried = max(1, min(guesses, hits + 1))  # one that was not guessed brings as little as a wrong one
+        self._speaks[slot] = FADE * self._speaks[slot] + (1 - FADE) * (guesses > 0)
+        tried = min(guesses, hits + 1)
         self._was_right |= hits > 0
         self._hits[slot, :tried] *= FADE
         self._tries[slot, :tried] = self._tries[slot, :tried] * FADE + 1
@@ -145,3 +155,12 @@ class DraftController:
         self._misses[slot] = 0 if hits else self._misses[slot] + 1
         if self._misses[slot] >= MISSES:
             self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot]))
+
+
+def _average(means: F64, counts: I64, index: int, seconds: float) -> None:
+    """One more of what `means` has at that place; one that is far from the others counts as less far."""
+    seen, mean = int(counts[index]), float(means[index])
+    if seen >= FEW:
+        seconds = min(seconds, OUTLIER * mean)
+    means[index] = mean + max(1 / (seen + 1), LATEST) * (seconds - mean)
+    counts[index] = seen + 1

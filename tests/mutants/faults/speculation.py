@@ -131,7 +131,11 @@ SPECULATION = (
         ("right: F64 = np.cumprod(each, axis=1, dtype=np.float64)", "right = each"),
         ("best = max(allowed, key=lambda index: rates[index])", "best = allowed[-1]"),
         ("if seconds > 0 and not plan.num_extend and plan.num_rows:", "if seconds > 0 and plan.num_rows:"),
-        ("tried = max(1, min(guesses, hits + 1))", "tried = max(1, guesses)"),
+        ("tried = min(guesses, hits + 1)", "tried = guesses"),
+        ("if len(drafted) and not drafted.any():", "if False:"),
+        ("        self._speaks[slot] = 1.0\n", ""),
+        ("(silent < SILENT or not index)", "True"),
+        ("self._right(slots, most) * self._speaks[slots, None]", "self._right(slots, most)"),
         only="test_draft_controller",
     ),
     *of(
