@@ -29,7 +29,7 @@ from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.playground import static_page
-from services.gateway.request.errors import AnswerForm, ApiError, unknown_model
+from services.gateway.request.errors import AnswerForm, ApiError, internal, unknown_model
 from services.gateway.request.generation import ModelInfo
 
 _INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
@@ -131,7 +131,12 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         return _error_response(request, error)
 
+    async def on_fault(request: Request, error: Exception) -> Response:
+        """It is raised again behind this, for who logs it."""
+        return _error_response(request, internal())
+
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_fault)
     app.add_exception_handler(ApiError, on_api_error)
 
 

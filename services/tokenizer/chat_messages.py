@@ -8,10 +8,13 @@ string, tool call arguments given as objects).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -21,22 +24,26 @@ Message = dict[str, Any]
 class CallForm:
     """How a template wants an assistant's calls. as_text: arguments as JSON in a string, as the API has them, for templates that
     put them in as they are; otherwise the object, for those that print it with tojson. null_content: a message without text has
-    `content`, which is none; otherwise it has no `content`."""
+    `content`, which is none; otherwise it has no `content`. short_ids: ids of calls have nine letters and digits, as Mistral's
+    templates demand; others become a digest, the same in the call and in what came of it."""
 
     as_text: bool = False
     null_content: bool = False
+    short_ids: bool = False
 
 
 USUAL_CALLS = CallForm()
-CALL_FORMS = (USUAL_CALLS, CallForm(null_content=True), CallForm(as_text=True), CallForm(as_text=True, null_content=True))
+_WITH_ANY_ID = (USUAL_CALLS, CallForm(null_content=True), CallForm(as_text=True), CallForm(as_text=True, null_content=True))
+CALL_FORMS = (*_WITH_ANY_ID, *(replace(form, short_ids=True) for form in _WITH_ANY_ID))
 
 PROBE = "a7f3c9"  # an argument that no template says by itself
 PROBE_REPR = f"'what': '{PROBE}'"  # as Python prints it, which is no JSON
-_PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": f'{{"what": "{PROBE}"}}'}}
+_PROBE_ID = "call_5f0c1d2e3a4b59687786a5b4"  # as this server makes them
+_PROBE_CALL = {"id": _PROBE_ID, "type": "function", "function": {"name": "find", "arguments": f'{{"what": "{PROBE}"}}'}}
 PROBE_CHAT: list[Message] = [
     {"role": "user", "content": "Find it."},
     {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
-    {"role": "tool", "tool_call_id": "call00001", "content": "There."},
+    {"role": "tool", "tool_call_id": _PROBE_ID, "content": "There."},
 ]
 
 
@@ -96,6 +103,8 @@ def _prepare_one(message: Any, where: str, content_as_string: bool, form: CallFo
         result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls", form)
         if form.null_content and result["tool_calls"] and not result.get("content"):
             result["content"] = None
+    if form.short_ids and isinstance(result.get("tool_call_id"), str):
+        result["tool_call_id"] = _short_id(result["tool_call_id"])
     reasoning = next((result[name] for name in _REASONING_FIELDS if name in result), None)
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
@@ -123,7 +132,13 @@ def _tool_calls(calls: Any, where: str, form: CallForm) -> list[Any]:
     for at, call in enumerate(calls):
         if not isinstance(call, dict):
             raise InvalidField(f"{where}[{at}]: not an object")
+    if form.short_ids:
+        calls = [{**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call for call in calls]
     return calls if form.as_text else [_with_parsed_arguments(call) for call in calls]
+
+
+def _short_id(given: str) -> str:
+    return given if _SHORT_ID.fullmatch(given) else blake2b(given.encode(errors="replace")).hexdigest()[:9]
 
 
 def _with_parsed_arguments(call: Message) -> Message:

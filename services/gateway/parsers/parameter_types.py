@@ -30,6 +30,14 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
     return _Types(root).of(schema, _MAX_REFERENCES)
 
 
+def referred(reference: Any, root: Any) -> Any:
+    """What a reference within `root` leads to; None if nowhere."""
+    found = root
+    for part in str(reference).removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
 def as_json(text: str, types: frozenset[str]) -> str:
     """text: a parameter's. JSON of an allowed type as it stands, else a string where one is allowed, else whatever it is."""
     written = text.strip()
@@ -62,19 +70,13 @@ class _Types:
         if not isinstance(schema, Mapping) or references < 0:
             return ANY
         if "$ref" in schema:
-            return self.of(self._target(schema["$ref"]), references - 1)
+            return self.of(referred(schema["$ref"], self._tool), references - 1)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 return _union([self.of(option, references - 1) for option in schema[key]])
         if isinstance(schema.get("allOf"), list) and schema["allOf"]:
             return self.of(schema["allOf"][0], references - 1)
         return _declared(schema)
-
-    def _target(self, reference: Any) -> Any:
-        found: Any = self._tool
-        for part in str(reference).removeprefix("#").split("/")[1:]:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
 
 
 def _declared(schema: Mapping[str, Any]) -> frozenset[str]:

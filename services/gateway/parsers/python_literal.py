@@ -117,7 +117,7 @@ def _escaped(source: Source) -> Steps[str]:
     char = yield from source.take()
     if char in _DIGITS:
         return (yield from _code(source, _DIGITS[char]))
-    if char in "\\'\"":
+    if char in "\\'\"/":  # the last one as in JSON, which is what calls that are held to a schema are written in
         return char
     return _ESCAPES.get(char, f"\\{char}")
 

@@ -214,6 +214,21 @@ def test_a_call_is_written_as_its_template_can() -> None:
             assert child.render(HEADER, chat, b"", b"") == want, (name, said)
 
 
+def test_ids_of_calls_are_short_where_the_template_demands_it() -> None:
+    """As Mistral's do: those of this server, of others, and such as are short already; call and answer have the same."""
+    rule = "{% if c.id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
+    shown = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}" + rule + "{{ c.id }}={{ c.function.arguments | tojson }};"
+        "{% endfor %}{% if m.tool_call_id %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    for given in ("call_302e1f11239a79bed40712c3", "toolu_0123456789abcdef01234567", "\ud83d", "abcdef123"):
+        chat = [ASKED, {"role": "assistant", "tool_calls": [CALL | {"id": given}]}, {"role": "tool", "tool_call_id": given}]
+        found = [renderer(each).render(HEADER, json.dumps(chat).encode(), b"", b"") for each in (shown, shown.replace(rule, ""))]
+        called, answered = found[0].split('={"x": 1};')
+        assert called == answered and len(called) == 9 and called.isalnum() and (called == given) == (given == "abcdef123")
+        assert found[1] == f'{given}={{"x": 1}};{given}'
+
+
 def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
     shown = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from services.shared.limits import MAX_FORM_HEAD_BYTES, MAX_FORM_PARTS
 
 _BOUNDARY = re.compile(r"multipart/form-data\s*;(?:.*;)?\s*boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))\s*(?:;.*)?", re.I)
-_PARAMETER = re.compile(r";\s*(name|filename)=\"([^\"]*)\"")
+_PARAMETER = re.compile(r";\s*(name|filename)=(?:\"([^\"]*)\"|([^\s;\"]+))", re.I)
 _DISPOSITION = "content-disposition"
 
 
@@ -141,7 +141,7 @@ def _begins(head: bytes) -> PartBegins:
     for line in lines:
         header, _, value = line.partition(":")
         if header.strip().lower() == _DISPOSITION and value.strip().lower().startswith("form-data"):
-            found = dict(_PARAMETER.findall(value))
+            found = {name.lower(): quoted or bare for name, quoted, bare in _PARAMETER.findall(value)}
             if "name" in found:
                 return PartBegins(found["name"], found.get("filename"))
     raise BadForm("a part has no name")

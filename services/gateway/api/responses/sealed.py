@@ -4,7 +4,6 @@ have the reasoning itself."""
 from __future__ import annotations
 
 import base64
-import binascii
 from hashlib import blake2b
 
 _MARK = "rr1."
@@ -24,7 +23,7 @@ def opened(given: str) -> str | None:
         found = base64.urlsafe_b64decode(given.removeprefix(_MARK))
         content = found[_CHECK_BYTES:]
         return content.decode() if found[:_CHECK_BYTES] == _check(content) else None
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, no ASCII even, or no UTF-8 within
         return None
 
 

@@ -19,16 +19,19 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 def read(reading: Reading) -> Steps[None]:
     source, writer = reading.source, reading.writer
-    while mark := (yield from source.until(_MARKS, writer.text)):
-        if mark != BEGIN:
-            writer.stray(mark)
-            continue
-        opening = [mark]
-        yield from source.run(SPACE, opening.append)
-        if (yield from source.choose(("[",))):
+    mark = yield from source.until(_MARKS, writer.text)
+    while mark:
+        opening, another = [mark], ""
+        if mark == BEGIN:
+            yield from source.run(SPACE, opening.append)
+            another = yield from source.choose((BEGIN, ARGUMENTS, ID))
+        if mark != BEGIN or another:
+            writer.stray("".join(opening))
+        elif (yield from source.choose(("[",))):
             yield from _list(reading, "".join([*opening, "["]))
         else:
             yield from _alone(reading, "".join(opening))
+        mark = another or (yield from source.until(_MARKS, writer.text))
 
 
 def _list(reading: Reading, opening: str) -> Steps[None]:

@@ -16,6 +16,7 @@ from services.gateway.parsers.source import SPACE, Malformed, Marks, Steps
 START, STOP = "<|python_start|>", "<|python_end|>"
 _MARKS = Marks(START, STOP, "[")
 _NAME = re.compile(r"[\w.\-]*")
+_TOOL = re.compile(r"[\w.:\-]*")
 
 
 def read(reading: Reading) -> Steps[None]:
@@ -60,7 +61,7 @@ def _list(reading: Reading, opening: str, any_name: bool) -> Steps[None]:
 
 def _call(reading: Reading, any_name: bool) -> Steps[None]:
     yield from reading.source.space()
-    name = yield from _name(reading)
+    name = yield from _name(reading, _TOOL)
     yield from reading.source.expect("(")
     if reading.writer.knows(name):
         reading.begin(name)
@@ -73,10 +74,10 @@ def _call(reading: Reading, any_name: bool) -> Steps[None]:
     reading.writer.end()
 
 
-def _name(reading: Reading) -> Steps[str]:
-    """Of a tool or an argument. Raises Malformed if there is none."""
+def _name(reading: Reading, chars: re.Pattern[str]) -> Steps[str]:
+    """Raises Malformed if there is none."""
     pieces: list[str] = []
-    yield from reading.source.run(_NAME, pieces.append)
+    yield from reading.source.run(chars, pieces.append)
     yield from reading.source.space()
     if not pieces:
         raise Malformed
@@ -100,7 +101,7 @@ def _argument(reading: Reading, before: str) -> Steps[None]:
     held = source.recording
     if not held:
         source.record()
-    key = yield from _name(reading)
+    key = yield from _name(reading, _NAME)
     yield from source.expect("=")
     yield from source.space()
     yield from literal(source, pieces.append, 1)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.parsers.tags.alternatives import says
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 
 _DEFINITIONS = ("$defs", "definitions")
-_COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_OF_A_LIST = {"type", "properties", "required", "additionalProperties"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +23,20 @@ class Parameter:
 
 
 def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
-    """In the schema's order; None where any may come. Raises TagRefused for a strict schema that is no list of them."""
+    """In the schema's order, then those that are required alone; None where any may come. Raises TagRefused for a strict schema
+    that says more than a list of them does."""
     schema = demand.parameters(tool)
-    if tool.strict and any(key in schema for key in _COMBINERS):
-        raise TagRefused("parameters of a strict tool must be an object with 'properties'")
+    if tool.strict and not says(schema) <= _OF_A_LIST:
+        raise TagRefused("in this model's format, parameters of a strict tool must be an object with 'properties', and no limits")
     properties, required = schema.get("properties"), schema.get("required")
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     if not isinstance(properties, Mapping):
-        return None
-    names = set(required) if isinstance(required, list) else set()
-    return [Parameter(name, _whole(found, schema), name in names) for name, found in properties.items()]
+        if not names:
+            return None
+        properties = {}
+    rest = schema.get("additionalProperties", True)
+    found = {**properties, **{name: rest for name in names if name not in properties}}
+    return [Parameter(name, _whole(each, schema), name in names) for name, each in found.items()]
 
 
 def _whole(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | bool:

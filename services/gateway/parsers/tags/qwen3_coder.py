@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from services.gateway.parsers.parameter_types import ANY, schema_types
+from services.gateway.parsers.tags.alternatives import Alternative, alternatives
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 from services.gateway.parsers.tags.layouts import (
     Layout,
@@ -27,7 +28,6 @@ from services.gateway.parsers.tags.parameter_list import Parameter, parameters
 
 _BEGIN, _END = "<tool_call>\n<function=", "</function>\n</tool_call>"
 _VALUE_END = "</parameter>"
-_LIMITS = ("pattern", "format", "minLength", "maxLength")
 
 
 def qwen3_coder(demand: CallDemand, excludes: Sequence[str]) -> Layout:
@@ -57,21 +57,22 @@ def _value(parameter: Parameter, tool: ToolSpec) -> Layout:
     found = parameter.schema
     if isinstance(found, bool):
         return any_text()
-    values = [found["const"]] if "const" in found else found.get("enum")
-    if isinstance(values, list) and values:
-        return either(*(const(f"{_bare(value)}\n") for value in values))
+    ways = alternatives(found)
+    if all(way.values for way in ways):
+        texts = [_bare(value) for way in ways for value in way.values]
+        return either(*(const(f"{text}\n") for text in dict.fromkeys(texts)))
     types = schema_types(found, found)
     if types != ANY and "string" not in types:
         return sequence(schema(found), const("\n"))
-    if tool.strict and not _is_any_text(found, types):
+    if tool.strict and not all(map(_is_any_text, ways)):
         raise TagRefused(
             "in this model's format, a strict tool's parameter that may be a string has no limits and no type but null besides"
         )
     return any_text()
 
 
-def _is_any_text(found: Mapping[str, Any], types: frozenset[str]) -> bool:
-    return types == ANY or (types <= {"string", "null"} and not any(key in found for key in _LIMITS))
+def _is_any_text(way: Alternative) -> bool:
+    return not way.limited and (way.types == ANY or way.types <= {"string", "null"})
 
 
 def _bare(value: Any) -> str:

@@ -301,6 +301,7 @@ def test_tokens_are_counted_without_an_answer(system: System, client: OpenAI) ->
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "rr1.é"}]}, "input[0].encrypted_content"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

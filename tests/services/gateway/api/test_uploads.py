@@ -52,6 +52,8 @@ def test_a_form_is_the_same_however_it_comes() -> None:
         *(PartBegins("file", "a.jsonl"), PartContent(b"one\r\n--\r\n--y\r\n"), PartEnds()),
     ]
     assert all(read(FORM, size) == whole for size in range(1, len(FORM) + 1))
+    bare = FORM.replace(b'"purpose"', b"purpose").replace(b'name="file"; filename="a.jsonl"', b"Name=file;filename=a.jsonl")
+    assert read(bare.replace(b"a.jsonl", b"a.jsonl; filename*=utf-8''b"), 7) == whole, "as .NET writes it"
     assert read(b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n--x--', 1) == [PartBegins("a", None), PartEnds()]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from services.gateway.api.openai.preparation import Preparer
 from services.local.ports import free_ports
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until
@@ -27,6 +28,21 @@ def test_head_is_get_without_its_body(shared: System, path: str) -> None:
     head, get = httpx.head(shared.url(path)), shared.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize(("path", "shape"), [("/v1/messages/count_tokens", {"type"}), ("/v1/responses/input_tokens", set())])
+def test_a_fault_is_told_in_the_form_of_its_path(
+    shared: System, path: str, shape: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def count_of(*_: object) -> int:
+        raise RuntimeError("of a test")
+
+    monkeypatch.setattr(Preparer, "count_of", count_of)
+    body = {"model": MODEL, "input": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    answer = httpx.post(shared.url(path), json={name: body[name] for name in ("model", "messages" if shape else "input")})
+    assert answer.status_code == 500 and answer.headers["content-type"] == "application/json"
+    assert shape <= answer.json().keys() and answer.json()["error"]["message"] == "Internal server error."
+    assert answer.headers["x-request-id"]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "hermes: no call": (HERMES, f"<tool_call> oops {PING}", [Text("<tool_call> oops"), *call("ping")]),
     "hermes: a list": (HERMES, "<tool_call>[1]</tool_call>", [Text("<tool_call>[1]</tool_call>")]),
     "hermes: an empty object": (HERMES, "<tool_call>{}</tool_call>", [Text("<tool_call>{}</tool_call>")]),
+    "pythonic: a colon in a name": (PYTHONIC, "[fs:read(a=1)]", [CallDropped("fs:read")]),
+    "pythonic: JSON's escapes": (PYTHONIC, '[ping(a="https:\\/\\/x")]', call("ping", '{"a": "https://x"}')),
+    "mistral: a mark twice": (
+        MISTRAL,
+        '[TOOL_CALLS][TOOL_CALLS] ping[ARGS]{"a": 1}',
+        [Text("[TOOL_CALLS]"), *call("ping", '{"a": 1}')],
+    ),
     "hermes: no name": (HERMES, '<tool_call>{"arguments": {}}</tool_call>', [Text('<tool_call>{"arguments": {}}</tool_call>')]),
     "hermes: cut off before its name": (HERMES, 'a <tool_call>\n{"name": "pi', [Text('a <tool_call>\n{"name": "pi')]),
     "hermes: cut off in its arguments": (
@@ -272,7 +279,7 @@ STRAY: dict[OutputFormats, tuple[str, str]] = {
     THINK: ("<think></think>a</think>b<tool_call>c", "abc"),
     LLAMA: ("<|python_tag|>print(1)", "print(1)"),
     PYTHONIC: ("<|python_start|>x<|python_end|>", "x"),
-    MISTRAL: ("[TOOL_CALLS]x" + "y" * 200 + "[ARGS]z[CALL_ID]", "x" + "y" * 200 + "z"),
+    MISTRAL: ("[TOOL_CALLS][ARGS][TOOL_CALLS][TOOL_CALLS]x" + "y" * 200 + "[ARGS]z[CALL_ID]", "x" + "y" * 200 + "z"),
     BARE: (f"{SECTION}x{SEP}y{CALL_END}", "xy"),
     CODER: ("<tool_call>x</tool_call>", "x"),
 }

@@ -33,7 +33,18 @@ ALL_OPTIONAL: dict[str, Any] = {
     "properties": {"a": {"type": ["string", "null"]}, "b": {"type": "boolean"}, "c d": {}, "e": True},
     "additionalProperties": False,
 }
-TOOLS = {"refer": REFERRING, "choose": ALL_OPTIONAL, "any": {}, "bare": None}
+PICKING: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"colour": {"title": "Colour", "enum": ["red", "green"], "type": "string"}},
+    "properties": {
+        "colour": {"$ref": "#/$defs/colour"},
+        "mode": {"anyOf": [{"enum": ["r", "w"], "type": "string"}, {"type": "null"}], "default": None},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["colour", "mode", "more"],
+    "additionalProperties": {"type": "integer"},
+}
+TOOLS = {"refer": REFERRING, "choose": ALL_OPTIONAL, "pick": PICKING, "any": {}, "bare": None}
 ANSWERS: dict[str, Layout] = {
     "schema": schema({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
     "pattern": regex('{"n": [0-9]}'),
@@ -121,6 +132,18 @@ def test_without_force_only_strict_tools_are_held_to_their_schemas() -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "limits of a bare text": ("qwen3_coder", {"properties": {"a": {"type": "string", "minLength": 2}}}),
     "a bare text or a number": ("qwen3_coder", {"properties": {"a": {"type": ["string", "number"]}}}),
+    "limits behind a reference": (
+        "qwen3_coder",
+        {"$defs": {"a": {"type": "string", "pattern": "x"}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+    ),
+    "limits of one of two": (
+        "qwen3_coder",
+        {"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}}},
+    ),
+    "limits of any type": ("qwen3_coder", {"properties": {"a": {"minimum": 1}}}),
+    "a reference to itself": ("qwen3_coder", {"properties": {"a": {"$ref": "#/properties/a"}}}),
+    "limits of the object": ("pythonic", {"properties": {"a": {}}, "minProperties": 1}),
+    "names of properties": ("qwen3_coder", {"propertyNames": {"pattern": "a"}}),
     "no list of parameters": ("qwen3_coder", {"anyOf": [{"properties": {}}]}),
     "no keyword": ("pythonic", {"properties": {"a b": {}}, "required": ["a b"]}),
 }

@@ -1,0 +1,71 @@
+"""What a parameter's schema allows, one way beside the other, for formats that write values without quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.parsers.parameter_types import ANY, referred, schema_types
+
+MOST_REFERENCES = 16  # followed one behind the other
+_ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """types: of JSON, ANY where the schema does not say. values: all that there are, where it names them. limited: it says more
+    than a type."""
+
+    types: frozenset[str] = ANY
+    values: tuple[Any, ...] = ()
+    limited: bool = False
+
+
+def says(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Its keywords that limit anything, known or not."""
+    return frozenset(key for key in schema if key not in _ANNOTATIONS and not key.startswith("x-"))
+
+
+def alternatives(schema: Mapping[str, Any]) -> list[Alternative]:
+    """schema: with the definitions that it refers to. One that is limited at least where it cannot be taken apart."""
+    return _of(schema, schema, MOST_REFERENCES)
+
+
+def _of(schema: Any, root: Mapping[str, Any], references: int) -> list[Alternative]:
+    if schema is True:
+        return [Alternative()]
+    if not isinstance(schema, Mapping) or references < 0:
+        return [Alternative(limited=True)]
+    keywords = says(schema)
+    if keywords == {"$ref"}:
+        return _of(referred(schema["$ref"], root), root, references - 1)
+    options = _options(schema, keywords)
+    if options is not None:
+        return [each for option in options for each in _of(option, root, references - 1)]
+    return [_single(schema, keywords)]
+
+
+def _options(schema: Mapping[str, Any], keywords: frozenset[str]) -> Sequence[Any] | None:
+    """None where it is one by itself, or says more than its options do."""
+    for name in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(name)
+        if keywords == {name} and isinstance(options, list) and options and (name != "allOf" or len(options) == 1):
+            return options
+    return None
+
+
+def _single(schema: Mapping[str, Any], keywords: frozenset[str]) -> Alternative:
+    types = schema_types(schema, schema)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if keywords <= {"type", "const"} or keywords <= {"type", "enum"}:
+        if isinstance(values, list) and values:
+            return Alternative(types, tuple(values), limited=True)
+        if types == {"null"}:
+            return Alternative(types, (None,))
+    return Alternative(types, limited=bool(keywords - {"type"}))
