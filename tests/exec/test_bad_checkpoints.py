@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
+from tests.exec.transformers_families import SERVED
 
 CASES: dict[str, dict[str, Any]] = {
     "vocabulary is text": {"vocab_size": "x"},
@@ -44,6 +49,22 @@ def test_wrong_configs(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"\w"):
         build(tmp_path)
+
+
+def test_folders_that_only_their_tensors_call_quantised(tmp_path: Path) -> None:
+    """As of tools that keep the way in a file of their own: ours, and what transformers' code computes."""
+    for family, dtype in itertools.product(("qwen3", "gemma"), (torch.float8_e4m3fn, torch.int8)):
+        path = tmp_path / f"{family}-{dtype}"
+        {**MODELS, **SERVED}[family].build(path)
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        (name,) = [each for each in tensors if each.endswith("layers.1.mlp.up_proj.weight")]
+        save_file({**tensors, name: tensors[name].to(dtype), f"{name}_scale": torch.ones(1)}, file, {"format": "pt"})
+        with pytest.raises(CheckpointError, match="quantised"):
+            build(path)
+    (path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="only float32"):
+        build(path)
 
 
 @pytest.mark.parametrize("weight_map", [[1], {"a": 3}, {"a": "../x.safetensors"}, {}, "x"], ids=str)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel
 
 from services.worker.core.contracts.sampling import EmbeddingParams, SamplingParams
 from services.worker.exec.contracts.model_info import LoadedInfo
@@ -24,6 +25,7 @@ from tests.all_pairs import each_value
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.embedding_folders import FOLDERS, MODULE
 from tests.exec.host_executors import build_host_executor
+from tests.exec.tiny_models import SHAPE
 
 LENGTHS = (1, 2, 7, 30, 31, 60)
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -74,6 +76,39 @@ def test_a_batch_of_texts_equals_transformers(name: str, tmp_path: Path) -> None
     for sequence in sequences:
         expected = pooled(model, sequence.prompt, case.pooling, case.normalize)
         np.testing.assert_allclose(vector_of(sequence), expected, atol=1e-5)
+
+
+# Encoders whose states are of more than the text, or that have fewer positions than their tables.
+UNSOUND: dict[str, dict[str, Any]] = {
+    "fnet": {},
+    "convbert": {"embedding_size": 64, "conv_kernel_size": 3, "head_ratio": 2},
+    "yoso": {"use_expectation": True},
+    "big_bird": {},
+    "mra": {},
+}
+
+
+def test_encoders_whose_vectors_are_not_of_the_text_alone_are_refused(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    for name, options in UNSOUND.items():
+        config = AutoConfig.for_model(name, **{**SHAPE, "pad_token_id": 0, "num_hidden_layers": 2, **options})
+        torch.manual_seed(11)
+        AutoModel.from_config(config).save_pretrained(tmp_path / name)
+        with pytest.raises(UnsupportedModel, match=r"is not supported|does not compute"), serving(tmp_path / name):
+            pass
+
+
+def test_one_that_was_saved_from_below_its_projection_gives_vectors_whatever_it_calls_itself(tmp_path: Path) -> None:
+    """As Qwen3-Embedding-8B: untied, names without a prefix, and no projection."""
+    model = FOLDERS["qwen3-base-last"].build(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    sequence = request(texts()[2], 0)
+    with serving(tmp_path) as (driver, info):
+        driver.prefill([sequence])
+    assert not info.generates
+    np.testing.assert_allclose(vector_of(sequence), pooled(model, sequence.prompt, "lasttoken", True), atol=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")

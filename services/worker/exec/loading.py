@@ -18,7 +18,7 @@ from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError,
 from services.worker.exec.weights.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.pooling_files import read_pooling
-from services.worker.exec.weights.weights import resolve_dtype
+from services.worker.exec.weights.weights import resolve_dtype, resolved
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
@@ -51,7 +51,7 @@ def load_model(request: LoadRequest) -> LoadedModel:
         opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype))
         with torch.inference_mode():
             if isinstance(native, DecoderConfig):
-                return _native(opened, native)
+                return _native(opened, resolved(native, checkpoint, dtype))
             return _through_transformers(opened, native)
     finally:
         checkpoint.close()

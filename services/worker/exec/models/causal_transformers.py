@@ -89,7 +89,8 @@ def _decoder_of(model: Any) -> Any:
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
     if named is model and not inner:
         raise UnsupportedModel(f"{type(model).__name__} does not tell its layers from its vocabulary projection")
-    return inner[0] if named is model else named
+    is_below = named is not model and isinstance(named, PreTrainedModel)  # some call their projection a decoder
+    return named if is_below or not inner else inner[0]
 
 
 def _probed(model: Any, held: Held, ids: Tensor, context_len: int) -> Probe:

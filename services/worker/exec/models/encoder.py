@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +14,13 @@ from transformers.models.auto import modeling_auto
 
 from kernels.contracts.ops import RaggedRows
 from services.worker.exec.contracts.causal_model import NoVocabulary
+from services.worker.exec.models.paging_check import HALF_TOLERANCE, TOLERANCE
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.weights import transformers_checkpoint
 from services.worker.exec.weights.families import UnsupportedModel, architecture_of
 
+CHECKED = 1024  # tokens of the text that is tried, where one may be longer: tables of positions seldom are
+SHORT = 8
 PADDING_SHARE = 0.25  # of the tokens of a group of texts that are computed together
 
 
@@ -46,11 +49,22 @@ class EncoderModel:
             mask = columns < counts[:, None]
             places = (offsets[:, None] + columns)[mask]
             assert mask.shape == (len(group), len(columns)), "a row of the group for each text"
-            ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64, device=device)
-            ids[mask] = input_ids[places]
             assert len(places) == int(counts.sum()), "each token of the group is computed once"
-            states[places] = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+            states[places] = self._computed(input_ids[places], mask)
         self._states = states
+
+    def of_texts(self, texts: Sequence[Tensor]) -> list[Tensor]:
+        """texts: token ids int64[length], which are computed together. Returns their states [length, hidden size]."""
+        lengths = torch.tensor([len(text) for text in texts])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        return list(torch.split(self._computed(torch.cat(list(texts)), mask), lengths.tolist()))
+
+    def _computed(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """mask: bool[texts, longest], of the places that have a token. Returns states [tokens, hidden size]."""
+        ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64, device=mask.device)
+        ids[mask] = input_ids.long()
+        found: Tensor = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+        return found
 
     def states(self, wanted: Tensor) -> Tensor:
         """See TokenModel."""
@@ -101,7 +115,29 @@ def load_encoder(folder: Path, config: Any, dtype: torch.dtype) -> LoadedEncoder
     attention = "sdpa" if transformers_checkpoint.class_of(AutoModel, config)._supports_sdpa else "eager"
     model = transformers_checkpoint.load(folder, config, AutoModel, dtype, attention)
     encoder = EncoderModel(model, int(config.pad_token_id or 0), int(config.hidden_size))
-    return LoadedEncoder(encoder, _max_tokens(model, config), transformers_checkpoint.num_bytes(model))
+    max_tokens = _max_tokens(model, config)
+    _check(encoder, config, max_tokens, dtype)
+    return LoadedEncoder(encoder, max_tokens, transformers_checkpoint.num_bytes(model))
+
+
+def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype) -> None:
+    """A text's states are its own, whatever is computed beside it, and the longest can be computed. Raises UnsupportedModel."""
+    name = architecture_of(config)
+    if getattr(config, "attention_type", "") == "block_sparse":
+        raise UnsupportedModel(f"{name} is not supported: it changes its attention with the length of a text, for good")
+    longest = min(max_tokens, CHECKED)
+    ids = torch.randint(0, int(config.vocab_size), (longest + SHORT,), generator=torch.Generator().manual_seed(1))
+    long, short = ids[:longest], ids[longest:]
+    with torch.inference_mode():
+        try:
+            alone, together = model.of_texts([short])[0], model.of_texts([long[: 2 * SHORT], short])[1]
+            model.of_texts([long])
+        except Exception as error:  # code of the library that was not made for this; whatever it raises is the reason
+            raise UnsupportedModel(f"{name} does not compute texts of {longest} tokens: {error!r}") from error
+    error = (together - alone).float().norm() / alone.float().norm().clamp(min=1e-6)
+    tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
+    if not error <= tolerance:
+        raise UnsupportedModel(f"{name} is not supported: a text beside others has another vector (off by {error:.2g} of 1)")
 
 
 def _max_tokens(model: nn.Module, config: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # types of the files; the small floats are quantised wherever they are
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in the files
 NAMED_AT_MOST = 8  # missing tensors that an error message lists
 
@@ -49,9 +50,14 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder} has no config.json")
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if hasattr(
+            config, "standardize_rope_params"
+        ):  # again, as each model's code does: then what the config says by itself counts
+            config.standardize_rope_params()
     except Exception as error:  # the library raises what its validators and the file's types make of it
         raise CheckpointError(f"cannot read the config of {folder}: {error}") from error
-    if getattr(config, "quantization_config", None):
+    said = any(getattr(config, name, None) for name in ("quantization_config", "compression_config"))
+    if said or (folder / "hf_quant_config.json").is_file():
         raise CheckpointError(f"{folder} is quantised; only float32, bfloat16 and float16 weights are supported")
     return config
 
@@ -87,10 +93,11 @@ class Checkpoint:
         self._folder = folder
         self._open: dict[str, Any] = {}
         self._file_of = self._locate()
+        self._check_types()
 
     def _locate(self) -> dict[str, str]:
         index, single = self._folder / "model.safetensors.index.json", "model.safetensors"
-        if index.is_file():
+        if index.is_file() and not (self._folder / single).is_file():
             weight_map: dict[str, str] = read_json(index).get("weight_map", {})
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{index} has no weight_map of names to files")
@@ -103,6 +110,21 @@ class Checkpoint:
             )
         names: list[str] = list(self._file(single).keys())
         return dict.fromkeys(names, single)
+
+    def _check_types(self) -> None:
+        """Scales of what is quantised are tensors of their own: converted as it stands, it would be another model."""
+        for name, file in self._file_of.items():
+            found = self._dtype(name, file)
+            if found.startswith(("F8", "F6", "F4")) or (found in QUANTISED_WEIGHTS and name.endswith("weight")):
+                raise CheckpointError(f"{self._folder} is quantised: {name} is {found}; supported: {', '.join(FLOATS)}")
+
+    def _dtype(self, name: str, file: str) -> str:
+        try:
+            return str(self._file(file).get_slice(name).get_dtype())
+        except CheckpointError:
+            raise
+        except Exception as error:  # as of the reader, above
+            raise CheckpointError(f"{self._folder / file} does not hold {name}: {error}") from error
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
@@ -130,7 +152,7 @@ class Checkpoint:
     def first_dtype(self) -> torch.dtype:
         """That of the first floating-point tensor. Raises CheckpointError if there is none."""
         for name, file in self._file_of.items():
-            found = FLOATS.get(self._file(file).get_slice(name).get_dtype())
+            found = FLOATS.get(self._dtype(name, file))
             if found is not None:
                 return found
         raise CheckpointError(f"{self._folder} holds no floating-point tensor")

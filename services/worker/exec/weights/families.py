@@ -106,6 +106,8 @@ def _family(config: Any) -> Family:
     family = FAMILIES.get(architecture.removesuffix(HEAD).removesuffix(NO_HEAD))
     if family is None or not architecture.endswith((HEAD, NO_HEAD)):
         raise NotCovered(f"architecture {architecture} is not one of {', '.join(sorted(FAMILIES))}")
+    if config.model_type != architecture.removesuffix(HEAD).removesuffix(NO_HEAD).lower():
+        raise NotCovered(f"model type {config.model_type} is not that of {architecture}")
     if config.hidden_act != "silu":
         raise NotCovered(f"hidden_act {config.hidden_act} is not supported; supported: silu")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):

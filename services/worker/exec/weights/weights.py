@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -149,6 +149,19 @@ class Assembly:
 def tensor_prefix(checkpoint: Checkpoint) -> str:
     """ "model." or nothing: checkpoints of embedding models may have been saved from the model below its projection."""
     return "" if checkpoint.holds(EMBEDDING) else "model."
+
+
+def resolved(config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderConfig:
+    """With what only the tensors say, as transformers takes them: a model that was saved from below its projection, whatever it
+    calls itself, has none; and one whose projection is there, and another than its embedding, has the two apart."""
+    prefix, holds_head = tensor_prefix(checkpoint), checkpoint.holds(HEAD)
+    if config.has_head and not config.tie_word_embeddings and not prefix and not holds_head:
+        return replace(config, has_head=False)
+    if config.tie_word_embeddings and holds_head and checkpoint.holds(prefix + EMBEDDING):
+        shape = (config.vocab_size, config.hidden_size)
+        embedding, head = (checkpoint.tensor(name, shape, dtype) for name in (prefix + EMBEDDING, HEAD))
+        return replace(config, tie_word_embeddings=torch.equal(embedding, head))
+    return config
 
 
 class _Asked:

@@ -1,0 +1,82 @@
+"""Folders that say less, or something else, than their tensors do: served as transformers takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, ModernBertDecoderConfig
+
+from tests.exec.driver import Driver, Sequence, greedy
+from tests.exec.host_executors import build_host_executor
+from tests.exec.tiny_models import MODELS, SHAPE, greedy_answers
+
+PROMPT = [int(token) for token in torch.randint(6, 257, (150,), generator=torch.Generator().manual_seed(4))]
+NUM_NEW = 24
+
+
+def says(folder: Path, removed: str = "", **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config.pop(removed, None)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def check(folder: Path) -> int:
+    """Our answer is that of transformers to the folder as it is. Returns the context length."""
+    torch.set_num_threads(1)
+    (expected,) = greedy_answers(AutoModelForCausalLM.from_pretrained(folder).eval(), [PROMPT], NUM_NEW)
+    executor, info = build_host_executor(str(folder), "auto", 16, 4, 64, 0.5, None, 1, lambda _: None)
+    try:
+        driver, sequence = Driver(executor, 16), Sequence(PROMPT, 1, greedy())
+        driver.prefill([sequence], 40)
+        driver.decode([sequence], NUM_NEW)
+    finally:
+        executor.close()
+    assert sequence.output == expected
+    return info.context_len
+
+
+def test_a_projection_of_its_own_counts_although_the_config_ties_it(tmp_path: Path) -> None:
+    """As of one that was trained on with both."""
+    MODELS["llama-untied"].build(tmp_path)
+    says(tmp_path, tie_word_embeddings=True)
+    check(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+    check(tmp_path)
+
+
+def test_the_length_that_a_rope_was_made_for_may_be_said_beside_it(tmp_path: Path) -> None:
+    MODELS["llama-untied"].build(tmp_path)
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    says(tmp_path, "rope_parameters", rope_theta=50000.0, rope_scaling=scaling, original_max_position_embeddings=64)
+    check(tmp_path)
+
+
+def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
+    MODELS["llama-untied"].build(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "other.safetensors"}}))
+    check(tmp_path)
+
+
+def test_an_architecture_that_another_model_type_borrows_is_computed_by_transformers(tmp_path: Path) -> None:
+    """EXAONE's layers have other names."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("exaone", **{**SHAPE, "pad_token_id": 0, "bos_token_id": 0})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    check(tmp_path)
+
+
+def test_a_projection_that_is_called_a_decoder_is_none(tmp_path: Path) -> None:
+    """Ettin's decoders; windows by layer."""
+    torch.manual_seed(1)
+    special = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1}
+    config = ModernBertDecoderConfig(**{**SHAPE, **special, "local_attention": 32, "global_attn_every_n_layers": 2})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    check(tmp_path)
