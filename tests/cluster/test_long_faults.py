@@ -10,11 +10,10 @@ import random
 import time
 from collections.abc import Callable
 
-import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.conftest import Install
+from tests.cluster.connections import known
 from tests.cluster.kubernetes import BrokenNodes, Release, until
 from tests.cluster.load import load_on
 from tests.cluster.pulls import METRICS_OPEN
@@ -32,20 +31,6 @@ def whole(release: Release) -> bool:
     return all(len(release.ready(component, "demo")) == 2 for component in (TOKENIZERS, DETOKENIZERS, WORKERS)) and bool(
         release.ready("redis")
     )
-
-
-def known(release: Release) -> bool:
-    """Both gateways are connected with both of each: one that is ready is found a few seconds later, by two looks at the DNS at
-    most, and until then the other one is the only one."""
-    seen = [connected(f"http://{pod.ip}:9104/metrics") for pod in release.ready("gateway")]
-    return len(seen) == 2 and all(each[service] == 2 for each in seen for service in (TOKENIZERS, DETOKENIZERS, WORKERS))
-
-
-def connected(url: str) -> dict[str, float]:
-    """By service."""
-    families = text_string_to_metric_families(httpx.get(url, timeout=10).text)
-    found = [each for family in families for each in family.samples if each.name == "rootstock_gateway_connected"]
-    return {each.labels["service"]: each.value for each in found}
 
 
 def spread(release: Release) -> bool:

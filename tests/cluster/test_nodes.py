@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.cluster.conftest import DEMO, Install
+from tests.cluster.connections import known
 from tests.cluster.kubernetes import BrokenNodes, Cluster, Release, until
 from tests.cluster.load import load_on
+from tests.cluster.pulls import METRICS_OPEN
 from tests.cluster.values import FAKE, TWO
 
 STREAMS = 12
@@ -77,12 +79,13 @@ def test_a_node_goes(
     install: Install, broken_nodes: BrokenNodes, proved: Callable[[str], None], action: str, remedy: str
 ) -> None:
     """Not the one of the gateway that is asked, nor that of the Redis."""
-    release = install({**TWO, "drainSeconds": 20})
+    release = install({**TWO, "drainSeconds": 20, "networkPolicy": METRICS_OPEN})
     (redis,) = release.ready("redis")
     (gateway,) = [pod for pod in release.ready("gateway") if pod.node == redis.node]
     for component in ("tokenizer", "detokenizer", "worker"):
         assert len({pod.node for pod in release.ready(component, "demo")}) == 2, component
     (node,) = [name for name in release.cluster.nodes() if name != redis.node]
+    until(lambda: known(release), "gateways that know all")  # the node may take the DNS along
     with load_on(release, STREAMS, lambda: [f"http://{gateway.ip}:8000"]) as load:
         until(lambda: load.ended >= 3 * STREAMS, "the quiet run")
         quiet_s, load.longest_pause_s = load.longest_pause_s, 0.0
