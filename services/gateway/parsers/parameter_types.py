@@ -9,6 +9,12 @@ import orjson
 
 from services.gateway.parsers.output_parser import Schema
 
+_ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
+    )
+)
 _MAX_REFERENCES = 16  # followed from one parameter's schema
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that print values
 _KINDS: Mapping[type, str] = {
@@ -28,6 +34,11 @@ def parameter_types(tool: Schema | None, name: str) -> frozenset[str]:
 def schema_types(schema: Any, root: Any) -> frozenset[str]:
     """The same of any schema; root: where its references lead."""
     return _Types(root).of(schema, _MAX_REFERENCES)
+
+
+def says(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Its keywords that limit anything, known or not."""
+    return frozenset(key for key in schema if key not in _ANNOTATIONS and not key.startswith("x-"))
 
 
 def referred(reference: Any, root: Any) -> Any:

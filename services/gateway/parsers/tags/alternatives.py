@@ -6,15 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.parsers.parameter_types import ANY, referred, schema_types
+from services.gateway.parsers.parameter_types import ANY, referred, says, schema_types
 
 MOST_REFERENCES = 16  # followed one behind the other
-_ANNOTATIONS = frozenset(
-    (
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
-        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +19,6 @@ class Alternative:
     types: frozenset[str] = ANY
     values: tuple[Any, ...] = ()
     limited: bool = False
-
-
-def says(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Its keywords that limit anything, known or not."""
-    return frozenset(key for key in schema if key not in _ANNOTATIONS and not key.startswith("x-"))
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[Alternative]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.parsers.tags.alternatives import says
+from services.gateway.parsers.parameter_types import says
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 
 _DEFINITIONS = ("$defs", "definitions")
