@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.contracts.rooms import Prover, Source, proof
+from services.worker.core.contracts.rooms import Prover, Room, RoomLeft, Source, proof
 from services.worker.core.contracts.sampling import EmbeddingParams, GrammarSpec
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
 from services.worker.exec.fake import hashed_token
@@ -29,6 +29,45 @@ def pulls(engine: Engine) -> list[PageOperation]:
 
 
 class TestHandedOver:
+    def test_nothing_is_planned_for_output_that_others_make(self) -> None:
+        """As many turns however much there may be, and no row that decodes here."""
+        turns = {}
+        for max_new in (2, 200):
+            engine = worker(page_size=4, context_len=250, chunked_prefill_size=96, max_prefill_tokens=96)
+            for handle in range(12):
+                room = Room(handle + 1, EPOCH, handle.to_bytes(16, "little"))
+                engine.submit(handle, [handle + 1] * 24, hand_over=room, max_new_tokens=max_new)
+            turns[max_new] = 0
+            while not engine.core.idle or engine.prev is not None:
+                engine.turn()
+                turns[max_new] += 1
+            assert {finish.reason for finish in engine.finishes.values()} == {FinishReason.HANDED_OVER}
+            assert all(plan.num_rows == plan.num_extend for plan in engine.plans)
+        assert turns[2] == turns[200]
+
+    def test_no_page_is_asked_for_behind_its_prompt(self) -> None:
+        """It would be retracted for one, of those that have begun here the one with the fewest outputs."""
+        engine = worker(num_pages=13, context_len=120, chunked_prefill_size=96, schedule_conservativeness=0.1, max_extend_steps=0)
+        for handle in range(3):
+            engine.submit(handle, [handle + 1] * 4, max_new_tokens=12)
+        for _ in range(5):
+            engine.turn()
+        engine.submit(9, [99] * 24, hand_over=Room(1, EPOCH, bytes(16)), max_new_tokens=2)
+        while 9 not in engine.finishes:
+            engine.turn()
+        assert engine.finishes[9].room_pages == 6 and not engine.finishes[9].retractions
+
+    def test_what_it_leaves_is_offered_to_the_host(self) -> None:
+        """Also where its last chunk brought no whole page, so that the room had it all before the request ended."""
+        engine = worker(num_pages=32, host_pages=64, chunked_prefill_size=16, disaggregation_hold_s=5.0)
+        engine.submit(0, list(range(100, 133)), hand_over=Room(1, EPOCH, bytes(16)), max_new_tokens=2)
+        engine.drain()
+        opened = engine.executor.open_rooms[1]
+        engine.core.leave_room(RoomLeft(opened.room, opened.opening))
+        for _ in range(20):
+            engine.turn()
+        assert engine.core.stats().host_pages_used == 8
+
     def test_ends_with_its_first_token_and_keeps_its_whole_pages(self) -> None:
         pair = Pair()
         finish = pair.compute(0, [*PROMPT, 1, 2], max_new_tokens=8)

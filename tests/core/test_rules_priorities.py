@@ -110,6 +110,49 @@ class TestVictims:
         assert engine.core.stats().preemptions_total == displaced
         assert running(engine) == [*range(3 - displaced), 9]
 
+    def test_nobody_goes_in_vain(self) -> None:
+        """Where what is kept for those who stay leaves no room, however many go; what they share is free once."""
+        engine = prioritised(num_pages=32, context_len=256)
+        engine.submit(0, [1] * 4, priority=5, max_new_tokens=100, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        engine.submit(1, [2] * 4, max_new_tokens=20)
+        for _ in range(3):
+            engine.turn()
+        engine.submit(2, [3] * 40, priority=5, max_new_tokens=20)
+        engine.turn()
+        assert running(engine) == [0, 1] and not engine.core.stats().preemptions_total
+        several = {"max_running_requests": 8, "chunked_prefill_size": 64, "schedule_conservativeness": 0.1}
+        engine = prioritised(num_pages=40, context_len=256, **several)
+        engine.submit(0, [1] * 60, priority=5, max_new_tokens=60, ignore_eos=True)
+        for _ in range(4):
+            engine.turn()
+        for handle in (1, 2, 3):
+            engine.submit(handle, [2] * 40 + [10 + handle] * 2, max_new_tokens=12)
+            for _ in range(2):
+                engine.turn()
+        engine.submit(9, [3] * 80, priority=5, max_new_tokens=20)
+        engine.turn()
+        assert running(engine) == [0, 1, 2, 3] and not engine.core.stats().preemptions_total
+
+    def test_more_room_makes_nobody_wait_longer(self) -> None:
+        """A prompt in chunks makes way for a more urgent one, whether it would have to be displaced for it or not."""
+        turns = []
+        for slots in (1, 2, 4):
+            engine = prioritised(
+                num_pages=600, context_len=2200, max_running_requests=slots, chunked_prefill_size=16, max_prefill_tokens=64
+            )
+            engine.submit(0, list(range(1000)), max_new_tokens=2)
+            for _ in range(3):
+                engine.turn()
+            engine.submit(1, [7] * 12, priority=9, max_new_tokens=2)
+            turns.append(0)
+            while 1 not in engine.outputs:
+                engine.turn()
+                turns[-1] += 1
+            engine.drain()
+        assert turns == [2, 2, 2]
+
     @pytest.mark.parametrize("num_pages", [18, 22])
     def test_its_own_cached_prefix_is_no_room_for_the_more_urgent_one(self, num_pages: int) -> None:
         engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)

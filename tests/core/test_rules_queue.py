@@ -97,6 +97,20 @@ class TestBoundedQueue:
         assert engine.finishes[1].error is ErrorCode.QUEUE_FULL
         engine.check_answer(0)
 
+    def test_who_is_at_the_gate_makes_way_for_the_more_urgent(self) -> None:
+        """As it would in the queue, and before those who are more urgent than it."""
+        engine = make(
+            max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
+        )
+        engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
+        engine.turn()
+        engine.submit(1, [2] * 8, priority=0, max_new_tokens=4, grammar=spec(0, 9))
+        engine.submit(2, [3] * 8, priority=5, max_new_tokens=4, ignore_eos=True)
+        engine.submit(3, [4] * 8, priority=6, max_new_tokens=4, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[1].error is ErrorCode.QUEUE_FULL
+        assert {engine.finishes[handle].reason for handle in (0, 2, 3)} == {FinishReason.LENGTH}
+
     @pytest.mark.parametrize(("urgency", "refused", "low_first"), [(1, 2, False), (1, 2, True), (0, 3, True), (-1, 3, False)])
     def test_someone_more_urgent_takes_the_last_ones_place(self, urgency: int, refused: int, low_first: bool) -> None:
         engine = self.full(

@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(
             f"tests/core/test_rules_{name}.py"
-            for name in ("budgets", "cache", "control", "sessions", "shares", "resume", "paced_chunks")
+            for name in ("budgets", "cache", "control", "sessions", "shares", "resume", "paced_chunks", "peers")
         ),
     ),
     "tiers": (

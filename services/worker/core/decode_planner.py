@@ -116,4 +116,4 @@ class DecodePlanner:
         if not rows:
             return
         decoded = sum(len(r.output_ids) for r in rows)
-        self._ratio.raise_on_retract(decoded, len(rows), sum(r.params.max_new_tokens for r in rows))
+        self._ratio.raise_on_retract(decoded, len(rows), sum(r.most_outputs for r in rows))

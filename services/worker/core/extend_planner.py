@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, takewhile
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class ExtendPlanner:
         may_admit &= not table.batch_is_full
         several = table.shares.num_flows > 1
         started = sorted(table.extending, key=_fair_turn if several else _turn)
-        before = may_admit and bool(started) and (self._prefixes.concerns_anybody or several)
+        before = may_admit and bool(started) and (several or self._prefixes.concerns_anybody or self._outranked(started[0]))
         if before:
             self._prefixes.begin(_extending(flight) + started)
             self._admit_before(started, adder, rows, now, step_id)
@@ -105,8 +105,7 @@ class ExtendPlanner:
         if not config.chunked_prefill_size or not table.decoding or not self._pace.is_known:
             return 0
         slots = table.decoding_slots()
-        more = (table.columns.planned_out[slots] < table.columns.max_new[slots]).tolist()
-        return sum(m and r.hand_over is None for r, m in zip(table.decoding, more, strict=True))  # others go on with the rest
+        return int((table.columns.planned_out[slots] < table.columns.max_new[slots]).sum())
 
     def _adapted_chunk(self) -> int:
         config = self._table.config
@@ -121,11 +120,12 @@ class ExtendPlanner:
         tokens = self._pace.tokens(config.adaptive_chunk_s, waiting, steps)
         return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
 
-    def _adder(self, ratio: float, num_decode_rows: int) -> PrefillAdder:
+    def _adder(self, ratio: float, num_decode_rows: int, gone: Collection[int] = ()) -> PrefillAdder:
+        """gone: by seq, whom nothing is reserved for."""
         config = self._table.config
         return PrefillAdder(
             page_size=config.page_size,
-            rows=self._running_rows(),
+            rows=self._running_rows(gone),
             new_token_ratio=ratio,
             max_prefill_tokens=config.max_prefill_tokens,
             chunked_prefill_size=self._chunk_size(num_decode_rows),
@@ -134,11 +134,13 @@ class ExtendPlanner:
             max_logprob_tokens=config.max_prompt_logprob_tokens,
         )
 
-    def _running_rows(self) -> RunningRows:
+    def _running_rows(self, gone: Collection[int]) -> RunningRows:
         if not self._table.decoding:
             return NO_ROWS
         columns = self._table.columns
         slots = self._table.decoding_slots()
+        if gone:
+            slots = slots[[request.seq not in gone for request in self._table.decoding]]
         left = np.maximum(columns.max_new[slots] - columns.planned_out[slots], 0)
         return RunningRows(left, columns.computed[slots], columns.ignore_eos[slots])
 
@@ -202,7 +204,7 @@ class ExtendPlanner:
         table = self._table
         match = table.memory.match(request.namespace, request.key, request.prefix_limit())
         table.memory.lock(match)  # its own hit is no room for it
-        if self._could_be_let_in(request, match, victims):
+        if self._could_be_let_in(request, match, victims, ratio):
             while not self._has_room(request, match, ratio):
                 if self._free_slots(request) > 0 and table.free_imported():
                     continue
@@ -212,15 +214,31 @@ class ExtendPlanner:
             table.batch_is_full = False
         table.memory.unlock(match)
 
-    def _could_be_let_in(self, request: Request, match: Match, victims: list[Request]) -> bool:
-        """With all of the victims gone. What they hold is an upper bound: pages shared with others stay."""
-        table = self._table
-        memory, page_size = table.memory, table.config.page_size
-        held = sum(int(memory.slots.num_pages[r.lease.slot]) for r in victims if r.lease)
-        extend = len(request.key) // TOKEN_BYTES - len(match.pages) * page_size
-        outputs = min(request.params.max_new_tokens - len(request.output_ids), CLIP_MAX_NEW_TOKENS)
-        room = (held + memory.num_available) * page_size - table.waiting.kept_from(request.rank).tokens
-        return room >= -(-extend // page_size) * page_size + outputs
+    def _could_be_let_in(self, request: Request, match: Match, victims: list[Request], ratio: float) -> bool:
+        """With all of the victims gone, as admission would see it then. What they share stays with whoever has it too."""
+        table, memory = self._table, self._table.memory
+        kept = table.waiting.kept_from(request.rank)
+        stay = table.num_running - len(victims)
+        if min(memory.slots.num_free + len(victims), self.running_limit - stay) <= kept.slots:
+            return False
+        if not stay:
+            return True  # alone it gets its chance
+        leases = [victim.lease for victim in victims if victim.lease is not None]
+        for lease in leases:
+            memory.tree.unlock(lease.node, used=False)
+        pages = memory.num_available + sum(self._own_pages(victim) for victim in victims)
+        for lease in leases:
+            memory.tree.lock(lease.node)
+        adder = self._adder(ratio, 0, frozenset(victim.seq for victim in victims))
+        available = pages * table.config.page_size - kept.tokens
+        return self._asked(request, match, adder, available)[0] is not AddResult.NO_TOKEN
+
+    def _own_pages(self, request: Request) -> int:
+        """That it holds and nobody else does; all of them where some are in a room, which keeps none from who asks for more."""
+        if request.lease is None:
+            return 0
+        slots, slot = self._table.memory.slots, request.lease.slot
+        return int(slots.num_pages[slot]) - (0 if request.num_announced else int(slots.num_shared[slot]))
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
         """As admission will see it. `match` is locked."""
@@ -235,8 +253,8 @@ class ExtendPlanner:
 
     def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
         """Who begins before the next chunk of started extends, since what is left of these may be long: who had to wait for one
-        of them, was let past, and need not any more; and those of flows whose turn it is. Where all of it is kept for the
-        extends there may be no room; the batch is not full then."""
+        of them, was let past, and need not any more; who is more urgent; and those of flows whose turn it is. Where all of it is
+        kept for the extends there may be no room; the batch is not full then."""
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
         order = chain(sorted(overtaken, key=_turn), self._due_before(started[0]))
@@ -262,7 +280,15 @@ class ExtendPlanner:
 
     def _due_before(self, first: Request) -> Iterator[Request]:
         """first: of the started extends the next one."""
-        return due_before(self._table.waiting, first) if self._table.shares.num_flows > 1 else iter(())
+        if self._table.shares.num_flows > 1:
+            return due_before(self._table.waiting, first)
+        urgent = self._table.waiting.eligible() if self._outranked(first) else []
+        return takewhile(lambda request: request.rank < first.rank, urgent)
+
+    def _outranked(self, first: Request) -> bool:
+        """Somebody who waits is more urgent than the most urgent of those that have begun and go on."""
+        ranks = self._table.waiting.ranks()
+        return bool(ranks) and ranks[0] < first.rank
 
     def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
         """One pass. True where somebody found no room: a full batch, but not for those behind a held request, which comes back
@@ -300,9 +326,9 @@ class ExtendPlanner:
     def _most_kv(self, request: Request, extend: int) -> int:
         """Tokens of KV that admission asks for where so many are to be extended; and one page to spare, as it keeps for rows that
         do not stop early."""
-        params, page_size = request.params, self._table.config.page_size
-        left = params.max_new_tokens - len(request.output_ids)
-        outputs = left if params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
+        page_size = self._table.config.page_size
+        left = request.most_outputs - len(request.output_ids)
+        outputs = left if request.params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
         return (-(-extend // page_size) + 1) * page_size + outputs
 
     def _num_left(self, request: Request) -> int:
@@ -329,21 +355,25 @@ class ExtendPlanner:
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
         """What the adder says, and how many tokens it takes. `match` is locked."""
         table = self._table
-        page_size = table.config.page_size
-        start = len(match.pages) * page_size
-        extend = len(request.key) // TOKEN_BYTES - start
-        max_new = request.params.max_new_tokens - len(request.output_ids)
-        logprobs = _computes_logprobs(request)
-        available = table.memory.num_available * page_size
+        available = table.memory.num_available * table.config.page_size
         if table.waiting.num_held:
             available -= table.waiting.kept_from(request.rank).tokens
-        result, count = adder.admit(available, start, extend, max_new, request.params.ignore_eos, logprobs)
+        result, count = self._asked(request, match, adder, available)
         if result is AddResult.NO_TOKEN and not table.num_running:
             # Alone it must get its chance: submit() saw to it that the prompt fits the pool. Operations may hold all of it.
             table.free_imported()
             if table.memory.num_available:
-                return AddResult.CONTINUE, adder.chunk(start, extend, logprobs)
+                start = len(match.pages) * table.config.page_size
+                extend = len(request.key) // TOKEN_BYTES - start
+                return AddResult.CONTINUE, adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
+
+    def _asked(self, request: Request, match: Match, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
+        """The same where so many tokens of KV are available."""
+        start = len(match.pages) * self._table.config.page_size
+        extend = len(request.key) // TOKEN_BYTES - start
+        max_new = request.most_outputs - len(request.output_ids)
+        return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
         """Plans tokens start .. start+count of the request, fewer if the pool has not the pages. False: none at all."""
@@ -362,7 +392,7 @@ class ExtendPlanner:
         table.shares.charge(request.flow, count)
         rows.add(request, start, count, last)
         columns.computed[lease.slot] = start + count
-        max_new = request.params.max_new_tokens - len(request.output_ids)
+        max_new = request.most_outputs - len(request.output_ids)
         adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)
         if last:
             columns.planned_out[lease.slot] += 1

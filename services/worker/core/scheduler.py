@@ -436,8 +436,12 @@ class Scheduler:
         return message
 
     def _displace(self, message: Submit, now: float) -> bool:
-        """In a full queue a more urgent request takes the place of the last one that has not run yet."""
-        last: Request | None = self.table.waiting.last_fresh()
+        """In a full queue a more urgent request takes the place of the last one that has not run yet, in the queue or at a
+        gate."""
+        if not self.config.enable_priority_scheduling:
+            return False
+        fresh = (each for each in self.table.by_key.values() if each.lease is None and each.queue_s < 0 and not each.num_given)
+        last = max(fresh, key=lambda request: (request.rank, request.seq), default=None)
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
         text = "a more urgent request took its place in a full queue"

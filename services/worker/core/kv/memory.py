@@ -224,10 +224,11 @@ class KVMemory:
         self._num_pins += 1
         self.tree.lock(node)
 
-    def unpin(self, node: TreeNode) -> None:
+    def unpin(self, node: TreeNode, used: bool = False) -> None:
+        """used: see RadixCache.unlock."""
         assert self._num_pins > 0, "unpin without pin"
         self._num_pins -= 1
-        self.tree.unlock(node, used=False)
+        self.tree.unlock(node, used=used)
 
     def quarantine(self, count: int) -> I32:
         """int32[count]: pages that an operation is to write. Asks for no more than num_available."""

@@ -160,17 +160,17 @@ def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
 
 
 def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
-    """Those whose turn is before that of `first`, which has begun, and who are no less urgent."""
+    """Those who are more urgent than `first`, which has begun, and those as urgent whose turn is before its."""
     assert first.flow is not None, "who extends has prompt tokens to be planned"
     for rank in queue.ranks():
         if rank > first.rank:
             return
         flows: dict[Flow, list[Request]] = {}
         for request in chain(queue.back(rank), *queue.flows(rank).values()):
-            if request.flow is not None and request.flow.turn < first.flow.turn:
+            if request.flow is not None and (rank < first.rank or request.flow.turn < first.flow.turn):
                 flows.setdefault(request.flow, []).append(request)
         for request in _merged(flows):
-            if request.flow is not None and request.flow.turn < first.flow.turn:
+            if request.flow is not None and (rank < first.rank or request.flow.turn < first.flow.turn):
                 yield request
 
 

@@ -111,6 +111,12 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def most_outputs(self) -> int:
+        """Tokens of output that there may come to be here, given ones included."""
+        most = self.params.max_new_tokens
+        return most if self.hand_over is None else min(most, self.num_given + 1)
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.params.top_logprobs >= 0
 

@@ -55,7 +55,7 @@ class SlotColumns:
         self.target[slot] = target
         self.planned_out[slot] = self.num_out[slot] = outputs
         self.sent[slot] = request.num_sent
-        self.max_new[slot] = request.params.max_new_tokens
+        self.max_new[slot] = request.most_outputs
         self.min_new[slot] = request.params.min_new_tokens
         self.interval[slot] = request.interval
         self.peer[slot] = request.peer

@@ -150,10 +150,11 @@ class Rooms:
         self.next_look = min(self.next_look, held.until)
 
     def _end(self, held: _Held) -> None:
+        """Its request may have ended before it, and offered the host nothing of what was in it."""
         self._freed = True
         self.next_look = -inf
         del self._held[held.room.number]
-        held.memory.unpin(held.node)
+        held.memory.unpin(held.node, used=True)
         self._opened = [opened for opened in self._opened if opened.room.number != held.room.number]
         self._closed.append(held.room)
 

@@ -225,7 +225,7 @@ class Tiers:
             storage_salts=self._use.num_salts,
             storage_over_quota_pages_total=self._use.over_quota_pages,
             storage_deleted_pages_total=self._use.deleted_pages,
-            num_importing=len(imports),
+            num_importing=len(self.waiting()),
             backed_up_pages_total=backups.backed_up_pages_total,
             stored_pages_total=backups.stored_pages_total,
             lost_pages_total=backups.lost_pages_total,

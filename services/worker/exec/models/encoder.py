@@ -134,10 +134,10 @@ def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype
             model.of_texts([long])
         except Exception as error:  # code of the library that was not made for this; whatever it raises is the reason
             raise UnsupportedModel(f"{name} does not compute texts of {longest} tokens: {error!r}") from error
-    error = (together - alone).float().norm() / alone.float().norm().clamp(min=1e-6)
+    off = (together - alone).float().norm() / alone.float().norm().clamp(min=1e-6)
     tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
-    if not error <= tolerance:
-        raise UnsupportedModel(f"{name} is not supported: a text beside others has another vector (off by {error:.2g} of 1)")
+    if not off <= tolerance:
+        raise UnsupportedModel(f"{name} is not supported: a text beside others has another vector (off by {off:.2g} of 1)")
 
 
 def _max_tokens(model: nn.Module, config: Any) -> int:
