@@ -28,10 +28,7 @@ PEERS = (
         "services/worker/core/queue/rooms.py",
         ("held.room == left.room and held.whole", "held.room == left.room"),
         (" and held.opening == left.opening", ""),
-        (
-            "            held.memory.unpin(held.node, used=True)  # its request may have ended in it, and offered the host nothing\n            held.opening,",
-            "            held.opening,",
-        ),
+        ("            held.memory.unpin(held.node)\n            held.opening,", "            held.opening,"),
         ("if not held.whole and held.until < inf]", "if held.until < inf]"),
         ("if not held.whole and held.until < inf]", "if False]"),
         ("            held.until = inf\n", "            pass\n"),
@@ -135,7 +132,7 @@ PEERS = (
         "services/worker/core/queue/rooms.py",
         ("        memory.pin(node)\n", ""),
         (
-            "        del self._held[held.room.number]\n        held.memory.unpin(held.node, used=True)  # its request may have ended in it, and offered the host nothing\n",
+            "        del self._held[held.room.number]\n        held.memory.unpin(held.node, used=True)\n",
             "        del self._held[held.room.number]\n",
         ),
         ("        self._closed.append(held.room)\n", ""),
