@@ -206,6 +206,7 @@ HALF = frozenset(
         "tests/services/gateway/api/test_anthropic.py::test_what_is_not_served_is_refused_by_its_name",
         "tests/services/gateway/api/test_background.py::test_another_gateway_goes_on_where_its_tokens_end",
         "tests/services/gateway/api/test_background.py::test_its_stream_tells_what_there_is_without_a_background",
+        "tests/services/gateway/api/test_bad_input.py::test_bad_field",
         "tests/services/gateway/api/test_bad_input.py::test_every_route_refuses_what_is_no_object",
         "tests/services/gateway/api/test_known_fields.py::test_priority_is_one_thing_everywhere",
         "tests/services/gateway/api/test_limits_of_a_request.py::TestRefusedBeforeItIsWalked::test_ids_longer_than_the_context",
