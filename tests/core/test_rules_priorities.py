@@ -153,6 +153,20 @@ class TestVictims:
             engine.drain()
         assert turns == [2, 2, 2]
 
+    def test_one_that_waited_for_its_prefix_begins_once(self) -> None:
+        """More urgent than the prompt in chunks that computes it, and let in before its next chunk for both reasons."""
+        for tenant in (b"a", b"b"):
+            engine = prioritised(num_pages=600, context_len=2200, chunked_prefill_size=16, max_prefill_tokens=64)
+            prefix = list(range(100, 164))
+            engine.submit(0, prefix + list(range(1000)), max_new_tokens=2, payer=(b"a", 0, 1.0))
+            for _ in range(2):
+                engine.turn()
+            engine.submit(1, prefix + [7] * 12, priority=9, max_new_tokens=2, payer=(tenant, 0, 1.0))
+            for _ in range(12):
+                engine.turn()
+            assert 1 in engine.finishes
+            engine.drain()
+
     @pytest.mark.parametrize("num_pages", [18, 22])
     def test_its_own_cached_prefix_is_no_room_for_the_more_urgent_one(self, num_pages: int) -> None:
         engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)

@@ -64,6 +64,16 @@ def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
     check(tmp_path)
 
 
+def test_what_an_index_names_and_its_file_lacks_is_not_there(tmp_path: Path) -> None:
+    MODELS["llama-sharded"].build(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    index["weight_map"] |= {"model.layers.0.self_attn.rotary_emb.inv_freq": file}
+    path.write_text(json.dumps(index))
+    check(tmp_path)
+
+
 def test_an_architecture_that_another_model_type_borrows_is_computed_by_transformers(tmp_path: Path) -> None:
     """EXAONE's layers have other names."""
     torch.manual_seed(1)

@@ -15,7 +15,8 @@ _ANNOTATIONS = frozenset(
         *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
     )
 )
-_MAX_REFERENCES = 16  # followed from one parameter's schema
+_MAX_REFERENCES = 16  # followed from one parameter's schema, one behind the other
+_MAX_LOOKS = 1024  # at parts of it
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that print values
 _KINDS: Mapping[type, str] = {
     **{bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"},
@@ -72,13 +73,15 @@ def _kind_of(text: str) -> str:
 
 
 class _Types:
-    """References lead into the tool's own schema."""
+    """References lead into the tool's own schema. Of one that is too intricate nothing is said."""
 
     def __init__(self, tool: Any) -> None:
         self._tool = tool
+        self._looks = 0
 
     def of(self, schema: Any, references: int) -> frozenset[str]:
-        if not isinstance(schema, Mapping) or references < 0:
+        self._looks += 1
+        if not isinstance(schema, Mapping) or references < 0 or self._looks > _MAX_LOOKS:
             return ANY
         if "$ref" in schema:
             return self.of(referred(schema["$ref"], self._tool), references - 1)

@@ -99,7 +99,8 @@ class FairQueue(Generic[T]):
         except QueueFull:
             for item, _, _ in items:
                 self.remove(item)
-            self._take_back(floor, counters)
+            if self._tickets > before:
+                self._take_back(floor, counters)
             for place in reversed(displaced):  # each was its key's newest
                 if place.ticket <= before:
                     self._add(place, is_back=True)

@@ -279,11 +279,11 @@ class ExtendPlanner:
         adder.set_aside = 0
 
     def _due_before(self, first: Request) -> Iterator[Request]:
-        """first: of the started extends the next one."""
+        """first: of the started extends the next one. Whoever comes is taken out, or held, before the next one is asked for."""
         if self._table.shares.num_flows > 1:
-            return due_before(self._table.waiting, first)
-        urgent = self._table.waiting.eligible() if self._outranked(first) else []
-        return takewhile(lambda request: request.rank < first.rank, urgent)
+            yield from due_before(self._table.waiting, first)
+        elif self._outranked(first):
+            yield from takewhile(lambda request: request.rank < first.rank, self._table.waiting.in_turn())
 
     def _outranked(self, first: Request) -> bool:
         """Somebody who waits is more urgent than the most urgent of those that have begun and go on."""

@@ -440,7 +440,10 @@ class Scheduler:
         gate."""
         if not self.config.enable_priority_scheduling:
             return False
-        fresh = (each for each in self.table.by_key.values() if each.lease is None and each.queue_s < 0 and not each.num_given)
+        table = self.table
+        gated = [each for each in (*table.gate, *table.importing.values()) if each.queue_s < 0 and not each.num_given]
+        queued: Request | None = table.waiting.last_fresh()
+        fresh = gated if queued is None else [*gated, queued]
         last = max(fresh, key=lambda request: (request.rank, request.seq), default=None)
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False

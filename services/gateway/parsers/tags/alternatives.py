@@ -8,8 +8,6 @@ from typing import Any
 
 from services.gateway.parsers.parameter_types import ANY, referred, says, schema_types
 
-MOST_REFERENCES = 16  # followed one behind the other
-
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -23,20 +21,25 @@ class Alternative:
 
 def alternatives(schema: Mapping[str, Any]) -> list[Alternative]:
     """schema: with the definitions that it refers to. One that is limited at least where it cannot be taken apart."""
-    return _of(schema, schema, MOST_REFERENCES)
+    return _of(schema, schema, set()) or [Alternative(limited=True)]
 
 
-def _of(schema: Any, root: Mapping[str, Any], references: int) -> list[Alternative]:
+def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Alternative]:
+    """followed: references whose ways are among those that were found before."""
     if schema is True:
         return [Alternative()]
-    if not isinstance(schema, Mapping) or references < 0:
+    if not isinstance(schema, Mapping):
         return [Alternative(limited=True)]
     keywords = says(schema)
     if keywords == {"$ref"}:
-        return _of(referred(schema["$ref"], root), root, references - 1)
+        reference = str(schema["$ref"])
+        if reference in followed:
+            return []
+        followed.add(reference)
+        return _of(referred(reference, root), root, followed)
     options = _options(schema, keywords)
     if options is not None:
-        return [each for option in options for each in _of(option, root, references - 1)]
+        return [each for option in options for each in _of(option, root, followed)]
     return [_single(schema, keywords)]
 
 

@@ -3,6 +3,8 @@ They stand beside the waiting queue and hold nobody up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.queue.request import Request
@@ -27,6 +29,12 @@ class GrammarGate:
 
     def __len__(self) -> int:
         return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order that counts."""
+        for waiting in self._waiting.values():
+            yield from waiting.values()
+        yield from self._following.values()
 
     @property
     def is_offered(self) -> bool:

@@ -130,6 +130,13 @@ class WaitingQueue:
         """For checks."""
         return {rank: replace(kept) for rank, kept in self._kept.items()}
 
+    def last_fresh(self) -> Request | None:
+        """Of those that have never run, the one that would be served after all others."""
+        for rank in reversed(self._order):
+            if fresh := self._ranks[rank].fresh:
+                return next(reversed(fresh.values()))
+        return None
+
     def __iter__(self) -> Iterator[Request]:
         """In order of service, held ones too. The queue must not change meanwhile."""
         for rank in self._order:

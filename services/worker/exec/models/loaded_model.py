@@ -40,7 +40,7 @@ class LoadedModel:
         """What pools, tables and sampler are sized by."""
         config = self.config
         sizes = config.vocab_size, config.hidden_size, self.context_len
-        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling
+        return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling, self.generates
 
     @property
     def kv_bytes_per_token(self) -> int:

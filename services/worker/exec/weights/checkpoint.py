@@ -112,8 +112,15 @@ class Checkpoint:
         return dict.fromkeys(names, single)
 
     def _check_types(self) -> None:
-        """Scales of what is quantised are tensors of their own: converted as it stands, it would be another model."""
+        """Scales of what is quantised are tensors of their own: converted as it stands, it would be another model. What an index
+        names that its file lacks is not there; a file that is not there may not be asked for."""
+        for file in dict.fromkeys(self._file_of.values()):
+            if (self._folder / file).is_file():
+                there = set(self._file(file).keys())
+                self._file_of = {name: at for name, at in self._file_of.items() if at != file or name in there}
         for name, file in self._file_of.items():
+            if not (self._folder / file).is_file():
+                continue
             found = self._dtype(name, file)
             if found.startswith(("F8", "F6", "F4")) or (found in QUANTISED_WEIGHTS and name.endswith("weight")):
                 raise CheckpointError(f"{self._folder} is quantised: {name} is {found}; supported: {', '.join(FLOATS)}")

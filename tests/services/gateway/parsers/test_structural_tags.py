@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import jsonschema
@@ -117,6 +118,15 @@ def test_calls_or_an_answer(name: str) -> None:
                 jsonschema.validate(arguments, REFERRING if called == "refer" else {"type": "object"})
             assert calls or json.loads(text_of(found)).keys() >= {"n"}, (kind, text)
     assert kinds == {True, False}
+
+
+def test_a_schema_that_refers_to_itself_many_times_is_looked_at_once() -> None:
+    again = {"anyOf": [{"$ref": "#/$defs/a"}] * 40}
+    schemas = ({"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}, {"enum": ["x"]}]})
+    for each in schemas:
+        tool = ToolSpec("f", {"$defs": {"a": again}, "properties": {"a": each}}, True)
+        with pytest.raises(TagRefused) if each is schemas[0] else nullcontext():
+            call_tag(OutputFormats("qwen3_coder"), demand(tool))
 
 
 def test_without_force_only_strict_tools_are_held_to_their_schemas() -> None:
