@@ -8,13 +8,8 @@ from typing import Any
 import orjson
 
 from services.gateway.parsers.output_parser import Schema
+from services.shared.schema_annotations import is_annotation
 
-_ANNOTATIONS = frozenset(
-    (
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
-        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
-    )
-)
 _MAX_REFERENCES = 16  # followed from one parameter's schema, one behind the other
 _MAX_LOOKS = 1024  # at parts of it
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that print values
@@ -39,7 +34,7 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
 
 def says(schema: Mapping[str, Any]) -> frozenset[str]:
     """Its keywords that limit anything, known or not."""
-    return frozenset(key for key in schema if key not in _ANNOTATIONS and not key.startswith("x-"))
+    return frozenset(key for key in schema if not is_annotation(key))
 
 
 def referred(reference: Any, root: Any) -> Any:

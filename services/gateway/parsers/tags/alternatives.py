@@ -12,7 +12,7 @@ from services.gateway.parsers.parameter_types import ANY, referred, says, schema
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """types: of JSON, ANY where the schema does not say. values: all that there are, where it names them. limited: it says more
-    than a type."""
+    than that."""
 
     types: frozenset[str] = ANY
     values: tuple[Any, ...] = ()
@@ -53,11 +53,8 @@ def _options(schema: Mapping[str, Any], keywords: frozenset[str]) -> Sequence[An
 
 
 def _single(schema: Mapping[str, Any], keywords: frozenset[str]) -> Alternative:
-    types = schema_types(schema, schema)
+    types, named = schema_types(schema, schema), "const" if "const" in schema else "enum"
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if keywords <= {"type", "const"} or keywords <= {"type", "enum"}:
-        if isinstance(values, list) and values:
-            return Alternative(types, tuple(values), limited=True)
-        if types == {"null"}:
-            return Alternative(types, (None,))
-    return Alternative(types, limited=bool(keywords - {"type"}))
+    if isinstance(values, list) and values:
+        return Alternative(types, tuple(values), not keywords <= {"type", named})
+    return Alternative(types, (None,) if types == {"null"} else (), not keywords <= {"type"})

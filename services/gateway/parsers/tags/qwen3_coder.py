@@ -58,7 +58,7 @@ def _value(parameter: Parameter, tool: ToolSpec) -> Layout:
     if isinstance(found, bool):
         return any_text()
     ways = alternatives(found)
-    if all(way.values for way in ways):
+    if all(way.values for way in ways) and not (tool.strict and any(way.limited for way in ways)):
         texts = [_bare(value) for way in ways for value in way.values]
         return either(*(const(f"{text}\n") for text in dict.fromkeys(texts)))
     types = schema_types(found, found)
@@ -72,7 +72,8 @@ def _value(parameter: Parameter, tool: ToolSpec) -> Layout:
 
 
 def _is_any_text(way: Alternative) -> bool:
-    return not way.limited and (way.types == ANY or way.types <= {"string", "null"})
+    is_named = way.values not in ((), (None,))
+    return not is_named and not way.limited and (way.types == ANY or way.types <= {"string", "null"})
 
 
 def _bare(value: Any) -> str:

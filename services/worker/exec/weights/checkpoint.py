@@ -50,9 +50,7 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder} has no config.json")
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        if hasattr(
-            config, "standardize_rope_params"
-        ):  # again, as each model's code does: then what the config says by itself counts
+        if hasattr(config, "standardize_rope_params"):  # as each model's code does again: what the config says by itself counts
             config.standardize_rope_params()
     except Exception as error:  # the library raises what its validators and the file's types make of it
         raise CheckpointError(f"cannot read the config of {folder}: {error}") from error

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.contracts.ops import Kernels, PackedLinear
 from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
-from services.worker.exec.weights.families import HEAD, DecoderConfig, UnsupportedModel, architecture_of, decoder_config
+from services.worker.exec.weights.families import DecoderConfig, UnsupportedModel, architecture_of, decoder_config, model_type_of
 from services.worker.exec.weights.weights import Assembly, DecoderWeights, LayerWeights, StoredTensors, linear_tensors
 
 EAGLE3 = "Eagle3"  # how an architecture's name ends
@@ -105,7 +105,7 @@ def _eagle3_config(folder: Path, given: Any, target: DecoderConfig) -> DecoderCo
     if not architecture.endswith(EAGLE3):
         raise UnsupportedModel(f"{folder} holds {architecture}, and no EAGLE-3 head, whose architecture ends in {EAGLE3}")
     given.architectures, given.num_hidden_layers = [architecture.removesuffix(EAGLE3)], 1
-    given.model_type = architecture.removesuffix(EAGLE3).removesuffix(HEAD).lower()  # its layer's, whatever the folder says
+    given.model_type = model_type_of(architecture_of(given))  # its layer's, whatever the folder says
     if getattr(given, "layer_types", None):
         given.layer_types = given.layer_types[:1]
     config = decoder_config(given)

@@ -100,13 +100,18 @@ def architecture_of(config: Any) -> str:
     return str((config.architectures or ["(none)"])[0])
 
 
+def model_type_of(architecture: str) -> str:
+    """Of a family of ours: as transformers calls it in configs."""
+    return architecture.removesuffix(HEAD).removesuffix(NO_HEAD).lower()
+
+
 def _family(config: Any) -> Family:
     """Raises NotCovered, naming what the decoder does not do."""
     architecture = architecture_of(config)
     family = FAMILIES.get(architecture.removesuffix(HEAD).removesuffix(NO_HEAD))
     if family is None or not architecture.endswith((HEAD, NO_HEAD)):
         raise NotCovered(f"architecture {architecture} is not one of {', '.join(sorted(FAMILIES))}")
-    if config.model_type != architecture.removesuffix(HEAD).removesuffix(NO_HEAD).lower():
+    if config.model_type != model_type_of(architecture):
         raise NotCovered(f"model type {config.model_type} is not that of {architecture}")
     if config.hidden_act != "silu":
         raise NotCovered(f"hidden_act {config.hidden_act} is not supported; supported: silu")

@@ -11,16 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from services.shared.schema_annotations import is_annotation
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 Schema = Mapping[str, Any]
 
-ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
-        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
-    }
-)
 KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
@@ -37,7 +32,7 @@ KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = {
 TYPES = (*KEYWORDS_OF_TYPE, "integer")
 COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
-_KNOWN = ANNOTATIONS | _TYPED | {"type", *COMBINERS}
+_KNOWN = _TYPED | {"type", *COMBINERS}
 MAX_REFERENCES = 64  # followed from one schema to the next before anything else is said
 
 
@@ -55,7 +50,7 @@ def check_keywords(schema: Any, path: str) -> Schema:
     if not isinstance(schema, dict):
         raise refuse(path, "no schema" if schema is not False else "false allows nothing")
     for key in schema:
-        if key not in _KNOWN and not key.startswith("x-"):
+        if key not in _KNOWN and not is_annotation(key):
             raise refuse(child(path, key), "this keyword is not supported")
     if "$id" in schema and path != "#":
         raise refuse(child(path, "$id"), "supported at the root only")

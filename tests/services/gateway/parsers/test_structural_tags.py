@@ -150,6 +150,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_coder",
         {"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}}},
     ),
+    "limits beside the values": ("qwen3_coder", {"properties": {"a": {"enum": ["x", "yy"], "minLength": 2}}}),
     "limits of any type": ("qwen3_coder", {"properties": {"a": {"minimum": 1}}}),
     "a reference to itself": ("qwen3_coder", {"properties": {"a": {"$ref": "#/properties/a"}}}),
     "limits of the object": ("pythonic", {"properties": {"a": {}}, "minProperties": 1}),
