@@ -91,6 +91,7 @@ class Checkpoint:
         self._folder = folder
         self._open: dict[str, Any] = {}
         self._file_of = self._locate()
+        self._misnamed = self._take_out_misnamed()
         self._check_types()
 
     def _locate(self) -> dict[str, str]:
@@ -109,13 +110,17 @@ class Checkpoint:
         names: list[str] = list(self._file(single).keys())
         return dict.fromkeys(names, single)
 
+    def _take_out_misnamed(self) -> dict[str, str]:
+        """What an index names and its file lacks, by name its file: it is not there. A file that is not there itself may not be
+        asked for."""
+        files = [file for file in dict.fromkeys(self._file_of.values()) if (self._folder / file).is_file()]
+        there = {file: set(self._file(file).keys()) for file in files}
+        misnamed = {name: file for name, file in self._file_of.items() if file in there and name not in there[file]}
+        self._file_of = {name: file for name, file in self._file_of.items() if name not in misnamed}
+        return misnamed
+
     def _check_types(self) -> None:
-        """Scales of what is quantised are tensors of their own: converted as it stands, it would be another model. What an index
-        names that its file lacks is not there; a file that is not there may not be asked for."""
-        for file in dict.fromkeys(self._file_of.values()):
-            if (self._folder / file).is_file():
-                there = set(self._file(file).keys())
-                self._file_of = {name: at for name, at in self._file_of.items() if at != file or name in there}
+        """Scales of what is quantised are tensors of their own: converted as it stands, it would be another model."""
         for name, file in self._file_of.items():
             if not (self._folder / file).is_file():
                 continue
@@ -151,6 +156,8 @@ class Checkpoint:
     def require(self, names: list[str]) -> None:
         """Raises CheckpointError naming the tensors that are not there."""
         missing = [name for name in names if name not in self._file_of]
+        if missing and (file := self._misnamed.get(missing[0])):
+            raise CheckpointError(f"{self._folder / file} does not hold {missing[0]}")
         if missing:
             raise CheckpointError(f"{self._folder} lacks {named(missing)}")
 
