@@ -57,6 +57,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
         eager_step_cost=info.eager_step_cost,
         max_drafts=info.max_drafts,
         speculative_adaptive=settings.speculative_adaptive,
+        drafts_by_model=info.drafts_by_model,
         host_pages=info.host_pages,
         has_storage=info.has_storage,
         page_bytes=info.page_bytes,

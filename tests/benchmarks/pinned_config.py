@@ -46,6 +46,7 @@ PINNED = SchedulerConfig(
     eager_step_cost=0.0,
     max_drafts=0,
     speculative_adaptive=True,
+    drafts_by_model=False,
     host_pages=0,
     has_storage=False,
     page_bytes=0,

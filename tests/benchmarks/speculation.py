@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,9 @@ from tests.benchmarks.cpu_decode import PAGE_SIZE, SHAPE, build_model
 from tests.benchmarks.intervals import interval
 from tests.exec.draft_folders import add_mtp, write_eagle3
 from tests.exec.guesses import Guesses
-from tests.exec.random_contexts import Asked, Turned, World
+from tests.exec.random_contexts import Answer, Asked, Turned, World
 
-PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 256, 64, 512
+CONTEXT = 512
 VOCAB = SHAPE["vocab_size"]
 
 
@@ -75,12 +76,46 @@ class Forced(Guesses):
         self._working.computed(rows)
 
 
-def seconds_of(world: World, executor: DeviceExecutor, asked: Sequence[Asked]) -> tuple[float, list[list[int]]]:
-    begun = time.perf_counter()
-    turned = Turned(world.config(enable_radix_cache=False), executor, overlap=True)
-    answers = [turned.submit(one) for one in asked]
-    turned.finish()
-    return time.perf_counter() - begun, [answer.tokens for answer in answers]
+class Side:
+    """One of the executors. settles: one scheduler for all of its runs, so that what is learned of a drafter stays."""
+
+    def __init__(self, world: World, executor: DeviceExecutor, settles: bool) -> None:
+        self.executor, self._world, self._settles = executor, world, settles
+        self._turned = self._made()
+        self._answers: list[Answer] = []
+        self.seconds = 0.0
+
+    def begin(self, asked: Sequence[Asked]) -> None:
+        if not self._settles:
+            self._turned = self._made()
+        self._answers = [self._turned.submit(one) for one in asked]
+        self.seconds = 0.0
+
+    def go_on(self, turns: int) -> bool:
+        """Whether there is more to do. The step in flight is waited for, so that none is charged to the other side."""
+        begun = time.perf_counter()
+        for _ in range(turns):
+            if not self._turned.idle:
+                self._turned.turn()
+        self._turned.wait()
+        self.seconds += time.perf_counter() - begun
+        return not self._turned.idle
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [answer.tokens for answer in self._answers]
+
+    def _made(self) -> Turned:
+        return Turned(self._world.config(enable_radix_cache=False), self.executor, overlap=True)
+
+
+def run(sides: Sequence[Side], asked: Sequence[Asked], turns: int) -> None:
+    """The same requests on each side, some turns of one and then of the other, so that what else the machine does meets both."""
+    for side in sides:
+        side.begin(asked)
+    more = True
+    while more:
+        more = max([side.go_on(turns) for side in sides])
 
 
 def main() -> None:
@@ -92,6 +127,10 @@ def main() -> None:
     parser.add_argument("--accept-length", type=float, default=2.5)
     parser.add_argument("--drafter", choices=["oracle", "eagle3", "mtp"], default="oracle")
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--settled", type=int, default=0, help="runs before, of the same scheduler, that are not counted")
+    parser.add_argument("--turns", type=int, default=16, help="of one side, before the other has as many")
     parser.add_argument("--only", choices=["guesses", "wrong guesses", "no guesses"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -103,7 +142,8 @@ def main() -> None:
         "max_slots": options.streams,
         "num_pages": pages,
     }
-    worlds = {drafts: World(**sizes, max_drafts=drafts, adapts_drafts=not options.fixed) for drafts in (0, options.drafts)}
+    choosing = {"adapts_drafts": not options.fixed, "drafts_by_model": options.drafter != "oracle"}
+    worlds = {drafts: World(**sizes, max_drafts=drafts, **choosing) for drafts in (0, options.drafts)}
     executors = {}
     with tempfile.TemporaryDirectory() as name:
         folder, draft = Path(name) / "target", Path(name) / "draft"
@@ -123,23 +163,29 @@ def main() -> None:
     rng = random.Random(3)
     asked = []
     for seed in range(options.streams):
-        params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
-        asked.append(Asked(tuple(rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)), params))
-    _, texts = seconds_of(worlds[0], executors[0], asked)
+        params = SamplingParams(max_new_tokens=options.new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+        asked.append(Asked(tuple(rng.randrange(VOCAB) for _ in range(options.prompt_tokens)), params))
+    alone = Side(worlds[0], executors[0], settles=False)
+    run([alone], asked, options.turns)
+    texts = alone.texts
     told = [[*one.prompt, *text] for one, text in zip(asked, texts, strict=True)]
     errors_of = {"guesses": error_rate(options.accept_length, options.drafts), "wrong guesses": 1.0, "no guesses": 1.0}
     for name in [options.only] if options.only else errors_of:
+        plain, guessing = (Side(worlds[drafts], executors[drafts], options.settled > 0) for drafts in (0, options.drafts))
         ratios, lengths = [], []
-        for number in range(options.pairs):
+        for number in range(-options.settled, options.pairs):
             drafter = Forced(working, [] if name == "no guesses" else told, errors_of[name], seed=number)
-            executors[options.drafts]._steps._drafter = drafter  # type: ignore[attr-defined]
-            found = {}
-            for drafts in (0, options.drafts) if number % 2 else (options.drafts, 0):
-                found[drafts] = seconds_of(worlds[drafts], executors[drafts], asked)
-            same = sum(text == other for text, other in zip(found[options.drafts][1], texts, strict=True))
-            ratios.append(found[0][0] / found[options.drafts][0])
-            tokens = NEW_TOKENS * options.streams
+            guessing.executor._steps._drafter = drafter  # type: ignore[attr-defined]
+            if number < 0:
+                run([guessing], asked, options.turns)
+                continue
+            run((plain, guessing) if number % 2 else (guessing, plain), asked, options.turns)
+            same = sum(text == other for text, other in zip(guessing.texts, texts, strict=True))
+            ratios.append(plain.seconds / guessing.seconds)
+            tokens = options.new_tokens * options.streams
             lengths.append(tokens / (tokens - drafter.accepted))
+            pair = f"{name}: {ratios[-1]:.3f}, {drafter.drafted} guesses, {plain.seconds:.1f} s without"
+            print(pair, file=sys.stderr, flush=True)
         low, high = interval(ratios)
         told_lengths = f"{median(lengths):.2f} tokens a step, {same} of {options.streams} texts the same in the last pair"
         print(f"{name}: {told_lengths}, {median(ratios):.2f} x ({low:.2f} to {high:.2f})", flush=True)

@@ -37,6 +37,7 @@ FIELDS_WITHOUT_A_SETTING = {
     "graph_rereads": MODEL,
     "eager_step_cost": MODEL,
     "max_drafts": MODEL,
+    "drafts_by_model": MODEL,
     "host_pages": MODEL,
     "has_storage": MODEL,
     "page_bytes": MODEL,

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.draft_controller import FORGET_AFTER, MOST_PAUSE, PROBE_EVERY, DraftController
+from services.worker.core.draft_controller import (
+    CROWDED,
+    FEW_HEARD,
+    FORGET_AFTER,
+    IN_VAIN,
+    MOST_PAUSE,
+    PROBE_EVERY,
+    DraftController,
+)
 from tests.core.plans import decode_plan
 
 Cost = Callable[[int, int], float]  # of rows and guesses of each
@@ -33,9 +41,11 @@ class World:
     """Rows whose guesses are right with a chance of their own, each after the other; where that is negative there are none.
     asking: what a step takes that has none although it might, times that of one that may not."""
 
-    def __init__(self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3, asking: float = 1.0) -> None:
+    def __init__(
+        self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3, asking: float = 1.0, by_model: bool = False
+    ) -> None:
         self.chances, self._cost, self._rng, self._asking = chances, cost, random.Random(seed), asking
-        self.controller = DraftController(len(chances), most)
+        self.controller = DraftController(len(chances), most, by_model=by_model)
         self.slots, self._most = np.arange(len(chances)), np.full(len(chances), most)
         self._flight: tuple[BatchPlan, np.ndarray, np.ndarray, float] | None = None
         self.tokens = self.seconds = 0.0
@@ -172,6 +182,62 @@ def test_a_drafter_that_begins_late_is_heard() -> None:
     assert (world.steps(5) > 0).all()
     world.chances = [1.0]
     assert (world.steps(40)[20:] >= 4).all()
+
+
+def in_vain(cost: Cost, by_model: bool = True) -> World:
+    """So many requests, one after another, whose guesses were wrong."""
+    world = World([0.0] * (FEW_HEARD + 1), cost, by_model=by_model)
+    for _ in range(IN_VAIN):
+        world.steps(100)
+        for slot in world.slots.tolist():
+            world.controller.begin(slot)
+    return world
+
+
+@pytest.mark.parametrize("by_model", [True, False])
+def test_a_model_guesses_for_few_once_it_was_in_vain(by_model: bool) -> None:
+    """Others cost nothing where nobody asks them."""
+    world = in_vain(bound_by_weights, by_model)
+    assert world.controller.begin(0, heard=FEW_HEARD - 1)
+    assert world.controller.begin(0, heard=FEW_HEARD) is not by_model
+    world.chances = [1.0] * len(world.chances)
+    world.steps(100)
+    assert world.controller.begin(0, heard=FEW_HEARD), "some were right, one after another"
+
+
+def test_guesses_that_are_right_by_accident_leave_it_in_vain() -> None:
+    for chance, steps, heard in ((0.05, 4000, False), (0.7, 300, True)):
+        world = in_vain(dear_guesses)
+        world.chances = [chance] * len(world.chances)
+        world.steps(steps)
+        assert world.controller.begin(0, heard=FEW_HEARD) is heard
+
+
+@pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
+def test_who_comes_while_it_is_in_vain_is_asked_seldom_and_found_once_right(cost: Cost) -> None:
+    world = in_vain(cost)
+    assert (world.steps(60).max(axis=1) > 0).sum() <= 2
+    world.controller.begin(0, heard=0)
+    world.chances = [1.0] * len(world.chances)
+    begun = np.flatnonzero(world.steps(100)[:, 0] >= 2)
+    assert len(begun) and (world.steps(50)[:, 0] >= 2).mean() > 0.9
+
+
+def test_in_a_lasting_crowd_a_model_guesses_for_few() -> None:
+    controller, slots, most = DraftController(16, 3, by_model=True), np.arange(16), np.full(2, 3)
+    for _ in range(CROWDED):
+        assert controller.begin(0, heard=FEW_HEARD)
+        assert not controller.crowded(slots).any()
+    assert not controller.begin(0, heard=FEW_HEARD) and controller.begin(0, heard=FEW_HEARD - 1)
+    controller.choose(slots[:2], most)
+    assert controller.begin(0, heard=FEW_HEARD), "there was room for guesses"
+
+
+def test_where_the_number_is_fixed_everybody_is_guessed_for() -> None:
+    controller, slots = DraftController(16, 3, adaptive=False, by_model=True), np.arange(16)
+    for _ in range(CROWDED):
+        controller.crowded(slots)
+    assert controller.begin(0, heard=15)
 
 
 def test_never_more_than_there_may_be() -> None:

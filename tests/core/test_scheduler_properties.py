@@ -171,6 +171,7 @@ configs = st.builds(
     graph_rereads=st.sampled_from([20, 1000]),
     eager_step_cost=st.sampled_from([0.1, 9.0]),
     max_drafts=st.sampled_from([0, 1, 3, 7]),
+    drafts_by_model=st.booleans(),
     adaptive_chunk_rows=st.sampled_from([0, 1, 64]),
     adaptive_chunk_s=st.sampled_from([0.0, 0.0, 1e-4, 0.02]),
     max_extend_steps=st.integers(0, 2),

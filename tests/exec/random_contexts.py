@@ -50,12 +50,17 @@ class World:
     chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)
     max_drafts: int = 0
     adapts_drafts: bool = True
+    drafts_by_model: bool = False
 
     def config(self, **given: Any) -> SchedulerConfig:
         sizes = {"page_size": self.page_size, "context_len": self.context_len, "vocab_size": self.vocab_size}
         plain = {"num_pages": self.num_pages, "max_running_requests": self.max_slots, "chunked_prefill_size": 0}
-        plain["max_drafts"], plain["speculative_adaptive"] = self.max_drafts, self.adapts_drafts
-        return deployed_config(**{**sizes, **plain, **given})
+        drafts = {
+            "max_drafts": self.max_drafts,
+            "speculative_adaptive": self.adapts_drafts,
+            "drafts_by_model": self.drafts_by_model,
+        }
+        return deployed_config(**{**sizes, **plain, **drafts, **given})
 
     def ids(self, rng: random.Random, count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(6, self.vocab_size) for _ in range(count))

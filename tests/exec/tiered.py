@@ -68,6 +68,7 @@ def build(
         has_storage=info.has_storage,
         page_bytes=info.page_bytes,
         max_drafts=info.max_drafts,
+        drafts_by_model=info.drafts_by_model,
         reads_peers=info.reads_peers,
     )
     secret = SECRET if tiers is None else tiers.secret

@@ -71,7 +71,7 @@ class DecodePlanner:
         table, columns, slots = self._table, self._table.columns, rows.slots
         most = min(table.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
         left = np.where(columns.guessable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
-        drafts = guesses.choose(slots, np.minimum(left, most))
+        drafts = guesses.choose(slots, np.minimum(left, most)) if most else guesses.crowded(slots)
         over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
         need = -(-np.maximum(over, 0) // table.config.page_size)
         if need.sum() > table.memory.pages.num_free:

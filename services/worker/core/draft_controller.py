@@ -1,4 +1,5 @@
-"""How many guesses the decode rows of a step get: as many as pay, by what such steps have cost and what guesses have come to.
+"""How many guesses the decode rows of a step get: as many as pay, by what such steps have cost and what guesses have come to. And
+whom somebody guesses for at all, where that costs something of every token: few, while it is in vain.
 
 The core has no clock. Costs are those that results carry, so the same log gives the same plans.
 """
@@ -19,7 +20,7 @@ FADE_OF_ALL = 0.98
 HOPE = 0.6  # share of right guesses of a request before there were a few, at least: what others ask says little of it
 MARGIN = 1.02  # by how much another number has to be better than the one before
 WORTH = 1.1  # by how much right guesses have to be better than none, to be tried while others are chosen
-PROBE_EVERY = 32  # steps without guesses, although there might be some, between two with
+PROBE_EVERY, PROBE_EVERY_IN_VAIN = 32, 80  # steps without guesses, although there might be some, between two with
 SELDOM = 16  # so many times as seldom where even right guesses would not pay
 FORGET_AFTER = 1024  # steps of so many rows, after which costs of one guess more or fewer count as unknown
 SILENT = 0.5  # chance of a step without guesses, from which on what they cost is not tried for its own sake
@@ -27,18 +28,24 @@ FEW = 2  # steps of a kind after which it is known what they cost
 LATEST, OUTLIER = 0.05, 4.0  # weight of a step's cost, and how many times the mean one counts at most
 MISSES, MOST_PAUSE = 4, 64  # guesses of a request that were wrong at once, and steps without one then: twice as many each time
 BUCKETS = 32
+IN_VAIN = 16  # requests one after another whose guesses were wrong, from which on few are guessed for
+CROWDED = 256  # steps one after another that had too many rows for guesses, from which on few are guessed for
+FEW_HEARD = 2  # so many at once
+RIGHT_RUN = 3  # guesses of a request, one after another, whose being right is no accident
 
 
 class DraftController:
-    """Written by plans (choose) and commits (learn). most: guesses of a row; adaptive: False for always so many."""
+    """Written by plans (begin, choose, crowded) and commits (learn). most: guesses of a row; adaptive: False for always so many.
+    by_model: who drafts computes something of every token of whom it guesses for."""
 
-    def __init__(self, num_slots: int, most: int, adaptive: bool = True) -> None:
+    def __init__(self, num_slots: int, most: int, adaptive: bool = True, by_model: bool = False) -> None:
         assert most > 0, "somebody drafts"
-        self._adaptive = adaptive
+        self._adaptive, self._chooses_whom = adaptive, adaptive and by_model
         self._choices = (*(choice for choice in CHOICES if choice < most), most)
         self._hits, self._tries = np.zeros((2, num_slots, most))
         self._all_hits, self._all_tries = np.full(most, HOPE), np.ones(most)
-        self._misses, self._pauses = np.zeros((2, num_slots), dtype=np.int64)
+        self._misses, self._pauses, self._runs = np.zeros((3, num_slots), dtype=np.int64)
+        self._in_vain = self._crowded = 0
         self._speaks = np.ones(num_slots)  # how likely it is that there are guesses where some may be
         self._seconds = np.zeros((BUCKETS, len(self._choices)))
         self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)
@@ -49,20 +56,34 @@ class DraftController:
         self._without = 0  # steps without guesses since one with
         self._was_right = False  # some guess, since the last plan
 
-    def begin(self, slot: int) -> None:
-        """Another request is in the slot."""
+    def begin(self, slot: int, heard: int = 0) -> bool:
+        """Another request is in the slot. Whether it is guessed for at all. heard: others that run and are."""
+        self._in_vain += int(self._misses[slot] > 0)  # who has had no guesses says nothing
         self._hits[slot] = self._tries[slot] = 0.0
-        self._misses[slot] = self._pauses[slot] = 0
+        self._misses[slot] = self._pauses[slot] = self._runs[slot] = 0
         self._speaks[slot] = 1.0
+        return heard < FEW_HEARD or not (self._is_in_vain or (self._chooses_whom and self._crowded >= CROWDED))
+
+    @property
+    def _is_in_vain(self) -> bool:
+        return self._chooses_whom and self._in_vain >= IN_VAIN
+
+    def crowded(self, slots: I64) -> I64:
+        """Guesses of each row of a step that has too many rows for any."""
+        self._crowded += 1
+        return np.zeros(len(slots), dtype=np.int64)
 
     def choose(self, slots: I64, most: I64) -> I64:
         """Guesses of each row, no more than `most` of it."""
         assert len(slots) == len(most) and len(slots), "a bound for each row"
+        self._crowded = 0
         if not self._adaptive:
             return np.minimum(most, self._choices[-1])
-        paused = self._pauses[slots] > 0
-        self._pauses[slots[paused]] -= 1
-        most = np.where(paused, 0, np.minimum(most, self._choices[-1]))
+        most = np.minimum(most, self._choices[-1])
+        if not self._is_in_vain:
+            paused = self._pauses[slots] > 0
+            self._pauses[slots[paused]] -= 1
+            most = np.where(paused, 0, most)
         if not most.any():
             return most
         bucket = len(slots).bit_length()
@@ -98,7 +119,7 @@ class DraftController:
         """[rows, guesses]: how likely it is that a row's guesses are right up to each one; 0 beyond its most."""
         of_all: F64 = self._all_hits / self._all_tries
         fresh = self._tries[slots, :1] < FEW
-        before = np.where(fresh, np.maximum(of_all, HOPE), of_all)
+        before = of_all if self._is_in_vain else np.where(fresh, np.maximum(of_all, HOPE), of_all)
         each = (self._hits[slots] + before) / (self._tries[slots] + 1)
         right: F64 = np.cumprod(each, axis=1, dtype=np.float64)
         right[np.arange(right.shape[1]) >= most[:, None]] = 0
@@ -133,7 +154,8 @@ class DraftController:
             for index, number in enumerate(self._choices)
             if number
         )
-        return self._was_right or self._without >= PROBE_EVERY if paying else self._without >= SELDOM * PROBE_EVERY
+        every = PROBE_EVERY_IN_VAIN if self._is_in_vain else PROBE_EVERY
+        return self._was_right or self._without >= every if paying else self._without >= SELDOM * every
 
     def _took(self, bucket: int, drafted: int, seconds: float) -> None:
         index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
@@ -144,6 +166,11 @@ class DraftController:
         self._speaks[slot] = FADE * self._speaks[slot] + (1 - FADE) * (guesses > 0)
         tried = min(guesses, hits + 1)
         self._was_right |= hits > 0
+        self._runs[slot] += hits
+        if self._runs[slot] >= RIGHT_RUN:
+            self._in_vain = 0
+        if hits < guesses:
+            self._runs[slot] = 0
         self._hits[slot, :tried] *= FADE
         self._tries[slot, :tried] = self._tries[slot, :tried] * FADE + 1
         self._hits[slot, :hits] += 1

@@ -9,6 +9,7 @@ from itertools import chain, takewhile
 import numpy as np
 
 from services.worker.core.contracts.graph_limits import strides
+from services.worker.core.draft_controller import DraftController
 from services.worker.core.kv.radix_cache import Match
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.prefill_adder import (
@@ -31,10 +32,10 @@ from services.worker.core.step_rows import ExtendRows, Step
 
 
 class ExtendPlanner:
-    """running_limit: requests that may run at once, at most the number of slots."""
+    """running_limit: requests that may run at once, at most the number of slots. guesses: None where nobody drafts."""
 
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
+    def __init__(self, table: RequestTable, guesses: DraftController | None) -> None:
+        self._table, self._guesses = table, guesses
         self._random = np.random.default_rng(table.config.random_seed)
         self._prefixes = PrefixGate(table)
         self._gates: list[Gate] = [PoolGate(table.config).look]
@@ -48,7 +49,7 @@ class ExtendPlanner:
     ) -> ExtendRows:
         """num_decode_rows: those that share this step. flight: the uncommitted step. may_admit: waiting requests may begin."""
         table = self._table
-        rows = ExtendRows(drafting=table.config.max_drafts > 0)
+        rows = ExtendRows()
         if not table.extending and (table.batch_is_full or not len(table.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)
@@ -348,9 +349,18 @@ class ExtendPlanner:
         lease = table.begin(request, match, now)
         added = self._add(request, len(match.pages) * table.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
-        rows.admit(request, lease.slot)
+        rows.admit(request, lease.slot, self._is_guessed(lease.slot))
         self._prefixes.note(request)
         return result
+
+    def _is_guessed(self, slot: int) -> bool:
+        """Whether somebody guesses for whom begins there."""
+        table, guessable = self._table, self._table.columns.guessable
+        if self._guesses is None or not guessable[slot]:
+            return False
+        running = [request.lease.slot for request in (*table.extending, *table.decoding) if request.lease is not None]
+        guessable[slot] = self._guesses.begin(slot, int(guessable[running].sum()) - 1)
+        return bool(guessable[slot])
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
         """What the adder says, and how many tokens it takes. `match` is locked."""

@@ -21,7 +21,7 @@ class Planner:
     def __init__(self, table: RequestTable, guesses: DraftController | None) -> None:
         self._table = table
         self.ratio = NewTokenRatio(table.config.schedule_conservativeness)
-        self.extends = ExtendPlanner(table)
+        self.extends = ExtendPlanner(table, guesses)
         self._decodes = DecodePlanner(table, self.ratio, guesses)
         self._step_id = 0
         self._extends_in_a_row = 0

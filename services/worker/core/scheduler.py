@@ -64,10 +64,9 @@ class Scheduler:
         self._tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
         self.table = RequestTable(config, book, events, self._tiers)
         self._events = events
-        most, adaptive = config.max_drafts, config.speculative_adaptive
-        self._guesses = DraftController(config.max_running_requests, most, adaptive) if most else None
-        self._planner = Planner(self.table, self._guesses)
-        self._committer = Committer(self.table, rules, self._guesses)
+        guesses = _controller(config) if config.max_drafts else None
+        self._planner = Planner(self.table, guesses)
+        self._committer = Committer(self.table, rules, guesses)
         self._flight: list[Step] = []
         self._began: list[float] = []  # of each in flight
         self._ended_at = 0.0
@@ -216,13 +215,7 @@ class Scheduler:
             return None
         if self._tiers is not None and self._tiers.take_freed():
             self.table.batch_is_full = False
-        step = self._planner.plan(now, self._flight[0] if self._flight else None)
-        if step is None:
-            return None
-        if self._guesses is not None:
-            for admitted in step.plan.admitted:
-                self._guesses.begin(admitted.slot)
-        return step
+        return self._planner.plan(now, self._flight[0] if self._flight else None)
 
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
         assert self._tiers is not None, "operations are of tiers"
@@ -458,6 +451,11 @@ class Scheduler:
         del self._began[0]
         assert step.plan.step_id == step_id, "results come back in the order of their plans"
         return step
+
+
+def _controller(config: SchedulerConfig) -> DraftController:
+    slots, most = config.max_running_requests, config.max_drafts
+    return DraftController(slots, most, config.speculative_adaptive, config.drafts_by_model)
 
 
 def _tier_limits(config: SchedulerConfig) -> TierLimits:

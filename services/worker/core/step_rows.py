@@ -47,8 +47,7 @@ class Step:
 
 @dataclass(slots=True)
 class ExtendRows:
-    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens. drafting: the executor
-    guesses, and is told the tokens and the prediction of who is admitted and may be guessed for."""
+    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -57,16 +56,15 @@ class ExtendRows:
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    drafting: bool = False
 
-    def admit(self, request: Request, slot: int) -> None:
-        """The request begins in this step: its parameters go with it."""
+    def admit(self, request: Request, slot: int, guessed: bool) -> None:
+        """The request begins in this step: its parameters go with it. guessed: somebody guesses for it, who is told its tokens
+        and its prediction."""
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        guessable = self.drafting and params.speculative
-        history = np.frombuffer(request.key, dtype=np.int32) if penalised or guessable else _NONE
-        prediction = request.prediction if guessable else _NONE
-        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, request.stop_token_ids, history, prediction))
+        history = np.frombuffer(request.key, dtype=np.int32) if penalised or guessed else _NONE
+        prediction, stops = request.prediction if guessed else _NONE, request.stop_token_ids
+        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, stops, history, prediction, guessed))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
         known = len(request.key) // TOKEN_BYTES

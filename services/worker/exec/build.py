@@ -113,7 +113,10 @@ def build_device_executor(
         progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
     sizes = info.weight_bytes + draft.weight_bytes, info.kv_bytes_per_token + draft.kv_bytes_per_token
-    info = replace(info, max_drafts=options.max_drafts, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1])
+    by_model = draft.model is not None
+    info = replace(
+        info, max_drafts=options.max_drafts, drafts_by_model=by_model, weight_bytes=sizes[0], kv_bytes_per_token=sizes[1]
+    )
     layout = f"{made.kv_layout} {info.numerics}"
     mover, host_pages = made.tiers(pages, layout)
     server = made.room_server(layout)

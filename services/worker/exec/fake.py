@@ -153,6 +153,7 @@ class FakeExecutor:
         self._loaded: list[tuple[float, Fact]] = []  # of those that have arrived: when they are over
         self.told_ahead_s = EARLY_S
         self._params: dict[int, SamplingParams] = {}
+        self._guessed: dict[int, bool] = {}
         self._predictions: dict[int, tuple[int, I32]] = {}  # by slot, where its output begins, and what is said of it
         self.fail_steps: set[int] = set()
         self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(operation.keys)  # fewer: the rest fails
@@ -164,7 +165,7 @@ class FakeExecutor:
         self._apply_table(plan)
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
-            self._params[admitted.slot] = admitted.params
+            self._params[admitted.slot], self._guessed[admitted.slot] = admitted.params, admitted.guessed
             self._predictions[admitted.slot] = admitted.num_prompt_tokens, admitted.prediction
         at, predicted = 0, np.zeros(plan.num_rows, dtype=np.bool_)
         for row in range(plan.num_rows):
@@ -181,6 +182,7 @@ class FakeExecutor:
                 assert start <= before if len(plan.drafts) else start == before, "a row begins where the step before it ended"
             self._write(slot, start, ids)
             if count > len(ids):
+                assert self._guessed[slot], "who is guessed for was admitted so"
                 guessed, predicted[row] = self._guess(slot, self._read(slot, start + 1), count - 1)
                 self._write(slot, start + 1, guessed)
         assert at == len(plan.input_ids), "a token for every position of the extend rows"

@@ -46,7 +46,8 @@ class SchedulerConfig:
     priority_preemption_threshold: a waiting request displaces running ones whose priority is worse by more than this.
     pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
     graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
-    in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most.
+    in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most;
+    drafts_by_model: it computes something of every token of whom it drafts for.
     host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
     hicache_write_policy: see WritePolicy. hicache_salt_quota, hicache_storage_salt_quota: GB of the host tier, and of the one
     below it, that one salt may have, 0 for no limit. reads_peers: requests may come with a source of their KV in another worker.
@@ -92,6 +93,7 @@ class SchedulerConfig:
     eager_step_cost: float
     max_drafts: int
     speculative_adaptive: bool
+    drafts_by_model: bool
     host_pages: int
     has_storage: bool
     page_bytes: int

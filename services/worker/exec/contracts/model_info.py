@@ -15,9 +15,10 @@ class LoadedInfo:
     pooling_reuses_prefix: an embedding may start behind a cached prefix (last-token pooling); if not, all of its prompt is
     computed, though it may be cut into chunks. load_seconds: (phase, seconds) as LoadPhases has them. graph_rows: numbers of
     rows that decode graphs are captured for, rising. graph_rereads, eager_step_cost: see GraphLimits. max_drafts: tokens that are
-    drafted and verified in a row of a decode step, 0 where nothing drafts. numerics: a fingerprint of all that decides a result's
-    bits beside its weights; "" where these are no function of the row alone. host_pages: of the host tier, 0 where there is none;
-    has_storage: whether there is one below it.
+    drafted and verified in a row of a decode step, 0 where nothing drafts; drafts_by_model: a model does, which computes
+    something of every token. numerics: a fingerprint of all that decides a result's bits beside its weights; "" where these
+    are no function of the row alone. host_pages: of the host tier, 0 where there is none; has_storage: whether there is one
+    below it.
     kv_layout: all that two workers' pages have to agree in to be exchangeable. reads_peers: it reads KV from other workers.
     kv_port: at which others read its own; 0: nowhere.
     """
@@ -41,6 +42,7 @@ class LoadedInfo:
     eager_step_cost: float = 0.0
     numerics: str = ""
     max_drafts: int = 0
+    drafts_by_model: bool = False
     host_pages: int = 0
     has_storage: bool = False
     kv_layout: str = ""

@@ -188,9 +188,9 @@ class DraftedSteps:
 
     def _tell_given(self, plan: BatchPlan) -> None:
         for admitted in plan.admitted:
-            self._guessable[admitted.slot] = admitted.params.speculative
+            self._guessable[admitted.slot] = admitted.guessed
             self._holders[admitted.slot] += 1
-            if admitted.params.speculative:
+            if admitted.guessed:
                 self._drafter.admit(admitted)
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
@@ -219,6 +219,8 @@ class DraftedSteps:
 
     def _resolved(self, plan: BatchPlan, guesses: dict[int, list[int]]) -> _Drafted:
         """The step as a plan that says where its decode rows begin, a row for each token."""
+        if not (guesses or plan.drafts.any()):
+            return self._plain(plan)
         extends = plan.num_extend
         counts = np.ones(plan.num_rows, dtype=np.int64)
         for row, guess in guesses.items():
@@ -230,17 +232,13 @@ class DraftedSteps:
         assert (starts <= plan.starts).all(), "a row begins no later than it was planned to"
         ahead = np.arange(len(rows)) - firsts[rows]
         inner = replace(
-            plan,
+            _mapped(plan),
             slots=plan.slots[rows],
             starts=(starts[rows] + ahead).astype(np.int32),
             num_tokens=np.where(rows < extends, plan.num_tokens[rows], 1).astype(np.int32),
             sample=plan.sample[rows],
             mask_rows=firsts[plan.mask_rows].astype(np.int32),
             drafts=no_tokens(),
-            table_slots=NOTHING,
-            table_firsts=NOTHING,
-            table_counts=NOTHING,
-            table_pages=NOTHING,
         )
         run = DeviceRun(inner, Readback(self._runner.streams))
         if guesses:
@@ -252,6 +250,15 @@ class DraftedSteps:
         predicted = [row for row in guesses if self._drafter.predicted(int(plan.slots[row]))]
         proposed = {row: len(guess) for row, guess in guesses.items()}
         return _Drafted(plan, run, firsts, self._holders[plan.slots], guesses, proposed, predicted)
+
+    def _plain(self, plan: BatchPlan) -> _Drafted:
+        """Of a step that has no guesses, nor might have had any."""
+        starts, rows = plan.starts.copy(), np.arange(plan.num_rows)
+        starts[plan.num_extend :] = self._lengths[plan.slots[plan.num_extend :]]
+        assert (starts <= plan.starts).all(), "a row begins no later than it was planned to"
+        inner = replace(_mapped(plan), starts=starts, drafts=no_tokens())
+        run = DeviceRun(inner, Readback(self._runner.streams))
+        return _Drafted(plan, run, rows, self._holders[plan.slots], {}, {}, [])
 
     # Behind it
 
@@ -342,3 +349,8 @@ class DraftedSteps:
         slot = step.plan.slots[row]
         same = self._holders[slot] == step.holders[row]
         return bool(same and self._guessable[slot]) and int(step.firsts[row]) not in step.inner.faults
+
+
+def _mapped(plan: BatchPlan) -> BatchPlan:
+    """Without its pages, which are in the table."""
+    return replace(plan, table_slots=NOTHING, table_firsts=NOTHING, table_counts=NOTHING, table_pages=NOTHING)
