@@ -14,9 +14,10 @@ from services.worker.core.draft_controller import (
     CROWDED,
     FEW_HEARD,
     FORGET_AFTER,
-    IN_VAIN,
+    MISSES,
     MOST_PAUSE,
     PROBE_EVERY,
+    PROBE_EVERY_IN_VAIN,
     DraftController,
 )
 from tests.core.plans import decode_plan
@@ -49,6 +50,11 @@ class World:
         self.slots, self._most = np.arange(len(chances)), np.full(len(chances), most)
         self._flight: tuple[BatchPlan, np.ndarray, np.ndarray, float] | None = None
         self.tokens = self.seconds = 0.0
+        self.admit(self._most.tolist())
+
+    def admit(self, most: list[int]) -> None:
+        """Another request in each slot, with so many guesses at the most."""
+        self._most = np.array(most)
         for slot in self.slots.tolist():
             self.controller.begin(slot)
 
@@ -184,13 +190,14 @@ def test_a_drafter_that_begins_late_is_heard() -> None:
     assert (world.steps(40)[20:] >= 4).all()
 
 
-def in_vain(cost: Cost, by_model: bool = True) -> World:
-    """So many requests, one after another, whose guesses were wrong."""
-    world = World([0.0] * (FEW_HEARD + 1), cost, by_model=by_model)
-    for _ in range(IN_VAIN):
+def in_vain(cost: Cost, by_model: bool = True, rows: int = FEW_HEARD + 1, most: int = 7) -> World:
+    """Many requests, one after another, whose guesses were wrong."""
+    world = World([0.0] * rows, cost, most, by_model=by_model)
+    for _ in range(20):
         world.steps(100)
         for slot in world.slots.tolist():
             world.controller.begin(slot)
+    assert world.controller.hears_few is by_model
     return world
 
 
@@ -198,46 +205,95 @@ def in_vain(cost: Cost, by_model: bool = True) -> World:
 def test_a_model_guesses_for_few_once_it_was_in_vain(by_model: bool) -> None:
     """Others cost nothing where nobody asks them."""
     world = in_vain(bound_by_weights, by_model)
-    assert world.controller.begin(0, heard=FEW_HEARD - 1)
-    assert world.controller.begin(0, heard=FEW_HEARD) is not by_model
     world.chances = [1.0] * len(world.chances)
     world.steps(100)
-    assert world.controller.begin(0, heard=FEW_HEARD), "some were right, one after another"
+    assert not world.controller.hears_few, "some were right, one after another"
+
+
+def test_few_are_two_of_whom_it_is_not_known_that_they_are_wrong() -> None:
+    world = in_vain(bound_by_weights)
+    heard = world.slots.tolist()
+    assert not world.controller.hears_another(heard[:FEW_HEARD])
+    assert world.controller.hears_another(heard[1:FEW_HEARD]) and world.controller.hears_another([])
+    world.steps(5 * PROBE_EVERY_IN_VAIN)
+    assert world.controller.hears_another(heard), "all of them have been wrong, again and again"
 
 
 def test_guesses_that_are_right_by_accident_leave_it_in_vain() -> None:
-    for chance, steps, heard in ((0.05, 4000, False), (0.7, 300, True)):
+    for chance, steps, few in ((0.05, 4000, True), (0.7, 300, False)):
         world = in_vain(dear_guesses)
         world.chances = [chance] * len(world.chances)
         world.steps(steps)
-        assert world.controller.begin(0, heard=FEW_HEARD) is heard
+        assert world.controller.hears_few is few
 
 
+def test_short_answers_that_are_mostly_right_are_not_in_vain() -> None:
+    """They have no room for three right guesses in a row, and end with a wrong one now and then."""
+    world = World([0.7, 0.7], bound_by_weights, most=1, by_model=True)
+    for _ in range(500):
+        world.steps(3)
+        for slot in world.slots.tolist():
+            world.controller.begin(slot)
+        assert not world.controller.hears_few
+
+
+@pytest.mark.parametrize(("rows", "most"), [(3, 7), (8, 1), (8, 2)])
 @pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
-def test_who_comes_while_it_is_in_vain_is_asked_seldom_and_found_once_right(cost: Cost) -> None:
-    world = in_vain(cost)
-    assert (world.steps(60).max(axis=1) > 0).sum() <= 2
-    world.controller.begin(0, heard=0)
-    world.chances = [1.0] * len(world.chances)
-    begun = np.flatnonzero(world.steps(100)[:, 0] >= 2)
-    assert len(begun) and (world.steps(50)[:, 0] >= 2).mean() > 0.9
+def test_who_comes_while_it_is_in_vain_is_asked_seldom_and_found_once_right(cost: Cost, rows: int, most: int) -> None:
+    """Though few have guesses, who alone would not pay, where all would."""
+    world = in_vain(cost, rows=rows, most=most)
+    world.admit([most] * FEW_HEARD + [0] * (rows - FEW_HEARD))
+    assert (world.steps(4 * PROBE_EVERY_IN_VAIN).max(axis=1) > 0).sum() <= 8, "and three to see again what a guess costs"
+    world.chances = [1.0] * rows
+    world.steps(100)
+    assert not world.controller.hears_few
+    world.admit([most] * rows)
+    assert (world.steps(100)[50:].min(axis=1) >= min(most, 2)).mean() > 0.9
 
 
 def test_in_a_lasting_crowd_a_model_guesses_for_few() -> None:
     controller, slots, most = DraftController(16, 3, by_model=True), np.arange(16), np.full(2, 3)
     for _ in range(CROWDED):
-        assert controller.begin(0, heard=FEW_HEARD)
+        assert not controller.hears_few
         assert not controller.crowded(slots).any()
-    assert not controller.begin(0, heard=FEW_HEARD) and controller.begin(0, heard=FEW_HEARD - 1)
+    assert controller.hears_few
     controller.choose(slots[:2], most)
-    assert controller.begin(0, heard=FEW_HEARD), "there was room for guesses"
+    assert not controller.hears_few, "there was room for guesses"
+
+
+def test_who_rests_does_so_in_a_crowd_too() -> None:
+    world = World([0.0, 0.0], bound_by_weights)
+    world.controller._pauses[:] = 3, MOST_PAUSE
+    for _ in range(MOST_PAUSE):
+        world.controller.crowded(world.slots)
+    assert not world.controller._pauses.any()
+
+
+def test_nobody_rests_in_vain_nor_once_that_is_over() -> None:
+    world = World([0.0, 0.0], bound_by_weights, by_model=True)
+    while not world.controller.hears_few:
+        world.steps(40)
+        world.controller.begin(1)
+    assert world.controller._misses[0] > MISSES and not world.controller._pauses.any()
+    world.steps(5 * PROBE_EVERY_IN_VAIN)
+    assert not world.controller._pauses.any()
 
 
 def test_where_the_number_is_fixed_everybody_is_guessed_for() -> None:
     controller, slots = DraftController(16, 3, adaptive=False, by_model=True), np.arange(16)
     for _ in range(CROWDED):
         controller.crowded(slots)
-    assert controller.begin(0, heard=15)
+    assert not controller.hears_few
+
+
+def test_steps_that_all_get_dearer_make_no_guesses_cheap() -> None:
+    """A slower machine, or longer contexts: what guesses cost was learned before."""
+    factor = 1.0
+    world = World([0.0], lambda rows, guesses: factor * dear_guesses(rows, guesses))
+    world.steps(300)
+    for _ in range(5):
+        factor *= 1.5
+        assert (world.steps(200).max(axis=1) > 0).sum() <= 200 // PROBE_EVERY
 
 
 def test_never_more_than_there_may_be() -> None:

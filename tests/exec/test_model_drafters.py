@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.core import draft_controller
 from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Computed
@@ -91,6 +92,15 @@ def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> 
     expected = strings(World(), drafting.plain, target, range(1))
     assert len(expected) == 1
     assert strings(WORLD, drafting.executor, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
+
+
+def test_one_string_while_few_of_all_requests_are_guessed_for(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have the slots, pages and cached prefixes of those that are, and the other way round."""
+    monkeypatch.setattr(draft_controller, "IN_VAIN", 2.0)
+    target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
+    expected = strings(World(), drafting.plain, target, range(1))
+    world = replace(WORLD, drafts_by_model=True)
+    assert strings(world, drafting.executor, target, range(CONTEXTS, 2 * CONTEXTS)) == expected
 
 
 @pytest.mark.parametrize(

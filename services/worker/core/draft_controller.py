@@ -6,6 +6,8 @@ The core has no clock. Costs are those that results carry, so the same log gives
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,9 +28,12 @@ FORGET_AFTER = 1024  # steps of so many rows, after which costs of one guess mor
 SILENT = 0.5  # chance of a step without guesses, from which on what they cost is not tried for its own sake
 FEW = 2  # steps of a kind after which it is known what they cost
 LATEST, OUTLIER = 0.05, 4.0  # weight of a step's cost, and how many times the mean one counts at most
+STEADY = 20  # steps without guesses, from which on what they cost says how fast the machine is
 MISSES, MOST_PAUSE = 4, 64  # guesses of a request that were wrong at once, and steps without one then: twice as many each time
 BUCKETS = 32
-IN_VAIN = 16  # requests one after another whose guesses were wrong, from which on few are guessed for
+FIRSTS, FADE_OF_FIRSTS = 3, 0.95  # steps with guesses of a request that tell of all others, and what is kept at each of what was
+IN_VAIN = 1 / 8  # share of these that were right, below which few are guessed for
+WORTHWHILE = 1 / 2  # the share that is taken then, once some request is found whose guesses are right
 CROWDED = 256  # steps one after another that had too many rows for guesses, from which on few are guessed for
 FEW_HEARD = 2  # so many at once
 RIGHT_RUN = 3  # guesses of a request, one after another, whose being right is no accident
@@ -44,8 +49,8 @@ class DraftController:
         self._choices = (*(choice for choice in CHOICES if choice < most), most)
         self._hits, self._tries = np.zeros((2, num_slots, most))
         self._all_hits, self._all_tries = np.full(most, HOPE), np.ones(most)
-        self._misses, self._pauses, self._runs = np.zeros((3, num_slots), dtype=np.int64)
-        self._in_vain = self._crowded = 0
+        self._misses, self._pauses, self._runs, self._firsts = np.zeros((4, num_slots), dtype=np.int64)
+        self._right_firsts, self._crowded = 1.0, 0
         self._speaks = np.ones(num_slots)  # how likely it is that there are guesses where some may be
         self._seconds = np.zeros((BUCKETS, len(self._choices)))
         self._seen = np.zeros((BUCKETS, len(self._choices)), dtype=np.int64)
@@ -56,21 +61,29 @@ class DraftController:
         self._without = 0  # steps without guesses since one with
         self._was_right = False  # some guess, since the last plan
 
-    def begin(self, slot: int, heard: int = 0) -> bool:
-        """Another request is in the slot. Whether it is guessed for at all. heard: others that run and are."""
-        self._in_vain += int(self._misses[slot] > 0)  # who has had no guesses says nothing
+    def begin(self, slot: int) -> None:
+        """Another request is in the slot."""
         self._hits[slot] = self._tries[slot] = 0.0
-        self._misses[slot] = self._pauses[slot] = self._runs[slot] = 0
+        self._misses[slot] = self._pauses[slot] = self._runs[slot] = self._firsts[slot] = 0
         self._speaks[slot] = 1.0
-        return heard < FEW_HEARD or not (self._is_in_vain or (self._chooses_whom and self._crowded >= CROWDED))
+
+    @property
+    def hears_few(self) -> bool:
+        """No more requests are to be guessed for than hears_another says."""
+        return self._is_in_vain or (self._chooses_whom and self._crowded >= CROWDED)
+
+    def hears_another(self, heard: Sequence[int]) -> bool:
+        """heard: slots of those that run and are guessed for. Whose guesses were wrong all along take nobody's place."""
+        return int((self._misses[heard] < MISSES).sum()) < FEW_HEARD
 
     @property
     def _is_in_vain(self) -> bool:
-        return self._chooses_whom and self._in_vain >= IN_VAIN
+        return self._chooses_whom and self._right_firsts < IN_VAIN
 
     def crowded(self, slots: I64) -> I64:
         """Guesses of each row of a step that has too many rows for any."""
         self._crowded += 1
+        self._pauses[slots] -= self._pauses[slots] > 0
         return np.zeros(len(slots), dtype=np.int64)
 
     def choose(self, slots: I64, most: I64) -> I64:
@@ -112,8 +125,11 @@ class DraftController:
                 _average(self._silence, self._silences, bucket, seconds)
             else:
                 self._took(bucket, int(plan.drafts.max(initial=0)), seconds)
+        was_in_vain = self._is_in_vain
         for slot, guesses, hits in zip(slots.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
             self._note(slot, guesses, hits)
+        if self._is_in_vain is not was_in_vain:
+            self._pauses[:] = 0
 
     def _right(self, slots: I64, most: I64) -> F64:
         """[rows, guesses]: how likely it is that a row's guesses are right up to each one; 0 beyond its most."""
@@ -147,30 +163,43 @@ class DraftController:
 
     def _probes(self, bucket: int, num_rows: int, most: I64) -> bool:
         """Whether a step that is to have no guesses has some nevertheless: now and then, and soon again while they are right.
-        Seldom where even right ones would not pay."""
+        Seldom where even right ones would not pay; in vain that is not asked: it is few who have any."""
+        if self._is_in_vain:
+            return self._was_right or self._without >= PROBE_EVERY_IN_VAIN
         seconds = self._seconds[bucket]
         paying = any(
             WORTH * num_rows * seconds[index] < (num_rows + np.minimum(most, number).sum()) * seconds[0]
             for index, number in enumerate(self._choices)
             if number
         )
-        every = PROBE_EVERY_IN_VAIN if self._is_in_vain else PROBE_EVERY
-        return self._was_right or self._without >= every if paying else self._without >= SELDOM * every
+        return self._was_right or self._without >= PROBE_EVERY if paying else self._without >= SELDOM * PROBE_EVERY
 
     def _took(self, bucket: int, drafted: int, seconds: float) -> None:
+        """A machine that gets slower, or contexts that get longer, make all steps dearer: those with guesses, which are seldom
+        seen where others are chosen, too."""
         index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
+        before = float(self._seconds[bucket, 0]) if not index and self._seen[bucket, 0] >= STEADY else 0.0
         _average(self._seconds[bucket], self._seen[bucket], index, seconds)
+        if before:
+            self._seconds[bucket, 1:] *= self._seconds[bucket, 0] / before
+
+    def _tell_of_others(self, slot: int, guesses: int, hits: int) -> None:
+        """What the request's guesses let expect of those of requests to come."""
+        if guesses and self._firsts[slot] < FIRSTS:
+            self._firsts[slot] += 1
+            self._right_firsts += (1 - FADE_OF_FIRSTS) * ((hits > 0) - self._right_firsts)
+        self._runs[slot] += hits
+        if self._runs[slot] >= RIGHT_RUN:
+            self._right_firsts = max(self._right_firsts, WORTHWHILE)
+        if hits < guesses:
+            self._runs[slot] = 0
 
     def _note(self, slot: int, guesses: int, hits: int) -> None:
         assert 0 <= hits <= guesses, "what is right was guessed"
         self._speaks[slot] = FADE * self._speaks[slot] + (1 - FADE) * (guesses > 0)
         tried = min(guesses, hits + 1)
         self._was_right |= hits > 0
-        self._runs[slot] += hits
-        if self._runs[slot] >= RIGHT_RUN:
-            self._in_vain = 0
-        if hits < guesses:
-            self._runs[slot] = 0
+        self._tell_of_others(slot, guesses, hits)
         self._hits[slot, :tried] *= FADE
         self._tries[slot, :tried] = self._tries[slot, :tried] * FADE + 1
         self._hits[slot, :hits] += 1
@@ -180,7 +209,7 @@ class DraftController:
         if not guesses or (not hits and self._pauses[slot]):
             return  # nothing was wrong; or it was planned before the rest began
         self._misses[slot] = 0 if hits else self._misses[slot] + 1
-        if self._misses[slot] >= MISSES:
+        if self._misses[slot] >= MISSES and not self._is_in_vain:
             self._pauses[slot] = min(MOST_PAUSE, 1 << int(self._misses[slot]))
 
 

@@ -358,8 +358,10 @@ class ExtendPlanner:
         table, guessable = self._table, self._table.columns.guessable
         if self._guesses is None or not guessable[slot]:
             return False
-        running = [request.lease.slot for request in (*table.extending, *table.decoding) if request.lease is not None]
-        guessable[slot] = self._guesses.begin(slot, int(guessable[running].sum()) - 1)
+        self._guesses.begin(slot)
+        if self._guesses.hears_few:
+            running = [r.lease.slot for r in (*table.extending, *table.decoding) if r.lease is not None]
+            guessable[slot] = self._guesses.hears_another([each for each in running if guessable[each] and each != slot])
         return bool(guessable[slot])
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
