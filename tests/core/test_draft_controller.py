@@ -217,6 +217,7 @@ def test_few_are_two_of_whom_it_is_not_known_that_they_are_wrong() -> None:
     assert world.controller.hears_another(heard[1:FEW_HEARD]) and world.controller.hears_another([])
     world.steps(5 * PROBE_EVERY_IN_VAIN)
     assert world.controller.hears_another(heard), "all of them have been wrong, again and again"
+    assert not world.controller.hears_another([*heard, 0]), "and would cost as much as everybody"
 
 
 def test_guesses_that_are_right_by_accident_leave_it_in_vain() -> None:
@@ -294,6 +295,19 @@ def test_steps_that_all_get_dearer_make_no_guesses_cheap() -> None:
     for _ in range(5):
         factor *= 1.5
         assert (world.steps(200).max(axis=1) > 0).sum() <= 200 // PROBE_EVERY
+
+
+def test_what_got_dearer_while_there_were_guesses_is_known_of_those_already() -> None:
+    factor = 1.0
+    world = World([0.0], lambda rows, guesses: factor * bound_by_weights(rows, guesses))
+    world.steps(200)
+    world.chances = [1.0]
+    world.steps(200)
+    factor = 2.0
+    world.steps(200)
+    world.chances = [0.0]
+    world.steps(300)
+    assert world.controller._seconds[1, -1] < 1.2 * factor * bound_by_weights(1, 7)
 
 
 def test_never_more_than_there_may_be() -> None:

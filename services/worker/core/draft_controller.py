@@ -57,7 +57,7 @@ class DraftController:
         self._silence = np.zeros(BUCKETS)  # seconds of a step that might have had guesses, and had none
         self._silences = np.zeros(BUCKETS, dtype=np.int64)
         self._chosen = np.full(BUCKETS, len(self._choices) - 1)  # of the step before, by number of rows
-        self._choices_made = np.zeros(BUCKETS, dtype=np.int64)
+        self._choices_made, self._guessing = np.zeros((2, BUCKETS), dtype=np.int64)  # _guessing: steps since one without guesses
         self._without = 0  # steps without guesses since one with
         self._was_right = False  # some guess, since the last plan
 
@@ -73,8 +73,9 @@ class DraftController:
         return self._is_in_vain or (self._chooses_whom and self._crowded >= CROWDED)
 
     def hears_another(self, heard: Sequence[int]) -> bool:
-        """heard: slots of those that run and are guessed for. Whose guesses were wrong all along take nobody's place."""
-        return int((self._misses[heard] < MISSES).sum()) < FEW_HEARD
+        """heard: slots of those that run and are guessed for. Whose guesses were wrong all along take nobody's place, unless they
+        are as many again."""
+        return len(heard) < 2 * FEW_HEARD and int((self._misses[heard] < MISSES).sum()) < FEW_HEARD
 
     @property
     def _is_in_vain(self) -> bool:
@@ -178,6 +179,9 @@ class DraftController:
         """A machine that gets slower, or contexts that get longer, make all steps dearer: those with guesses, which are seldom
         seen where others are chosen, too."""
         index = next(index for index, choice in enumerate(self._choices) if choice >= drafted)
+        self._guessing[bucket] = self._guessing[bucket] + 1 if index else 0
+        if index and self._guessing[bucket] >= STEADY:  # what steps without cost was long ago: it is learned again first
+            self._seen[bucket, 0] = min(self._seen[bucket, 0], FEW)
         before = float(self._seconds[bucket, 0]) if not index and self._seen[bucket, 0] >= STEADY else 0.0
         _average(self._seconds[bucket], self._seen[bucket], index, seconds)
         if before:
