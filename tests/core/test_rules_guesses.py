@@ -76,20 +76,20 @@ def always_wrong(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("by_model", [True, False])
-def test_a_model_that_guesses_in_vain_hears_of_few_requests(by_model: bool) -> None:
+def test_a_model_that_guesses_in_vain_hears_of_few_requests() -> None:
     """Whom it does not hear of gets no guesses, and costs it nothing; its answer is the same."""
-    engine = always_wrong(small(True, max_drafts=3, num_pages=64, drafts_by_model=by_model))
-    handles = range(80)
-    for handle in handles:
-        tokens = NEW_TOKENS - handle % 5  # so that they do not begin at once
-        engine.submit(handle, [*PROMPT, handle], max_new_tokens=tokens, ignore_eos=True, stream=False)
-    engine.drain()
-    for handle in handles:
-        engine.check_answer(handle)
-    admitted = [slot for plan in engine.plans for slot in plan.admitted]
-    assert all(slot.guessed for slot in admitted[: engine.config.max_running_requests])
-    late = admitted[len(admitted) // 2 :]
-    few, heard = len(late) * FEW_HEARD // engine.config.max_running_requests, sum(slot.guessed for slot in late)
-    assert few <= heard <= few * 3 // 2 if by_model else heard == len(late)
-    assert all(len(slot.history) == (len(PROMPT) + 1 if slot.guessed else 0) for slot in admitted)
+    for by_model in (True, False):
+        engine = always_wrong(small(True, max_drafts=3, num_pages=64, drafts_by_model=by_model))
+        handles = range(80)
+        for handle in handles:
+            tokens = NEW_TOKENS - handle % 5  # so that they do not begin at once
+            engine.submit(handle, [*PROMPT, handle], max_new_tokens=tokens, ignore_eos=True, stream=False)
+        engine.drain()
+        for handle in handles:
+            engine.check_answer(handle)
+        admitted = [slot for plan in engine.plans for slot in plan.admitted]
+        assert all(slot.guessed for slot in admitted[: engine.config.max_running_requests])
+        late = admitted[len(admitted) // 2 :]
+        few, heard = len(late) * FEW_HEARD // engine.config.max_running_requests, sum(slot.guessed for slot in late)
+        assert few <= heard <= few * 3 // 2 if by_model else heard == len(late)
+        assert all(len(slot.history) == (len(PROMPT) + 1 if slot.guessed else 0) for slot in admitted)
