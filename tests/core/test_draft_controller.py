@@ -260,6 +260,10 @@ def test_in_a_lasting_crowd_a_model_guesses_for_few() -> None:
     assert controller.hears_few
     controller.choose(slots[:2], most)
     assert not controller.hears_few, "there was room for guesses"
+    for _ in range(CROWDED):
+        controller.crowded(slots)
+    controller.rest()
+    assert not controller.hears_few, "all of it ended"
 
 
 def test_who_rests_does_so_in_a_crowd_too() -> None:
@@ -290,11 +294,16 @@ def test_where_the_number_is_fixed_everybody_is_guessed_for() -> None:
 def test_steps_that_all_get_dearer_make_no_guesses_cheap() -> None:
     """A slower machine, or longer contexts: what guesses cost was learned before."""
     factor = 1.0
-    world = World([0.0], lambda rows, guesses: factor * dear_guesses(rows, guesses))
-    world.steps(300)
-    for _ in range(5):
-        factor *= 1.5
-        assert (world.steps(200).max(axis=1) > 0).sum() <= 200 // PROBE_EVERY
+
+    def cost(rows: int, guesses: int) -> float:
+        return factor * dear_guesses(rows, guesses)
+
+    for chance in (0.0, -1.0):  # wrong, or none
+        world = World([chance], cost, asking=1.3)
+        world.steps(300)
+        for _ in range(5):
+            factor *= 1.5
+            assert (world.steps(200).max(axis=1) > 0).sum() <= 1 + 200 // PROBE_EVERY
 
 
 def test_what_got_dearer_while_there_were_guesses_is_known_of_those_already() -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from services.worker.core import draft_controller
+from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Computed
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
+from services.worker.exec.contracts.protocol import Run
 from services.worker.exec.drafting.model_drafter import _Slot
 from services.worker.exec.executor import DeviceExecutor
 from tests.exec.always_guessing import always, now_and_then
@@ -99,8 +101,17 @@ def test_one_string_while_few_of_all_requests_are_guessed_for(drafting: Drafting
     monkeypatch.setattr(draft_controller, "IN_VAIN", 2.0)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     expected = strings(World(), drafting.plain, target, range(1))
+    told: list[bool] = []
+    forward = drafting.executor.forward
+
+    def noted(plan: BatchPlan) -> Run:
+        told.extend(slot.guessed for slot in plan.admitted)
+        return forward(plan)
+
+    monkeypatch.setattr(drafting.executor, "forward", noted)
     world = replace(WORLD, drafts_by_model=True)
     assert strings(world, drafting.executor, target, range(CONTEXTS, 2 * CONTEXTS)) == expected
+    assert 0 < sum(told) < len(told)
 
 
 @pytest.mark.parametrize(

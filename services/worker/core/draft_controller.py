@@ -81,6 +81,10 @@ class DraftController:
     def _is_in_vain(self) -> bool:
         return self._chooses_whom and self._right_firsts < IN_VAIN
 
+    def rest(self) -> None:
+        """Nobody runs: what made the crowd is over."""
+        self._crowded = 0
+
     def crowded(self, slots: I64) -> I64:
         """Guesses of each row of a step that has too many rows for any."""
         self._crowded += 1
@@ -185,7 +189,9 @@ class DraftController:
         before = float(self._seconds[bucket, 0]) if not index and self._seen[bucket, 0] >= STEADY else 0.0
         _average(self._seconds[bucket], self._seen[bucket], index, seconds)
         if before:
-            self._seconds[bucket, 1:] *= self._seconds[bucket, 0] / before
+            dearer = float(self._seconds[bucket, 0]) / before
+            self._seconds[bucket, 1:] *= dearer
+            self._silence[bucket] *= dearer
 
     def _tell_of_others(self, slot: int, guesses: int, hits: int) -> None:
         """What the request's guesses let expect of those of requests to come."""

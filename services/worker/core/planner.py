@@ -19,12 +19,18 @@ class Planner:
     """guesses: None where nobody drafts."""
 
     def __init__(self, table: RequestTable, guesses: DraftController | None) -> None:
-        self._table = table
+        self._table, self._guesses = table, guesses
         self.ratio = NewTokenRatio(table.config.schedule_conservativeness)
         self.extends = ExtendPlanner(table, guesses)
         self._decodes = DecodePlanner(table, self.ratio, guesses)
         self._step_id = 0
         self._extends_in_a_row = 0
+
+    def rest(self) -> None:
+        """Nobody runs or waits."""
+        self.ratio.reset()
+        if self._guesses is not None:
+            self._guesses.rest()
 
     def retune(self, config: SchedulerConfig, running_limit: int, ratio: float | None) -> None:
         """ratio: None to leave it."""

@@ -208,7 +208,7 @@ class Scheduler:
             self.table.ungate(request)
             self._begin_waiting(request, now)
         if self.idle:
-            self._planner.ratio.reset()
+            self._planner.rest()
             self.table.batch_is_full = False
             return None
         if self.paused:
