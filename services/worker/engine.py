@@ -22,6 +22,7 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.device_limits import most_step_tokens, resolved
 from services.worker.draft_corpus import draft_corpus
+from services.worker.draft_folder import draft_folder
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.options import PeerOptions, TierOptions
@@ -235,7 +236,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
         deterministic=settings.deterministic,
         max_drafts=settings.speculative_num_steps if settings.speculative_algorithm != "none" else 0,
         speculative_algorithm=settings.speculative_algorithm,
-        draft_model=settings.speculative_draft_model_path,
+        draft_model=draft_folder(settings),
         draft_corpus=draft_corpus(settings, lambda: load_tokenizer(settings.model).encode_batch),
         tiers=moves.tiers,
         peers=moves.peers,

@@ -125,7 +125,8 @@ class WorkerSettings(ServiceSettings):
     speculative_draft_model_path: str = Field(
         "",
         description="Folder of the smaller model of draft, of the head of eagle3, or of mtp's layer if that is not the model's;"
-        " safetensors alone are loaded.",
+        " none: the one beside the model's with the algorithm behind its name (models/demo-eagle3), if there is one."
+        " Safetensors alone are loaded.",
     )
     speculative_adaptive: bool = Field(
         True, description="Guess as many tokens as pay, by what steps cost and what guesses come to; off: always the most."

@@ -21,7 +21,7 @@ CROWD = (
 ASKS = asks_of([*KINDS, hot, repeated], 36 if NIGHTLY else 1)
 POOL_TOKENS = 768
 ALGORITHMS = {
-    "eagle3": f"--speculative-algorithm eagle3 --speculative-draft-model-path {DEMO}-eagle3",
+    "eagle3": "--speculative-algorithm eagle3",
     "mtp": f"--speculative-algorithm mtp --speculative-draft-model-path {DEMO}-mtp",
     "draft": f"--speculative-algorithm draft --speculative-draft-model-path {DEMO}-draft",
     "ngram": "--speculative-algorithm ngram",

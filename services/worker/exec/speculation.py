@@ -58,7 +58,10 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
     ValueError for a setting that is missing or means nothing."""
     algorithm, path = options.speculative_algorithm if options.max_drafts else NONE, options.draft_model
     if algorithm in (DRAFT, EAGLE3) and not path:
-        raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+        beside = f"{request.folder.name}-{algorithm}"
+        raise ValueError(
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, or {beside} beside the model's folder"
+        )
     if path and algorithm in (NONE, NGRAM):
         raise ValueError(f"--speculative-draft-model-path means nothing to --speculative-algorithm {algorithm}")
     if algorithm in (NONE, NGRAM):

@@ -1,0 +1,26 @@
+"""Where what guesses is looked for, if nobody says where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.draft_folder import draft_folder
+from services.worker.settings import WorkerSettings
+
+
+def test_it_is_the_one_that_is_set_or_else_stands_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(algorithm: str, model: str = str(tmp_path / "demo"), path: str = "") -> str:
+        return draft_folder(WorkerSettings(model=model, speculative_algorithm=algorithm, speculative_draft_model_path=path))
+
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo-draft").touch()
+    beside = tmp_path / "demo-eagle3"
+    assert found("eagle3") == found("draft") == found("mtp") == ""
+    beside.mkdir()
+    assert found("eagle3") == found("eagle3", f"{tmp_path}/demo/") == str(beside)
+    assert found("eagle3", path="elsewhere") == found("none", path="elsewhere") == "elsewhere", "which the executor refuses"
+    assert found("ngram") == found("none") == found("draft") == "", "a file is no folder"
+    monkeypatch.chdir(tmp_path / "demo")
+    assert found("eagle3", ".") == str(beside)
