@@ -1,7 +1,8 @@
 """Holds back text that is, or may become, a stop string, so that no part of one is given out.
 
 The worker decides that a request has ended and by which stop string; here only the cut is made. Matching follows each stop
-string by its Knuth-Morris-Pratt automaton, so that a character costs the same whatever is held.
+string by its Knuth-Morris-Pratt automaton, so that a character costs the same whatever is held; a stop string of which nothing
+comes costs nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class _StopMatcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._border = _borders(stop)
+        self._borders = [0]  # as far as they have been asked for, see _border_of
 
     def feed(self, text: str) -> int | None:
         """Reads on; the index in `text` just after the stop string's first end, or None. Not to be fed again after a match."""
@@ -26,24 +27,22 @@ class _StopMatcher:
                 if at < 0:
                     return None
             while self.matched and self.stop[self.matched] != text[at]:
-                self.matched = self._border[self.matched - 1]
+                self.matched = self._border_of(self.matched)
             self.matched += self.stop[self.matched] == text[at]
             at += 1
             if self.matched == len(self.stop):
                 return at
         return None
 
-
-def _borders(word: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(word)
-    length = 0
-    for at in range(1, len(word)):
-        while length and word[at] != word[length]:
-            length = borders[length - 1]
-        length += word[at] == word[length]
-        borders[at] = length
-    return borders
+    def _border_of(self, length: int) -> int:
+        """Of the stop string's prefix of so many characters: the length of its longest proper prefix that is also its suffix."""
+        stop, borders = self.stop, self._borders
+        for at in range(len(borders), length):
+            border = borders[at - 1]
+            while border and stop[at] != stop[border]:
+                border = borders[border - 1]
+            borders.append(border + (stop[at] == stop[border]))
+        return borders[length - 1]
 
 
 class StopHold:

@@ -23,6 +23,7 @@ from services.tokenizer.refusal import Refusal, invalid, too_much
 
 LARGE_BYTES = 1 << 18  # of a job or its text: what such a rendering has made of a process's memory ends with the process
 WRITE_BYTES = 1 << 16  # at a time: what a pipe does not take at once is copied
+AGAIN_S = 30.0  # after a start that came to nothing, where none has succeeded yet: the template may be at fault, or the machine
 START_FACTOR = 4.0  # a start, with the template's compilation, may take as long as so many renderings
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds `services`
 
@@ -59,7 +60,11 @@ class RenderJob:
 
 
 class BrokenTemplate(Exception):
-    """The model's chat template does not compile, or not within its limits."""
+    """The model's chat template does not compile: the process that was to render it says so."""
+
+
+class NotStarted(Exception):
+    """It has not said anything within its time, or has died: the template takes too much to compile, or the machine is short."""
 
 
 class _Process:
@@ -72,8 +77,27 @@ class _Process:
 
     @classmethod
     async def start(cls, setup: RenderSetup) -> _Process:
-        """Raises BrokenTemplate, or OSError if no process can be started."""
-        child = cls(
+        """Raises BrokenTemplate, NotStarted."""
+        try:
+            child = await cls._spawned()
+        except OSError as error:
+            raise NotStarted(f"no process can be started: {error.strerror}") from None
+        try:
+            async with asyncio.timeout(setup.start_seconds):
+                reply, _ = await child.exchange({**asdict(setup), "start_seconds": setup.start_seconds})
+            if reply["error"] is not None:
+                raise BrokenTemplate(reply["error"])
+        except (EOFError, ConnectionError, TimeoutError):
+            await child.end()
+            raise NotStarted("compiling it takes too long or too much memory") from None
+        except BaseException:
+            await child.end()
+            raise
+        return child
+
+    @classmethod
+    async def _spawned(cls) -> _Process:
+        return cls(
             await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "services.tokenizer.render_child"),
                 stdin=asyncio.subprocess.PIPE,
@@ -84,18 +108,6 @@ class _Process:
                 start_new_session=True,  # a terminal's Ctrl-C is for the service
             )
         )
-        try:
-            async with asyncio.timeout(setup.start_seconds):
-                reply, _ = await child.exchange({**asdict(setup), "start_seconds": setup.start_seconds})
-            if reply["error"] is not None:
-                raise BrokenTemplate(reply["error"])
-        except (EOFError, ConnectionError, TimeoutError):
-            await child.end()
-            raise BrokenTemplate("compiling it takes too long or too much memory") from None
-        except BaseException:
-            await child.end()
-            raise
-        return child
 
     @property
     def is_alive(self) -> bool:
@@ -128,27 +140,29 @@ class RenderPool:
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
         self._fault = "" if setup.templates else "this model has no chat template"
+        self._compiles = False  # it is known to
+        self._again_at = 0.0  # as long as it is not: when the next one is started, on the event loop's clock
 
     async def start(self) -> None:
         """Starts one process, so that the first request does not wait. A broken template refuses chat requests, nothing else."""
         if self._fault:
             return
         try:
-            self._idle.append(await _Process.start(self._setup))
-        except BrokenTemplate as error:
-            self._fault = f"this model's chat template is broken: {error}"
-            logger.error("chat requests are refused: %s", self._fault)
+            self._idle.append(await self._started())
+        except Refusal as refusal:
+            logger.error("chat requests are refused: %s", refusal.message)
 
     async def render(self, job: RenderJob) -> str:
-        """The chat as text. Raises Refusal. The rendering for a caller that is cancelled ends by itself; a
+        """The chat as text. Raises Refusal. The rendering for a caller that is cancelled ends by itself where it has begun; a
         large one is killed."""
-        if self._fault:
+        if self._fault and (self._again_at == 0.0 or asyncio.get_running_loop().time() < self._again_at):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
-        rendering = self._spawn(self._render(job))
+        begun = asyncio.Event()
+        rendering = self._spawn(self._render(job, begun))
         try:
             return await asyncio.shield(rendering)
         except asyncio.CancelledError:
-            if job.is_large:  # its share of the budget goes with its caller
+            if job.is_large or not begun.is_set():  # its share of the budget goes with its caller
                 rendering.cancel()
             raise
 
@@ -171,11 +185,13 @@ class RenderPool:
         if not task.cancelled():
             task.exception()  # seen, also where the caller has gone
 
-    async def _render(self, job: RenderJob) -> str:
+    async def _render(self, job: RenderJob, begun: asyncio.Event) -> str:
+        """begun: is set once it has its turn."""
         async with contextlib.AsyncExitStack() as stack:
             if job.is_large:
                 await stack.enter_async_context(self._large_slots)
             await stack.enter_async_context(self._slots)
+            begun.set()
             process = await self._take()
             with self._metrics.render_seconds.time():
                 reply, body = await self._run(process, job)
@@ -194,19 +210,30 @@ class RenderPool:
         """So that the next request does not wait for a start."""
         if not self._idle:
             try:
-                self._idle.append(await _Process.start(self._setup))
-            except BrokenTemplate as error:
-                logger.warning("a rendering process did not start: %s", error)
+                self._idle.append(await self._started())
+            except Refusal as refusal:
+                logger.warning("a rendering process did not start: %s", refusal.message)
 
     async def _take(self) -> _Process:
         while self._idle:
             process = self._idle.pop()
             if process.is_alive:
                 return process
+        return await self._started()
+
+    async def _started(self) -> _Process:
+        """Raises Refusal: UNAVAILABLE where the template is known to compile, so that somebody else is asked."""
         try:
-            return await _Process.start(self._setup)
-        except BrokenTemplate as error:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"this model's chat template is broken: {error}") from None
+            process = await _Process.start(self._setup)
+        except (BrokenTemplate, NotStarted) as error:
+            if self._compiles:
+                raise Refusal(grpc.StatusCode.UNAVAILABLE, f"a rendering process did not start: {error}") from None
+            self._fault = f"this model's chat template is broken: {error}"
+            passes = isinstance(error, NotStarted)
+            self._again_at = asyncio.get_running_loop().time() + AGAIN_S if passes else 0.0
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault) from None
+        self._compiles, self._fault = True, ""
+        return process
 
     async def _run(self, process: _Process, job: RenderJob) -> tuple[dict[str, Any], bytes]:
         bodies = (job.messages_json, job.tools_json, job.template_kwargs_json)

@@ -15,8 +15,8 @@ from services.gateway.request.decoding import Decoding
 # Unanswered batches at most. Behind that, new ids of a row join its next batch instead of making more batches: one is on its way
 # while the other is decoded.
 MAX_IN_FLIGHT = 2
-# Ids of a batch, replayed ones included, unless one row alone has more. So each batch is answered within a short time, also
-# when all decodings of a lost detokenizer come at once.
+# Ids of a batch, replayed ones and characters of stop strings included, unless one row alone has more. So each batch is answered
+# within a short time, also when all decodings of a lost detokenizer come at once.
 MAX_BATCH_IDS = 1 << 17
 
 Rows = list[tuple[int, int, bool]]  # handle, new ids, finished
@@ -78,7 +78,7 @@ class DecodeWindow:
         size = 0
         for handle, decoding in self._dirty.items():
             opens = handle in self._opening
-            size += len(decoding.ids) - decoding.sent + (decoding.decoded if opens else 0)
+            size += len(decoding.ids) - decoding.sent + (decoding.open_size if opens else 0)
             if rows and size > MAX_BATCH_IDS:
                 break
             if opens:

@@ -39,6 +39,7 @@ class DecodeStream(Protocol):
 class Decoding:
     __slots__ = (
         "_open_fields",
+        "_stop_chars",
         "breaks",
         "decoded",
         "done",
@@ -93,6 +94,7 @@ class Decoding:
         self.traceparent = traceparent
         self.patient = patient
         self._open_fields = (prompt_ids[-PROMPT_TAIL:], tuple(stop), skip_special_tokens, include_stop, tuple(kept_tokens))
+        self._stop_chars = sum(map(len, stop))
 
     @property
     def may_wait(self) -> bool:
@@ -107,6 +109,11 @@ class Decoding:
         """No ids follow those that `ids` holds."""
         self.finished = True
         self.matched_stop = matched_stop
+
+    @property
+    def open_size(self) -> int:
+        """Ids and characters that an open_message has."""
+        return self.decoded + self._stop_chars
 
     def open_message(self) -> detokenizer_pb2.DecodeOpen:
         """What a stream needs that has never seen this handle. The ids after `decoded` follow as rows."""

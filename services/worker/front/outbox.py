@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 
 from rootstock.v1 import common_pb2, worker_pb2
 from services.shared.observe.log_fields import fields
@@ -15,17 +16,21 @@ from services.worker.front.wire import output_to_pb
 
 logger = logging.getLogger(__name__)
 
+MERGED_BYTES = 1 << 20  # of outputs that become one message: behind a slow front end they gather, and a message has its limit
+
 
 class ProtocolError(Exception):
     """A front end broke the contract; its stream ends, and with it all that came over it."""
 
 
 class PeerStream:
-    """What one front end is to be told. While it is slow its outputs merge and its loads replace one another, so that memory
-    follows requests, not steps. told: the last load's news, told_at: when, on the asyncio loop's clock."""
+    """What one front end is to be told. While it is slow its outputs merge, up to MERGED_BYTES, and its loads replace one
+    another, so that memory follows requests, not steps. told: the last load's news, told_at: when, on the asyncio loop's
+    clock."""
 
     def __init__(self) -> None:
-        self._pending: worker_pb2.StepOutput | None = None
+        self._pending: deque[worker_pb2.StepOutput] = deque()
+        self._last_bytes = 0  # of the last of them, if it has been asked for
         self._load: worker_pb2.WorkerLoad | None = None
         self._hello: worker_pb2.WorkerInfo | None = None
         self._ends = False
@@ -41,10 +46,13 @@ class PeerStream:
         self.open.add(handle)
 
     def put(self, message: worker_pb2.StepOutput) -> None:
-        if self._pending is None:
-            self._pending = message
+        more = message.ByteSize() if self._pending else 0
+        if self._pending and (gathered := (self._last_bytes or self._pending[-1].ByteSize()) + more) <= MERGED_BYTES:
+            self._pending[-1].MergeFrom(message)
+            self._last_bytes = gathered
         else:
-            self._pending.MergeFrom(message)
+            self._pending.append(message)
+            self._last_bytes = more
         self._ready.set()
 
     def put_hello(self, info: worker_pb2.WorkerInfo) -> None:
@@ -72,9 +80,8 @@ class PeerStream:
             if self._load is not None:
                 load, self._load = self._load, None
                 return worker_pb2.GenerateResponse(load=load)
-            if self._pending is not None:
-                step, self._pending = self._pending, None
-                return worker_pb2.GenerateResponse(step=step)
+            if self._pending:
+                return worker_pb2.GenerateResponse(step=self._pending.popleft())
             if self._ends:
                 return None
             self._ready.clear()

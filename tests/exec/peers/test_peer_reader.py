@@ -224,7 +224,9 @@ class TestSickPeers:
             begun = time.monotonic()
             for _ in range(20):
                 assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
+                one.leave(Source(OURS.room, peer.address, 5))
             assert time.monotonic() - begun < peer_reader.REST_S
+            assert peer.num_connections == 1, "nor is a room left"
             one.close()
 
     def test_one_that_is_not_there_is_said_when_that_changes(

@@ -122,10 +122,10 @@ class TcpPeerReader:
         return count
 
     def leave(self, source: Source) -> None:
-        """Where it is not heard, the room goes with the connection over which it was read."""
+        """Where it is not heard, the room goes with the connection over which it was read, or when its hold is over."""
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._talking_to(source.address) as peer:
-            if peer is not None:
+            if peer is not None and time.monotonic() >= peer.rests_until:
                 frame = frames.pack_request(Request(RequestKind.LEAVE, source.room))
                 connection = self._kept(peer) or self._connected(peer, deadline)
                 connection.send(frame, deadline)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -125,11 +125,11 @@ async def eventually(condition: Callable[[], bool]) -> None:
 class Answer:
     """One decoding and what has come of it."""
 
-    def __init__(self, pool: DetokPool, model: str = "") -> None:
+    def __init__(self, pool: DetokPool, model: str = "", stop: Sequence[str] = ()) -> None:
         self.ids: list[int] = []
         self.text = ""
         self.error: ApiError | None = None
-        self.decoding = Decoding(self, "r", self.ids, model=model)
+        self.decoding = Decoding(self, "r", self.ids, model=model, stop=stop)
         self._pool = pool
 
     def on_text(self, text: str, count: int) -> None:
@@ -339,7 +339,7 @@ class TestDetokenizers:
                 async with running(pool.run):
                     pool.set_endpoints({old: True})
                     await eventually(lambda: pool.connected() == 1)
-                    answers = [Answer(pool) for _ in range(20)]
+                    answers = [Answer(pool, stop=["?" * 30]) for _ in range(20)]
                     text = "abcdefghij" * 3
                     for answer in answers:
                         answer.add(text)
@@ -355,6 +355,8 @@ class TestDetokenizers:
                     assert [answer.text for answer in answers] == [text * 6 + "!"] + [text + "!"] * 19
                     replayed = [sum(len(opened.replay_ids) for opened in batch.opens) for batch in fake.batches]
                     assert sum(map(bool, replayed)) >= 6 and max(replayed[1:]) <= 100
+                    stops = [sum(len(stop) for opened in batch.opens for stop in opened.stop) for batch in fake.batches]
+                    assert sum(stops) == 600 and max(map(sum, zip(replayed[2:], stops[2:], strict=True))) <= 100
 
         asyncio.run(test())
 

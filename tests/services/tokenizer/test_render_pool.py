@@ -1,0 +1,103 @@
+"""Processes that render chats: callers who leave, and processes that do not start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.tokenizer import render_pool
+from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.refusal import Refusal
+from services.tokenizer.render_pool import LARGE_BYTES, RenderJob, RenderPool, RenderSetup
+
+SLOW = "{% for i in range(60) %}{% for j in range(4000) %}{% set x = i * j %}{% endfor %}{% endfor %}"
+ORDINARY = asyncio.create_subprocess_exec
+
+
+def job(text: str = "hi") -> RenderJob:
+    return RenderJob(json.dumps([{"role": "user", "content": text}]).encode(), b"", b"", True, False)
+
+
+@asynccontextmanager
+async def pool(before: str = "", registry: CollectorRegistry | None = None) -> AsyncIterator[RenderPool]:
+    setup = RenderSetup({"default": before + "{{ messages[0].content }}"}, {}, 1 << 20, 100, 1 << 29, 30.0)
+    made = RenderPool(setup, 1, TokenizerMetrics(registry or CollectorRegistry()))
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+async def killed(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+    process = await ORDINARY(*args, **options)
+    process.kill()
+    return process
+
+
+async def none(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+async def refused(asked: Coroutine[Any, Any, str]) -> grpc.StatusCode:
+    with pytest.raises(Refusal) as refusal:
+        await asked
+    return refusal.value.code
+
+
+def test_who_leaves_before_its_turn_leaves_nothing_to_be_done() -> None:
+    async def run() -> None:
+        async with pool(SLOW, registry := CollectorRegistry()) as renderers:
+            order: list[str] = []
+
+            async def ask(name: str) -> None:
+                order.append(await renderers.render(job(name)))
+
+            first = asyncio.create_task(ask("first"))
+            await asyncio.sleep(0)
+            leaving = [asyncio.create_task(ask("left")) for _ in range(20)]
+            await asyncio.sleep(0.01)
+            last = asyncio.create_task(ask("last"))
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(first, last, *leaving, return_exceptions=True)
+            assert order == ["first", "last"]
+            rendered = registry.get_sample_value("rootstock_tokenizer_render_seconds_count")
+            assert rendered == 2, "those who left had none"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("start", [killed, none])
+def test_a_template_is_not_broken_for_good_by_a_process_that_did_not_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        async with pool() as renderers:
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
+            assert await refused(renderers.render(job())) is grpc.StatusCode.FAILED_PRECONDITION, "it may compile without end"
+            later = asyncio.get_running_loop().time() + render_pool.AGAIN_S
+            monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: later)
+            assert await renderers.render(job()) == "hi"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("start", [killed, none])
+def test_where_it_has_compiled_once_somebody_else_is_asked(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    async def run() -> None:
+        async with pool() as renderers:
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+            text = "x" * LARGE_BYTES
+            assert await renderers.render(job(text)) == text, "what is done is not lost where no process follows"
+            assert await refused(renderers.render(job())) is grpc.StatusCode.UNAVAILABLE
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
+            assert await renderers.render(job()) == "hi"
+
+    asyncio.run(run())

@@ -1,0 +1,57 @@
+"""What gathers for a front end that reads late."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rootstock.v1 import worker_pb2
+from services.worker.front.outbox import MERGED_BYTES, PeerStream
+
+
+def taken(steps: list[worker_pb2.StepOutput]) -> list[worker_pb2.StepOutput]:
+    """Messages that these become, if nobody has read in between."""
+
+    async def take() -> list[worker_pb2.StepOutput]:
+        stream, messages = PeerStream(), []
+        for step in steps:
+            stream.put(step)
+        stream.end()
+        while (message := await stream.take()) is not None:
+            messages.append(message.step)
+        return messages
+
+    return asyncio.run(take())
+
+
+def test_steps_merge_into_messages_of_bounded_size_in_their_order() -> None:
+    def step(number: int, values: int) -> worker_pb2.StepOutput:
+        row = worker_pb2.LogprobRows(handle=number, values=[0.5] * values)
+        return worker_pb2.StepOutput(handles=[number], counts=[1], token_ids=[number], prompt_logprobs=[row])
+
+    small = taken([step(number, 1) for number in range(200)])
+    assert len(small) == 1 and list(small[0].token_ids) == [*range(200)]
+
+    sizes = [MERGED_BYTES // 16, MERGED_BYTES // 2, 1, 1]  # of values; the second is larger than what merges
+    large = taken([step(number, sizes[number % 4]) for number in range(80)])
+    assert [token for message in large for token in message.token_ids] == [*range(80)]
+    assert [row.handle for message in large for row in message.prompt_logprobs] == [*range(80)]
+    assert max(message.ByteSize() for message in large) < 2.5 * MERGED_BYTES, "one alone, or as many as fit"
+    alone = [message for message in large if message.ByteSize() > MERGED_BYTES]
+    assert [len(message.handles) for message in alone] == [1] * 20
+    assert len(large) == 41, (
+        "what stands between two large ones is one message, and so is what is before the first or behind the last"
+    )
+
+
+def test_what_is_taken_ends_what_merges() -> None:
+    async def take() -> list[list[int]]:
+        stream = PeerStream()
+        stream.put(worker_pb2.StepOutput(token_ids=[1]))
+        stream.put(worker_pb2.StepOutput(token_ids=[2]))
+        first = await stream.take()
+        stream.put(worker_pb2.StepOutput(token_ids=[3]))
+        second = await stream.take()
+        assert first is not None and second is not None
+        return [list(first.step.token_ids), list(second.step.token_ids)]
+
+    assert asyncio.run(take()) == [[1, 2], [3]]
