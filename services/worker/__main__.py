@@ -85,6 +85,9 @@ class LoopObserver:
         self._pulse.beat()
         self._counts.wakes()
 
+    def commanded(self, deadline: float) -> None:
+        self._pulse.works(deadline)
+
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
         self._counts.planned(plan)

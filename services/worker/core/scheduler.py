@@ -22,7 +22,7 @@ from services.worker.core.contracts.messages import (
     Submit,
 )
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
-from services.worker.core.contracts.rooms import RoomEvents, RoomLeft
+from services.worker.core.contracts.rooms import RoomEvents, RoomLeft, Source
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
@@ -141,6 +141,12 @@ class Scheduler:
         else:
             self.table.rooms.leave_asker((peer, handle))
             self._leave_prefetch((peer, handle))
+
+    def turned_away(self, peer: int, handle: int, source: Source | None, now: float) -> None:
+        """A request that submit() never hears of: nothing that was read ahead for it is kept, and nobody reads its source."""
+        self.abort(peer, handle, now)
+        if source is not None and self.config.reads_peers:
+            self.table.rooms.done_with(source)
 
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends every request of a front end that has gone, and what it was told to be kept."""

@@ -35,10 +35,11 @@ from services.worker.front.wire import (
     prefetch_from_pb,
     ready_from_pb,
     refusal_to_pb,
+    source_from_pb,
     submit_from_pb,
 )
 from services.worker.identity.model_identity import ModelIdentity
-from services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone, PrefetchMore
+from services.worker.loop.inbox import Abort, CloseSession, Inbox, OpenSession, PeerGone, PrefetchMore, TurnedAway
 
 logger = logging.getLogger(__name__)
 
@@ -160,13 +161,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         stream.opened(message.handle)
         logger.debug("submitted", extra=fields(**_who(message), prompt_tokens=len(message.prompt_ids)))
         if self._outbox.closed:
-            self._turn_away(peer, stream, unavailable(message.handle, self._outbox.closed))
+            self._turn_away(peer, stream, message, unavailable(message.handle, self._outbox.closed))
             return
         try:
             submit = submit_from_pb(message, peer, self._model, secrets.randbits(64), self._new_room(message))
         except InvalidRequest as error:
             logger.info("refused: %s", error, extra=fields(**_who(message)))
-            self._turn_away(peer, stream, refusal_to_pb(message, error))
+            self._turn_away(peer, stream, message, refusal_to_pb(message, error))
             return
         self._on_arrival(peer, message.handle)
         if self._spans is not None:
@@ -174,11 +175,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._spans.arrived(peer, message.handle, message.request_id, message.traceparent, resumed)
         self._inbox.put(self._with_keys(submit))
 
-    def _turn_away(self, peer: int, stream: PeerStream, finish: worker_pb2.Finish) -> None:
-        """The core never hears of the request; what it has read ahead for that it need not keep."""
-        stream.open.discard(finish.handle)
+    def _turn_away(self, peer: int, stream: PeerStream, message: worker_pb2.Submit, finish: worker_pb2.Finish) -> None:
+        """The core never hears of the request; what has been read ahead for it, or is kept for it elsewhere, need not be."""
+        stream.open.discard(message.handle)
         stream.put(worker_pb2.StepOutput(finishes=[finish]))
-        self._inbox.put(Abort(peer, finish.handle))
+        try:
+            source = source_from_pb(message)
+        except InvalidRequest:
+            source = None  # none that anybody could leave
+        self._inbox.put(TurnedAway(peer, message.handle, source))
 
     def _new_room(self, message: worker_pb2.Submit) -> Room | None:
         if not message.hand_over or not self._info.kv_port:

@@ -7,6 +7,7 @@ only notes times: spans are made on the asyncio loop. The core knows nothing of 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ class RequestSpans:
         self._loop = loop
         self._clock = clock
         self._open: dict[tuple[int, int], TracedRequest] = {}
+        self._named: dict[str, list[TracedRequest]] = {}  # the same, by request_id, which a replay or a hedge may share
+        self._naming = threading.Lock()  # of who changes it
         self._flights: dict[int, list[Chunk]] = {}  # chunks of steps that are not committed
 
     @property
@@ -85,7 +88,10 @@ class RequestSpans:
         if traceparent and traceparent[-1] in "13579bdf" and len(self._open) < MAX_TRACED:
             now = self._clock()
             wall_ns = time.time_ns() - int(now * 1e9)
-            self._open[peer, handle] = TracedRequest(request_id, traceparent, resumed_tokens, now, wall_ns)
+            request = TracedRequest(request_id, traceparent, resumed_tokens, now, wall_ns)
+            with self._naming:
+                self._named[request_id] = [*self._named.get(request_id, ()), request]
+            self._open[peer, handle] = request
 
     def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None:
         """A step, with its rows that compute known tokens."""
@@ -115,8 +121,8 @@ class RequestSpans:
         """Of all requests, in order, each once."""
         for event in events:
             if event.kind in _EVENTS:
-                for request in list(self._open.values()):
-                    if request.request_id == event.request_id and event.at >= request.arrived:
+                for request in self._named.get(event.request_id, ()):
+                    if event.at >= request.arrived:
                         request.refills |= event.kind in _REFILLS
                         if len(request.events) < MAX_EVENTS:
                             request.events.append(event)
@@ -134,7 +140,16 @@ class RequestSpans:
             for finish in peer.finishes:
                 request = self._open.pop((peer.peer, finish.handle), None)
                 if request is not None:
+                    self._forget(request)
                     self._loop.call_soon_threadsafe(self._make, request, finish, now)
+
+    def _forget(self, request: TracedRequest) -> None:
+        with self._naming:
+            namesakes = [other for other in self._named[request.request_id] if other is not request]
+            if namesakes:
+                self._named[request.request_id] = namesakes
+            else:
+                del self._named[request.request_id]
 
     def _make(self, request: TracedRequest, finish: Finish, ended: float) -> None:
         at = request.unix_ns

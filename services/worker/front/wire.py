@@ -97,11 +97,14 @@ def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
 
 
 def _source_from_pb(message: worker_pb2.Submit) -> Source | None:
-    if not message.HasField("source"):
-        return None
-    if message.HasField("session") or message.sampling.HasField("embedding"):
+    if message.HasField("source") and (message.HasField("session") or message.sampling.HasField("embedding")):
         raise InvalidRequest("source", "neither in a session nor for an embedding")
-    return _kv_source_from_pb(message.source)
+    return source_from_pb(message)
+
+
+def source_from_pb(message: worker_pb2.Submit) -> Source | None:
+    """Of a submit of which nothing else need be right. Raises InvalidRequest."""
+    return _kv_source_from_pb(message.source) if message.HasField("source") else None
 
 
 def _kv_source_from_pb(source: worker_pb2.KvSource) -> Source:

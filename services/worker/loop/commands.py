@@ -5,14 +5,18 @@ Single owner: the loop, on its thread. A command's future is settled exactly onc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
 
 
 class PendingCommands:
-    def __init__(self, core: Scheduler, executor: Executor, pace: Pace) -> None:
+    def __init__(self, core: Scheduler, executor: Executor, pace: Pace, begins: Callable[[float], None]) -> None:
+        """begins: told of a command's deadline when it is about to run."""
         self._core, self._executor, self._pace = core, executor, pace
+        self._begins = begins
         self._waiting: list[Command] = []
 
     def __len__(self) -> int:
@@ -72,6 +76,7 @@ class PendingCommands:
             return
         if not command.future.set_running_or_notify_cancel():
             return
+        self._begins(command.deadline)
         try:
             result = command.action(self._core, self._executor, self._pace)
         except Exception as error:  # the operator's, whatever it is; the loop goes on

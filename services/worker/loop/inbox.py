@@ -8,7 +8,7 @@ import queue
 from dataclasses import dataclass
 
 from services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
-from services.worker.core.contracts.rooms import RoomLeft
+from services.worker.core.contracts.rooms import RoomLeft, Source
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.loop.barrier import Command
 
@@ -17,6 +17,15 @@ from services.worker.loop.barrier import Command
 class Abort:
     peer: int
     handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A request that the front end's stream was told the end of without the core. source: that it was to read."""
+
+    peer: int
+    handle: int
+    source: Source | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ Message = (
     | Prefetch
     | PrefetchMore
     | Abort
+    | TurnedAway
     | PeerGone
     | OpenSession
     | CloseSession

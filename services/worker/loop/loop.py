@@ -37,6 +37,7 @@ from services.worker.loop.inbox import (
     PeerGone,
     PrefetchMore,
     Stop,
+    TurnedAway,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ class Observer(Protocol):
         """Nothing is in flight; the loop waits for messages, for a bounded time."""
 
     def wakes(self) -> None: ...
+
+    def commanded(self, deadline: float) -> None:
+        """An operator's command begins, on this thread. deadline: when it should have ended, on the loop's clock."""
 
     def planned(self, plan: BatchPlan) -> None:
         """The step is about to be launched."""
@@ -130,7 +134,7 @@ class Loop:
         self._overlap = overlap
         self._consecutive_prefill_overlap = consecutive_prefill_overlap
         self._pace = Pace()
-        self._commands = PendingCommands(core, executor, self._pace)
+        self._commands = PendingCommands(core, executor, self._pace, observer.commanded)
         self._launched_at = 0.0
         self._ended_at = 0.0
         self._clock = clock
@@ -243,6 +247,8 @@ class Loop:
                 core.prefetch_more(peer, ready, now)
             case Abort(peer, handle):
                 core.abort(peer, handle, now)
+            case TurnedAway(peer, handle, source):
+                core.turned_away(peer, handle, source, now)
             case PeerGone(peer):
                 core.abort_peer(peer, now)
             case GrammarReady(spec):

@@ -31,7 +31,7 @@ class Watchdog:
 
     def look(self) -> None:
         """One look at the loop's last sign of life."""
-        silent = self._pulse.age_s
+        silent = self._pulse.silent_s
         if silent > self._timeout_s and not self._hung:
             self._hung = True
             logger.error("the loop has not turned for %.0f s; stacks follow", silent)

@@ -88,6 +88,9 @@ class Observer:
         self._pulse.beat()
         self._metrics.counts.wakes()
 
+    def commanded(self, deadline: float) -> None:
+        self._pulse.works(deadline)
+
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()
         self._metrics.counts.planned(plan)

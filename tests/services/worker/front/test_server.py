@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from services.worker.core.contracts.rooms import Room, Source
 from services.worker.exec.fake import hashed_token
 from tests.services.worker.conftest import CONFIG, run, serving
 
@@ -188,7 +189,7 @@ def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
     run(check)
 
 
-def test_what_was_read_ahead_for_a_request_that_is_refused_is_not_kept() -> None:
+def test_what_is_kept_for_a_request_that_is_refused_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         async with serving(config=replace(CONFIG, reads_peers=True)) as worker:
             front = FrontEnd(worker.stub)
@@ -200,10 +201,15 @@ def test_what_was_read_ahead_for_a_request_that_is_refused_is_not_kept() -> None
             tiers = worker.core._tiers
             assert tiers is not None
             await until(lambda: len(tiers.prefetches) == 1)
-            await front.send(submit(1, top_p=2.0))
+            refused = submit(1, top_p=2.0)
+            refused.source.CopyFrom(source)
+            left: list[Source] = []
+            monkeypatch.setattr(worker.core.table.rooms, "done_with", left.append)
+            await front.send(refused)
             await front.ended(1)
             assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
-            await until(lambda: len(tiers.prefetches) == 0)
+            await until(lambda: len(tiers.prefetches) == 0 and len(left) == 1)
+            assert left == [Source(Room(9, 5, bytes(16)), "127.0.0.1:1", 1)], "where it has been computed it need not be kept"
 
     run(check)
 

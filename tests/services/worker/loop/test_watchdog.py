@@ -21,6 +21,27 @@ def test_a_hang_is_told_once_and_recovery_too() -> None:
     assert told == ["hang", "recover"]
 
 
+def test_an_operation_has_the_time_that_it_was_given() -> None:
+    now = 0.0
+    told: list[str] = []
+    pulse = Pulse(lambda: now)
+    watchdog = Watchdog(pulse, 10.0, lambda: told.append("hang"), lambda: told.append("recover"))
+    pulse.works(until=100.0)
+    now = 109.0
+    watchdog.look()
+    assert told == [] and pulse.age_s == 109.0, "front ends hear how long it has taken"
+    now = 111.0
+    watchdog.look()
+    assert told == ["hang"]
+    pulse.beat()
+    pulse.works(until=200.0)
+    pulse.beat()
+    watchdog.look()
+    now = 122.0
+    watchdog.look()
+    assert told == ["hang", "recover", "hang"], "what is over gives no time"
+
+
 def test_a_loop_that_waits_for_messages_does_not_hang() -> None:
     now = 0.0
     told: list[str] = []
