@@ -31,6 +31,9 @@ def test_steps_merge_into_messages_of_bounded_size_in_their_order() -> None:
     small = taken([step(number, 1) for number in range(200)])
     assert len(small) == 1 and list(small[0].token_ids) == [*range(200)]
 
+    middling = taken([step(number, MERGED_BYTES // 64) for number in range(100)])
+    assert all(MERGED_BYTES // 2 < message.ByteSize() <= MERGED_BYTES for message in middling[:-1]) and len(middling) == 7
+
     sizes = [MERGED_BYTES // 16, MERGED_BYTES // 2, 1, 1]  # of values; the second is larger than what merges
     large = taken([step(number, sizes[number % 4]) for number in range(80)])
     assert [token for message in large for token in message.token_ids] == [*range(80)]
