@@ -428,6 +428,24 @@ FAULTS: dict[str, Fault] = {
         "of another model",
         "one folder",
     ),
+    "workers that a gateway lacks, where the tests have no key": Fault(
+        "models",
+        replace(without_workers(WELL), info=Answer(401, {"error": {"message": "no key"}})),
+        "1 workers of model demo are ready, and the gateway reaches none of them",
+        "a NetworkPolicy or the network keeps it out",
+    ),
+    "tokenizers that are cut off, where the tests have no key": Fault(
+        "models",
+        replace(WELL, readiness=Answer(503, {"missing": ["tokenizer"]}), info=Answer(401, {})),
+        "1 tokenizers are ready, and the gateway reaches none of them",
+        "a NetworkPolicy or the network keeps it out",
+    ),
+    "gateway that fails": Fault(
+        "models",
+        replace(WELL, info=Answer(500, {"message": "Internal"})),
+        "the gateway does not say whose workers it has: 500 Internal",
+        "logs has its reason",
+    ),
     "policy of somebody else": Fault(
         "models",
         without_workers(with_objects(networkpolicies=listed(FOREIGN))),

@@ -1007,6 +1007,15 @@ BESIDES: dict[str, Case] = {
     ),
     "a folder of the node": (VARIANTS["host-path-cache"], {WORKER: {VOLUME + "hostPath path": "/srv/models"}}),
     "an image": (VARIANTS["image-volume"], {WORKER: {VOLUME + "image reference": "registry.example.com/models/demo:1"}}),
+    "an image that is one model": (
+        merged(VARIANTS["image-volume"], {"models": [model(path="/models")]}),
+        {
+            WORKER: {
+                VOLUME + "image reference": "registry.example.com/models/demo:1",
+                container("worker", "volumeMounts models= mountPath"): "/models",
+            }
+        },
+    ),
     "an ingress and a route": (
         merged(VARIANTS["access"], {"ingress": STRIPPED}),
         {

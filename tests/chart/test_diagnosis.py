@@ -102,6 +102,12 @@ def test_who_lacks_what_keda_has_calls_nothing_broken(auth: dict[str, Any], answ
     assert [each.state for each in found if each.check == "scrape"] == [state], found
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_without_a_key_no_worker_is_missed(status: int) -> None:
+    (found,) = [each for each in diagnose(install(), replace(WELL, info=Answer(status, {}), texts={})) if each.state != OK]
+    assert (found.check, found.state) == ("models", UNKNOWN) and "tests.keySecret" in found.mend
+
+
 def test_each_check_that_is_made_finds_something() -> None:
     assert {fault.check for fault in FAULTS.values()} == {check.__name__ for check in CHECKS}
 

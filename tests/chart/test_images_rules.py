@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from services.gateway.config.settings import GatewaySettings
@@ -42,6 +43,14 @@ def test_the_build_argument_chooses_the_image(service: str) -> None:
     dockerfile = read(DOCKERFILE, {"SERVICE": service})
     assert dockerfile.stages[-1].base == service
     assert dockerfile.stage("dev").base == service
+
+
+def test_images_of_workers_hold_the_model_that_the_chart_names_first() -> None:
+    values = yaml.safe_load((ROOT / "charts/rootstock/values.yaml").read_text())
+    (path,) = [each["path"] for each in values["models"]]
+    for image in ("worker", "worker-cuda"):
+        copied = [each.words for each in read(DOCKERFILE).stage(image).all("COPY") if "from" not in each.flags]
+        assert [f"/app/{words[-1]}" for words in copied] == [path]
 
 
 def layers(lineage: list[Stage]) -> list[str]:

@@ -87,6 +87,15 @@ class TestChat:
             assert run("test_chat", url, "a", API_KEY="").returncode == 0
         assert [(path, key) for path, key, _ in asked] == [("/v1/chat/completions", ""), ("/v1/completions", "")]
 
+    def test_a_model_of_vectors_gives_one(self) -> None:
+        refused = {f"/v1/{way}": (400, {"error": {"code": "unsupported_model"}}) for way in ("chat/completions", "completions")}
+        with gateway({**refused, "/v1/embeddings": (200, {"data": [{"embedding": [0.5, 1.0]}]})}) as (url, asked):
+            done = run("test_chat", url, "bge", API_KEY="")
+        assert done.returncode == 0 and done.stdout.endswith("bge: 2 values of a vector\n")
+        assert asked[-1][2] == {"model": "bge", "input": "1, 2, 3,"}
+        with gateway({**refused, "/v1/embeddings": (400, {"error": "none"})}) as (url, _):
+            assert run("test_chat", url, "a", API_KEY="").returncode == 1
+
     def test_a_refusal_fails_at_once(self) -> None:
         with gateway({"/v1/chat/completions": (401, {"error": "no such key"})}) as (url, _):
             done = run("test_chat", url, "a", API_KEY="")

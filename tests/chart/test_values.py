@@ -325,6 +325,14 @@ SENTENCES: dict[str, tuple[Values, str]] = {
         merged(SHARED_CACHE, {**cache(pvc={"accessMode": "ReadWriteOnce"}), "models": CACHED}),
         "ReadWriteOnce is a volume of one node, but tokenizer has several replicas. Set accessMode to ReadWriteMany",
     ),
+    "a source that nobody fetches": (
+        merged(SHARED_CACHE, {"models": [model(path="/models/a", source="org/a")]}),
+        "model demo: nobody fetches its source org/a. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled",
+    ),
+    "a cache with no model in it": (
+        cache(type="image", image={"reference": "models/qwen:1"}),
+        "modelCache.type is image, and no model lies in it. Set models[].path below modelCache.mountPath (/models), or to it",
+    ),
     "volume that nobody fills": (
         merged(SHARED_CACHE, cache(pvc={"accessMode": "ReadOnlyMany"})),
         "modelCache.pvc.accessMode ReadOnlyMany: nothing could write the models.",
@@ -394,6 +402,17 @@ def test_there_is_a_case_for_every_sentence() -> None:
     """Of templates/_validate*.tpl: a new check needs a case here."""
     checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
     assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
+
+
+def test_all_of_a_cache_is_a_model_where_somebody_else_fills_it() -> None:
+    whole = {"models": [model(path="/models")]}
+    claim = merged(SHARED_CACHE, {**cache(pvc={"existingClaim": "weights"}), **whole})
+    assert refusal(claim) == refusal({**cache(type="hostPath", hostPath="/srv/qwen"), **whole}) == ""
+    for own in (merged(SHARED_CACHE, whole), merged(claim, cache(fetchTokenizers=True))):
+        assert "and no model lies in it" in refusal(own)
+    sourced = merged(SHARED_CACHE, {"models": [model("a", path="/app/models/a", source="org/a"), *CACHED]})
+    assert "nobody fetches its source org/a" in refusal(sourced)
+    assert "nobody fetches its source org/a" in refusal({"models": [model(source="org/a")]})
 
 
 def test_workers_that_compute_prompts_are_checked_as_others_are() -> None:

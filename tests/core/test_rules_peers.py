@@ -582,10 +582,11 @@ def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st
         pair.first.submit(handle, prompts[handle], hand_over=pair.new_room(), max_new_tokens=6, ignore_eos=True)
         for _ in range(draw(st.integers(0, 6))):
             waiting += _step(pair, draw(st.sampled_from(["turn", "turn", "abort", "flush", "clock"])), prompts)
-    for _ in range(400):
+    for _ in range(10_000):  # of 10 ms: a page may take 300, and all of them come one after another
         _step(pair, "turn", prompts)
         if pair.first.core.idle and pair.second.core.idle and set(prompts) <= set(pair.first.finishes):
             break
+    assert pair.second.core.idle, "somebody waits for ever"
     pair.assert_answers_and_ends()
 
 

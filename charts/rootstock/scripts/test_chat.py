@@ -1,6 +1,6 @@
 """python -c … URL MODEL …: asks each MODEL one question through the gateway at URL; exits with 1 where there is no answer.
 
-A model without a chat template is asked for a completion. While no worker has room (503) it asks again, for ten minutes.
+A model without a chat template is asked for a completion, one that gives vectors for one. While no worker has room (503) it asks again, for ten minutes.
 """
 
 import json
@@ -25,23 +25,35 @@ def post(url: str, body: dict) -> dict:
         return json.load(answer)
 
 
-def ask(url: str, model: str) -> int:
-    """Tokens of the answer."""
+def ask(url: str, model: str) -> str:
+    """What the answer has, empty where that is nothing."""
     common = {"model": model, "max_tokens": 8, "temperature": 0}
-    try:
-        answer = post(f"{url}/v1/chat/completions", {**common, "messages": [{"role": "user", "content": "Count from 1 to 5."}]})
-    except urllib.error.HTTPError as error:
-        if error.code != 400:
-            raise
-        answer = post(f"{url}/v1/completions", {**common, "prompt": "1, 2, 3,"})
-    return answer["usage"]["completion_tokens"]
+    ways = {
+        "chat/completions": {**common, "messages": [{"role": "user", "content": "Count from 1 to 5."}]},
+        "completions": {**common, "prompt": "1, 2, 3,"},
+        "embeddings": {"model": model, "input": "1, 2, 3,"},
+    }
+    for way, body in ways.items():
+        try:
+            answer = post(f"{url}/v1/{way}", body)
+        except urllib.error.HTTPError as error:
+            if error.code != 400 or way == "embeddings":
+                raise
+            print(f"{model}: {way}: {error.read().decode(errors='replace')}", flush=True)
+            continue
+        if way == "embeddings":
+            count, unit = len(answer["data"][0]["embedding"]), "values of a vector"
+        else:
+            count, unit = answer["usage"]["completion_tokens"], "tokens"
+        break
+    return f"{count} {unit}" if count else ""
 
 
 def wait_for_answer(url: str, model: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            tokens = ask(url, model)
+            said = ask(url, model)
             break
         except OSError as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code != 503
@@ -50,9 +62,9 @@ def wait_for_answer(url: str, model: str) -> None:
             if refused or time.monotonic() > deadline:
                 sys.exit(1)
             time.sleep(5)
-    if not tokens:
+    if not said:
         sys.exit(f"{model}: an empty answer")
-    print(f"{model}: {tokens} tokens", flush=True)
+    print(f"{model}: {said}", flush=True)
 
 
 for name in sys.argv[2:]:

@@ -30,13 +30,17 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- include "rootstock.short" (dict "name" (regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-") "max" 22) -}}
 {{- end }}
 
-{{/* JSON list of {name, slug, path, source, cached, tokenizer, detokenizer, worker}, the overrides merged key by key. */}}
+{{/* JSON list of {name, slug, path, source, cached, filled, tokenizer, detokenizer, worker}, the overrides merged key by key. cached:
+it lies in the model cache, or is all of it; filled: by whoever made that. */}}
 {{- define "rootstock.models" -}}
 {{- $models := list -}}
 {{- range $entry := .Values.models -}}
 {{- $slug := include "rootstock.slug" $entry.name -}}
-{{- $cached := and (ne $.Values.modelCache.type "none") (hasPrefix (printf "%s/" $.Values.modelCache.mountPath) $entry.path) -}}
-{{- $model := dict "name" $entry.name "slug" $slug "path" $entry.path "source" (default "" $entry.source) "cached" $cached -}}
+{{- $cache := $.Values.modelCache -}}
+{{- $filled := or (has $cache.type (list "hostPath" "image")) (and (eq $cache.type "pvc") (ne $cache.pvc.existingClaim "")) -}}
+{{- $whole := and (eq $entry.path $cache.mountPath) $filled (not $cache.prefetch.enabled) (not $cache.fetchTokenizers) -}}
+{{- $cached := and (ne $cache.type "none") (or (hasPrefix (printf "%s/" $cache.mountPath) $entry.path) $whole) -}}
+{{- $model := dict "name" $entry.name "slug" $slug "path" $entry.path "source" (default "" $entry.source) "cached" $cached "filled" $filled -}}
 {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
 {{- $overrides := default (dict) (index $entry $component) -}}
 {{- $_ := set $model $component (mergeOverwrite (deepCopy (index $.Values $component)) (deepCopy $overrides)) -}}

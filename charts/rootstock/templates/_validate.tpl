@@ -194,6 +194,17 @@
     {{- end -}}
   {{- end -}}
 {{- end -}}
+{{- $cached := 0 -}}
+{{- range $models -}}
+  {{- if .cached }}{{ $cached = add1 $cached }}{{ end -}}
+  {{- $fetched := and .cached (or .filled $cache.prefetch.enabled $cache.fetchTokenizers (eq $cache.type "pod")) -}}
+  {{- if and .source (not $fetched) -}}
+    {{- fail (printf "model %s: nobody fetches its source %s. Set modelCache.type to pod, or to pvc with modelCache.prefetch.enabled, and its path below modelCache.mountPath (%s); or leave the source out." .name .source $cache.mountPath) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and (ne $cache.type "none") (not $cached) -}}
+  {{- fail (printf "modelCache.type is %s, and no model lies in it. Set models[].path below modelCache.mountPath (%s), or to it where an image, a hostPath or an existingClaim is one model; or type to none." $cache.type $cache.mountPath) -}}
+{{- end -}}
 {{- end }}
 
 {{- define "rootstock.validate.tls" -}}

@@ -96,9 +96,11 @@ def models(install: Install, facts: Facts) -> Iterator[Finding]:
         mend = "is a gateway's pod ready, and may the tests' pods reach it (networkPolicy.clients)?"
         yield broken("models", f"the gateway does not answer: {facts.readiness.why}", mend)
         return
-    told = facts.info.body if facts.info.good else {}
-    workers = told.get("workers", ())
-    known = {each["id"] for each in told.get("models", ())}
+    if not facts.info.good:
+        yield from _untold(install, facts)
+        return
+    workers = facts.info.body["workers"]
+    known = {each["id"] for each in facts.info.body["models"]}
     served = 0
     for model in install.models:
         usable = [each for each in workers if each["model"] == model["name"] and each["state"] in ("ready", "silent")]
@@ -109,6 +111,20 @@ def models(install: Install, facts: Facts) -> Iterator[Finding]:
     yield from _tokenizers(facts)
     if served:
         yield ok("models", f"{served} of {len(install.models)} models have workers")
+
+
+def _untold(install: Install, facts: Facts) -> Iterator[Finding]:
+    """What readiness alone says, which no key is needed for."""
+    if "worker" in _missing(facts):
+        for model in install.models:
+            if not model["sleeps"]:
+                yield _unserved(install, model, facts, ())
+    elif facts.info.status in (401, 403):
+        yield unknown("models", "the gateway says whose workers it has only to who has a key", "tests.keySecret gives one")
+    else:
+        told = f"the gateway does not say whose workers it has: {facts.info.why}"
+        yield waiting("models", told, f"kubectl -n {install.namespace} logs has its reason, of a pod of the gateway")
+    yield from _tokenizers(facts)
 
 
 def _unserved(install: Install, model: Object, facts: Facts, states: Sequence[str]) -> Finding:
@@ -140,7 +156,7 @@ def _of_network(facts: Facts, components: Sequence[str]) -> str:
 
 
 def _tokenizers(facts: Facts) -> Iterator[Finding]:
-    missing = facts.readiness.body.get("missing", []) if isinstance(facts.readiness.body, dict) else []
+    missing = _missing(facts)
     for component in ("tokenizer", "detokenizer"):
         ready = [pod for pod in pods_of(facts) if labels_of(pod).get(COMPONENT) == component and is_ready(pod)]
         if component in missing and ready:
@@ -161,3 +177,8 @@ def _tokenizers(facts: Facts) -> Iterator[Finding]:
                 told,
                 "tokenizer, detokenizer and worker read one folder (models[].path): are they of one image or volume?",
             )
+
+
+def _missing(facts: Facts) -> Sequence[str]:
+    """By component, as the gateway's readiness tells it."""
+    return facts.readiness.body.get("missing", ()) if isinstance(facts.readiness.body, dict) else ()
