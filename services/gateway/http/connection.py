@@ -1,6 +1,7 @@
 """One HTTP connection: uvicorn's, with limits on everything that comes before, between and behind bodies.
 
 Whatever a client sends, what is kept of it until a request begins is MAX_HEAD_BYTES at most, for MAX_HEAD_SECONDS at most. What
+comes behind a request, before its answer is out, is kept as it came and parsed then, MAX_HEAD_BYTES and one read at most. What
 the parser refuses is refused in the API's shape. A refusal is written, and then what still comes is thrown away for a moment: a
 connection that is closed with something unread loses its last answer.
 """
@@ -18,7 +19,8 @@ from typing import Any
 import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from services.gateway.http.body import CUT, GONE, WATCH
@@ -26,6 +28,9 @@ from services.gateway.http.connection_table import ConnectionTable
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.limits import MAX_HEAD_BYTES
 
+CHUNKED_BYTES = 4096  # that are parsed at once of a body that does not say its size: its end may be followed by requests
+MOST_PIPELINED = 64  # requests that are parsed with it, or behind a head that was cut in its last bytes
+HEAD_ENDS = (b"\n\r\n", b"\n\n")
 LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
 GONE_POLL_S = 0.25  # while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE after a reset, TCP_CLOSE_WAIT after the last byte; of Linux's tcp_states.h
@@ -59,6 +64,18 @@ class AnswerTransport(asyncio.Transport):
         self._end()
 
 
+class ReadingFlow(FlowControl):
+    """Whoever wants more to be read may say so; it is not while there is no room for it."""
+
+    def __init__(self, transport: asyncio.Transport, has_room: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._has_room = has_room
+
+    def resume_reading(self) -> None:
+        if self._has_room():
+            super().resume_reading()
+
+
 class Connection(HttpToolsProtocol):
     """Registers itself in `table`. Not thread-safe: its event loop's alone."""
 
@@ -80,6 +97,10 @@ class Connection(HttpToolsProtocol):
         self._unparsed = 0  # bytes since the parser last got anywhere
         self._in_head = True
         self._head_begun = False
+        self._body_left: int | None = 0  # bytes of the body that is coming; None: it does not say
+        self._held = bytearray()  # not parsed yet, from _held_at on
+        self._held_at = 0
+        self._running: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._has_room = True
@@ -90,6 +111,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = ReadingFlow(transport, lambda: self._held_bytes <= MAX_HEAD_BYTES)
         self._answer_transport = AnswerTransport(transport, self._end)
         self._expect_head()
         self._has_room = self._table.add(self)
@@ -99,23 +121,66 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().connection_lost(exc)
         self._lost = True
+        self._let_go()
+        if self._running is not None and not self._running.response_complete:  # it need not be the newest
+            self._running.disconnected = True
+            self._running.message_event.set()
         for on_gone in list(self._watchers.values()):
             on_gone()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        rest = memoryview(data)
-        while rest and not self._refused and not self.transport.is_closing():
+        if self._held_bytes:
+            self._held += data
+        elif (end := self._parse(data, 0)) < len(data):
+            self._held += data[end:]
+        if self._held_bytes > MAX_HEAD_BYTES:
+            self.flow.pause_reading()
+
+    def _parse(self, data: bytes | bytearray, at: int) -> int:
+        """From there up to the end of a request that has to be answered first, or of the data. Returns where that is."""
+        while at < len(data) and not self._over and not (self._in_head and self._answers()):
             if self._in_head and self._timer is None:
                 self._expect_head()
-            piece = rest[: MAX_HEAD_BYTES - self._unparsed]
-            rest = rest[len(piece) :]
-            self._unparsed += len(piece)
-            self._feed(piece)
+            end = self._piece_end(data, at)
+            self._unparsed += end - at
+            self._feed(data[at:end])
+            at = end
             if self._unparsed >= MAX_HEAD_BYTES and not self._refused:
                 self._refuse(ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large"))
+        return len(data) if self._over else at
 
-    def _feed(self, piece: memoryview) -> None:
+    def _piece_end(self, data: bytes | bytearray, at: int) -> int:
+        """What is parsed at once ends with a request where that can be told."""
+        most = min(len(data), at + MAX_HEAD_BYTES - self._unparsed)
+        if self._in_head:
+            ends = [found + len(mark) for mark in HEAD_ENDS if (found := data.find(mark, at, most)) >= 0]
+            return min(ends, default=most)
+        return min(most, at + (CHUNKED_BYTES if self._body_left is None else self._body_left or 1))
+
+    @property
+    def _over(self) -> bool:
+        """What comes is thrown away."""
+        return self._refused or self.transport.is_closing()
+
+    @property
+    def _held_bytes(self) -> int:
+        return len(self._held) - self._held_at
+
+    def _go_on(self) -> None:
+        """With what was held, for an answer has gone out."""
+        self._held_at = self._parse(self._held, self._held_at)
+        if not self._held_bytes:
+            self._let_go()
+        elif self._held_at > MAX_HEAD_BYTES:
+            del self._held[: self._held_at]
+            self._held_at = 0
+        self.flow.resume_reading()
+
+    def _let_go(self) -> None:
+        self._held, self._held_at = bytearray(), 0
+
+    def _feed(self, piece: bytes | bytearray) -> None:
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -134,7 +199,13 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_begun, self._unparsed = False, False, 0
+        self._body_left = _length_of(self.headers)
         self._stop_timer()
+        self._unset_keepalive_if_required()
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self.close_idle()
+        if self._refused:
+            return
         self._table.busy(self)
         health = self.url.partition(b"?")[0] in OF_HEALTH
         self._has_room = self._has_room or not self._table.full
@@ -143,13 +214,22 @@ class Connection(HttpToolsProtocol):
         self.cycle.transport = self._answer_transport
         self.cycle.keep_alive = self.cycle.keep_alive and not self._table.last_answers
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        super().on_body(body)
+        if self._body_left is not None:
+            self._body_left -= len(body)
+        if not self._refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         drained = self._drains()
         self._in_head, self._unparsed = True, 0
+        if self._refused:
+            return
         super().on_message_complete()
         if drained and not self._refused:
             self._stop_timer()
@@ -171,6 +251,11 @@ class Connection(HttpToolsProtocol):
             return
         if self.transport.is_closing() or self._answers():
             return  # the next one in the pipeline is being answered
+        if self._in_head and self._held_bytes:
+            self._unset_keepalive_if_required()
+            self._go_on()
+            if self._answers() or not self._in_head or self._over:
+                return
         if self._in_head:
             self._table.idle(self)
         elif self.expect_100_continue:
@@ -230,8 +315,7 @@ class Connection(HttpToolsProtocol):
     def _watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
         if self._lost:
             return self.loop.call_soon(on_gone).cancel
-        if not self.pipeline:  # a large body has stopped it, and only who reads learns that a client has gone
-            self.flow.resume_reading()
+        self.flow.resume_reading()  # a large body has stopped it, and only who reads learns that a client has gone
         watcher = object()
         self._watchers[watcher] = on_gone
         return lambda: self._unwatch(watcher)
@@ -275,6 +359,12 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
+
+
+def _length_of(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """Of a body, by what the parser has found to be right; None: it comes in chunks."""
+    found = dict(headers)  # names are lower case here
+    return None if b"transfer-encoding" in found else int(found.get(b"content-length", b"0"))
 
 
 def _peer_has_closed(transport: asyncio.BaseTransport) -> bool:

@@ -1,0 +1,129 @@
+"""What a client sends behind a request that is not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from services.gateway.http.body import WATCH
+from services.gateway.http.connection import MOST_PIPELINED, Connection
+from services.gateway.http.http_server import HttpOptions
+from services.shared.limits import MAX_HEAD_BYTES
+from tests.services.gateway.http.test_connection import GET, PATIENT, Server, running, serving
+
+HOLD = b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n"
+ONE_READ = 256 << 10  # of the event loop
+
+
+def the_connection(server: Server) -> Connection:
+    (connection,) = server.server.server_state.connections
+    assert isinstance(connection, Connection)
+    return connection
+
+
+def sized(size: int, chunked: bool) -> bytes:
+    """A request that is answered with that size. Its body has what heads end with."""
+    body = (b"\n\r\n\n0\r\n\r\n" * size)[:size]
+    if not chunked:
+        return b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (size, body)
+    parts = [body[at : at + 700] for at in range(0, size, 700)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+    return b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_however_requests_are_cut_each_has_its_answer_in_order(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([0, 1, 17, 2000, 9000, 70_000]) for _ in range(40)]
+    sent = b"".join(sized(size, chunked=draw.random() < 0.5) for size in sizes)
+
+    async def use(server: Server) -> None:
+        client = await server.connect()
+
+        async def send() -> None:
+            at = 0
+            while at < len(sent):
+                step = draw.choice([1, 2, 3, 40, 1000, 100_000])
+                await client.send(sent[at : at + step])
+                at += step
+                if draw.random() < 0.3:
+                    await asyncio.sleep(0)
+
+        sending = asyncio.create_task(send())
+        assert [(await client.answer())[-8:] for _ in sizes] == [b"%08d" % size for size in sizes]
+        await sending
+
+    serving(use)
+
+
+def test_a_flood_is_kept_as_it_came_up_to_a_limit() -> None:
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        sending = asyncio.create_task(client.send(HOLD + GET * 200_000))
+        await server.until(lambda: server.app.begun == 1 and the_connection(server)._held_bytes > MAX_HEAD_BYTES)
+        await asyncio.sleep(0.05)
+        connection = the_connection(server)
+        assert len(connection._held) <= MAX_HEAD_BYTES + ONE_READ and len(connection.pipeline) <= 1 and server.app.begun == 1
+        server.app.go.set()
+        assert [await client.status() for _ in range(3000)] == [200] * 3000
+        assert len(connection._held) <= 2 * (MAX_HEAD_BYTES + ONE_READ) and len(connection.pipeline) <= 1
+        sending.cancel()
+
+    serving(use)
+
+
+def test_no_crowd_hides_behind_a_body_that_does_not_say_its_size() -> None:
+    few, crowd = sized(10, chunked=True) + GET * 10, sized(10, chunked=True) + b"GET / HTTP/1.1\r\n\r\n" * 200
+    head, body = few.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", few.partition(b"\r\n\r\n")[2]
+
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(head)
+        await client.send(body)
+        assert [await client.status() for _ in range(11)] == [200] * 11
+        await client.send(crowd)
+        assert server.app.begun <= 12 + MOST_PIPELINED
+        await server.until(lambda: not server.server.server_state.connections)
+
+    serving(use)
+
+
+def test_who_leaves_is_noticed_whatever_is_behind_its_request() -> None:
+    async def run(behind: bytes) -> None:
+        async with running(PATIENT) as server:
+            gone = asyncio.Event()
+
+            async def watching(scope, receive, send):  # type: ignore[no-untyped-def]
+                if scope["path"] == "/hold":
+                    scope["extensions"][WATCH](gone.set)
+                await server.app(scope, receive, send)
+
+            client = await server.connect()
+            await server.until(lambda: bool(server.server.server_state.connections))
+            the_connection(server)._served = watching
+            await client.send(HOLD + behind)
+            await server.until(lambda: server.app.begun == 1)
+            client.close()
+            await asyncio.wait_for(gone.wait(), 60)
+            await server.until(lambda: not server.server.server_state.connections)
+
+    for behind in (b"", GET, GET[:9], sized(5, chunked=True)):
+        asyncio.run(run(behind))
+
+
+def test_the_time_between_requests_is_over_when_the_next_one_begins() -> None:
+    """Which may come in one piece with the rest of a body that was answered before."""
+
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nhel")
+        assert await client.status() == 200
+        await client.send(b"lo" + HOLD)
+        await server.until(lambda: server.app.begun == 2)
+        assert the_connection(server).timeout_keep_alive_task is None
+        server.app.go.set()
+        assert await client.status() == 200
+
+    serving(use, HttpOptions(first_request_s=0.05, head_s=30))
