@@ -40,6 +40,29 @@ def watch(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> Callab
     return stop_watching
 
 
+@asynccontextmanager
+async def attended(scope: Scope, receive: Receive) -> AsyncIterator[None]:
+    """The block is cancelled once the client has closed its connection, and ClientGone raised. The body has been read."""
+    work, left = asyncio.current_task(), False
+    assert work is not None
+
+    def leave() -> None:
+        nonlocal left
+        left = True
+        work.cancel()
+
+    stop = watch(scope, receive, leave)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not left:
+            raise
+        work.uncancel()
+        raise ClientGone from None
+    finally:
+        stop()
+
+
 def cut(scope: Scope) -> None:
     found = scope.get("extensions", {}).get(CUT)
     if found is not None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.http.body import cut, gone_of, held_body, read_body, watch
+from services.gateway.http.body import attended, cut, gone_of, held_body, read_body, watch
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import Admitted, Detached, Narrator, Prepare, Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
@@ -91,27 +91,38 @@ class Generator:
         self.keys = keys
         self._tracing = tracing
         self._open: dict[Exchange, None] = {}
+        self._num_reading = 0  # of those that generate nothing
         self.attendance = Attendance(asyncio.get_running_loop().time)
         metrics.in_flight.set_function(lambda: float(len(self._open)))
 
     def admit(self, exchange: Exchange) -> None:
         """Raises ApiError when too many requests are open."""
         if len(self._open) >= self.settings.max_concurrent_requests:
-            raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
+            raise self._full()
         self._open[exchange] = None
         self.attendance.begin(exchange.is_attended)
+
+    def _full(self) -> ApiError:
+        return unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
 
     @asynccontextmanager
     async def body_of(
         self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES
     ) -> AsyncIterator[ReceivedBody]:
-        """Of a request that generates nothing; its bytes are held in the budget while the block runs. Raises ApiError."""
+        """Of a request that generates nothing; its bytes are held in the budget while the block runs, which ends with its client.
+        As many of these as of others may be open. Raises ApiError."""
         max_bytes = min(max_bytes, self.settings.max_body_bytes)
+        if self._num_reading >= self.settings.max_concurrent_requests:
+            raise self._full()
+        self._num_reading += 1
         try:
-            async with held_body(scope, receive, self.bodies, max_bytes, self.settings.body_timeout_s) as body:
+            held = held_body(scope, receive, self.bodies, max_bytes, self.settings.body_timeout_s)
+            async with held as body, attended(scope, receive):
                 yield body
         except ClientGone:
             raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+        finally:
+            self._num_reading -= 1
 
     def trace(self, scope: Scope) -> RequestTrace | None:
         """A request's spans begin. None: it is not traced."""

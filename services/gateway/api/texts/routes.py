@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -91,9 +92,9 @@ class TextsApi:
     def _add_texts(self, app: FastAPI) -> None:
         @app.post(TOKENIZE)
         async def tokenize(request: Request) -> Response:
-            given = await self._read(request, TokenizeRequest)
-            model = await self._texts.model_of(given.model)
-            found = [list(each.ids) for each in await self._prompts(given, model, _origin(request))]
+            async with self._given(request, TokenizeRequest) as given:
+                model = await self._texts.model_of(given.model)
+                found = [list(each.ids) for each in await self._prompts(given, model, _origin(request))]
             counts = [len(ids) for ids in found]
             one = isinstance(given.prompt, str)
             tokens, count = (found[0], counts[0]) if one else (found, counts)
@@ -101,11 +102,11 @@ class TextsApi:
 
         @app.post(DETOKENIZE)
         async def detokenize(request: Request) -> Response:
-            given = await self._read(request, DetokenizeRequest)
-            model, origin = await self._texts.model_of(given.model), _origin(request)
-            skips = given.skip_special_tokens is not False
-            lists = _lists_of(given.tokens, model)
-            texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
+            async with self._given(request, DetokenizeRequest) as given:
+                model, origin = await self._texts.model_of(given.model), _origin(request)
+                skips = given.skip_special_tokens is not False
+                lists = _lists_of(given.tokens, model)
+                texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
             return _json({"text": texts if _has_lists(given.tokens) else texts[0]})
 
     async def _prompts(self, given: TokenizeRequest, model: ModelInfo, origin: Origin) -> list[Prompt]:
@@ -121,14 +122,16 @@ class TextsApi:
     def _add_parsers(self, app: FastAPI) -> None:
         @app.post(PARSE_CALL)
         async def parse_function_call(request: Request) -> Response:
-            given = await self._read(request, ParseCallRequest)
-            tools = self._read_tools(given.tools)
-            return _json(await calls_in(given.text, tools, given.tool_call_parser, self._make_parser))
+            async with self._given(request, ParseCallRequest) as given:
+                tools = self._read_tools(given.tools)
+                found = await calls_in(given.text, tools, given.tool_call_parser, self._make_parser)
+            return _json(found)
 
         @app.post(SEPARATE)
         async def separate_reasoning(request: Request) -> Response:
-            given = await self._read(request, SeparateRequest)
-            return _json(await reasoning_in(given.text, given.reasoning_parser, self._make_parser))
+            async with self._given(request, SeparateRequest) as given:
+                found = await reasoning_in(given.text, given.reasoning_parser, self._make_parser)
+            return _json(found)
 
     def _add_state(self, app: FastAPI) -> None:
         @app.get(PING)
@@ -170,13 +173,15 @@ class TextsApi:
             }
         )
 
-    async def _read(self, request: Request, model: type[B]) -> B:
-        """Raises ApiError."""
+    @asynccontextmanager
+    async def _given(self, request: Request, model: type[B]) -> AsyncIterator[B]:
+        """What it says, whose bytes count as held while the block works on it. Raises ApiError."""
         async with self._generator.body_of(request.scope, request.receive) as body:
             try:
-                return model.model_validate(parse_json(body.take()))
+                given = model.model_validate(parse_json(body.take()))
             except ValidationError as error:
                 raise of_validation(error) from None
+            yield given
 
 
 async def _refuse_ranking() -> Response:

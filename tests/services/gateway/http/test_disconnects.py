@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
@@ -48,6 +50,28 @@ def test_while_tokenizing(system: System, stream: bool) -> None:
     assert has_ended(system, "accepted")
     wait_until(lambda: system.tokenizer.cancelled == 1, "the call's cancellation")
     assert system.worker.submits == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "ab"}),
+        ("/v1/messages/count_tokens", {"model": "test-model", "messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_where_nothing_is_generated(path: str, body: dict[str, Any]) -> None:
+    """Its bytes count as long as it waits, and as many wait at once as may be open."""
+    with System(max_concurrent_requests=2, request_timeout_s=60.0) as system:
+        system.do(system.tokenizer.gate.clear)
+        clients = [RawClient(system, path, {**body, "user": "x" * 100}) for _ in range(2)]
+        wait_until(lambda: len(system.tokenizer.calls) == 2, "the tokenizer's calls")
+        assert system.metric("rootstock_gateway_body_bytes", pool="small") > 100
+        refused = httpx.post(f"http://127.0.0.1:{system.port}{path}", json=body)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        for client in clients:
+            client.vanish()
+        wait_until(lambda: system.tokenizer.cancelled == 2, "the calls' cancellation")
+        wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="small") == 0, "the bodies")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
