@@ -54,7 +54,7 @@ class EncodeStream:
         self._opens: dict[int, EncodeCall] = {}  # those of them that are not sent yet
         self._closes: list[int] = []
         self._wake = asyncio.Event()
-        self._up = self._retiring = False
+        self._greeted = self._up = self._retiring = False
 
     def takes(self, request: EncodeCall) -> bool:
         """Whether encode() may be called. A tokenizer that knows no such streams never gets that far."""
@@ -78,7 +78,7 @@ class EncodeStream:
     def retire(self) -> None:
         """Legal at any time, any number of times."""
         self._retiring = True
-        if not self._unanswered:
+        if self._greeted and not self._unanswered:
             self._call.cancel()
 
     async def run(self) -> None:
@@ -86,6 +86,9 @@ class EncodeStream:
         helpers: list[asyncio.Task[Any]] = []
         try:
             await self._call.write(tokenizer_pb2.EncodeBatch())
+            self._greeted = True  # a first write whose call is cancelled never ends (grpc.aio)
+            if self._retiring:
+                self.retire()
             await self._receive()
             self._up = True
             watcher = until_unreachable(self._address, self._unreachable_s, self._answers_due)

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rootstock.v1 import tokenizer_pb2
+from rootstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.gateway.peers.encode_stream import EncodeStream
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.peers.tokenizer_replica import HUGE_AT_ONCE
 from services.gateway.request.errors import ApiError
@@ -202,5 +203,25 @@ def test_a_doubted_ones_stream_answers_what_it_has() -> None:
             await eventually(lambda: len(fake.contexts) == 2 and client.connected() == 1)
             assert await waiting == ids_of("hi") and len(fake.calls) == 1
             await eventually(lambda: len(replica._streams) == 1)
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_is_retired_ends_whenever_that_is() -> None:
+    """grpc.aio has a first write wait for ever whose call is cancelled meanwhile."""
+
+    async def test() -> None:
+        async with replicas() as servers:
+            address = await servers.start(Tokenizer())
+            async with grpc.aio.insecure_channel(address) as channel:
+                await channel.channel_ready()
+                for turns in range(8):
+                    stream = EncodeStream(tokenizer_pb2_grpc.TokenizerStub(channel), address, 1.5)
+                    running = asyncio.create_task(stream.run())
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    stream.retire()
+                    done, _ = await asyncio.wait([running], timeout=60)
+                    assert done and running.cancelled(), f"retired after {turns} turns"
 
     asyncio.run(test())
