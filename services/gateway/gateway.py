@@ -130,7 +130,7 @@ class Gateway:
         preparer = Preparer(catalog, self.tokenizer, self.detoks, output_parser, metrics.calls_dropped.inc)
         self.aborter = Aborter(self.generator, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
-        sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher, metrics)
+        sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher)
         native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self._store = _store(settings)
         records = Records(self._store, retry)

@@ -381,7 +381,8 @@ class Dispatcher:
         elif choice.output.lacks_logprobs:
             choice.request.fail(internal("The worker's log probabilities do not fit its tokens."))
         else:
-            self._metrics.predicted_tokens.inc(placement.predicted_tokens)
+            if choice.number == 0:  # as cached tokens are counted
+                self._metrics.predicted_tokens.inc(placement.predicted_tokens)
             choice.finish(finish)
             if choice.ending is None:
                 self._detoks.touch(choice.text.decoding)

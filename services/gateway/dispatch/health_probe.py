@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
-from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt, one_step
-from services.gateway.request.request import ClientRequest
+from services.gateway.request.request import ClientRequest, Series
 from services.shared.limits import PRIORITY_RANGE
 
 RECENT_S = 2.0  # a step this young is proof enough, and asks nothing of a busy worker
@@ -22,12 +21,27 @@ TRY_S = 10.0
 _PROMPT_ID = 0  # a token that every vocabulary has
 
 
+class Uncounted:
+    """No client has asked for it."""
+
+    def series(self, model: str, key: str) -> Series:
+        return self
+
+    def first_token(self, since_arrival: float) -> None:
+        pass
+
+    def further_tokens(self, between_two: float, count: int) -> None:
+        pass
+
+    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
+        pass
+
+
 class GenerationProbe:
     """One per process. However many ask at once, one request goes to a worker."""
 
-    def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._metrics = metrics
         self._numbers = itertools.count(1)
         self._trial: asyncio.Task[str] | None = None
 
@@ -50,7 +64,7 @@ class GenerationProbe:
         return await asyncio.shield(self._trial)
 
     async def _try(self, idle: Sequence[Link]) -> str:
-        request = ClientRequest(f"health-{next(self._numbers)}", self._dispatcher, self._metrics)
+        request = ClientRequest(f"health-{next(self._numbers)}", self._dispatcher, Uncounted())
         pool = self._asked(idle)
         try:
             async with asyncio.timeout(TRY_S):

@@ -303,7 +303,7 @@ class Exchange(Response):
         key = _routing_key(scope)
         plan = await self._begin(request, body, key, send)
         scope["state"]["model"] = plan.model.name
-        texts = self._generator.token_texts.of_model(plan.model.source)
+        texts = self._generator.token_texts.of_model(plan.model.source, plan.model.tokenizer)
         renderer = self._make_renderer(request, int(time.time()), plan.model.name, texts)
         if isinstance(renderer, Detached):
             admission, self._admission = self._admission, None

@@ -35,18 +35,22 @@ class TokenTexts:
         self._stubs = stubs
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
-        self._known: dict[str, dict[int, bytes]] = {}  # by model
+        self._known: dict[str, tuple[str, dict[int, bytes]]] = {}  # by model, with the tokenizer whose ids they are
         self._turn = 0
 
-    def of_model(self, model: str) -> ModelTexts:
-        return ModelTexts(self, model)
+    def of_model(self, model: str, tokenizer: str) -> ModelTexts:
+        return ModelTexts(self, model, tokenizer)
 
-    async def of(self, ids: Collection[int], model: str = ANY) -> Mapping[int, bytes]:
+    async def of(self, ids: Collection[int], model: str = ANY, tokenizer: str = "") -> Mapping[int, bytes]:
         """Every id's bytes: UTF-8, perhaps only a part of a character's. Raises ApiError 503 when no detokenizer answers.
 
-        `model`: a served name that the gateway knows, never one that a client made up.
+        `model`: a served name that the gateway knows, never one that a client made up. tokenizer: fingerprint of what its workers
+        have; where that changes, what was known of the model's ids is not any more.
         """
-        known = self._known.setdefault(model, {})
+        whose, known = self._known.get(model, (tokenizer, {}))
+        if whose != tokenizer:
+            known = {}
+        self._known[model] = tokenizer, known
         found = {token: known[token] for token in ids if token in known}
         missing = [token for token in dict.fromkeys(ids) if token not in found]
         for begin in range(0, len(missing), MAX_TOKEN_TEXTS):
@@ -94,7 +98,8 @@ class ModelTexts:
 
     texts: TokenTexts
     model: str
+    tokenizer: str
 
     async def of(self, ids: Collection[int]) -> Mapping[int, bytes]:
         """As TokenTexts.of."""
-        return await self.texts.of(ids, self.model)
+        return await self.texts.of(ids, self.model, self.tokenizer)

@@ -29,6 +29,8 @@ def test_prompts_that_share_a_prefix_meet() -> None:
         assert sorted(system.submits()) == [0, 6]
         assert (decisions(system, "no_match"), decisions(system, "prefix")) == (1, 5)
         assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 5 * 256
+        complete(system, SHARED + "n", n=3)
+        assert system.metric("rootstock_gateway_predicted_cached_tokens_total") == 6 * 256, "of a prompt once, as what is cached"
 
 
 def test_they_do_not_across_salts() -> None:

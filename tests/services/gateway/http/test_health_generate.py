@@ -56,6 +56,7 @@ class TestHealthOfABusyFleet:
                 assert system.get("/health_generate").status_code == 200
                 system.do(lambda: setattr(system.gateway.dispatcher, "last_step_at", None))
             assert system.submits() == [0, 3]
+            assert "rootstock_gateway_time_to_first_token_seconds_count" not in system.get("/metrics").text, "nobody's request"
 
     def test_paused_workers_make_no_token(self) -> None:
         with System() as system:

@@ -288,7 +288,8 @@ class TestDetokenizers:
     def test_models(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
-                one, two = await servers.start(Detokenizer("one")), await servers.start(Detokenizer("two"))
+                second = Detokenizer("two")
+                one, two = await servers.start(Detokenizer("one")), await servers.start(second)
                 pool = detok_pool(wait_s=2.0)
                 async with running(pool.run):
                     pool.set_endpoints({one: True})
@@ -306,6 +307,11 @@ class TestDetokenizers:
                     assert await texts.of([ord("a")], "two") == {ord("a"): b"a"}
                     with pytest.raises(ApiError):
                         await texts.of([ord("a")], "three")
+                    texts = TokenTexts(pool.stubs, WAIT_S, 1)
+                    assert await texts.of_model("two", "v1").of([7]) == {7: b"\x07"}
+                    second.bytes_of[7] = b"new"
+                    assert await texts.of_model("two", "v1").of([7]) == {7: b"\x07"}
+                    assert await texts.of_model("two", "v2").of([7]) == {7: b"new"}, "ids of another tokenizer"
 
         asyncio.run(test())
 
