@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+COPIES = ["consolidated*.safetensors"]  # of the same weights, for other loaders
 
 
 def model_folder(model: str) -> str:
@@ -17,6 +18,6 @@ def model_folder(model: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return str(snapshot_download(model, allow_patterns=PATTERNS))
+        return str(snapshot_download(model, allow_patterns=PATTERNS, ignore_patterns=COPIES))
     except (RepositoryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{model} is no folder here, and could not be fetched from the hub: {type(error).__name__}") from error

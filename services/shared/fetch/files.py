@@ -15,6 +15,7 @@ from services.shared.fetch.http_client import Headers
 
 TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model")
 WANTED = (*TOKENIZER, "*.safetensors")  # no pickles
+COPIES = "consolidated*.safetensors"  # of the same weights, for other loaders, as Mistral's repositories have them
 CHUNK = 1 << 20
 
 
@@ -68,4 +69,6 @@ def unequal(kind: str, wanted: str, first: Callable[[Path], bytes] = lambda _: b
 
 
 def is_wanted(name: str) -> bool:
+    if fnmatch(name, COPIES):
+        return False
     return any(fnmatch(name, each) for each in (TOKENIZER if os.environ.get("MODEL_FILES") == "tokenizer" else WANTED))

@@ -29,7 +29,13 @@ from services.shared.observe.progress import read
 from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
 
 LARGE = bytes(range(256)) * 4096  # a megabyte
-FILES = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "model.safetensors": LARGE, "weights.bin": b"a pickle"}
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b'{"a": 1}',
+    "model.safetensors": LARGE,
+    "weights.bin": b"a pickle",
+    "consolidated.safetensors": b"again",
+}
 LOADED = {"config.json", "tokenizer.json", "model.safetensors"}
 COMMAND = [sys.executable, "-m", "services.shared.fetch"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
