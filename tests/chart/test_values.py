@@ -392,10 +392,11 @@ def test_the_schema_refuses(case: str) -> None:
         assert word in said, said
 
 
-@pytest.mark.parametrize("case", SENTENCES)
-def test_the_templates_refuse(case: str) -> None:
-    values, sentence = SENTENCES[case]
-    assert sentence in refusal(values)
+@pytest.mark.parametrize("first", range(16))
+def test_the_templates_refuse(first: int) -> None:
+    for case in [*SENTENCES][first::16]:
+        values, sentence = SENTENCES[case]
+        assert sentence in refusal(values), case
 
 
 def test_there_is_a_case_for_every_sentence() -> None:

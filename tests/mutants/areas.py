@@ -116,6 +116,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/routing/test_fair_queue.py",
         "tests/services/gateway/dispatch/test_wait.py",
         "tests/services/gateway/http/test_disconnects.py",
+        "tests/services/gateway/http/test_pipelining.py",
+        "tests/services/gateway/peers/test_encode_stream.py",
         "tests/services/gateway/peers/test_replicas.py",
         "tests/services/gateway/state/test_redis_store.py",
         "tests/services/gateway/admin/test_admin.py",

@@ -8,7 +8,8 @@ from collections import Counter
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.body import cut, watch
+from services.gateway.http.body import attended, cut
+from services.gateway.http.body_budget import ClientGone
 from services.gateway.http.direct_routes import HEAD
 from services.gateway.request.errors import OPENAI, ApiError
 from services.gateway.state.background_record import Page
@@ -172,28 +173,16 @@ class _Stream(Response):
         self._of = (owner, response_id, first)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, left = asyncio.current_task(), False
-        assert work is not None
-
-        def leave() -> None:
-            nonlocal left
-            left = True
-            work.cancel()
-
-        stop = watch(scope, receive, leave)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            if HEAD not in scope.get("extensions", {}):
-                await self._follow(scope, _impatient(send))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with attended(scope, receive):
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                if HEAD not in scope.get("extensions", {}):
+                    await self._follow(scope, _impatient(send))
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             cut(scope)  # nobody reads it
-        except asyncio.CancelledError:
-            if not left:
-                raise
-            work.uncancel()
-        finally:
-            stop()
+        except ClientGone:
+            return
 
     async def _follow(self, scope: Scope, send: Send) -> None:
         try:

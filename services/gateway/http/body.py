@@ -41,14 +41,17 @@ def watch(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> Callab
 
 
 @asynccontextmanager
-async def attended(scope: Scope, receive: Receive) -> AsyncIterator[None]:
-    """The block is cancelled once the client has closed its connection, and ClientGone raised. The body has been read."""
+async def attended(scope: Scope, receive: Receive, on_gone: Callable[[], None] | None = None) -> AsyncIterator[None]:
+    """The block is cancelled once the client has closed its connection, and ClientGone raised. on_gone: called before that. The
+    body has been read."""
     work, left = asyncio.current_task(), False
     assert work is not None
 
     def leave() -> None:
         nonlocal left
         left = True
+        if on_gone is not None:
+            on_gone()
         work.cancel()
 
     stop = watch(scope, receive, leave)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.http.body import attended, cut, gone_of, held_body, read_body, watch
+from services.gateway.http.body import attended, cut, gone_of, held_body, read_body
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import Admitted, Detached, Narrator, Prepare, Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
@@ -213,24 +213,11 @@ class Exchange(Response):
         self._work = work = asyncio.current_task()
         assert work is not None
 
-        left = False
-
-        def leave() -> None:
-            nonlocal left
-            left = True
-            self._client_gone(scope)
-            work.cancel()
-
-        stop = watch(scope, receive, leave)
         try:
-            await self._serve(scope, body, send)
-        except asyncio.CancelledError:
-            if not left:
-                raise
-            work.uncancel()
+            async with attended(scope, receive, lambda: self._client_gone(scope)):
+                await self._serve(scope, body, send)
+        except ClientGone:
             self._detached = None  # nobody is there to read it
-        finally:
-            stop()
 
     @property
     def is_attended(self) -> bool:

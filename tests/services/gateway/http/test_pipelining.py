@@ -108,6 +108,7 @@ def test_who_leaves_is_noticed_whatever_is_behind_its_request() -> None:
             client.close()
             await asyncio.wait_for(gone.wait(), 60)
             await server.until(lambda: not server.server.server_state.connections)
+            assert server.app.begun == 1, "nobody is there for the next one"
 
     for behind in (b"", GET, GET[:9], sized(5, chunked=True)):
         asyncio.run(run(behind))
