@@ -61,7 +61,7 @@ def test_while_tokenizing(system: System, stream: bool) -> None:
 )
 def test_where_nothing_is_generated(path: str, body: dict[str, Any]) -> None:
     """Its bytes count as long as it waits, and as many wait at once as may be open."""
-    with System(max_concurrent_requests=2, request_timeout_s=60.0) as system:
+    with System(max_concurrent_requests=2, tokenize_timeout_s=600.0) as system:
         system.do(system.tokenizer.gate.clear)
         clients = [RawClient(system, path, {**body, "user": "x" * 100}) for _ in range(2)]
         wait_until(lambda: len(system.tokenizer.calls) == 2, "the tokenizer's calls")

@@ -74,6 +74,19 @@ def test_a_flood_is_kept_as_it_came_up_to_a_limit() -> None:
     serving(use)
 
 
+def test_a_crowd_behind_a_body_that_says_its_size_waits_for_its_turn() -> None:
+    post = sized(70_000, chunked=False)
+
+    async def use(server: Server) -> None:
+        client = await server.connect()
+        await client.send(post[:-10])
+        await asyncio.sleep(0.05)
+        await client.send(post[-10:] + GET * 1000)
+        assert [await client.status() for _ in range(1001)] == [200] * 1001
+
+    serving(use)
+
+
 def test_no_crowd_hides_behind_a_body_that_does_not_say_its_size() -> None:
     few, crowd = sized(10, chunked=True) + GET * 10, sized(10, chunked=True) + b"GET / HTTP/1.1\r\n\r\n" * 200
     head, body = few.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", few.partition(b"\r\n\r\n")[2]
