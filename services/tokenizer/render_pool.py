@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.refusal import Refusal, invalid, too_much
+from services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
 LARGE_BYTES = 1 << 18  # of a job or its text: what such a rendering has made of a process's memory ends with the process
 WRITE_BYTES = 1 << 16  # at a time: what a pipe does not take at once is copied
@@ -155,8 +155,7 @@ class RenderPool:
     async def render(self, job: RenderJob) -> str:
         """The chat as text. Raises Refusal. The rendering for a caller that is cancelled ends by itself where it has begun; a
         large one is killed."""
-        if self._fault and (self._again_at == 0.0 or asyncio.get_running_loop().time() < self._again_at):
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
+        self._check()
         begun = asyncio.Event()
         rendering = self._spawn(self._render(job, begun))
         try:
@@ -165,6 +164,11 @@ class RenderPool:
             if job.is_large or not begun.is_set():  # its share of the budget goes with its caller
                 rendering.cancel()
             raise
+
+    def _check(self) -> None:
+        """Raises Refusal while nothing is to be started."""
+        if self._fault and (self._again_at == 0.0 or asyncio.get_running_loop().time() < self._again_at):
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
 
     async def stop(self) -> None:
         for task in self._running:
@@ -192,6 +196,7 @@ class RenderPool:
                 await stack.enter_async_context(self._large_slots)
             await stack.enter_async_context(self._slots)
             begun.set()
+            self._check()  # somebody before may have found out
             process = await self._take()
             with self._metrics.render_seconds.time():
                 reply, body = await self._run(process, job)
@@ -222,12 +227,12 @@ class RenderPool:
         return await self._started()
 
     async def _started(self) -> _Process:
-        """Raises Refusal: UNAVAILABLE where the template is known to compile, so that somebody else is asked."""
+        """Raises Refusal: where the template is known to compile, one that says so of now alone."""
         try:
             process = await _Process.start(self._setup)
         except (BrokenTemplate, NotStarted) as error:
             if self._compiles:
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, f"a rendering process did not start: {error}") from None
+                raise busy(f"a rendering process did not start: {error}") from None
             self._fault = f"this model's chat template is broken: {error}"
             passes = isinstance(error, NotStarted)
             self._again_at = asyncio.get_running_loop().time() + AGAIN_S if passes else 0.0

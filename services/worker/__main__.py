@@ -85,8 +85,11 @@ class LoopObserver:
         self._pulse.beat()
         self._counts.wakes()
 
-    def commanded(self, deadline: float) -> None:
-        self._pulse.works(deadline)
+    def commanded(self, deadline: float | None) -> None:
+        if deadline is None:
+            self._pulse.beat()
+        else:
+            self._pulse.works(deadline)
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()

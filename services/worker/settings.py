@@ -113,7 +113,11 @@ class WorkerSettings(ServiceSettings):
     )
     grammar_workers: int = Field(2, ge=0, le=16, description="Grammars compiled at once; 0: no structured output.")
     grammar_step_ms: float = Field(5.0, gt=0, description="CPU time in ms that a token's grammar mask may take on average.")
-    grammar_burst_ms: float = Field(50.0, gt=0, description="CPU time in ms that a grammar may take beyond that in all.")
+    grammar_burst_ms: float = Field(
+        50.0,
+        gt=0,
+        description="CPU time in ms that a grammar may take beyond that in all; the second time it does, it is refused.",
+    )
     grammar_fill_ms: float = Field(20.0, gt=0, description="CPU time in ms that one step's grammar masks may take in all.")
     grammar_mask_threads: int = Field(1, ge=1, le=64, description="Threads that fill masks; more pay on large vocabularies.")
     speculative_algorithm: Literal["none", "ngram", "draft", "eagle3", "mtp"] = Field(

@@ -42,8 +42,9 @@ def compiled(spec: GrammarSpec) -> Compiled:
     return compiler().compile(prepare(spec))
 
 
-def unheard() -> None:
-    """Nobody is told of an overrun."""
+def unheard() -> bool:
+    """Nobody is told of an overrun, and none is borne."""
+    return False
 
 
 def matcher(grammar: Compiled, jump: bool = False) -> XgrammarMatcher:

@@ -160,7 +160,9 @@ class GatewaySettings(ServiceSettings):
         (), description=f"Where the other gateways' peer ports are; this one's own may be among them. {TARGETS}"
     )
     control_timeout_s: float = Field(60.0, gt=0, description="Seconds that an operation may take on a worker, waiting included.")
-    max_concurrent_requests: int = Field(2048, ge=1, description="Generation requests in flight, and as many others with a body; one more gets 503.")
+    max_concurrent_requests: int = Field(
+        2048, ge=1, description="Generation requests in flight, and as many others with a body; one more gets 503."
+    )
     max_waiting_requests: int = Field(
         1024, ge=0, description="Choices of one model that may wait for a worker with room; one more gets 503."
     )

@@ -101,6 +101,7 @@ class Connection(HttpToolsProtocol):
         self._held = bytearray()  # not parsed yet, from _held_at on
         self._held_at = 0
         self._running: RequestResponseCycle | None = None
+        self._next_is_last = False
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._has_room = True
@@ -154,8 +155,10 @@ class Connection(HttpToolsProtocol):
         """What is parsed at once ends with a request where that can be told."""
         most = min(len(data), at + MAX_HEAD_BYTES - self._unparsed)
         if self._in_head:
-            ends = [found + len(mark) for mark in HEAD_ENDS if (found := data.find(mark, at, most)) >= 0]
-            return min(ends, default=most)
+            for mark in HEAD_ENDS:
+                if (found := data.find(mark, at, most)) >= 0:
+                    most = found + len(mark)
+            return most
         return min(most, at + (CHUNKED_BYTES if self._body_left is None else self._body_left or 1))
 
     @property
@@ -212,7 +215,7 @@ class Connection(HttpToolsProtocol):
         self.app = self._served if self._has_room or health else self._overloaded
         super().on_headers_complete()
         self.cycle.transport = self._answer_transport
-        self.cycle.keep_alive = self.cycle.keep_alive and not self._table.last_answers
+        self.cycle.keep_alive = self.cycle.keep_alive and not (self._table.last_answers or self._next_is_last)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -237,6 +240,13 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     # Of requests
+
+    def shutdown(self) -> None:
+        """Where an answer has begun that does not say that it is the last one, what is held behind it is answered and says so."""
+        if self._held_bytes and self._answers() and self.cycle.response_started:
+            self._next_is_last = True
+        else:
+            super().shutdown()
 
     def close_after_answer(self) -> None:
         if self.cycle is not None and not self.cycle.response_started:

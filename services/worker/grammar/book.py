@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Kept:
-    """size: in bytes, with its source. used_at: by the book's clock."""
+    """size: in bytes, with its source. used_at: by the book's clock. borne: it has cost too much once."""
 
     compiled: Compiled
     size: int
     used_at: float
+    borne: bool = False
 
 
 class CompiledBook:
@@ -43,7 +44,8 @@ class CompiledBook:
 
     on_ready(spec) and on_failed(spec, reason, busy) follow every open() that gave None, from any thread, perhaps before it
     returns; they must only leave a message. busy: it could not be compiled just now, and may be good. After on_ready the grammar
-    stays at least until another one is ready, or until it overruns its meter in use: then it is refused like a bad one.
+    stays at least until another one is ready, or until it overruns its meters in use a second time: then it is refused like a
+    bad one.
 
     on_compiled(seconds, chars) is told of every grammar that was compiled: the time since it was first asked for, and the length
     of its source. On the pool's threads, one at a time; it returns at once.
@@ -98,7 +100,7 @@ class CompiledBook:
         factor = self._limits.loop_factor
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
         try:
-            return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._condemn(spec, f"{spec.kind}: {TOO_SLOW}"))
+            return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._bears(spec, found))
         except Exception:  # of the library's: this grammar's end, and not the loop's
             logger.exception("a matcher could not be made")
             reason = f"{spec.kind}: it cannot be started"
@@ -145,6 +147,15 @@ class CompiledBook:
         else:
             logger.info("grammar refused: %s", reason)
             self._on_failed(spec, reason, busy)
+
+    def _bears(self, spec: GrammarSpec, kept: _Kept) -> bool:
+        """That a matcher has cost too much: once. A machine that stands still for a moment looks the same."""
+        if not kept.borne:
+            kept.borne = True
+            logger.info("a grammar has taken too long once, the next time it is refused: %s", spec.kind)
+            return True
+        self._condemn(spec, f"{spec.kind}: {TOO_SLOW}")
+        return False
 
     def _condemn(self, spec: GrammarSpec, reason: str) -> None:
         """A matcher has shown what the trial had not foretold: others of this grammar would do the same."""

@@ -13,8 +13,8 @@ from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, P
 
 
 class PendingCommands:
-    def __init__(self, core: Scheduler, executor: Executor, pace: Pace, begins: Callable[[float], None]) -> None:
-        """begins: told of a command's deadline when it is about to run."""
+    def __init__(self, core: Scheduler, executor: Executor, pace: Pace, begins: Callable[[float | None], None]) -> None:
+        """begins: told of a command's deadline when it is about to run, and None when it has."""
         self._core, self._executor, self._pace = core, executor, pace
         self._begins = begins
         self._waiting: list[Command] = []
@@ -83,6 +83,8 @@ class PendingCommands:
             command.future.set_exception(error)
         else:
             command.future.set_result(result)
+        finally:
+            self._begins(None)
 
 
 def _refuse(command: Command, error: Exception) -> None:

@@ -71,8 +71,9 @@ class Observer(Protocol):
 
     def wakes(self) -> None: ...
 
-    def commanded(self, deadline: float) -> None:
-        """An operator's command begins, on this thread. deadline: when it should have ended, on the loop's clock."""
+    def commanded(self, deadline: float | None) -> None:
+        """An operator's command begins, on this thread. deadline: when it should have ended, on the loop's clock; None: it
+        has."""
 
     def planned(self, plan: BatchPlan) -> None:
         """The step is about to be launched."""

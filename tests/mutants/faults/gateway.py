@@ -175,7 +175,8 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/http/connection.py",
-        ("            return min(ends, default=most)", "            return most"),
+        ("                    most = found + len(mark)\n", "                    pass\n"),
+        ("        if self._held_bytes and self._answers() and self.cycle.response_started:", "        if False:"),
         ("at + (CHUNKED_BYTES if self._body_left is None else self._body_left or 1)", "at + MAX_HEAD_BYTES"),
         ("lambda: self._held_bytes <= MAX_HEAD_BYTES", "lambda: True"),
         ("        if self._held_bytes > MAX_HEAD_BYTES:\n            self.flow.pause_reading()\n", ""),

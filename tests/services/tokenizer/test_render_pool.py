@@ -89,14 +89,32 @@ def test_a_template_is_not_broken_for_good_by_a_process_that_did_not_start(monke
     asyncio.run(run())
 
 
+def test_of_many_that_ask_again_one_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        started: list[int] = []
+
+        async def counted(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+            started.append(1)
+            return await killed(*args, **options)
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
+        async with pool() as renderers:
+            renderers._again_at = asyncio.get_running_loop().time()
+            refusals = await asyncio.gather(*(renderers.render(job()) for _ in range(10)), return_exceptions=True)
+            assert all(isinstance(refusal, Refusal) for refusal in refusals)
+            assert len(started) == 2, "at the start, and one of these"
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("start", [killed, none])
-def test_where_it_has_compiled_once_somebody_else_is_asked(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+def test_where_it_has_compiled_once_the_template_is_not_at_fault(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     async def run() -> None:
         async with pool() as renderers:
             monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
             text = "x" * LARGE_BYTES
             assert await renderers.render(job(text)) == text, "what is done is not lost where no process follows"
-            assert await refused(renderers.render(job())) is grpc.StatusCode.UNAVAILABLE
+            assert await refused(renderers.render(job())) is grpc.StatusCode.ABORTED
             monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
             assert await renderers.render(job()) == "hi"
 

@@ -88,8 +88,11 @@ class Observer:
         self._pulse.beat()
         self._metrics.counts.wakes()
 
-    def commanded(self, deadline: float) -> None:
-        self._pulse.works(deadline)
+    def commanded(self, deadline: float | None) -> None:
+        if deadline is None:
+            self._pulse.beat()
+        else:
+            self._pulse.works(deadline)
 
     def planned(self, plan: BatchPlan) -> None:
         self._pulse.beat()

@@ -56,9 +56,10 @@ class MatcherSetup:
 
 
 class XgrammarMatcher:
-    """Implements core.grammar.Matcher, and gives masks. on_overrun is called once, when the meter first overruns."""
+    """Implements core.grammar.Matcher, and gives masks. on_overrun is called when the meter overruns, until it returns
+    False: what the matcher has cost is borne while it does not."""
 
-    def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], None]) -> None:
+    def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], bool]) -> None:
         import xgrammar  # imported only where it is wanted
 
         self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
@@ -177,9 +178,12 @@ class XgrammarMatcher:
         """Adds to what the meter is owed."""
         before = self._meter.overrun
         self._meter.spend(seconds)
-        if self._meter.overrun and not before:
+        if not self._meter.overrun or before:
+            return
+        if self._on_overrun():
+            self._meter.forgive()
+        else:
             self._fault = self._fault or TOO_SLOW
-            self._on_overrun()
 
     def forced(self) -> Sequence[int]:
         forced = self._setup.forced

@@ -127,6 +127,38 @@ def test_who_leaves_is_noticed_whatever_is_behind_its_request() -> None:
         asyncio.run(run(behind))
 
 
+def test_what_is_held_behind_an_answer_that_has_begun_is_answered_at_a_stop() -> None:
+    """The answer does not say that it is the last one."""
+
+    async def run() -> None:
+        async with running(PATIENT) as server:
+            begun = asyncio.Event()
+
+            async def beginning(scope, receive, send):  # type: ignore[no-untyped-def]
+                if scope["path"] != "/hold":
+                    return await server.app(scope, receive, send)
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+                await send({"type": "http.response.body", "body": b"a", "more_body": True})
+                begun.set()
+                await server.app.go.wait()
+                await send({"type": "http.response.body", "body": b"b"})
+
+            client = await server.connect()
+            await server.until(lambda: bool(server.server.server_state.connections))
+            the_connection(server)._served = beginning
+            await client.send(HOLD + GET)
+            await begun.wait()
+            server.server.close_after_answers()
+            server.server.stop()
+            await server.until(lambda: the_connection(server)._next_is_last)
+            server.app.go.set()
+            first, second = await client.answer(), await client.answer()
+            assert first.endswith(b"ab") and b"connection: close" not in first.lower()
+            assert b"connection: close" in second.lower() and await client.ended()
+
+    asyncio.run(run())
+
+
 def test_the_time_between_requests_is_over_when_the_next_one_begins() -> None:
     """Which may come in one piece with the rest of a body that was answered before."""
 

@@ -103,13 +103,30 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_cut() -> None:
 def test_a_matcher_that_costs_too_much_ends_its_request() -> None:
     setup = MatcherSetup.of(model.vocabulary(), None)
     told: list[bool] = []
-    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0), lambda: told.append(True))
+
+    def refuses() -> bool:
+        told.append(True)
+        return False
+
+    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=0), refuses)
     assert not matcher.fault
     matcher.mask()
     assert matcher.fault == TOO_SLOW
     assert not matcher.accept(model.tokenizer().encode_batch(["1"], False)[0][0])
     matcher.charge(1.0)
     assert told == [True], "it is told once"
+
+
+def test_what_is_borne_is_owed_no_more() -> None:
+    borne = [True, False]
+    setup = MatcherSetup.of(model.vocabulary(), None)
+    matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=50), lambda: borne.pop(0))
+    matcher.charge(1.0)
+    assert borne == [False] and not matcher.fault
+    matcher.charge(0.03)
+    assert borne == [False] and not matcher.fault
+    matcher.charge(0.03)
+    assert borne == [] and matcher.fault == TOO_SLOW
 
 
 @pytest.mark.parametrize(
@@ -283,7 +300,7 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
 
     class Book:
         def open(self, spec: GrammarSpec, tenant: bytes = b"") -> XgrammarMatcher:
-            return XgrammarMatcher(compiled, setup, StepMeter(10.0, 100.0), lambda: overruns.append(spec.kind))
+            return XgrammarMatcher(compiled, setup, StepMeter(10.0, 100.0), lambda: bool(overruns.append(spec.kind)))
 
     config = deployed_config(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)
     core = Scheduler(config, ModelText(model.tokenizer()), Book())
@@ -308,7 +325,7 @@ def test_a_mark_may_be_its_special_token(marks: tuple[str, ...]) -> None:
     layout = {"type": "tag", "begin": "<|im_start|>", "content": {"type": "const_string", "value": "<|im_end|>"}, "end": "!"}
     spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": layout}))
     grammar = GrammarCompiler(found.info(), jumps=False).compile(prepare(spec))
-    walker = XgrammarMatcher(grammar, MatcherSetup.of(found, None), StepMeter(1e6, 1e6), lambda: None)
+    walker = XgrammarMatcher(grammar, MatcherSetup.of(found, None), StepMeter(1e6, 1e6), lambda: False)
     assert (start in allowed_ids(walker.mask(), 1280)) is bool(marks)
     if marks:
         assert walker.accept(start) and end not in allowed_ids(walker.mask(), 1280)

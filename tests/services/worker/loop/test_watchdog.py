@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import concurrent.futures
+from typing import Any
+
+from services.worker.loop.barrier import Barrier, Command, Pace
+from services.worker.loop.commands import PendingCommands
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.watchdog import Watchdog
 
@@ -51,3 +56,18 @@ def test_a_loop_that_waits_for_messages_does_not_hang() -> None:
     now = 100.0
     watchdog.look()
     assert told == [] and pulse.age_s == 0
+
+
+def test_an_operation_is_told_of_from_its_begin_to_its_end() -> None:
+    told: list[Any] = []
+
+    def fails(*_: Any) -> None:
+        told.append("runs")
+        raise ValueError
+
+    commands = PendingCommands(None, None, Pace(), told.append)  # type: ignore[arg-type]
+    for action in (lambda *_: told.append("runs"), fails):
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        commands.add(Command(Barrier.NONE, action, future, deadline=9.0), now=1.0)
+        assert future.done()
+    assert told == [9.0, "runs", None] * 2
