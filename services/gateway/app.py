@@ -27,6 +27,7 @@ from services.gateway.http.direct_routes import DirectRoutes, Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
+from services.gateway.observe.access_log import ERROR_CODE
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.playground import static_page
 from services.gateway.request.errors import AnswerForm, ApiError, internal, unknown_model
@@ -89,7 +90,7 @@ def build(
     keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
     app.openapi = cache(lambda: document(_INFO, operations, keys, bool(origins)))  # type: ignore[method-assign]
     routes = [operation.path for operation in operations]
-    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, forms, pages)
+    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, forms, generator.access, pages)
     return _with_cors(door, origins)
 
 
@@ -112,6 +113,7 @@ def _json(content: Any, status: int = 200) -> Response:
 
 def _error_response(request: Request, error: ApiError) -> Response:
     state = request.scope["state"]
+    state[ERROR_CODE] = error.code
     status, headers, body = state["form"].answer(error, state["request_id"])
     response = Response(body, status)
     response.raw_headers = headers

@@ -50,6 +50,7 @@ from services.gateway.http.side_listener import served_beside
 from services.gateway.http.tls import TlsFiles
 from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
+from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.observe.scrapes import Scrapes
@@ -59,7 +60,7 @@ from services.gateway.peers.silence import Patience
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter
-from services.gateway.request.errors import unavailable
+from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.state.redis_store import RedisStore
 from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import start_tracing
@@ -124,8 +125,11 @@ class Gateway:
         )
         token_texts = TokenTexts(self.detoks.stubs, settings.queue_timeout_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
+        self._access = _access_log(settings)
         self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
-        self.generator = Generator(settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing)
+        self.generator = Generator(
+            settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing, self._access
+        )
         catalog = self.dispatcher.catalog
         preparer = Preparer(catalog, self.tokenizer, self.detoks, output_parser, metrics.calls_dropped.inc)
         self.aborter = Aborter(self.generator, self._peers)
@@ -148,14 +152,14 @@ class Gateway:
         self.app = app.build(self.generator, preparer, catalog.listed, apis, readiness, metrics, retry_after_s, endpoints)
         self._registry = metrics.registry
         self._tls = _tls(settings)
-        self._http = http_server.build(self.app, _http_options(settings, metrics, self._tls))
+        self._http = http_server.build(self.app, _http_options(settings, metrics, self._access, self._tls))
 
     def _batch_work(self, endpoints: Mapping[str, Endpoint], metrics: GatewayMetrics) -> BatchWork | None:
         """None without a store. Its URL has been looked at."""
         if self._store is None:
             return None
         waiting, attendance = self.dispatcher.num_waiting_anywhere, self.generator.attendance
-        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics)
+        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics, self._access)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
         """As _batch_work()."""
@@ -216,6 +220,7 @@ class Gateway:
                     await kept.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
+            self._access.close()
 
     async def _start_peer(self) -> list[grpc.aio.Server]:
         """None where settings switch it off. Operators' aborts come from loopback, or with a token."""
@@ -288,16 +293,26 @@ def _tls(settings: GatewaySettings) -> TlsFiles | None:
         raise http_server.CannotListen(f"tls_cert_file and tls_key_file cannot be used: {error}") from None
 
 
-def _http_options(settings: GatewaySettings, metrics: GatewayMetrics, tls: TlsFiles | None) -> http_server.HttpOptions:
-    def count(status: int) -> None:
-        metrics.requests.labels(OTHER, OTHER, str(status)).inc()
+def _http_options(
+    settings: GatewaySettings, metrics: GatewayMetrics, access: AccessLog, tls: TlsFiles | None
+) -> http_server.HttpOptions:
+    def refused(error: ApiError) -> None:
+        metrics.requests.labels(OTHER, OTHER, str(error.status)).inc()
+        access.refused(error.status, error.code or "", len(error.json()))
 
     return http_server.HttpOptions(
         keep_alive_s=settings.keep_alive_s,
         retry_after_s=settings.retry_after_s,
-        on_refused=count,
+        on_refused=refused,
         tls=None if tls is None else tls.context,
     )
+
+
+def _access_log(settings: GatewaySettings) -> AccessLog:
+    try:
+        return AccessLog(settings.access_log, settings.access_log_file)
+    except OSError as error:
+        raise http_server.CannotListen(f"access_log_file {error.filename} cannot be written: {error.strerror}") from None
 
 
 def _keys(settings: GatewaySettings, token: str, peers: PeerGateways, metrics: GatewayMetrics) -> KeyRing:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local import demo
 from services.local.model_source import model_folder
-from services.local.plan import Part, num_ports, parts, served_name, state_folder
+from services.local.plan import Part, access_log, num_ports, parts, served_name, state_folder
 from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
 from services.local.start_view import StartView
@@ -127,6 +127,7 @@ def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
         if part.metrics_url:
             print(f"  metrics      {part.metrics_url}   ({part.command.name})")
     print(f"  logs         {Path(settings.log_dir) / str(settings.port)}/*.log")
+    print(f"  requests     {access_log(settings)}")
     body = f'{{"model": "{served_name(settings)}", '
     body += '"messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}'
     print(

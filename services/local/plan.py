@@ -48,6 +48,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
             flags += ["--control-port", str(control_port)]
         workers.append(_service("worker", port, metrics_port, flags + common, name))
     others = ["--workers", _addresses(workers), "--redis-url", _redis_url(redis_port)]
+    others += ["--access-log", "text", "--access-log-file", str(access_log(settings))]
     others += ["--playground"] if settings.playground else []
     others += ["--state-redis-url", _redis_url(state_port)] if settings.state_dir else []
     others += ["--tokenizers", _addresses(tokenizers), "--detokenizers", _addresses(detokenizers)]
@@ -75,6 +76,11 @@ def _state(settings: LocalSettings, port: int) -> list[Part]:
 def kv_folder(settings: LocalSettings) -> Path:
     """Of the sockets by which workers read each other's KV."""
     return Path(settings.log_dir) / str(settings.port) / "kv"
+
+
+def access_log(settings: LocalSettings) -> Path:
+    """File to which every gateway appends a line for each request."""
+    return Path(settings.log_dir) / str(settings.port) / "access.log"
 
 
 def state_folder(settings: LocalSettings) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -41,6 +42,9 @@ class System:
             "state_dir": str(log_dir / "state"),
             **settings,
         }
+        self.access_log = log_dir / "access.log"
+        flags = shlex.join(("--access-log", "json", "--access-log-file", str(self.access_log)))
+        values["gateway_flags"] = f"{flags} {values.get('gateway_flags', '')}"
         local = LocalSettings(_cli_parse_args=False, **values)  # type: ignore[call-arg]
         self.parts: dict[str, Part] = {p.command.name: p for p in parts(local, values["model"], ports[: num_ports(local)])}
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -114,7 +118,9 @@ class System:
         return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 
     def log(self, name: str) -> str:
-        return self.children[name].log.read_text(errors="replace")
+        """Of a process, or "access": the gateways' access log."""
+        path = self.access_log if name == "access" else self.children[name].log
+        return path.read_text(errors="replace")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:

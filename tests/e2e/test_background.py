@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -101,3 +102,6 @@ def test_another_gateway_goes_on_where_one_was(tmp_path: Path, fault: signal.Sig
             assert last.usage is not None and last.usage.output_tokens == TOKENS
             assert follower.events[-1].response.output == last.output
         assert system.metric("gateway-1", "rootstock_gateway_background_takeovers_total") >= RESPONSES / 2
+        logged = [json.loads(line) for line in system.log("access").splitlines()]
+        complete = [line for line in logged if line["source"] == "background" and line["end"] == "complete"]
+        assert len(complete) >= RESPONSES and {line["output_tokens"] for line in complete} == {TOKENS}

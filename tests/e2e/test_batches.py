@@ -69,3 +69,6 @@ def test_every_line_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
             assert last.request_counts is not None and last.request_counts.total == LINES
             assert last.error_file_id is None, [each for each in told if each["response"] is None]
             assert all(each["response"]["body"]["usage"]["completion_tokens"] == TOKENS for each in told)
+        logged = [json.loads(line) for line in system.log("access").splitlines()]
+        complete = [line for line in logged if line["source"] == "batch" and line["end"] == "complete"]
+        assert len(complete) >= LINES and {line["output_tokens"] for line in complete} == {TOKENS}

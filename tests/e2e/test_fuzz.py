@@ -5,7 +5,9 @@ One round by day, of the same seed every time; with ROOTSTOCK_TEST_NIGHTLY=1 twe
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from itertools import count
 
 import pytest
 
+from services.gateway.observe.access_log import End
 from tests.e2e.fuzz_cases import Cases
 from tests.e2e.fuzz_client import DEADLINE_S, Fuzzer
 from tests.e2e.fuzz_rounds import rounds
@@ -84,6 +87,20 @@ def test_strangers_end_no_process_and_leave_no_request(fuzzed: Fuzzed) -> None:
     idle = [(name, metric) for name, metrics in IDLE.items() for metric in metrics]
     wait_until(lambda: not any(fuzzed.system.metric(*each) for each in idle), SETTLE_S, "all requests to end")
     assert {name: child.pid for name, child in fuzzed.system.children.items() if child.running} == fuzzed.pids
+
+
+def test_access_log_holds_nothing_that_clients_wrote(fuzzed: Fuzzed) -> None:
+    """Each string is one of a closed set or an id, whatever was in bodies, paths, queries and headers."""
+    lines = [json.loads(line) for line in fuzzed.system.log("access").splitlines()]
+    assert len(lines) > 4 * EXAMPLES
+    documented = set(Fuzzer(fuzzed.system.url).document["paths"]) | {"other"}
+    texts = {name: {line[name] for line in lines if isinstance(line.get(name), str)} for line in lines for name in line}
+    assert texts.pop("route") <= documented
+    assert texts.pop("model") <= {"demo", ""} and texts.pop("key") == {""}
+    assert texts.pop("end") <= set(End) and texts.pop("source") <= {"http", "batch", "background"}
+    words = texts.pop("code") | texts.pop("method") | texts.pop("request_id") | texts.pop("trace_id", set())
+    assert all(re.fullmatch(r"[A-Za-z0-9._:-]*", word) for word in words)
+    assert {name for name, values in texts.items() if values} == {"ts", "level", "service", "logger", "msg"}
 
 
 def test_strangers_leave_no_memory_behind(fuzzed: Fuzzed) -> None:

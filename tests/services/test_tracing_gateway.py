@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,8 +203,9 @@ def test_a_collector_that_is_down_disturbs_nobody() -> None:
         assert [chat(system, TRACED).status_code for _ in range(5)] == [200] * 5
 
 
-def test_log_lines_of_a_traced_request_name_its_trace(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), System(otlp_endpoint=collector.address) as system:
+def test_access_log_names_the_trace_of_a_traced_request(collector: Collector, tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    with System(otlp_endpoint=collector.address, access_log_file=str(path)) as system:
         assert chat(system, {**TRACED, "x-request-id": "mine"}).status_code == 200
-    (answered,) = [json.loads(json.dumps(record.fields)) for record in caplog.records if record.getMessage() == "answered"]
+    (answered,) = map(json.loads, path.read_text().splitlines())
     assert (answered["request_id"], answered["trace_id"]) == ("mine", TRACE)

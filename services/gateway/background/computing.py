@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from starlette.types import Message, Receive
@@ -30,6 +31,7 @@ class Computing:
         self, order: BackgroundOrder, caller: Caller, prepare: Prepare, make: MakeNarrator, admission: Admitted | None
     ) -> ApiError | None:
         failures: list[ApiError] = []
+        access = self._generator.access
 
         def narrator(request: ClientRequest, _created: int, _model: str, texts: ModelTexts) -> Narrator:
             return make(request, texts)
@@ -44,7 +46,12 @@ class Computing:
         async def served() -> None:
             nonlocal begun
             begun = True
-            await exchange(_scope(order, caller), _silent_client(), _unsent)
+            scope, began = _scope(order, caller), time.monotonic()
+            try:
+                await exchange(scope, _silent_client(), _unsent)
+            finally:
+                status = failures[0].status if failures else 200
+                access.ended("background", "POST", scope["path"], scope["state"], status, 0, time.monotonic() - began)
 
         try:
             # A task of its own: an exchange that is interrupted cancels the one that it is in.

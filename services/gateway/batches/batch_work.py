@@ -9,6 +9,7 @@ from services.gateway.batches.batch_runner import BatchRunner, RunnerStores
 from services.gateway.batches.lanes import Lanes
 from services.gateway.batches.line_call import Endpoint, LineCalls
 from services.gateway.config.settings import GatewaySettings
+from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
@@ -31,6 +32,7 @@ class BatchWork:
         waiting: Callable[[], int],
         attendance: Attendance,
         metrics: GatewayMetrics,
+        access: AccessLog,
     ) -> None:
         """Raises ValueError if the store's URL is none."""
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
@@ -46,7 +48,7 @@ class BatchWork:
             metrics.watch_store(lambda: not self._redis.is_away)
             self._runner = BatchRunner(
                 RunnerStores(self.batches, self.files, leases),
-                LineCalls(endpoints),
+                LineCalls(endpoints, access),
                 lanes,
                 lambda name, asked_at: callers(name, asked_at).in_background(low_first),
                 settings.batch_lines_each,

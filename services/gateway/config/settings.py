@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
@@ -214,6 +214,12 @@ class GatewaySettings(ServiceSettings):
     cors_allow_origins: CommaSeparated = Field(
         (), description="Origins whose pages may call the API, comma separated, * for all. Empty: none."
     )
+    access_log: Literal["json", "text", "off"] = Field(
+        "json",
+        description="Form of the access log: one line for each request, batch line and background response that ends. Health"
+        " checks and scrapes have no line.",
+    )
+    access_log_file: str = Field("", description="File to which the access log is appended. Empty: standard error.")
     tls_cert_file: str = Field("", description="PEM file of the HTTP port's certificates, followed as it changes; empty: no TLS.")
     tls_key_file: str = Field("", description="PEM file of their key.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")

@@ -136,8 +136,7 @@ class Waiting:
             self._metrics.queue_time.observe(waited_s)
             if choice.trace is not None:
                 choice.trace.waited()
-            if choice.request.course is not None:
-                choice.request.course.waited(choice, waited_s)
+            choice.request.choice_waited(choice, waited_s)
 
     def _expire(self, placement: Placement) -> None:
         pool, request = placement.pool, placement.choice.request

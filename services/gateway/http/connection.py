@@ -39,11 +39,12 @@ OF_HEALTH = frozenset((b"/health", b"/readiness", b"/ready"))
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """head_s: seconds for a complete head. retry_after_s: of a 503. on_refused: told the status of what is refused here."""
+    """head_s: seconds for a complete head. retry_after_s: of a 503. on_refused: receives each error that the connection sends
+    without the application."""
 
     head_s: float
     retry_after_s: int
-    on_refused: Callable[[int], None]
+    on_refused: Callable[[ApiError], None]
 
 
 class AnswerTransport(asyncio.Transport):
@@ -295,7 +296,7 @@ class Connection(HttpToolsProtocol):
 
     async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = unavailable("The server has as many connections as it can.", self._limits.retry_after_s, "too_many_connections")
-        self._limits.on_refused(error.status)
+        self._limits.on_refused(error)
         headers = [*error.headers(), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": error.json()})
@@ -355,7 +356,7 @@ class Connection(HttpToolsProtocol):
         if self._drains():
             self._linger()
             return
-        self._limits.on_refused(error.status)
+        self._limits.on_refused(error)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in error.headers()]
         self.transport.write(b"\r\n".join([*lines, b"", error.json()]))

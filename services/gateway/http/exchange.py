@@ -22,6 +22,7 @@ from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
 from services.gateway.http.renderer import Admitted, Detached, Narrator, Prepare, Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK, AccessLog, Work
 from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts, TokenTexts
@@ -82,6 +83,7 @@ class Generator:
         bodies: BodyBudget,
         keys: KeyRing,
         tracing: Tracing | None = None,
+        access: AccessLog | None = None,
     ) -> None:
         self.settings = settings
         self.dispatcher = dispatcher
@@ -90,6 +92,7 @@ class Generator:
         self.bodies = bodies
         self.keys = keys
         self._tracing = tracing
+        self.access = access or AccessLog("off")
         self._open: dict[Exchange, None] = {}
         self._num_reading = 0  # of those that generate nothing
         self.attendance = Attendance(asyncio.get_running_loop().time)
@@ -202,6 +205,8 @@ class Exchange(Response):
         finally:
             generator.forget(self)
             held.close()
+            if generator.access.enabled:
+                state[WORK] = _work_of(request)
             if self._admission is not None:
                 self._admission.end(request.tokens_used)
             if trace is not None:
@@ -393,12 +398,14 @@ class Exchange(Response):
         assert request is not None
         if request.trace is not None:
             request.trace.failed(error)
+        scope["state"][ERROR_CODE] = error.code
         if self._failed is not None:
             self._failed(error)
             return
         try:
             async with asyncio.timeout(ERROR_SEND_S):
                 if self._started and not self._streams:
+                    scope["state"][CUT] = True
                     cut(scope)
                 elif self._started:
                     await send({"type": "http.response.body", "body": self._event_of(error), "more_body": False})
@@ -408,6 +415,7 @@ class Exchange(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": False})
         except TimeoutError:
             logger.warning("client does not read its error", extra=fields(**request.origin.log_fields, status=error.status))
+            scope["state"][CUT] = True
             cut(scope)
 
     def _event_of(self, error: ApiError) -> bytes:
@@ -423,7 +431,6 @@ class Exchange(Response):
         request.series.answered(usage["prompt_tokens"], cached, usage["completion_tokens"], since_arrival)
         if request.trace is not None:
             request.trace.answered(usage, [choice.ending.finish_reason for choice in request.choices if choice.ending])
-        logger.info("answered", extra=fields(**request.origin.log_fields, choices=len(request.choices), usage=usage))
 
 
 async def _send(piece: bytes, last: bool, send: Send) -> None:
@@ -432,6 +439,25 @@ async def _send(piece: bytes, last: bool, send: Send) -> None:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         piece = b""
     await send({"type": "http.response.body", "body": piece, "more_body": not last})
+
+
+def _work_of(request: ClientRequest) -> Work:
+    """The request's tokens and times. Choices that have not ended count the output that has arrived."""
+    ended = [choice.ending for choice in request.choices if choice.ending is not None]
+    first_s = request.first_output_s if request.choices and request.choices[0].generates else None
+    usage = usage_of(request)
+    if not request.complete:
+        usage["prompt_tokens"] = sum(len(part.prompt.ids) for part in request.parts) if request.reached_worker else 0
+        usage["completion_tokens"] = sum(len(choice.output.ids) for choice in request.choices)
+    return Work(
+        trace_id="" if request.trace is None else request.trace.trace_id,
+        queue_ms=request.longest_wait_s * 1e3 + max((ending.queue_ms for ending in ended), default=0),
+        ttft_ms=None if first_s is None else first_s * 1e3,
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        output_tokens=usage["completion_tokens"],
+        aborted=any(ending.finish_reason == "abort" for ending in ended),
+    )
 
 
 def _alone(error: ApiError) -> ApiError:

@@ -1,15 +1,17 @@
-"""The outermost ASGI layer: request ids, API keys, the last resort for faults, and the count of answers by route and code."""
+"""The outermost ASGI layer: request ids, API keys, the last resort for faults, and the count and log of responses by route."""
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
@@ -28,7 +30,7 @@ _MODEL_PATH = "/v1/models/"
 
 class FrontDoor:
     """scope["state"] carries `request_id`, `caller`, the name of its `key` and the API's `form` inwards,
-    and `model` and `code` (instead of the HTTP status) outwards."""
+    and `model`, `code` (instead of the HTTP status) and the access log's keys outwards."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class FrontDoor:
         metrics: GatewayMetrics,
         retry_after_s: Callable[[], int],
         forms: Mapping[str, AnswerForm],
+        access: AccessLog,
         pages: Collection[str] = (),
     ) -> None:
         """retry_after_s: of a 503, by what waits; the answer's own where that is longer. forms: by path, where they are not
@@ -49,6 +52,7 @@ class FrontDoor:
         self._metrics = metrics
         self._retry_after_s = retry_after_s
         self._forms = forms
+        self._access = access
         self._open_paths = _OPEN_PATHS.union(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,10 +63,11 @@ class FrontDoor:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["form"] = form = self._forms.get(scope["path"], OPENAI)
-        status = 0
+        status = num_bytes = 0
+        began = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
                 limits = self._keys.headers(state.get("key", ""))
@@ -70,6 +75,8 @@ class FrontDoor:
                 message["headers"] = [*message.get("headers", ()), *ids, *limits]
                 if status in _NO_ROOM:
                     message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
+            else:
+                num_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -77,14 +84,17 @@ class FrontDoor:
             state["key"] = caller.key
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
+            state[ERROR_CODE] = error.code
             await _answer(form.answer(error, request_id), send_with_id)
         except Exception:
             logger.exception("fault while answering", extra=fields(request_id=request_id))
+            state[ERROR_CODE] = internal().code
             if not status:
                 await _answer(form.answer(internal(), request_id), send_with_id)
         finally:
-            code = str(state.get("code", status))
-            self._metrics.requests.labels(self._route(scope["path"]), state.get("model", OTHER), code).inc()
+            route, code = self._route(scope["path"]), str(state.get("code", status))
+            self._metrics.requests.labels(route, state.get("model", OTHER), code).inc()
+            self._access.ended("http", scope["method"], route, state, status, num_bytes, time.monotonic() - began)
 
     def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
         """Raises ApiError."""

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from services.gateway.http.connection import Connection, ConnectionLimits
 from services.gateway.http.connection_table import ConnectionTable, connections_allowed, open_files_allowed
+from services.gateway.request.errors import ApiError
 from services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048
@@ -29,15 +30,15 @@ POLL_S = 0.01  # at connections that are to close
 class HttpOptions:
     """Seconds that a connection has: first_request_s for its first request once the server stops, head_s for each head,
     keep_alive_s for the next request after an answer (longer than a client's pool usually keeps one). retry_after_s: of a 503.
-    connections: at once, 0 for as many as the process may open files for. on_refused: told the status of an answer that no route
-    has given. tls: of its connections, None for plain ones; a handshake has head_s."""
+    connections: at once, 0 for as many as the process may open files for. on_refused: receives each error that a connection
+    sends without the application. tls: of its connections, None for plain ones; a handshake has head_s."""
 
     first_request_s: float = 0.5
     head_s: float = MAX_HEAD_SECONDS
     keep_alive_s: int = 75
     retry_after_s: int = 1
     connections: int = 0
-    on_refused: Callable[[int], None] = lambda status: None
+    on_refused: Callable[[ApiError], None] = lambda error: None
     tls: ssl.SSLContext | None = None
 
 

@@ -24,11 +24,6 @@ def report_for(scope: Scope) -> Report | None:
 class Report:
     def __init__(self) -> None:
         self._workers: list[str] = []
-        self._waited: dict[int, float] = {}  # seconds, by a choice's index
-
-    def waited(self, choice: Choice, seconds: float) -> None:
-        """For a worker with room; once more after each that was lost."""
-        self._waited[choice.index] = self._waited.get(choice.index, 0.0) + seconds
 
     def placed(self, worker_id: str) -> None:
         if worker_id not in self._workers:
@@ -38,7 +33,7 @@ class Report:
         """Of all that it says, times are those of the choice that waited longest, and counts are those of all together."""
         endings = [choice.ending for choice in choices if choice.ending is not None]
         return {
-            "gateway_queue_s": round(max(self._waited.values(), default=0.0), 6),
+            "gateway_queue_s": round(choices[0].request.longest_wait_s, 6),
             "worker_queue_s": max((ending.queue_ms for ending in endings), default=0) / 1000,
             "cached_tokens": usage_of(choices[0].request)["prompt_tokens_details"]["cached_tokens"],
             "workers": list(self._workers),

@@ -59,9 +59,6 @@ class Releaser(Protocol):
 class Course(Protocol):
     """Who keeps what becomes of a request, for a client that wants to know."""
 
-    def waited(self, choice: Choice, seconds: float) -> None:
-        """For a worker with room."""
-
     def placed(self, worker_id: str) -> None:
         """A worker has got one of its choices."""
 
@@ -203,6 +200,8 @@ class ClientRequest:
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
         self.reached_worker = False
+        self.first_output_s: float | None = None  # seconds from arrival to the first output of a choice
+        self._waits: dict[int, float] = {}  # seconds that each choice waited for a worker, by its index
         self._releaser = releaser
         self._open = 0  # choices without their terminal event
         self._news: dict[int, Choice] = {}  # by index
@@ -253,8 +252,19 @@ class ClientRequest:
         self._releaser.release(choice)
 
     def streaming(self) -> None:
+        if self.first_output_s is None:
+            self.first_output_s = self.clock() - self.arrived
         if self.phase is not Phase.ENDED:
             self.phase = Phase.STREAMING
+
+    def choice_waited(self, choice: Choice, seconds: float) -> None:
+        """Adds a wait of this choice for a worker; a choice waits again after its worker was lost."""
+        self._waits[choice.index] = self._waits.get(choice.index, 0.0) + seconds
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that the choice which waited longest spent waiting for a worker."""
+        return max(self._waits.values(), default=0.0)
 
     def has_news(self, choice: Choice) -> None:
         self.streaming()

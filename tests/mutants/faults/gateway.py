@@ -276,7 +276,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/dispatch/waiting.py",
-        ("choice.request.course.waited(choice, waited_s)", "choice.request.course.waited(choice, 0.0)"),
+        ("choice.request.choice_waited(choice, waited_s)", "choice.request.choice_waited(choice, 0.0)"),
         only="test_report",
     ),
     *of(

@@ -245,7 +245,7 @@ def test_what_no_route_answers_is_counted(sent: bytes, status: int) -> None:
         assert await client.status() == status
         assert told == [status]
 
-    serving(use, HttpOptions(first_request_s=0.05, on_refused=told.append))
+    serving(use, HttpOptions(first_request_s=0.05, on_refused=lambda error: told.append(error.status)))
 
 
 class TestTime:
