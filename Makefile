@@ -4,6 +4,7 @@ VENV   ?= .venv
 PORT   ?= 8000
 MODEL  ?= models/demo
 WORKERS ?= 1
+CHAT_TEMPLATE ?=
 URL    ?= http://127.0.0.1:$(PORT)
 PYTHON_GPU ?= python3
 OUT    ?= docs/gpu
@@ -43,8 +44,8 @@ $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
 	$(PY) -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/rootstock/v1/*.proto
 	@touch $@
 
-run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=)
-	@exec $(PY) -m services.local --model '$(MODEL)' --port $(PORT) --workers $(WORKERS) $(RUN_FLAGS)
+run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
+	@exec $(PY) -m services.local --model '$(MODEL)' --port $(PORT) --workers $(WORKERS) --chat-template '$(CHAT_TEMPLATE)' $(RUN_FLAGS)
 
 check: env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/ruff check

@@ -19,6 +19,7 @@ from services.local.ports import HOST, free_ports, is_taken
 from services.local.settings import LocalSettings
 from services.local.start_view import StartView
 from services.local.supervisor import Child, Supervisor
+from services.shared.hf_tokenizer import has_chat_template
 from services.shared.rpc import grpc_server
 from services.shared.settings import load
 
@@ -38,12 +39,13 @@ async def run(settings: LocalSettings) -> int:
     except RuntimeError as error:
         print(f"cannot serve: {error}", file=sys.stderr)
         return 1
+    chats = bool(settings.chat_template) or has_chat_template(model_path)
     started = parts(settings, model_path, ports)
     if settings.state_dir:
         state_folder(settings).mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
     stop = asyncio.create_task(grpc_server.stop_signal().wait())
-    serving = asyncio.create_task(_serve(settings, supervisor, started))
+    serving = asyncio.create_task(_serve(settings, supervisor, started, chats))
     await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
     (failure,) = await asyncio.gather(serving, return_exceptions=True)
@@ -56,7 +58,8 @@ async def run(settings: LocalSettings) -> int:
     return 1
 
 
-async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[Part]) -> None:
+async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[Part], chats: bool) -> None:
+    """chats: whether the model has a chat template."""
     begun, view = time.monotonic(), StartView(sys.stdout)
     children = [supervisor.start(part.command) for part in started]
     async with asyncio.timeout(settings.start_timeout_s):
@@ -66,18 +69,19 @@ async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[
     keeping = asyncio.create_task(supervisor.keep_running())
     try:
         if settings.demo:
-            print(f"\n  {demo.QUESTION}\n  ", end="", flush=True)
-            await _ask(settings)
-        _print_urls(settings, started)
+            question = demo.QUESTION if chats else demo.PROMPT
+            print(f"\n  {question}\n  ", end="", flush=True)
+            await _ask(settings, question, chats)
+        _print_urls(settings, started, chats)
         await keeping
     finally:
         keeping.cancel()
 
 
-async def _ask(settings: LocalSettings) -> None:
-    """A question without an answer is no reason to stop: the model may have no chat template, or be slow."""
+async def _ask(settings: LocalSettings, question: str, chats: bool) -> None:
+    """Prints the answer, or the reason why there is none. The system goes on either way: the model may be slow."""
     try:
-        await asyncio.to_thread(demo.ask, settings.port, served_name(settings))
+        await asyncio.to_thread(demo.ask, settings.port, served_name(settings), question, chats)
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"(no answer: {error})")
 
@@ -118,7 +122,7 @@ def _has_peers(part: Part) -> bool:
         connection.close()
 
 
-def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
+def _print_urls(settings: LocalSettings, started: list[Part], chats: bool) -> None:
     urls = [part.url for part in started if part.url]
     print("\n" + "".join(f"  API          {url}/v1\n" for url in urls) + f"  OpenAPI page {urls[0]}/docs")
     if settings.playground:
@@ -128,10 +132,11 @@ def _print_urls(settings: LocalSettings, started: list[Part]) -> None:
             print(f"  metrics      {part.metrics_url}   ({part.command.name})")
     print(f"  logs         {Path(settings.log_dir) / str(settings.port)}/*.log")
     print(f"  requests     {access_log(settings)}")
-    body = f'{{"model": "{served_name(settings)}", '
-    body += '"messages": [{"role": "user", "content": "Count from 3 to 9."}], "temperature": 0}'
+    asked = '"messages": [{"role": "user", "content": "Count from 3 to 9."}]' if chats else f'"prompt": "{demo.PROMPT}"'
+    body = f'{{"model": "{served_name(settings)}", {asked}, "temperature": 0}}'
+    path = "chat/completions" if chats else "completions"
     print(
-        f"\n  curl {urls[0]}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
+        f"\n  curl {urls[0]}/v1/{path} -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
         flush=True,
     )
 

@@ -1,4 +1,4 @@
-"""One chat question over the public API, its answer printed as it streams. Standard library only, as a client would."""
+"""Asks one question over the public API and prints the streamed answer. Imports the standard library only, as a client would."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import json
 from services.local.ports import HOST
 
 QUESTION = "What is 17 + 25?"
+PROMPT = "The capital of France is"  # for a model without a chat template
 
 
-def ask(port: int, model: str, question: str = QUESTION) -> str:
-    """Prints the answer piece by piece and returns it. Raises OSError or ValueError if there is none."""
+def ask(port: int, model: str, question: str = QUESTION, chats: bool = True) -> str:
+    """Prints the answer piece by piece and returns it.
+
+    Args:
+        chats: whether the model has a chat template; if not, the question is the prompt of a completion.
+
+    Raises:
+        OSError, ValueError: there is no answer.
+    """
     connection = http.client.HTTPConnection(HOST, port, timeout=60)
-    body: dict[str, object] = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "stream": True,
-        "temperature": 0,
-        "max_tokens": 64,
-    }
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
+    body: dict[str, object] = {"model": model, **asked, "stream": True, "temperature": 0, "max_tokens": 64}
+    path = "/v1/chat/completions" if chats else "/v1/completions"
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         raise ValueError(f"the gateway answered {response.status}: {response.read().decode(errors='replace')}")
@@ -32,7 +36,7 @@ def ask(port: int, model: str, question: str = QUESTION) -> str:
         if "error" in event:
             raise ValueError(event["error"]["message"])
         for choice in event["choices"]:
-            piece = choice["delta"].get("content") or ""
+            piece = (choice["delta"].get("content") or "") if chats else choice["text"]
             print(piece, end="", flush=True)
             answer += piece
     print()

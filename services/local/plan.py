@@ -36,7 +36,8 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
     redis_port, state_port = next(take), next(take)
     common = ["--log-level", settings.log_level, "--grace-s", str(GRACE_S)]
     front = ["--model", model_path, "--served-model-name", served_name(settings), *common]
-    tokenizers = [_service("tokenizer", next(take), next(take), front, name) for name in names("tokenizer", settings.tokenizers)]
+    chats = [*front, *_template_flags(settings)]
+    tokenizers = [_service("tokenizer", next(take), next(take), chats, name) for name in names("tokenizer", settings.tokenizers)]
     detokenizers = [
         _service("detokenizer", next(take), next(take), front, name) for name in names("detokenizer", settings.detokenizers)
     ]
@@ -119,6 +120,10 @@ def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
     return Part(Command(name, argv), "gateway", health_port, f"{url}/metrics", url)
 
 
+def _template_flags(settings: LocalSettings) -> list[str]:
+    return ["--chat-template", settings.chat_template] if settings.chat_template else []
+
+
 def _addresses(started: list[Part]) -> str:
     return ",".join(f"{HOST}:{part.health}" for part in started)
 
@@ -146,7 +151,7 @@ def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: st
     threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // workers)
     flags = ["--model", model_path, "--dtype", settings.dtype, "--num-threads", str(threads), "--worker-id", name]
     flags += memory_flags(workers, index, num_gpus())
-    flags += ["--served-model-name", served_name(settings)]
+    flags += ["--served-model-name", served_name(settings), *_template_flags(settings)]
     flags += ["--redis-url", _redis_url(redis_port), "--max-total-tokens", str(settings.max_total_tokens)]
     if role != "both":
         flags += ["--disaggregation-mode", role, "--disaggregation-shm-dir", str(kv_folder(settings))]

@@ -20,8 +20,8 @@ TOOL_TEMPLATE = "tool_use"  # key of the template preferred where there are tool
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenizerFolderError(Exception):
-    """The folder holds no tokenizer that this loader can read. The message names the file."""
+class TokenizerFolderError(ValueError):
+    """A file of the tokenizer is missing or not readable. The message names it."""
 
 
 class HfTokenizer:
@@ -95,8 +95,15 @@ class HfTokenizer:
         return bytes([value]) if value >= 0x80 else None
 
 
-def load_tokenizer(path: str | Path) -> HfTokenizer:
-    """Raises TokenizerFolderError if there is no readable tokenizer.json or a file beside it is broken."""
+def load_tokenizer(path: str | Path, chat_template: str = "") -> HfTokenizer:
+    """Loads the tokenizer of a model folder.
+
+    Args:
+        chat_template: file of a Jinja template that replaces all templates of the folder; empty for the folder's own.
+
+    Raises:
+        TokenizerFolderError: there is no readable tokenizer.json, a file beside it is broken, or the template is not readable.
+    """
     folder = Path(path)
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -108,7 +115,23 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
         declared |= _read_json(folder / "special_tokens_map.json")
     special_tokens = _special_tokens(declared)
     _add_missing_tokens(tokenizer, declared, special_tokens)
-    return HfTokenizer(tokenizer, special_tokens, _chat_templates(folder, config))
+    templates = {DEFAULT_TEMPLATE: _template_file(Path(chat_template))} if chat_template else _chat_templates(folder, config)
+    return HfTokenizer(tokenizer, special_tokens, templates)
+
+
+def has_chat_template(path: str | Path) -> bool:
+    """Returns whether a model folder has a chat template. Raises TokenizerFolderError if its tokenizer_config.json is broken."""
+    folder = Path(path)
+    return bool(_chat_templates(folder, _read_json(folder / "tokenizer_config.json")))
+
+
+def _template_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TokenizerFolderError(f"--chat-template {path} is not readable: {error.strerror}.") from error
+    except ValueError as error:
+        raise TokenizerFolderError(f"--chat-template {path} is not UTF-8 text. Give a file with a Jinja template.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

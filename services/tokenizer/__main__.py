@@ -29,7 +29,8 @@ SERVICE = "tokenizer"
 async def run(settings: TokenizerSettings) -> None:
     registry = CollectorRegistry()
     tracing = start_tracing(settings, SERVICE)
-    servicer = TokenizerServicer(load_tokenizer(settings.model), settings, TokenizerMetrics(registry), tracing)
+    tokenizer = load_tokenizer(settings.model, settings.chat_template)
+    servicer = TokenizerServicer(tokenizer, settings, TokenizerMetrics(registry), tracing)
     metrics_server.serve(registry, settings.metrics_host, settings.metrics_port)
     health = grpc_server.Health(SERVICE)
     add = functools.partial(pb_grpc.add_TokenizerServicer_to_server, servicer)

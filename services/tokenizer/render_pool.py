@@ -23,6 +23,7 @@ from services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
 LARGE_BYTES = 1 << 18  # of a job or its text: what such a rendering has made of a process's memory ends with the process
 WRITE_BYTES = 1 << 16  # at a time: what a pipe does not take at once is copied
+NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
 AGAIN_S = 30.0  # after a start that came to nothing, where none has succeeded yet: the template may be at fault, or the machine
 START_FACTOR = 4.0  # a start, with the template's compilation, may take as long as so many renderings
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds `services`
@@ -139,7 +140,7 @@ class RenderPool:
         self._metrics = metrics
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
-        self._fault = "" if setup.templates else "this model has no chat template"
+        self._fault = "" if setup.templates else NO_TEMPLATE
         self._compiles = False  # it is known to
         self._again_at = 0.0  # as long as it is not: when the next one is started, on the event loop's clock
 

@@ -36,6 +36,7 @@ class TokenizerSettings(ServiceSettings):
     metrics_port: int = Field(9101, ge=1, le=65535, description="Port of GET /metrics.")
     model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer and template files are read.")
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
+    chat_template: str = Field("", description="File of a Jinja chat template that replaces the model's own. Empty: the model's.")
     tool_call_parser: ToolParser = Field(
         "auto", description="How the model writes calls of tools; auto: by the marks in its chat template, none: calls are text."
     )

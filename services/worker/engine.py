@@ -107,7 +107,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
     built, weights = _load(name, settings, on_lost, moves)
     info = built.info
-    tokenizer = load_tokenizer(settings.model)
+    tokenizer = load_tokenizer(settings.model, settings.chat_template)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)

@@ -30,6 +30,9 @@ class WorkerSettings(ServiceSettings):
     profile_dir: str = Field("build/profiles", description="Folder for the traces of StartProfile.")
     model: str = Field("models/demo", description="Folder of the model in Hugging Face layout (safetensors).")
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
+    chat_template: str = Field(
+        "", description="File of the chat template that the tokenizers were given; the marks in it become tokens of grammars."
+    )
     worker_id: str = Field("", description="Name of this worker in logs and metrics; by default host name and port.")
     redis_url: str = Field("", description="Redis that holds the prefix index, e.g. redis://127.0.0.1:6379/0; empty: none.")
     pod_name: str = Field("", description="This worker's pod, whose deletion cost follows its load; empty: none.")

@@ -34,7 +34,7 @@ class Serving:
 async def serving(folder: Path, tracing: Tracing | None = None, **settings: Any) -> AsyncIterator[Serving]:
     registry = CollectorRegistry()
     config = TokenizerSettings(model=folder, **settings)
-    servicer = TokenizerServicer(load_tokenizer(folder), config, TokenizerMetrics(registry), tracing)
+    servicer = TokenizerServicer(load_tokenizer(folder, config.chat_template), config, TokenizerMetrics(registry), tracing)
     server = grpc.aio.server(options=grpc_server.SERVER_OPTIONS)
     pb_grpc.add_TokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
