@@ -78,6 +78,7 @@ SETTINGS_ELSEWHERE = {
     "profile_dir": CONTROL,
     "model": ENGINE,
     "served_model_name": ENGINE,
+    "chat_template": ENGINE,
     "executor": ENGINE,
     "device": ENGINE,
     "attention_backend": ENGINE,
