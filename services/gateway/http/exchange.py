@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -181,6 +181,7 @@ class Exchange(Response):
         self._is_admitted = admission is not None
         self._detached: Response | None = None  # answers in its place
         self._form = OPENAI
+        self._usage: dict[str, Any] | None = None  # of a complete response
         self._stream_renderer: StreamRenderer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,7 +207,7 @@ class Exchange(Response):
             generator.forget(self)
             held.close()
             if generator.access.enabled:
-                state[WORK] = _work_of(request)
+                state[WORK] = _work_of(request, self._usage)
             if self._admission is not None:
                 self._admission.end(request.tokens_used)
             if trace is not None:
@@ -425,7 +426,7 @@ class Exchange(Response):
         return self._form.event_of(error, self._request.request_id)
 
     def _count(self, request: ClientRequest) -> None:
-        usage = usage_of(request)
+        self._usage = usage = usage_of(request)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         since_arrival = request.clock() - request.arrived
         request.series.answered(usage["prompt_tokens"], cached, usage["completion_tokens"], since_arrival)
@@ -441,12 +442,13 @@ async def _send(piece: bytes, last: bool, send: Send) -> None:
     await send({"type": "http.response.body", "body": piece, "more_body": not last})
 
 
-def _work_of(request: ClientRequest) -> Work:
-    """The request's tokens and times. Choices that have not ended count the output that has arrived."""
+def _work_of(request: ClientRequest, usage: Mapping[str, Any] | None) -> Work:
+    """Returns the request's tokens and times. usage: its usage if its response is complete; otherwise the output that has arrived
+    counts."""
     ended = [choice.ending for choice in request.choices if choice.ending is not None]
     first_s = request.first_output_s if request.choices and request.choices[0].generates else None
-    usage = usage_of(request)
-    if not request.complete:
+    if usage is None:
+        usage = usage_of(request)
         usage["prompt_tokens"] = sum(len(part.prompt.ids) for part in request.parts) if request.reached_worker else 0
         usage["completion_tokens"] = sum(len(choice.output.ids) for choice in request.choices)
     return Work(

@@ -105,7 +105,7 @@ def test_access_log_has_refused_requests(logged: Logged, method: str, path: str,
     assert (line["status"], line["end"], line["code"]) == (status, "refused", response.json()["error"]["code"])
     assert line["code"] == code
     assert line["route"] in ("/v1/chat/completions", "other")
-    assert "output_tokens" not in line or line["output_tokens"] == 0
+    assert not line["output_tokens"]
 
 
 def test_access_log_names_keys_and_hides_secrets(tmp_path: Path) -> None:
@@ -203,5 +203,16 @@ def test_access_log_follows_a_file_that_is_moved_away(logged: Logged) -> None:
     logged.system.chat()
     logged.line()
     logged.path.rename(logged.path.with_suffix(".1"))
-    logged.system.chat()
-    assert logged.line()["end"] == "complete"
+
+    def is_made_anew() -> bool:
+        logged.system.chat()
+        return logged.path.exists()
+
+    wait_until(is_made_anew, "a new file")
+    assert logged.lines()[0]["end"] == "complete"
+
+
+def test_gateway_serves_when_its_access_log_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    with System(access_log_file="/dev/full") as system:
+        assert [system.chat().status_code for _ in range(3)] == [200] * 3
+    assert sum(record.getMessage() == "could not write the access log" for record in caplog.records) == 1
