@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -34,6 +34,7 @@ HEAD_ENDS = (b"\n\r\n", b"\n\n")
 LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
 GONE_POLL_S = 0.25  # while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE after a reset, TCP_CLOSE_WAIT after the last byte; of Linux's tcp_states.h
+WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings: RFC 9112, section 6.1
 OF_HEALTH = frozenset((b"/health", b"/readiness", b"/ready"))
 
 
@@ -213,6 +214,8 @@ class Connection(HttpToolsProtocol):
         self._table.busy(self)
         health = self.url.partition(b"?")[0] in OF_HEALTH
         self._has_room = self._has_room or not self._table.full
+        if self.parser.get_http_version() in WITHOUT_CHUNKS:
+            self.expect_100_continue = False  # RFC 9110, section 10.1.1
         self.app = self._served if self._has_room or health else self._overloaded
         super().on_headers_complete()
         self.cycle.transport = self._answer_transport
@@ -220,6 +223,9 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] in WITHOUT_CHUNKS:
+            cycle.keep_alive = False
+            app = _ended_by_close(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -370,6 +376,31 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
+
+
+def _ended_by_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Returns an application whose responses without a length are sent without chunks. The end of the connection ends their body.
+
+    The cycle chunks a response unless `chunked_encoding` is set. Without chunks it counts the bytes of `expected_content_length`,
+    which is therefore set to the size of each piece.
+    """
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return serve
 
 
 def _length_of(headers: list[tuple[bytes, bytes]]) -> int | None:
