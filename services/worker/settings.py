@@ -69,7 +69,9 @@ class WorkerSettings(ServiceSettings):
     max_running_requests: int = Field(
         BY_DEVICE, ge=0, le=4096, description="Requests that run at once; 0: 64 on a CPU, 64 to 256 by the memory of a GPU."
     )
-    max_queued_requests: int = Field(2048, ge=1, description="Requests that wait at once; one more is refused.")
+    max_queued_requests: int = Field(
+        2048, ge=0, description="Requests that wait at once; one more is refused. 0: every request is refused."
+    )
     max_prefill_tokens: int = Field(16384, ge=1, description="Prompt tokens of one step.")
     chunked_prefill_size: int = Field(
         BY_DEVICE_CHUNK,

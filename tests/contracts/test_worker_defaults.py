@@ -10,6 +10,7 @@ import pytest
 
 from services.sim.core.run.config_flags import SETTINGS
 from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.tunables import RANGES, Range
 from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,3 +199,22 @@ def test_configurations_are_made_in_one_place_and_pinned_in_one() -> None:
     paths = [path for top in ("services", "tests") for path in (ROOT / top).rglob("*.py")]
     makers = {str(path.relative_to(ROOT)) for path in paths if calls(ast.parse(path.read_text()), "SchedulerConfig")}
     assert makers == {BINDING, pinned}
+
+
+def range_of(name: str) -> Range | None:
+    """Of a setting, by its annotation; None for one that is no number."""
+    field = WorkerSettings.model_fields[name]
+    if field.annotation not in (int, float):
+        return None
+    bounds = {kind: getattr(each, kind) for each in field.metadata for kind in ("ge", "gt", "le") if hasattr(each, kind)}
+    return Range(bounds.get("ge", bounds.get("gt", 0)), "gt" in bounds, bounds.get("le", float("inf")))
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_tunable_has_the_range_of_its_setting_and_a_row_in_docs(name: str) -> None:
+    own = range_of(name)
+    if name in ("max_running_requests", "chunked_prefill_size"):  # of the settings None, by the device, and 0, never
+        assert own is not None
+    else:
+        assert RANGES[name] == own
+    assert f"| `{name}` | " in (ROOT / "docs/control.md").read_text()

@@ -8,7 +8,8 @@ import pytest
 
 from services.worker.core.contracts.config import SchedulePolicy
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.tunables import NAMES
+from services.worker.core.tunables import RANGES
+from services.worker.exec.fake import hashed_token
 from tests.all_pairs import each_value
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
@@ -147,7 +148,7 @@ class TestWeights:
 class TestRetune:
     def test_every_name_is_shown_with_its_value(self) -> None:
         shown = make().core.tunables()
-        assert set(shown) == {*NAMES, "new_token_ratio"}
+        assert set(shown) == {*RANGES, "new_token_ratio"}
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
         assert shown["max_running_requests"] == 8 and shown["new_token_ratio"] == 0.7
 
@@ -183,6 +184,13 @@ class TestRetune:
             ({"waiting_timeout_s": -1.0}, "waiting_timeout_s"),
             ({"waiting_timeout_s": float("nan")}, "waiting_timeout_s"),
             ({"adaptive_chunk_s": float("inf")}, "adaptive_chunk_s"),
+            ({"adaptive_chunk_s": 3600.5}, "adaptive_chunk_s"),
+            ({"schedule_conservativeness": 0.0}, "schedule_conservativeness: is 0.0; must be a number, above 0"),
+            ({"session_ttl_s": 0.0}, "session_ttl_s"),
+            ({"session_capacity": 0}, "session_capacity"),
+            ({"max_queued_requests": -1}, "max_queued_requests: is -1; must be an integer, 0 or more"),
+            ({"max_prompt_logprob_tokens": 255}, "max_prompt_logprob_tokens"),
+            ({"chunked_prefill_size": -2}, "chunked_prefill_size"),
         ],
     )
     def test_what_cannot_be_is_refused_by_name_and_changes_nothing(self, changes: dict[str, Any], named: str) -> None:
@@ -273,3 +281,178 @@ class TestStats:
         assert (stats.requests_total, stats.aborts_total) == (3, 1)
         assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.generated_tokens_total) == (60, 28, 10)
         assert stats.pages_free + stats.pages_cached + stats.pages_leased == engine.config.num_pages
+
+
+MOST = (1 << 63) - 1  # of the whole numbers that the wire has
+MOST_S = 1e300
+
+
+def retuned(**changes: Any) -> Engine:
+    """An engine with priorities on, whose tunables are changed before the first request."""
+    engine = make(enable_priority_scheduling=True)
+    engine.core.retune(changes)
+    return engine
+
+
+def modes(engine: Engine) -> str:
+    """A letter for each step behind the first three: a row decodes, and a prompt of seven chunks comes."""
+    engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
+    for _ in range(3):
+        engine.turn()
+    engine.submit(1, range(100, 200), max_new_tokens=2)
+    engine.drain()
+    return "".join(plan.mode.name[0] for plan in engine.plans[3:])
+
+
+class TestEndsOfRanges:
+    """Each tunable does at the ends of its range what docs/control.md says."""
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            (name, value)
+            for name, limits in RANGES.items()
+            if limits is not None
+            for value in (limits.least, min(limits.most, MOST_S if name.endswith(("_s", "ness")) else MOST))
+        ],
+        ids=lambda value: str(value) if isinstance(value, str) else ("least" if abs(value) <= 256 else "most"),
+    )
+    def test_requests_end_when_a_tunable_is_at_an_end_of_its_range(self, name: str, value: float) -> None:
+        engine, limits = make(enable_priority_scheduling=True), RANGES[name]
+        assert limits is not None
+        value = max(value, 4) if name == "max_prefill_tokens" else min(value, 8) if name == "max_running_requests" else value
+        kind = type(engine.core.tunables()[name])
+        engine.core.retune({name: kind(value) if not limits.above or value else 5e-324})
+        for handle in range(6):
+            engine.submit(handle, [handle % 3] * (5 + 9 * handle), max_new_tokens=6, ignore_eos=True, priority=handle % 2)
+            engine.turn()
+        engine.drain()
+        refused = name == "max_queued_requests" and not value
+        assert {finish.error for finish in engine.finishes.values()} == {ErrorCode.QUEUE_FULL if refused else ErrorCode.NONE}
+        for handle in range(6):
+            engine.check_answer(handle)
+
+    def test_no_request_without_output_is_queued_when_none_may_wait(self) -> None:
+        engine = retuned(max_queued_requests=0)
+        engine.submit(0, [1] * 4, max_new_tokens=1)
+        engine.submit(1, [1] * 4, max_new_tokens=1, priority=9)
+        context = engine.submitted[0].prompt_ids
+        engine.submit(2, context, output=[hashed_token(context, engine.config.vocab_size)], max_new_tokens=3, ignore_eos=True)
+        engine.drain()
+        assert [engine.finishes[handle].error for handle in range(3)] == [
+            ErrorCode.QUEUE_FULL,
+            ErrorCode.QUEUE_FULL,
+            ErrorCode.NONE,
+        ]
+        assert engine.core.stats().refuses_new
+
+    def test_running_requests_go_on_when_none_may_wait(self) -> None:
+        engine = make()
+        engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
+        for _ in range(4):
+            engine.turn()
+        engine.core.retune({"max_queued_requests": 0})
+        engine.drain()
+        assert engine.finishes[0].reason is FinishReason.LENGTH
+        engine.core.retune({"max_queued_requests": 1})
+        engine.submit(1, [1] * 4, max_new_tokens=1)
+        engine.drain()
+        assert engine.finishes[1].reason is FinishReason.LENGTH and not engine.core.stats().refuses_new
+
+    @pytest.mark.parametrize(("threshold", "preempted"), [(0, 1), (MOST, 0)])
+    def test_threshold_bounds_who_is_displaced(self, threshold: int, preempted: int) -> None:
+        engine = retuned(priority_preemption_threshold=threshold, max_running_requests=1)
+        engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
+        for _ in range(3):
+            engine.turn()
+        engine.submit(1, [2] * 4, max_new_tokens=2, priority=9)
+        engine.drain()
+        assert engine.core.stats().preemptions_total == preempted
+
+    @pytest.mark.parametrize(("conservativeness", "ratio"), [(5e-324, 0.0), (1e300, 1.0)])
+    def test_conservativeness_bounds_the_ratio(self, conservativeness: float, ratio: float) -> None:
+        assert retuned(schedule_conservativeness=conservativeness).core.stats().new_token_ratio == pytest.approx(ratio)
+
+    @pytest.mark.parametrize(("size", "steps"), [(0, 1), (-1, 1), (4, 25), (MOST, 1)])
+    def test_chunk_size_cuts_a_prompt_or_not(self, size: int, steps: int) -> None:
+        engine = retuned(chunked_prefill_size=size)
+        engine.submit(0, range(100), max_new_tokens=1)
+        engine.drain()
+        assert len(engine.plans) == steps
+        assert engine.core.tunables()["chunked_prefill_size"] == max(size, 0)
+
+    @pytest.mark.parametrize(("tokens", "steps"), [(4, 25), (MOST, 1)])
+    def test_prefill_budget_bounds_a_step(self, tokens: int, steps: int) -> None:
+        engine = retuned(chunked_prefill_size=100, max_prefill_tokens=tokens)
+        engine.submit(0, range(100), max_new_tokens=1)
+        engine.drain()
+        assert len(engine.plans) == steps
+
+    @pytest.mark.parametrize(
+        ("changes", "seen"),
+        [
+            ({"max_extend_steps": 0}, "EEEEEEE"),
+            ({"max_extend_steps": 1}, "EDEDED"),
+            ({"max_extend_steps": MOST}, "EEEEEEE"),
+            ({"max_extend_steps": 0, "adaptive_chunk_s": 3600.0}, "EEEEEEE"),
+            ({"max_extend_steps": 0, "adaptive_chunk_s": 0.0}, "EEEEEEE"),
+        ],
+    )
+    def test_prompts_give_way_to_decode_rows_or_not(self, changes: dict[str, Any], seen: str) -> None:
+        assert seen in modes(retuned(chunked_prefill_size=16, **({"adaptive_chunk_rows": 0} | changes)))
+
+    @pytest.mark.parametrize(("rows", "longest"), [(0, 16), (1, 8), (MOST, 12)])
+    def test_decode_rows_shorten_chunks_or_not(self, rows: int, longest: int) -> None:
+        engine = retuned(chunked_prefill_size=16, adaptive_chunk_rows=rows, adaptive_chunk_s=0.0)
+        modes(engine)
+        assert max(int(plan.num_tokens.max()) for plan in engine.plans) == longest
+
+    @pytest.mark.parametrize(("limit", "rows"), [(0, [6]), (1, [1] * 6), (MOST, [6])])
+    def test_a_step_takes_in_so_many_prompts(self, limit: int, rows: list[int]) -> None:
+        engine = retuned(prefill_max_requests=limit, chunked_prefill_size=0)
+        for handle in range(6):
+            engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)
+        engine.drain()
+        assert [plan.num_extend for plan in engine.plans if plan.num_extend] == rows
+
+    @pytest.mark.parametrize("name", ["waiting_timeout_s", "running_timeout_s"])
+    @pytest.mark.parametrize(("seconds", "error"), [(0.0, ErrorCode.NONE), (0.001, ErrorCode.TIMEOUT), (MOST_S, ErrorCode.NONE)])
+    def test_timeout_ends_a_request_or_not(self, name: str, seconds: float, error: ErrorCode) -> None:
+        engine = retuned(max_running_requests=1, **{name: seconds})
+        for handle in range(2):
+            engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)
+        engine.drain()
+        assert engine.finishes[1].error is error
+
+    @pytest.mark.parametrize(("capacity", "refused"), [(1, True), (MOST, False)])
+    def test_session_capacity_bounds_a_turn(self, capacity: int, refused: bool) -> None:
+        engine = retuned(session_capacity=capacity)
+        assert engine.open_session("s")
+        engine.submit(0, [1] * 4, session=SessionTurn("s"), max_new_tokens=2)
+        engine.drain()
+        assert (engine.finishes[0].error is ErrorCode.INVALID_ARGUMENT) == refused
+
+    @pytest.mark.parametrize(("seconds", "open_sessions"), [(5e-324, 0), (MOST_S, 1)])
+    def test_session_ends_by_its_lifetime_or_not(self, seconds: float, open_sessions: int) -> None:
+        engine = retuned(session_ttl_s=seconds)
+        assert engine.open_session("s")
+        engine.now += 1e6
+        engine.turn()
+        assert engine.core.stats().num_sessions == open_sessions
+
+    def test_no_session_opens_and_open_ones_stay_when_there_may_be_none(self) -> None:
+        engine = make()
+        assert engine.open_session("s")
+        engine.core.retune({"max_sessions": 0})
+        assert not engine.open_session("t")
+        engine.submit(0, [1] * 4, session=SessionTurn("s"), max_new_tokens=2)
+        engine.drain()
+        assert engine.finishes[0].error is ErrorCode.NONE
+
+    @pytest.mark.parametrize(("every", "is_retracted"), [(0, False), (1, True), (MOST, False)])
+    def test_requests_are_retracted_or_not(self, every: int, is_retracted: bool) -> None:
+        engine = retuned(retract_interval=every)
+        for handle in range(3):
+            engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)
+        engine.drain()
+        assert (engine.core.stats().retractions_total > 0) == is_retracted

@@ -121,3 +121,17 @@ class TestFull:
         with openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=30, timeout=60) as client:
             answer = client.completions.create(model="demo", prompt="x", max_tokens=2)
         assert answer.choices[0].finish_reason in ("length", "stop"), json.dumps(answer.model_dump())
+
+
+def test_worker_refuses_every_request_at_once_when_none_may_wait(tmp_path_factory: pytest.TempPathFactory) -> None:
+    flags = {"worker_flags": "--max-queued-requests 0", "gateway_flags": "--queue-timeout-s 600"}
+    with System(tmp_path_factory.mktemp("closed"), **flags) as running:
+        for path, body in {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+            "/v1/completions": {"prompt": "x"},
+            "/generate": {"text": "x"},
+            "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+            "/v1/responses": {"input": "x", "store": False},
+        }.items():
+            status, answer = running.post(path, body if path == "/generate" else {"model": "demo", **body}, timeout=60)
+            assert status in (503, 529) and "max_queued_requests" in answer["error"]["message"], answer

@@ -298,6 +298,8 @@ class Dispatcher:
             self._waiting.wake_parked(pool)
         link.crowded_until = 0.0
         self.fleet.refresh(link)
+        if link.refuses_new:
+            self._waiting.give_up(pool, self.fleet.may_serve)
         self._waiting.pump(pool)
 
     def on_step(self, link: Link, step: worker_pb2.StepOutput) -> None:

@@ -156,6 +156,12 @@ class ModelPool(Generic[C]):
         """Whether a worker would take requests if it were not paused."""
         return any(link.paused and link.ready and not link.draining for link in self.links.values())
 
+    @property
+    def refuses_new(self) -> bool:
+        """Whether every worker that could serve a new request refuses it, the paused ones among them."""
+        links = [link for row, link in self.links.items() if self.columns.serves[row] and link.ready and not link.draining]
+        return bool(links) and all(link.refuses_new for link in links)
+
     def join(self, link: WorkerLink[C], now: float) -> None:
         info = link.info
         assert info is not None
@@ -205,6 +211,7 @@ class ModelPool(Generic[C]):
         leased = not self._leases_count or self._lease_alive(link)
         trusted = not self._breakers_count or link.breaker.allows(now)
         columns.usable[row] = link.ready and not link.draining and not link.paused and leased and trusted
+        columns.refuses[row] = link.refuses_new
         load = link.load
         if load is not None:
             columns.loras[row] = frozenset(load.loras)
@@ -243,12 +250,17 @@ class ModelPool(Generic[C]):
         if link in self._rows:
             self._count(link)
 
-    def has_room(self) -> bool:
-        return has_room(Ask(0), self.columns)
+    def has_room(self, begun: bool = False) -> bool:
+        """Whether a worker has room for another request. begun: for one that has output already."""
+        return has_room(Ask(0, allowed=None if begun else self._takes_new()), self.columns)
+
+    def _takes_new(self) -> NDArray[np.bool_] | None:
+        """bool[capacity], False for workers that refuse new requests. None if no worker does."""
+        return ~self.columns.refuses if self.columns.refuses.any() else None
 
     def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
         """None: nobody who would take it has room. without: one that it must not be."""
-        if not self.has_room():
+        if not self.has_room(one.has_begun):
             return None
         return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
 
@@ -296,7 +308,7 @@ class ModelPool(Generic[C]):
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             info = link.info
-            if info is not None and info.kv_port and link.address not in one.refused_by:
+            if info is not None and info.kv_port and link.address not in one.refused_by and not link.refuses_new:
                 allowed[row] = link.weights == decode.weights and info.kv_layout == mine.kv_layout
         return allowed
 
@@ -340,12 +352,12 @@ class ModelPool(Generic[C]):
         if one.has_begun:
             return self._readers(one, self._same_numerics(one))
         if not one.refused_by and without is None:
-            return None
-        allowed = np.ones(self.columns.capacity, np.bool_)
+            return self._takes_new()
+        allowed = ~self.columns.refuses
         for row, link in self.links.items():
-            allowed[row] = link is not without and link.address not in one.refused_by
+            allowed[row] &= link is not without and link.address not in one.refused_by
         if without is None and not (allowed & self.columns.takes).any():
-            return None  # those that have not refused it are gone: rather one that has
+            return self._takes_new()  # those that have not refused it are gone: rather one that has
         return allowed
 
     def _readers(self, one: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:

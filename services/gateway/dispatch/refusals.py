@@ -16,6 +16,12 @@ class Refusals:
     def full(self) -> ApiError:
         return self._refused("Too many requests wait for a worker.", "queue_full")
 
+    def refusing(self) -> ApiError:
+        return self._refused(
+            "Every worker of this model refuses new requests: an operator has set 'max_queued_requests' to 0. Retry later.",
+            "queue_full",
+        )
+
     def busy(self) -> ApiError:
         return self._refused("All workers are busy.", "queue_timeout")
 

@@ -32,7 +32,14 @@ class Waiting:
         self._place = place
 
     def wait(self, pool: Pool, placements: Sequence[Placement]) -> None:
-        """Those of one request, in the queue. Raises ApiError if that has no room for all of them: then nobody made way."""
+        """Queues the choices of one request.
+
+        Raises:
+            ApiError: the queue has no room for all of them, or every worker of the model refuses new requests. No other choice
+                has lost its position then.
+        """
+        if placements and pool.refuses_new:
+            raise self._refusals.refusing()
         try:
             displaced = pool.queue.push_all([(each, _key(each), self._urgency(each)) for each in placements])
         except QueueFull:
@@ -73,11 +80,15 @@ class Waiting:
             placement.choice.request.fail(error)
 
     def give_up(self, pool: Pool, may_serve: Callable[[Weights], bool]) -> None:
-        """Ends what has begun with weights that no worker has or may bring back."""
+        """Ends begun requests whose weights no worker has or may bring back, and new requests if every worker refuses them."""
         for placement in list(pool.moved):
             weights = placement.weights if placement.has_begun else None
             if placement in pool.moved and weights is not None and not may_serve(weights):
                 placement.choice.request.fail(self._refusals.weights_gone())
+        if pool.refuses_new:
+            for placement in (*pool.queue, *pool.moved):
+                if not placement.has_begun and not placement.choice.request.begun:
+                    placement.choice.request.fail(self._refusals.refusing())
 
     def leave(self, placement: Placement) -> None:
         """No effect on one that does not wait."""
@@ -101,7 +112,7 @@ class Waiting:
         pool.pumping = False
         full = False
         for placement in list(pool.moved):
-            full = full or not pool.has_room()
+            full = full or not pool.has_room(begun=True)
             if full and placement.reader is None:
                 continue  # a reader keeps room for its own
             if placement in pool.moved and self._place(placement):
@@ -114,7 +125,7 @@ class Waiting:
         if self._place(placement):
             self._end(placement)
             return Placed.PLACED
-        return Placed.SKIP if placement.pool.has_room() else Placed.STOP
+        return Placed.SKIP if placement.pool.has_room(placement.has_begun) else Placed.STOP
 
     def charge(self, placement: Placement) -> None:
         """What has been spent on it since the last time, to its key's account."""

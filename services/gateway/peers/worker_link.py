@@ -129,6 +129,11 @@ class WorkerLink(Generic[Open]):
         return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
     @property
+    def refuses_new(self) -> bool:
+        """Whether the worker refuses every request that has no output yet."""
+        return self.load is not None and self.load.refuses_new
+
+    @property
     def num_ahead(self) -> int:
         """Submits to come, whose pages it reads ahead."""
         return len(self._ahead)

@@ -39,6 +39,7 @@ class StepStats:
     new_token_ratio: Annotated[float, Told("sglang:new_token_ratio", "Share of remaining output that admission reserves.")]
     batch_is_full: bool
     paused: bool
+    refuses_new: bool  # max_queued_requests is 0
     num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Sessions that are open.")]
     session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions hold.")]
     requests_total: Annotated[int, Told("sglang:num_requests", "Requests that have come.")]
@@ -191,6 +192,7 @@ def stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, pa
         new_token_ratio=new_token_ratio,
         batch_is_full=table.batch_is_full,
         paused=paused,
+        refuses_new=table.config.max_queued_requests == 0,
         num_sessions=len(table.sessions),
         session_tokens=table.sessions.num_tokens,
         requests_total=table.requests_total,

@@ -47,8 +47,11 @@ class NoIndex:
 
 
 class LoadReport:
-    """page_size in tokens. gap_s, beat_s: between two loads on a stream, at least and at most; a pause is told at once. stats:
-    the scheduler's latest, None before its first turn."""
+    """Sends each gateway stream the load: when it has changed, at most every gap_s seconds, and at least every beat_s seconds.
+
+    A change of `paused` or `refuses_new` is sent at once. `stats` are the scheduler's latest, None before its first turn.
+    `page_size` is in tokens.
+    """
 
     def __init__(
         self,
@@ -82,9 +85,9 @@ class LoadReport:
 
     def turned(self, stats: StepStats) -> None:
         """On the scheduler's thread. Wakes the asyncio loop once for all turns between two tellings."""
-        paused = self.stats is not None and self.stats.paused
+        before = (False, False) if self.stats is None else (self.stats.paused, self.stats.refuses_new)
         self.stats = stats
-        if stats.paused != paused:
+        if (stats.paused, stats.refuses_new) != before:
             self._loop.call_soon_threadsafe(self.tell)
         elif not self._signalled:
             self._signalled = True
@@ -151,4 +154,5 @@ class LoadReport:
             load.used_tokens = stats.pages_used * self._page_size + stats.waiting_tokens
             load.cached_tokens = stats.pages_evictable * self._page_size
             load.paused, load.pulls_lose = stats.paused, stats.pulls_lose
+            load.refuses_new = stats.refuses_new
         return load

@@ -9,6 +9,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.transfers import WritePolicy
 
 GB = 10**9
+UNCHUNKED = -1  # of the setting chunked_prefill_size, as 0: prompts are never cut
 
 
 class SchedulePolicy(enum.StrEnum):

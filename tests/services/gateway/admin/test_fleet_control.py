@@ -139,6 +139,44 @@ def test_a_worker_that_is_paused_gets_nothing_new_and_an_abort_of_all_ends_what_
     run(check)
 
 
+def test_requests_are_refused_at_once_when_no_worker_queues_any() -> None:
+    async def check() -> None:
+        async with operated(step_s=0.03) as at:
+            first = [at.start(f"a{number}", 60) for number in range(2)]
+            await at.until(lambda: running(at, 1, 1))
+            await retuned(at, max_queued_requests=0)
+            for worker in ("w0", "w1"):
+                await at.until(lambda: told(at, worker, refuses_new=True, usable=True))  # noqa: B023
+            refused = (await at.start("b")).json()["error"]
+            assert refused["code"] == "queue_full" and "max_queued_requests" in refused["message"]
+            assert [(await task).json()["meta_info"]["finish_reason"]["type"] for task in first] == ["length"] * 2
+            await retuned(at, max_queued_requests=3)
+            assert (await at.start("c", 4)).status_code == 200
+
+    run(check)
+
+
+async def retuned(at: Operated, **tunables: Any) -> None:
+    answer = await at.admin.post("/set_internal_state", json={"server_args": tunables})
+    assert answer.status_code == 200, answer.text
+    state = (await at.admin.get("/set_internal_state")).json()["workers"]
+    assert [{name: each["result"]["tunables"][name] for name in tunables} for each in state] == [tunables] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_queued_requests", -1), ("session_ttl_s", 0.0), ("adaptive_chunk_s", 1e300), ("max_sessions", 1 << 62)],
+)
+def test_admin_port_takes_the_range_of_the_setting_and_no_more(name: str, value: float) -> None:
+    async def check() -> None:
+        async with operated() as at:
+            answer = await at.admin.post("/set_internal_state", json={"server_args": {name: value}})
+            assert answer.status_code == (200 if name == "max_sessions" else 400), answer.text
+            assert answer.status_code == 200 or f"{name}: is" in answer.text
+
+    run(check)
+
+
 async def ended_by(task: asyncio.Task[httpx.Response]) -> bool:
     await task
     return True
