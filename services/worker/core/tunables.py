@@ -104,4 +104,4 @@ def _checked(config: SchedulerConfig, name: str, value: Tunable) -> Tunable:
     assert allowed is not None, "a number has a range"
     if value not in allowed or type(old)(value) != value:
         raise ValueError(f"{name}: is {value}; must be {_KINDS[type(old)]}, {allowed}")
-    return type(old)(value)
+    return int(value) if isinstance(old, int) else float(value)
