@@ -15,6 +15,7 @@ MAX_STOP_REGEXES = 8
 MAX_STOP_REGEX_CHARS = 512
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 256
+MAX_LABEL_TOKEN_IDS = 256  # of a score
 MAX_LOGPROB_VALUES = 4 << 20  # one request's log probabilities, over all tokens of all its choices
 MAX_REPEATED_LOGPROB_VALUES = 1 << 18  # of a stream whose every event repeats those so far
 MAX_TOKEN_ID_SET = 65536  # allowed_token_ids, banned_token_ids

@@ -144,6 +144,7 @@ def _info(settings: WorkerSettings, engine: Engine, generation: int) -> worker_p
         kv_hold_ms=math.ceil(settings.disaggregation_hold_s * 1000) if engine.info.kv_port else 0,
         kv_layout=blake2b(engine.info.kv_layout.encode(), digest_size=16).digest(),
         reads_predictions=_reads_predictions(settings, engine),
+        ends_with_prompt=True,
     )
 
 

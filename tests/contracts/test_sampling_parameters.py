@@ -57,7 +57,7 @@ WIRE_TYPES: dict[Kind, tuple[int, ...]] = {
 OTHERS = frozenset(
     ("cache_salt", "extra_key", "guided_choice", "logprob_token_ids", "logprobs", "priority", "request_id", "rid", "routing_key")
 ) | {"top_logprobs"}
-NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding"))  # of the message
+NOT_SAMPLED = frozenset(("logprobs", "grammar", "embedding", "score"))  # of the message
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:

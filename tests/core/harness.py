@@ -22,7 +22,15 @@ from services.worker.core.kv.tree_node import TreeNode
 from services.worker.core.queue.finish import first_stop
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
-from services.worker.exec.fake import FakeExecutor, FakeRun, TimeModel, fake_embedding, first_allowed, hashed_token
+from services.worker.exec.fake import (
+    FakeExecutor,
+    FakeRun,
+    TimeModel,
+    fake_embedding,
+    fake_label_logprobs,
+    first_allowed,
+    hashed_token,
+)
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import SlowBook, masks_behind
 
@@ -215,6 +223,8 @@ class Engine:
         params = message.params
         eos = () if params.ignore_eos else self.config.eos_token_ids
         out: list[int] = []
+        if params.max_new_tokens == 0:
+            return out
         matcher = self.book.matcher(params.grammar) if params.grammar else None
         while True:
             context = np.concatenate([message.prompt_ids, np.array(out, dtype=np.int32)])
@@ -242,6 +252,12 @@ class Engine:
         if finish.error is ErrorCode.INVALID_ARGUMENT:
             assert message.session is not None, finish
             return
+        if finish.reason is FinishReason.SCORED:
+            assert finish.label_logprobs is not None and message.params.score is not None
+            labels = message.params.score.label_token_ids
+            assert finish.label_logprobs.tolist() == fake_label_logprobs(message.prompt_ids, labels).tolist()
+            assert finish.completion_tokens == 0 and handle not in self.outputs
+            return
         given = len(message.output_ids)
         got, want = [*message.output_ids, *self.outputs.get(handle, [])], self.expected(handle)
         self._check_logprobs(handle, got[given:])
@@ -267,7 +283,8 @@ class Engine:
         if params.prompt_logprobs_from >= 0:
             want = [-float(token) for token in message.prompt_ids[max(params.prompt_logprobs_from, 1) :]]
             seen = self.prompt_logprobs.get(handle, [])
-            assert seen == ([] if message.output_ids else want if got else want[: len(seen)])
+            ended = bool(got) or (params.max_new_tokens == 0 and self.finishes[handle].reason is FinishReason.LENGTH)
+            assert seen == ([] if message.output_ids else want if ended else want[: len(seen)])
 
     def check(self) -> None:
         if not self.checked:

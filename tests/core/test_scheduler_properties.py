@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
-from services.worker.core.contracts.sampling import EmbeddingParams
+from services.worker.core.contracts.sampling import EmbeddingParams, ScoreParams
 from services.worker.core.contracts.transfers import EARLY_S, Tier, WritePolicy
 from tests.core.deployed_config import deployed_config
 from tests.core.fake_grammar import spec
@@ -51,6 +51,10 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
         params["prompt_logprobs_from"] = rng.randrange(prompt_len)
     if rng.random() < 0.1:
         return {"embedding": EmbeddingParams(), "max_new_tokens": 1}
+    if rng.random() < 0.15:
+        return {"score": ScoreParams(tuple(rng.choices(range(50), k=rng.randrange(1, 4)))), "max_new_tokens": 0}
+    if rng.random() < 0.1:
+        params |= {"max_new_tokens": 0, "min_new_tokens": 0}
     return params
 
 

@@ -26,6 +26,7 @@ class Sequence:
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     embedding: np.ndarray | None = None
+    label_logprobs: np.ndarray | None = None
     stop_token_ids: tuple[int, ...] = ()
     admitted: bool = False
     num_prompt_tokens: int = -1
@@ -112,7 +113,7 @@ class Driver:
         result = self.executor.wait(run)
         assert not result.faults
         for row, (sequence, _) in enumerate(rows):
-            if run.plan.sample[row]:
+            if run.plan.sample[row] and sequence.params.score is None:
                 sequence.output.append(int(result.tokens[row]))
             if row in result.logprobs:
                 sequence.logprobs.append(result.logprobs[row])
@@ -120,6 +121,8 @@ class Driver:
                 sequence.prompt_logprobs.append(result.prompt_logprobs[row])
             if row in result.embeddings:
                 sequence.embedding = result.embeddings[row]
+            if row in result.label_logprobs:
+                sequence.label_logprobs = result.label_logprobs[row]
 
     def prefill(self, sequences: list[Sequence], chunk: int = 1 << 30) -> None:
         """Extends all sequences together, at most chunk tokens of each in a step, until every prompt is computed."""

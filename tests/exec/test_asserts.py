@@ -61,7 +61,7 @@ def computed(folder: Path) -> bool:
 
 def embedded(_: Path) -> bool:
     """The mean over a prompt in three chunks."""
-    pool = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False), 4)
+    pool = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False))
     driver = Driver(FakeExecutor(8, PAGE, 4, 8, 1000), PAGE)
     sequence = Sequence(list(range(12)), 0, SamplingParams(max_new_tokens=1, embedding=EmbeddingParams()))
     states = torch.arange(12.0)[:, None]

@@ -57,7 +57,7 @@ def executor(embedder: Embedder) -> Iterator[DeviceExecutor]:
 
 def driver(executor: DeviceExecutor, config: PoolingConfig) -> Driver:
     """Pools by the given config, whatever the model's files say."""
-    executor.runner._embeddings = EmbeddingPool(config, MAX_SLOTS)
+    executor.runner._embeddings = EmbeddingPool(config)
     return Driver(executor, 4)
 
 
@@ -152,17 +152,16 @@ def test_a_vector_that_is_not_finite_faults_its_row_alone(kind: PoolingKind) -> 
         empty_plan(), num_extend=2, slots=i32([4, 5]), starts=i32([0, 0]), num_tokens=i32([1, 1]),
         input_ids=i32([1, 2]), sample=np.array([True, True]),
     )  # fmt: skip
-    pool = EmbeddingPool(PoolingConfig(kind, True), MAX_SLOTS)
+    pool = EmbeddingPool(PoolingConfig(kind, True))
     for slot in (4, 5):
         pool.admit(SlotParams(slot, 1, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     states = torch.tensor([[1.0, 0.0], [torch.nan, 1.0]])
     result = embedded(pool.pool(plan, lambda wanted: states[wanted]))
     assert result.faults == {1: RowFault.NAN_LOGITS} and list(result.vectors) == [0]
-    assert pool.wanted(i32([3, 4, 5])).tolist() == [False, True, True]
 
 
 def test_many_chunks_in_half_precision_are_summed_in_float32() -> None:
-    pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False), MAX_SLOTS), 4096
+    pool, count = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False)), 4096
     pool.admit(SlotParams(0, count, SamplingParams(1, embedding=EmbeddingParams()), (), i32([])))
     plan = replace(
         empty_plan(), num_extend=1, slots=i32([0]), starts=i32([0]), num_tokens=i32([1]), input_ids=i32([1])

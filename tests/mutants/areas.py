@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         *(f"tests/core/test_rules_{name}.py" for name in ("grammar", "logprobs", "finish", "priorities", "policies", "queue")),
         *(
             f"tests/core/test_rules_{name}.py"
-            for name in ("budgets", "cache", "control", "sessions", "shares", "resume", "paced_chunks", "peers")
+            for name in ("budgets", "cache", "control", "sessions", "shares", "resume", "paced_chunks", "peers", "scores")
         ),
     ),
     "tiers": (
@@ -147,7 +147,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/test_peer_options.py",
     ),
     "exec": (
-        *(f"tests/exec/test_{name}.py" for name in ("sampler", "penalties", "token_sets", "logprobs", "embedding_pool")),
+        *(
+            f"tests/exec/test_{name}.py"
+            for name in ("sampler", "penalties", "token_sets", "logprobs", "scores", "embedding_pool")
+        ),
         "tests/exec/test_flashinfer_backend.py",
         "tests/kernels/test_sampling_twin.py",
         "tests/kernels/test_cpu_kernels.py",

@@ -26,8 +26,8 @@ Mask = NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
     """The tokens of a step whose rows have several. counts, firsts, drafted: int64[rows], tokens of each row's run, the place of
-    its first, and guesses that it had. predicted: bool[rows], see StepResult. result: the step's, with faults and embeddings by
-    place too: those of a run's last one."""
+    its first, and guesses that it had. predicted: bool[rows], see StepResult. result: the step's, with faults, embeddings and
+    label_logprobs by place too: those of a run's last one."""
 
     counts: I64
     firsts: I64
@@ -49,7 +49,9 @@ class TokenRuns:
         assert (drafted[predicted] > 0).all(), "what is of a prediction was guessed"
         faults = {int(firsts[row] + counts[row]) - 1: fault for row, fault in result.faults.items()}
         embeddings = {int(firsts[row]): vector for row, vector in result.embeddings.items()}
-        return cls(counts, firsts, drafted, predicted, replace(result, faults=faults, embeddings=embeddings))
+        scores = {int(firsts[row]): values for row, values in result.label_logprobs.items()}
+        result = replace(result, faults=faults, embeddings=embeddings, label_logprobs=scores)
+        return cls(counts, firsts, drafted, predicted, result)
 
     def places(self, row: int) -> range:
         first = int(self.firsts[row])

@@ -20,6 +20,7 @@ _OUTSIDE_GRAMMAR = FinishDecision(
 )
 _GIVEN_OUTSIDE_GRAMMAR = refused("the output does not fit the request's grammar", "output_ids")
 _NO_VECTOR = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no vector for this request")
+_NO_SCORE = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the step gave no score for this request")
 
 
 @dataclass(slots=True)
@@ -87,13 +88,19 @@ class Intake:
         return self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
 
     def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> FinishDecision | None:
-        """Endings that add no token: faults, and vectors."""
-        if request.params.embedding is None:
+        """Endings that add no token: faults, and those of requests that end with their prompt."""
+        params = request.params
+        if params.samples:
             return check_fault(token, self._vocab_size, result.faults.get(row))
         if row in result.faults:
             return check_fault(0, self._vocab_size, result.faults[row])
-        vector = result.embeddings.get(row)
-        return _NO_VECTOR if vector is None else FinishDecision(FinishReason.EMBEDDED, embedding=vector)
+        if params.embedding is not None:
+            vector = result.embeddings.get(row)
+            return _NO_VECTOR if vector is None else FinishDecision(FinishReason.EMBEDDED, embedding=vector)
+        if params.score is not None:
+            values = result.label_logprobs.get(row)
+            return _NO_SCORE if values is None else FinishDecision(FinishReason.SCORED, label_logprobs=values)
+        return FinishDecision(FinishReason.LENGTH)
 
     def _take_logprobs(self, requests: list[Request], rows: NDArray[np.int64], result: StepResult, taken: Taken) -> None:
         for at, row in enumerate(rows.tolist()):

@@ -233,7 +233,7 @@ class _Assembly:
             attention=attention,
             kernels=self._kernels.layers,
             sampler=DeviceSampler(max_slots, vocab_size, self._kernels.sampling, self._streams, relay, self._sampled),
-            embeddings=EmbeddingPool(self._loaded.pooling, max_slots, device, self._options.deterministic),
+            embeddings=EmbeddingPool(self._loaded.pooling, device, self._options.deterministic),
             relay=relay,
             unwritten=unwritten,
             reclaim=partial(return_cached, device),

@@ -94,6 +94,12 @@ def fake_embedding(context: I32) -> NDArray[np.float32]:
     return np.frombuffer(zlib.crc32(context.tobytes()).to_bytes(4, "little"), dtype=np.uint8).astype(np.float32)
 
 
+def fake_label_logprobs(context: I32, label_token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """float32[labels], from -8 to -1. A value depends on every token of the context and on the label."""
+    digest = zlib.crc32(context.tobytes())
+    return np.array([-1.0 - zlib.crc32(b"%d" % label, digest) % 8 for label in label_token_ids], dtype=np.float32)
+
+
 @dataclass(slots=True)
 class FakeRun:
     plan: BatchPlan
@@ -106,6 +112,7 @@ class FakeRun:
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 def _own(run: Run) -> FakeRun:
@@ -213,13 +220,14 @@ class FakeExecutor:
         run.sampled = True
         tokens: list[int] = []
         for row in range(plan.num_rows):
-            own = self._sample_row(plan, row, masks.get(row), behind.get(row)) if plan.sample[row] else [-1]
             params = self._params[int(plan.slots[row])]
-            if params.top_logprobs >= 0 and plan.sample[row]:
+            samples = bool(plan.sample[row]) and params.samples
+            own = self._sample_row(plan, row, masks.get(row), behind.get(row)) if samples else [-1]
+            if params.top_logprobs >= 0 and samples:
                 top, chosen = params.top_logprobs, len(params.logprob_token_ids)
                 run.logprobs |= {len(tokens) + place: fake_logprobs(token, top, chosen) for place, token in enumerate(own)}
-            if params.embedding is not None and plan.sample[row]:
-                run.embeddings[row] = fake_embedding(self._read(int(plan.slots[row]), int(self.lengths[plan.slots[row]])))
+            if plan.sample[row] and not params.samples:
+                self._end_with_prompt(run, row, params)
             tokens += own
             run.counts[row] = len(own)
         run.tokens = np.array(tokens, dtype=np.int32)
@@ -236,7 +244,7 @@ class FakeExecutor:
         drafted = run.plan.drafts if len(run.plan.drafts) else None
         counts = None if drafted is None else run.counts
         predicted = run.predicted if run.predicted.any() else None
-        told = (run.logprobs, run.prompt_logprobs, run.embeddings, counts, drafted, predicted)
+        told = (run.logprobs, run.prompt_logprobs, run.embeddings, run.label_logprobs, counts, drafted, predicted)
         return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
@@ -360,6 +368,15 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.kv = np.empty((0, self._page_size), dtype=np.int32)
+
+    def _end_with_prompt(self, run: FakeRun, row: int, params: SamplingParams) -> None:
+        slot = int(run.plan.slots[row])
+        self.lengths[slot] += run.plan.num_tokens[row]
+        context = self._read(slot, int(self.lengths[slot]))
+        if params.embedding is not None:
+            run.embeddings[row] = fake_embedding(context)
+        if params.score is not None:
+            run.label_logprobs[row] = fake_label_logprobs(context, params.score.label_token_ids)
 
     def _sample_row(
         self, plan: BatchPlan, row: int, mask: NDArray[np.uint32] | None, behind: NDArray[np.uint32] | None

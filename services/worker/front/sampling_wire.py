@@ -21,6 +21,7 @@ from services.worker.core.contracts.sampling import (
     GrammarKind,
     GrammarSpec,
     SamplingParams,
+    ScoreParams,
 )
 from services.worker.front.invalid_request import InvalidRequest
 from services.worker.text.patterns import InvalidPattern, compile_pattern
@@ -57,7 +58,9 @@ def sampling_from_pb(
     embedding = _embedding(message, in_session, model)
     if embedding is None and not model.generates:
         raise InvalidRequest("embedding", "this model gives embeddings only")
-    max_new = 1 if embedding else _max_new_tokens(message, model.context_len if in_session else model.context_len - prompt_len)
+    score = _score(message, in_session, model)
+    max_new = _max_new_tokens(message, model.context_len if in_session else model.context_len - prompt_len)
+    max_new = 0 if embedding or score else max_new
     grammar = _grammar(message)
     scalars = _scalars(message, model)
     # A grammar decides by itself when the output is complete.
@@ -79,6 +82,7 @@ def sampling_from_pb(
         prompt_logprobs_from=_prompt_logprobs_from(logprobs, model.context_len if in_session else prompt_len),
         grammar=grammar,
         embedding=embedding,
+        score=score,
     )
 
 
@@ -106,8 +110,6 @@ def within(count: int, limit: int, field: str) -> None:
 def _max_new_tokens(message: pb.SamplingParams, room: int) -> int:
     if not message.HasField("max_new_tokens"):
         return max(room, 1)
-    if message.max_new_tokens < 1:
-        raise InvalidRequest("max_new_tokens", "is below 1")
     return min(message.max_new_tokens, max(room, 1))
 
 
@@ -226,3 +228,14 @@ def _embedding(message: pb.SamplingParams, in_session: bool, model: ModelLimits)
     if wanted.dimensions > model.embedding_size:
         raise InvalidRequest("embedding.dimensions", f"{wanted.dimensions} is more than the model's {model.embedding_size}")
     return EmbeddingParams(wanted.dimensions, wanted.normalize if wanted.HasField("normalize") else None)
+
+
+def _score(message: pb.SamplingParams, in_session: bool, model: ModelLimits) -> ScoreParams | None:
+    if not message.HasField("score"):
+        return None
+    if message.HasField("embedding") or message.HasField("grammar") or message.HasField("logprobs") or in_session:
+        raise InvalidRequest("score", "excludes embedding, grammar, logprobs and session")
+    labels = _token_ids(message.score.label_token_ids, limits.MAX_LABEL_TOKEN_IDS, model, "score.label_token_ids")
+    if not labels:
+        raise InvalidRequest("score.label_token_ids", f"has no ids; 1 to {limits.MAX_LABEL_TOKEN_IDS} are allowed")
+    return ScoreParams(labels)

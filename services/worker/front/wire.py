@@ -89,16 +89,16 @@ def ready_from_pb(message: worker_pb2.PagesReady) -> PagesReady:
 def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
     if not message.hand_over:
         return None
-    if message.HasField("session") or message.sampling.HasField("embedding"):
-        raise InvalidRequest("hand_over", "neither in a session nor for an embedding")
+    if message.HasField("session") or _is_measured(message):
+        raise InvalidRequest("hand_over", "neither in a session nor for an embedding or a score")
     if room is None:
         raise InvalidRequest("hand_over", "this worker keeps no KV for others")
     return room
 
 
 def _source_from_pb(message: worker_pb2.Submit) -> Source | None:
-    if message.HasField("source") and (message.HasField("session") or message.sampling.HasField("embedding")):
-        raise InvalidRequest("source", "neither in a session nor for an embedding")
+    if message.HasField("source") and (message.HasField("session") or _is_measured(message)):
+        raise InvalidRequest("source", "neither in a session nor for an embedding or a score")
     return source_from_pb(message)
 
 
@@ -127,8 +127,8 @@ def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLim
         return ()
     if message.HasField("session"):
         raise InvalidRequest("output_ids", "not in a session")
-    if message.sampling.HasField("embedding"):
-        raise InvalidRequest("output_ids", "not for an embedding")
+    if _is_measured(message):
+        raise InvalidRequest("output_ids", "not for an embedding or a score")
     if prompt_len + len(output) > model.context_len:
         raise InvalidRequest("output_ids", f"with the prompt they are more than the context's {model.context_len} tokens")
     if max(output) >= model.vocab_size:
@@ -150,8 +150,13 @@ def _prompt_from_pb(message: worker_pb2.Submit, model: ModelLimits) -> NDArray[n
     context only the core knows."""
     prompt = _ids_from_pb(message.prompt_ids, model)
     if model.allow_auto_truncate and not message.HasField("session"):
-        prompt = prompt[: model.context_len - (0 if message.sampling.HasField("embedding") else 1)]
+        prompt = prompt[: model.context_len - (0 if _is_measured(message) else 1)]
     return prompt
+
+
+def _is_measured(message: worker_pb2.Submit) -> bool:
+    """Whether the request wants numbers instead of output, so that its prompt may fill the context."""
+    return bool(message.sampling.HasField("embedding") or message.sampling.HasField("score"))
 
 
 def _ids_from_pb(ids: Sequence[int], model: ModelLimits) -> NDArray[np.int32]:
@@ -238,6 +243,7 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         completion_tokens=finish.completion_tokens,
         queue_ms=int(finish.queue_s * 1000),
         embedding=() if finish.embedding is None else finish.embedding.tolist(),
+        label_logprobs=() if finish.label_logprobs is None else finish.label_logprobs.tolist(),
         retractions=finish.retractions,
         verified_rows=finish.verified.rows,
         drafted_tokens=finish.verified.drafted,

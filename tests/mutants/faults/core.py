@@ -7,6 +7,25 @@ from tests.mutants.fault import of
 CORE = (
     *of(
         "core",
+        "services/worker/core/queue/request.py",
+        ("self.params.max_new_tokens if self.params.samples else 0", "max(self.params.max_new_tokens, 1)"),
+        only="test_rules_scores",
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/admission.py",
+        ("message.params.max_new_tokens if message.params.samples else 0", "max(message.params.max_new_tokens, 1)"),
+        ("params.embedding is not None or message.params.score is not None", "params.embedding is not None"),
+        only="test_rules_scores",
+    ),
+    *of(
+        "core",
+        "services/worker/core/queue/request_columns.py",
+        ("params.grammar is not None and params.samples", "params.grammar is not None"),
+        only="test_rules_scores",
+    ),
+    *of(
+        "core",
         "services/worker/core/prefill_adder.py",
         ("own = seconds - min(self._alone_s(rows) if rows else self._least_s(), seconds / 2)", "own = seconds"),
         ("self._alone_s(rows) if rows else self._least_s(), seconds", "self._alone_s(rows), seconds"),

@@ -8,6 +8,20 @@ SAMPLING = "services/worker/exec/sampling"
 EXEC = (
     *of(
         "exec",
+        f"{SAMPLING}/logprob_requests.py",
+        ("np.cumsum(plan.num_tokens, dtype=np.int64)[rows] - 1", "np.cumsum(plan.num_tokens, dtype=np.int64)[rows] - 2"),
+        ('places = views["score_places"][labels].long() - begin', 'places = views["score_places"][labels].long()'),
+        ("self._labels.pop(index, None)\n", "\n"),
+        only="test_scores",
+    ),
+    *of(
+        "exec",
+        "services/worker/exec/step/model_runner.py",
+        ("plan.sample & ~self._silent[plan.slots] if plan.num_extend else plan.sample", "plan.sample"),
+        only="test_scores",
+    ),
+    *of(
+        "exec",
         "kernels/reference/sampling.py",
         ("lost = outputs * params.real(", "lost = (outputs > 0) * params.real("),
         ("torch.where(x > 0, wide / repetition", "torch.where(x < 0, wide / repetition"),

@@ -161,7 +161,7 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/queue/request_columns.py",
-        ("params.embedding is not None or request.hand_over is not None", "params.embedding is not None"),
+        ("not params.samples or request.hand_over is not None", "not params.samples"),
         only="test_rules_peers",
     ),
     *of(

@@ -25,6 +25,7 @@ class FinishReason(enum.IntEnum):
     MATCHED_REGEX = 5
     EMBEDDED = 6  # a vector was asked for, and computed
     HANDED_OVER = 7  # another worker goes on with it
+    SCORED = 8  # log probabilities behind the prompt were asked for, and computed
 
 
 class ErrorCode(enum.IntEnum):
@@ -71,7 +72,7 @@ class Submit:
     above 0. batch: of prompts of this peer that came together, 0 for one that came alone. page_keys: made by whoever read the
     message; None: the core makes those that it needs. hand_over: the request ends with its next token, if that does not end it
     anyway, and its pages are kept in this room. source: where they can be read, None for nowhere. Neither in a session nor for an
-    embedding. prediction: int32[n], text that the output may turn out to be: for guesses, and for nothing else.
+    embedding or a score. prediction: int32[n], text that the output may turn out to be: for guesses, and for nothing else.
     """
 
     peer: int
@@ -155,7 +156,8 @@ NOTHING_VERIFIED = Verified()
 class Finish:
     """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
     cached_from: cached_tokens by the tier that they were in, empty where there is one.
-    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. field: with
+    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. label_logprobs:
+    float32[labels] with SCORED, see ScoreParams. field: with
     INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name, which
     goes before it on the wire. room, room_pages: with HANDED_OVER, where so many whole pages of it are kept; None: nowhere."""
 
@@ -174,6 +176,7 @@ class Finish:
     retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
     embedding: NDArray[np.float32] | None = None
+    label_logprobs: NDArray[np.float32] | None = None
     field: str = ""
     room: Room | None = None
     room_pages: int = 0

@@ -61,7 +61,8 @@ class BatchPlan:
     slots, starts, num_tokens: [rows]; row r computes positions starts[r] .. starts[r] + num_tokens[r] - 1 of its sequence.
     input_ids: tokens of the extend rows, flat, in row order. The one input token of a decode row is gathered by the
         executor from FutureMap[slot], where the step before (or an earlier one) has left it.
-    sample: bool[rows]; False for a chunk that is not its request's last.
+    sample: bool[rows]; False for a chunk that is not its request's last. The executor samples none of these rows whose request
+        does not sample (SamplingParams.samples).
     mask_rows: rows, of those with sample set, whose grammar's mask must be given to the executor's sample().
     prompt_logprob_rows: extend rows that give logprobs of prompt tokens; in parallel, prompt_logprob_offsets: index into the
         row's tokens of the first that predicts a wanted one (token i of a row predicts token i + 1 of its sequence), and
@@ -134,12 +135,13 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """tokens: int32[rows], meaningful where plan.sample and the request generates; with counts (int32[rows], 1 at least) flat, so
+    """tokens: int32[rows], meaningful where plan.sample and the request samples; with counts (int32[rows], 1 at least) flat, so
     many of each row: drafted ones that were sampled too, and the first that was not drafted; drafted: int32[rows], guesses that
     each row had, no more than planned; predicted: bool[rows], whether these are of its request's prediction, None where none
     are. faults: row -> fault, of its last token. logprobs: place in tokens -> values, prompt_logprobs: row -> values, where
-    asked. embeddings: row -> float32[dimensions], for rows with sample set whose request wants a vector. seconds: that the
-    executor worked on it, waiting left out; 0 where nobody has measured it."""
+    asked. embeddings: row -> float32[dimensions], for rows with sample set whose request wants a vector. label_logprobs: row ->
+    float32[labels], for rows with sample set whose request wants a score, see ScoreParams. seconds: that the executor worked on
+    it, waiting left out; 0 where nobody has measured it."""
 
     step_id: int
     tokens: I32
@@ -147,6 +149,7 @@ class StepResult:
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: I32 | None = None
     drafted: I32 | None = None
     predicted: NDArray[np.bool_] | None = None

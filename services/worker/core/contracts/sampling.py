@@ -35,6 +35,13 @@ class EmbeddingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreParams:
+    """The request wants the log probabilities of some tokens behind its prompt instead of output."""
+
+    label_token_ids: tuple[int, ...]  # 1 or more ids within the vocabulary; the result has their order
+
+
+@dataclass(frozen=True, slots=True)
 class DryParams:
     """Penalty on continuing a repetition ("Don't Repeat Yourself"): a token that would extend a repeat of n tokens,
     n >= allowed_length, loses multiplier * base ** (n - allowed_length). window: last tokens looked at, 0 for all.
@@ -52,7 +59,8 @@ class SamplingParams:
     """One request's sampling and stopping rules, every default resolved.
 
     temperature: 0 means greedy. top_k: -1 means the whole vocabulary, and so does top_n_sigma: 0.
-    max_new_tokens: >= 1, already clipped to the context. logit_bias: (token id, added to the logit) pairs.
+    max_new_tokens: already clipped to the context; 0: the request ends with its prompt.
+    logit_bias: (token id, added to the logit) pairs.
     allowed_token_ids: empty for all. seed: 64 bits; with the absolute token position it fixes each draw, so a request
     samples the same tokens whatever shares its batch. top_logprobs: -1 means no logprobs of outputs, 0 the sampled
     token's alone. logprob_token_ids: further ids whose logprobs are wanted wherever logprobs are. prompt_logprobs_from:
@@ -84,6 +92,12 @@ class SamplingParams:
     prompt_logprobs_from: int = -1
     grammar: GrammarSpec | None = None
     embedding: EmbeddingParams | None = None
+    score: ScoreParams | None = None
     stream_interval: int = DEFAULT_STREAM_INTERVAL
     skip_special_tokens: bool = True
     speculative: bool = True
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled. If not, the request ends with its prompt and reserves no KV for output."""
+        return self.max_new_tokens > 0 and self.embedding is None and self.score is None

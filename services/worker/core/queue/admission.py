@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 62
 def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> FinishDecision | None:
     """Why a request can never run here."""
     length, given = len(message.prompt_ids), len(message.output_ids)
-    outputs = 0 if message.params.embedding else message.params.max_new_tokens
+    outputs = message.params.max_new_tokens if message.params.samples else 0
     if length < 1:
         return refused("the prompt is empty")
     if length + min(outputs, 1) > config.context_len:
@@ -29,10 +29,11 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
         return refused("prompt and max_new_tokens together exceed the context")
     if length + given > config.context_len:
         return refused("prompt and output together exceed the context", "output_ids")
-    if given and (message.session is not None or message.params.embedding is not None):
-        return refused("neither in a session nor for an embedding", "output_ids")
-    if message.hand_over and (message.session is not None or message.params.embedding is not None):
-        return refused("neither in a session nor for an embedding", "hand_over")
+    alone = message.session is not None or message.params.embedding is not None or message.params.score is not None
+    if given and alone:
+        return refused("neither in a session nor for an embedding or a score", "output_ids")
+    if message.hand_over and alone:
+        return refused("neither in a session nor for an embedding or a score", "hand_over")
     if -(-(length + given) // config.page_size) > config.num_pages:
         size = config.num_pages * config.page_size
         return refused(f"the prompt has {length + given} tokens; the KV pool holds {size}", error=ErrorCode.OUT_OF_MEMORY)

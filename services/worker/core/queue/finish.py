@@ -51,6 +51,7 @@ class FinishDecision:
     error: ErrorCode = ErrorCode.NONE
     message: str = ""
     embedding: NDArray[np.float32] | None = None
+    label_logprobs: NDArray[np.float32] | None = None
     field: str = ""
 
 

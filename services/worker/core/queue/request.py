@@ -113,7 +113,7 @@ class Request:
     @property
     def most_outputs(self) -> int:
         """Tokens of output that there may come to be here, given ones included."""
-        most = self.params.max_new_tokens
+        most = self.params.max_new_tokens if self.params.samples else 0
         return most if self.hand_over is None else min(most, self.num_given + 1)
 
     @property

@@ -62,14 +62,14 @@ class SlotColumns:
         self.handle[slot] = request.handle
         ids = request.stop_token_ids
         params = request.params
-        self.guessable[slot] = params.speculative
-        self.masked[slot] = params.grammar is not None
+        self.guessable[slot] = params.speculative and params.samples
+        self.masked[slot] = params.grammar is not None and params.samples
         self.wants_logprobs[slot] = request.wants_logprobs
         self.predicted[slot] = len(request.prediction) > 0
         self.redundant[slot] = False
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)
-        leaves = params.embedding is not None or request.hand_over is not None
+        leaves = not params.samples or request.hand_over is not None
         self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or leaves
         self.stop_ids[slot] = -1
         if ids:

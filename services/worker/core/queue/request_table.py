@@ -413,6 +413,7 @@ class RequestTable:
             retractions=request.num_retractions,
             verified=request.verified,
             embedding=ending.embedding,
+            label_logprobs=ending.label_logprobs,
             room=request.hand_over if room_pages else None,
             room_pages=room_pages,
         )

@@ -97,6 +97,24 @@ class PromptPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows that end with their prompt and want log probabilities of labels behind it."""
+
+    rows: I64  # int64[n], rows of the plan
+    indices: I64  # int64[n], of each row's last token within the pass
+    labels: tuple[I64, ...]  # token ids of each row, 1 or more
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePiece:
+    """Some scored rows, whose values are in the readback under one name."""
+
+    name: str  # of the tensors in the readback
+    rows: tuple[int, ...]  # rows of the plan
+    sizes: tuple[int, ...]  # labels of each row
+
+
+@dataclass(frozen=True, slots=True)
 class OutputLogprobs:
     """rows: indices into the sampled rows that want logprobs of their tokens. nums, ids: what each of them wants; kept here
     because a slot may have another holder when the step's result comes."""

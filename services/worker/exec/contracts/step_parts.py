@@ -21,6 +21,8 @@ from services.worker.exec.contracts.step_data import (
     Places,
     PromptPiece,
     SampleSpace,
+    ScoredRows,
+    ScorePiece,
 )
 from services.worker.exec.streams.readback import Readback
 from services.worker.exec.streams.upload import UploadRing
@@ -58,6 +60,27 @@ class StepLogprobs(Protocol):
         self, pieces: Sequence[PromptPiece], host: Mapping[str, Tensor]
     ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
         """By row of the plan; a row whose logits are not finite stands in both."""
+
+    def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
+        """Returns the rows whose last token ends a prompt that is scored; None if there are none."""
+
+    def score_sections(self, scored: ScoredRows) -> list[tuple[str, NDArray[np.generic]]]:
+        """Returns sections of an upload, which measure_scores() reads."""
+
+    def measure_scores(
+        self,
+        scored: ScoredRows,
+        views: Mapping[str, Tensor],
+        logits: Callable[[Tensor], Tensor],
+        readback: Readback,
+        prefix: str,
+    ) -> list[ScorePiece]:
+        """Launches the measurement of the labels of the rows. logits: by index of a token. prefix: of names in the readback."""
+
+    def scores(
+        self, pieces: Sequence[ScorePiece], host: Mapping[str, Tensor]
+    ) -> tuple[dict[int, NDArray[np.float32]], dict[int, RowFault]]:
+        """Returns label log probabilities and faults by row of the plan; a row whose logits are not finite has a fault alone."""
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
         """Of the given rows of float32[n, V], each with its token of tokens; num_top top ones at least."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.core.contracts.plan import I32, BatchPlan, RowFault, SlotParams
+from services.worker.core.contracts.plan import BatchPlan, RowFault, SlotParams
 from services.worker.core.contracts.sampling import EmbeddingParams
 
 States = Callable[[Tensor], Tensor]
@@ -90,16 +90,14 @@ class EmbeddingPool:
     Mean and first-token pooling need every prompt token computed from the admission on: no hit in the prefix cache.
     """
 
-    def __init__(self, config: PoolingConfig, max_slots: int, device: torch.device | None = None, in_order: bool = False) -> None:
+    def __init__(self, config: PoolingConfig, device: torch.device | None = None, in_order: bool = False) -> None:
         """device: of the states; None for the CPU. in_order: sums take one token after the other."""
         self._config, self._in_order = config, in_order
         self._device = device
         self._pools: dict[int, _Pooled] = {}
-        self._wanted = np.zeros(max_slots, dtype=np.bool_)
 
     def admit(self, slot: SlotParams) -> None:
         self._pools.pop(slot.slot, None)
-        self._wanted[slot.slot] = slot.params.embedding is not None
         if slot.params.embedding is not None:
             self._pools[slot.slot] = _Pooled(slot.params.embedding)
 
@@ -107,10 +105,6 @@ class EmbeddingPool:
     def empty(self) -> bool:
         """No slot's request wants a vector."""
         return not self._pools
-
-    def wanted(self, slots: I32) -> NDArray[np.bool_]:
-        """bool[n]: those whose request wants a vector, and so no token."""
-        return self._wanted[slots]
 
     def pool(self, plan: BatchPlan, states: States) -> dict[int, Tensor]:
         """Takes in the step's tokens and gives the vectors, float32[dimensions], of rows with sample set: by row of the plan.

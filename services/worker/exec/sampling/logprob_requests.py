@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.contracts.sample_ops import Measured, SampleKernels
 from services.shared.limits import MAX_TOP_LOGPROBS
 from services.worker.core.contracts.plan import I32, BatchPlan, PromptLogprobs, RowFault, RowLogprobs, SlotParams
-from services.worker.exec.contracts.step_data import OutputLogprobs, PromptPiece
+from services.worker.exec.contracts.step_data import OutputLogprobs, PromptPiece, ScoredRows, ScorePiece
 from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
@@ -32,6 +32,7 @@ class LogprobRequests:
         self._num_top = np.full(max_slots, -1, dtype=np.int64)
         self._wanting: set[int] = set()  # slots whose number of top ones is not -1
         self._chosen: dict[int, I64] = {}
+        self._labels: dict[int, I64] = {}  # of slots whose requests want a score
 
     def admit(self, slot: SlotParams) -> None:
         params, index = slot.params, slot.slot
@@ -40,6 +41,9 @@ class LogprobRequests:
         self._chosen.pop(index, None)
         if params.logprob_token_ids:
             self._chosen[index] = np.array(params.logprob_token_ids, dtype=np.int64)
+        self._labels.pop(index, None)
+        if params.score is not None:
+            self._labels[index] = np.array(params.score.label_token_ids, dtype=np.int64)
 
     # Of sampled tokens
 
@@ -157,6 +161,64 @@ class LogprobRequests:
             values[row] = PromptLogprobs(own, top_ids[:, kept], top[:, kept], chosen)
             if not np.isfinite(mass).all():
                 faults[row] = RowFault.NAN_LOGITS
+        return values, faults
+
+    # Behind prompts
+
+    def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
+        """Returns the rows whose last token ends a prompt that is scored; None if there are none."""
+        if not self._labels:
+            return None
+        extends = np.flatnonzero(plan.sample[: plan.num_extend]).tolist()
+        rows = [row for row in extends if int(plan.slots[row]) in self._labels]
+        if not rows:
+            return None
+        indices = np.cumsum(plan.num_tokens, dtype=np.int64)[rows] - 1
+        return ScoredRows(np.array(rows, dtype=np.int64), indices, tuple(self._labels[int(plan.slots[row])] for row in rows))
+
+    def score_sections(self, scored: ScoredRows) -> list[tuple[str, NDArray[np.generic]]]:
+        """Returns sections of an upload, which measure_scores() reads."""
+        ids = [labels.clip(0, self._vocab_size - 1) for labels in scored.labels]
+        places = np.repeat(np.arange(len(ids)), [len(labels) for labels in ids])
+        firsts = np.array([labels[0] for labels in ids])
+        sections = [("score_indices", scored.indices), ("score_firsts", firsts), ("score_places", places)]
+        return [*sections, ("score_ids", np.concatenate(ids))]
+
+    def measure_scores(
+        self, scored: ScoredRows, views: Mapping[str, Tensor], logits: Logits, readback: Readback, prefix: str
+    ) -> list[ScorePiece]:
+        """Launches the measurement of the rows' labels. logits: see Logits. prefix: of the names in the readback."""
+        sizes = [len(labels) for labels in scored.labels]
+        ends = np.cumsum(sizes)
+        pieces: list[ScorePiece] = []
+        for begin in range(0, len(sizes), self._piece_rows):
+            end = min(begin + self._piece_rows, len(sizes))
+            made = logits(views["score_indices"][begin:end].long())
+            rows = torch.arange(end - begin, dtype=torch.int32, device=self._device)
+            mass = self.measure(made, views["score_firsts"][begin:end], rows, 0).mass
+            labels = slice(int(ends[begin]) - sizes[begin], int(ends[end - 1]))
+            places = views["score_places"][labels].long() - begin
+            name = f"score_{prefix}{begin}"
+            readback.add(f"{name}_values", made[places, views["score_ids"][labels].long()] - mass[places])
+            readback.add(f"{name}_mass", mass)
+            pieces.append(ScorePiece(name, tuple(scored.rows[begin:end].tolist()), tuple(sizes[begin:end])))
+        return pieces
+
+    def scores(
+        self, pieces: Sequence[ScorePiece], host: Mapping[str, Tensor]
+    ) -> tuple[dict[int, NDArray[np.float32]], dict[int, RowFault]]:
+        """Returns label log probabilities and faults by row of the plan; a row whose logits are not finite has a fault alone."""
+        values: dict[int, NDArray[np.float32]] = {}
+        faults: dict[int, RowFault] = {}
+        for piece in pieces:
+            of_rows = np.split(host[f"{piece.name}_values"].numpy(), np.cumsum(piece.sizes)[:-1])
+            sound = host[f"{piece.name}_mass"].isfinite().tolist()
+            assert len(of_rows) == len(sound) == len(piece.rows), "each scored row has values and a mass"
+            for row, own, finite in zip(piece.rows, of_rows, sound, strict=True):
+                if finite:
+                    values[row] = own.astype(np.float32, copy=True)
+                else:
+                    faults[row] = RowFault.NAN_LOGITS
         return values, faults
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:

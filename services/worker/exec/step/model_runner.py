@@ -22,7 +22,7 @@ from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
 from services.worker.exec.contracts.executor_stats import ExecutorStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks
-from services.worker.exec.contracts.step_data import Batch, CudaGraph, Places, PromptPiece
+from services.worker.exec.contracts.step_data import Batch, CudaGraph, Places, PromptPiece, ScorePiece
 from services.worker.exec.contracts.step_parts import Launched, StepGraphs, StepSampler
 from services.worker.exec.pools.arrivals import Arrivals
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, embedded
@@ -57,6 +57,7 @@ class DeviceRun:
     known: NDArray[np.int32] | None = None
     prompts: list[PromptPiece] = field(default_factory=list)
     embeddings: list[int] = field(default_factory=list)
+    scores: list[ScorePiece] = field(default_factory=list)
     faults: dict[int, RowFault] = field(default_factory=dict)
     launched: list[Launched] = field(default_factory=list)
     error: BaseException | None = None
@@ -107,6 +108,7 @@ class DeviceRunner:
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
         self._reclaim = reclaim
         self._arrivals = arrivals
+        self._silent = np.zeros(relay.shape[0], dtype=np.bool_)  # slots whose requests end with their prompt, unsampled
         self._max_tokens = max_tokens
         self._max_wanted = max_wanted
         self._cut_rows = cut_rows
@@ -209,7 +211,8 @@ class DeviceRunner:
             raise UnwrittenToken(f"no token was written for one of the slots {plan.slots[plan.num_extend :].tolist()}")
         prompts, faults = self.sampler.wishes.prompts(run.prompts, host)
         vectors = embedded({row: host[f"embedding_{row}"] for row in run.embeddings})
-        faults |= vectors.faults
+        scores, unsound = self.sampler.wishes.scores(run.scores, host)
+        faults |= vectors.faults | unsound
         logprobs: dict[int, RowLogprobs] = {}
         for launched in run.launched:
             outcome, rows = self.sampler.outcome(launched), launched.batch.rows
@@ -218,15 +221,16 @@ class DeviceRunner:
             faults |= {int(rows[index]): fault for index, fault in outcome.faults.items()}
             logprobs |= {int(rows[index]): values for index, values in outcome.logprobs.items()}
         faults |= run.faults
-        return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors.vectors)
+        return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors.vectors, scores)
 
     # What a step needs on the device
 
     def _samples(self, plan: BatchPlan) -> NDArray[np.bool_]:
-        """bool[rows]: those that want a token and no vector, once the plan's slots are admitted."""
+        """bool[rows]: those that want a token, once the plan's slots are admitted."""
         for slot in plan.admitted:
             self._embeddings.admit(slot)
-        return plan.sample if self._embeddings.empty else plan.sample & ~self._embeddings.wanted(plan.slots)
+            self._silent[slot.slot] = not slot.params.samples
+        return plan.sample & ~self._silent[plan.slots] if plan.num_extend else plan.sample
 
     def _graph_for(self, plan: BatchPlan, guessed: bool) -> CudaGraph | None:
         """For decode rows, which all sample, and beside them what is known of begun requests, if it is little. guessed: slots
@@ -242,7 +246,7 @@ class DeviceRunner:
 
     def _extends_in_graph(self, plan: BatchPlan) -> bool:
         """A graph gives nothing but the logits of sampled rows."""
-        if plan.admitted or len(plan.prompt_logprob_rows) or self._embeddings.wanted(plan.slots[: plan.num_extend]).any():
+        if plan.admitted or len(plan.prompt_logprob_rows) or self._silent[plan.slots[: plan.num_extend]].any():
             return False
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
 
@@ -269,6 +273,8 @@ class DeviceRunner:
         if plan.admitted:
             sections += self.sampler.admission(plan.admitted).sections()
             sections.append(("admitted", np.array([slot.slot for slot in plan.admitted], dtype=np.int32)))
+        if (scored := self.sampler.wishes.of_prompts(plan)) is not None:
+            sections += self.sampler.wishes.score_sections(scored)
         return sections
 
     def _begin(self, plan: BatchPlan, views: Mapping[str, Tensor]) -> None:
@@ -306,7 +312,7 @@ class DeviceRunner:
             self._compute(run, whole(plan), columns, views, kept=False)
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for step %d of %d tokens, computed in pieces: %s", plan.step_id, columns.total, error)
-            run.readback, run.batches, run.prompts, run.embeddings = Readback(self.streams), [], [], []
+            run.readback, run.batches, run.prompts, run.embeddings, run.scores = Readback(self.streams), [], [], [], []
         else:
             return
         self._in_pieces(run, plan)  # outside of the handler, whose traceback holds tensors
@@ -320,12 +326,19 @@ class DeviceRunner:
         self.passes.run(ids, rows, columns, views["given"], views.get("known"))
         prompts = self.sampler.wishes.measure_prompts(plan, ids, self.passes.model.logits, run.readback, f"{len(run.prompts)}_")
         vectors = self._embeddings.pool(plan, self._states)
+        scores = self._score(plan, views, run)
         batch = self._batch(piece, columns, device, kept)
         for row, vector in vectors.items():
             run.readback.add(f"embedding_{int(piece.rows[row])}", vector)
         run.embeddings += [int(piece.rows[row]) for row in vectors]
         run.prompts += [replace(prompt, row=int(piece.rows[prompt.row])) for prompt in prompts]
+        run.scores += [replace(score, rows=tuple(piece.rows[list(score.rows)].tolist())) for score in scores]
         run.batches += [batch] if batch is not None else []
+
+    def _score(self, plan: BatchPlan, views: Mapping[str, Tensor], run: DeviceRun) -> list[ScorePiece]:
+        wishes, logits = self.sampler.wishes, self.passes.model.logits
+        scored = wishes.of_prompts(plan)
+        return [] if scored is None else wishes.measure_scores(scored, views, logits, run.readback, f"{len(run.scores)}_")
 
     def _states(self, wanted: Tensor) -> Tensor:
         """See TokenModel.states. A mean wants those of a whole prompt."""
@@ -367,7 +380,7 @@ class DeviceRunner:
     def _fits(self, run: DeviceRun, piece: Piece) -> bool:
         if piece.num_tokens > self._max_tokens:
             return False
-        done = (len(run.prompts), len(run.embeddings), len(run.batches))
+        done = (len(run.prompts), len(run.embeddings), len(run.batches), len(run.scores))
         self._make_room()
         try:
             columns, given = self._columns(piece.plan, None, self._samples(piece.plan))
@@ -376,7 +389,7 @@ class DeviceRunner:
             self.streams.forward_after_schedule()
             self._compute(run, piece, columns, views, kept=True)
         except torch.OutOfMemoryError:
-            del run.prompts[done[0] :], run.embeddings[done[1] :], run.batches[done[2] :]
+            del run.prompts[done[0] :], run.embeddings[done[1] :], run.batches[done[2] :], run.scores[done[3] :]
             return False
         return True
 

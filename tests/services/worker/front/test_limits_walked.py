@@ -38,6 +38,7 @@ WALKED: dict[str, Callable[[int], Made]] = {
     "MAX_STOP_REGEX_CHARS": sampled("stop_regex", lambda value: {"stop_regex": [f"[{'a' * (value - 2)}]"]}),
     "MAX_TOP_LOGPROBS": sampled("logprobs.top", lambda value: {"logprobs": pb.Logprobs(top=value)}),
     "MAX_LOGPROB_TOKEN_IDS": sampled("logprobs.token_ids", lambda value: {"logprobs": pb.Logprobs(token_ids=[1] * value)}),
+    "MAX_LABEL_TOKEN_IDS": sampled("score.label_token_ids", lambda value: {"score": pb.Score(label_token_ids=[1] * value)}),
     "MAX_TOKEN_ID_SET": sampled("allowed_token_ids", lambda value: {"allowed_token_ids": [1] * value}),
     "MAX_DRY_BREAKERS": sampled("dry_sequence_breakers", lambda value: {"dry": pb.Dry(multiplier=1, breakers=["a"] * value)}),
     "MAX_DRY_BREAKER_CHARS": sampled(

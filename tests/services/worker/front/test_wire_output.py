@@ -70,6 +70,13 @@ def test_finish_with_a_vector() -> None:
     )
 
 
+def test_finish_carries_the_log_probabilities_of_labels() -> None:
+    values = np.array([-0.5, -np.inf], dtype=np.float32)
+    finish = Finish(1, "r", FinishReason.SCORED, prompt_tokens=3, label_logprobs=values)
+    pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
+    assert (pb.reason, list(pb.label_logprobs)) == (common_pb2.FINISH_REASON_SCORED, values.tolist())
+
+
 def test_cached_tokens_by_tier() -> None:
     finish = Finish(1, "r", FinishReason.LENGTH, cached_tokens=9, cached_from={Tier.DEVICE: 2, Tier.HOST: 3, Tier.STORAGE: 4})
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]

@@ -15,7 +15,14 @@ from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import SCALARS
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
-from services.worker.core.contracts.sampling import DryParams, EmbeddingParams, GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.contracts.sampling import (
+    DryParams,
+    EmbeddingParams,
+    GrammarKind,
+    GrammarSpec,
+    SamplingParams,
+    ScoreParams,
+)
 from services.worker.front.wire import InvalidRequest, ModelLimits, prefetch_from_pb, submit_from_pb
 from tests.services.parameter_values import NUMERIC, outside, typical
 
@@ -119,13 +126,27 @@ class TestDry:
 class TestEmbedding:
     def test_takes_one_step(self) -> None:
         params = sampling(max_new_tokens=50, embedding=pb.Embedding(dimensions=4, normalize=False))
-        assert (params.embedding, params.max_new_tokens) == (EmbeddingParams(4, False), 1)
+        assert (params.embedding, params.max_new_tokens) == (EmbeddingParams(4, False), 0)
 
     def test_defaults_are_the_models(self) -> None:
         assert sampling(embedding=pb.Embedding()).embedding == EmbeddingParams(0, None)
 
     def test_may_fill_the_context(self) -> None:
-        assert sampling(prompt=[1] * CONTEXT, embedding=pb.Embedding()).max_new_tokens == 1
+        assert sampling(prompt=[1] * CONTEXT, embedding=pb.Embedding()).max_new_tokens == 0
+
+
+class TestScore:
+    def test_samples_nothing_whatever_else_is_asked(self) -> None:
+        params = sampling(max_new_tokens=50, score=pb.Score(label_token_ids=[7, 2, 7]))
+        assert (params.score, params.max_new_tokens, params.samples) == (ScoreParams((7, 2, 7)), 0, False)
+
+    def test_may_fill_the_context(self) -> None:
+        assert sampling(prompt=[1] * CONTEXT, score=pb.Score(label_token_ids=[1])).score == ScoreParams((1,))
+
+
+def test_no_token_is_wanted_when_max_new_tokens_is_0() -> None:
+    params = sampling(max_new_tokens=0, min_new_tokens=3)
+    assert (params.max_new_tokens, params.min_new_tokens, params.samples) == (0, 0, False)
 
 
 def refused(field: str, model: ModelLimits = MODEL, **fields: Any) -> str:
@@ -136,7 +157,6 @@ def refused(field: str, model: ModelLimits = MODEL, **fields: Any) -> str:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens: "),
     "stop empty": ({"stop": [""]}, "stop: "),
     "allowed outside": ({"allowed_token_ids": [1, VOCAB]}, "allowed_token_ids: "),
     "logit_bias outside": ({"logit_bias_ids": [VOCAB], "logit_bias_values": [1]}, "logit_bias: "),
@@ -153,6 +173,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many dimensions": ({"embedding": pb.Embedding(dimensions=9)}, "embedding.dimensions: "),
     "embedding with a grammar": ({"embedding": pb.Embedding(), "grammar": pb.Grammar(regex="a")}, "embedding: "),
     "embedding with logprobs": ({"embedding": pb.Embedding(), "logprobs": pb.Logprobs()}, "embedding: "),
+    "score without labels": ({"score": pb.Score()}, "score.label_token_ids: "),
+    "label outside the vocabulary": ({"score": pb.Score(label_token_ids=[VOCAB])}, "score.label_token_ids: "),
+    "score with a grammar": ({"score": pb.Score(label_token_ids=[1]), "grammar": pb.Grammar(regex="a")}, "score: "),
+    "score with logprobs": ({"score": pb.Score(label_token_ids=[1]), "logprobs": pb.Logprobs()}, "score: "),
+    "score with an embedding": ({"score": pb.Score(label_token_ids=[1]), "embedding": pb.Embedding()}, "score: "),
 }
 
 
@@ -304,8 +329,9 @@ class TestOutputFromElsewhere:
             ([1 << 31], {}),
             ([1], {"session": worker_pb2.SessionTurn(session_id="s")}),
             ([1], {"sampling": pb.SamplingParams(embedding=pb.Embedding())}),
+            ([1], {"sampling": pb.SamplingParams(score=pb.Score(label_token_ids=[1]))}),
         ],
-        ids=["vocabulary", "beyond int32", "session", "embedding"],
+        ids=["vocabulary", "beyond int32", "session", "embedding", "score"],
     )
     def test_is_refused_by_name(self, output: list[int], more: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match=r"^output_ids: "):
@@ -370,8 +396,9 @@ class TestApart:
             ({"source": worker_pb2.KvSource(address="a" * 257, room=source().room)}, "source.address"),
             ({"source": source(), "session": worker_pb2.SessionTurn(session_id="s")}, "source"),
             ({"source": source(), "sampling": pb.SamplingParams(embedding=pb.Embedding())}, "source"),
+            ({"source": source(), "sampling": pb.SamplingParams(score=pb.Score(label_token_ids=[1]))}, "source"),
         ],
-        ids=["nothing is kept here", "secret", "pages", "address", "session", "embedding"],
+        ids=["nothing is kept here", "secret", "pages", "address", "session", "embedding", "score"],
     )
     def test_is_refused(self, fields: dict[str, Any], field: str) -> None:
         with pytest.raises(InvalidRequest) as refusal:
