@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from services.worker.grammar.book import CompiledBook
 from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.compile.vocabulary import vocabulary_of
 from services.worker.grammar.match.mask_filler import MaskFiller
+from services.worker.identity.end_of_sequence import end_of_sequence
 from services.worker.identity.model_identity import ServedWeights, identify_model
 from services.worker.identity.sampling_defaults import sampling_defaults
 from services.worker.identity.weights_revision import WeightsReading
@@ -106,8 +107,9 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("at most %d requests run at once; prompts are cut after %s tokens (0: never)", running, chunk)
     moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
     built, weights = _load(name, settings, on_lost, moves)
-    info = built.info
     tokenizer = load_tokenizer(settings.model, settings.chat_template)
+    ends = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
+    info = replace(built.info, eos_token_ids=ends)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
     logger.info("model ready: %s", info)
     logger.info("scheduler: %s", config)
@@ -259,14 +261,13 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
 def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:
     """The model folder's config and tokenizer, and no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
-    eos = config.get("eos_token_id")
     context_len = settings.context_len or int(config["max_position_embeddings"])
     num_pages = -(-(settings.max_total_tokens or 1 << 17) // settings.page_size)
     info = LoadedInfo(
         architecture="fake",
         context_len=context_len,
         vocab_size=int(config["vocab_size"]),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_token_ids=(),
         num_pages=num_pages,
         page_size=settings.page_size,
         dtype="none",

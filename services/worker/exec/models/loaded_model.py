@@ -55,12 +55,12 @@ class LoadedModel:
         graphs: GraphLimits = NO_GRAPHS,
         context_len: int | None = None,
     ) -> LoadedInfo:
-        """context_len: None for the model's. Raises CheckpointError if the folder does not say where its texts end."""
+        """context_len: None for the model's."""
         return LoadedInfo(
             architecture=architecture_of(self.config),
             context_len=context_len or self.context_len,
             vocab_size=int(self.config.vocab_size),
-            eos_token_ids=eos_token_ids(request.folder, self.config),
+            eos_token_ids=eos_token_ids(self.config),
             num_pages=num_pages,
             page_size=request.page_size,
             dtype=str(self.dtype).removeprefix("torch."),

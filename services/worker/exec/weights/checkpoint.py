@@ -60,11 +60,10 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    """Every end-of-sequence id that generation_config.json or config.json names, in that order, once each."""
-    path = folder / "generation_config.json"
-    named = [read_json(path).get("eos_token_id") if path.is_file() else None, config.eos_token_id]
-    ids = [token for entry in named for token in (entry if isinstance(entry, list) else [entry]) if token is not None]
+def eos_token_ids(config: Any) -> tuple[int, ...]:
+    """Returns the end-of-sequence ids of the config, its class's default included: files leave out what equals that."""
+    named = getattr(config, "eos_token_id", None)
+    ids = named if isinstance(named, list) else [] if named is None else [named]
     return tuple(dict.fromkeys(int(token) for token in ids))
 
 

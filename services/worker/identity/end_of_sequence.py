@@ -1,0 +1,69 @@
+"""Reads the end-of-sequence tokens of a model folder. Each token that any of its files names ends an answer.
+
+Files disagree in published folders: a fine-tuned model often ends its turns with the tokenizer's `eos_token`, while config.json
+and generation_config.json still name the base model's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.shared.hf_tokenizer import HfTokenizer
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+NESTED = ("text_config", "llm_config", "language_config")  # of the language model in a larger model's config.json
+
+
+def end_of_sequence(folder: str | Path, of_config: Sequence[int], tokenizer: HfTokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids that end an answer, once each.
+
+    Args:
+        of_config: what the loaded config says, its class's default included.
+        vocab_size: ids from here on are left out; they are never sampled.
+
+    Raises:
+        ValueError: a file is no JSON object, or its `eos_token_id` is neither an id nor a list of ids.
+    """
+    found = [*_named_ids(Path(folder)), *of_config, *_tokenizer_ids(Path(folder), tokenizer)]
+    return tuple(token for token in dict.fromkeys(found) if token < vocab_size)
+
+
+def _named_ids(folder: Path) -> Iterator[int]:
+    for name in (GENERATION, CONFIG):
+        content = _object(folder / name)
+        for part in (content, *(nested for key in NESTED if isinstance(nested := content.get(key), dict))):
+            yield from _ids(part.get("eos_token_id"), folder / name)
+
+
+def _tokenizer_ids(folder: Path, tokenizer: HfTokenizer) -> Iterator[int]:
+    """A token that the vocabulary lacks has no id."""
+    for name in TOKENIZER_FILES:
+        token = _object(folder / name).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        found = tokenizer.token_id(text) if isinstance(text, str) else None
+        if found is not None:
+            yield found
+
+
+def _ids(value: Any, path: Path) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int) or each < -1 for each in ids):
+        raise ValueError(f"{path}: 'eos_token_id' is {json.dumps(value)}; it is a token id or a list of token ids.")
+    return [each for each in ids if each >= 0]  # -1: none, in some folders
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The file's content; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object.")
+    return content
