@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadedInfo:
-    """eos_token_ids: of the model's config alone; engine.py adds those of other files. context_len: tokens, prompt and output together. dtype: of weights and KV. weight_bytes: resident, packed copies
+    """context_len: tokens, prompt and output together. dtype: of weights and KV. weight_bytes: resident, packed copies
     included. kv_bytes_per_token: over all layers, keys and values. The KV pool holds num_pages * page_size tokens.
 
     generates: has a vocabulary projection, so that tokens can be sampled. embedding_size: numbers in an embedding, 0 where
@@ -26,7 +26,7 @@ class LoadedInfo:
     architecture: str
     context_len: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # as an executor makes it, of the config alone; engine.py adds those of other files
     num_pages: int
     page_size: int
     dtype: str

@@ -70,5 +70,5 @@ def test_end_of_sequence_has_the_default_of_the_configs_class(tmp_path: Path) ->
 
 @pytest.mark.parametrize("value", ["<end>", [STOP, "<end>"], 2.5, True, {"a": 1}], ids=str)
 def test_end_of_sequence_is_refused_by_file_and_value_when_it_is_no_id(tmp_path: Path, value: object) -> None:
-    with pytest.raises(ValueError, match="generation_config.json: 'eos_token_id' is .*; it is a token id or a list"):
+    with pytest.raises(ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; it is a token id or a list"):
         ends(tmp_path, generation_config={"eos_token_id": value})
