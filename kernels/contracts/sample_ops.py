@@ -24,7 +24,7 @@ class SlotColumn(enum.IntEnum):
     SEED_HIGH = 1
     TEMPERATURE = 2  # float; 0: greedy
     TOP_K = 3  # below 1: all
-    TOP_P = 4  # float
+    TOP_P = 4  # float, at least 0; the likeliest token stays at any value
     MIN_P = 5  # float
     REPETITION = 6  # float; 1: none
     FREQUENCY = 7  # float

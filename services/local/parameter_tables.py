@@ -32,7 +32,7 @@ from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampl
 from services.gateway.api.texts import operations as texts_operations
 from services.gateway.request.bodies import AnswerBody
 from services.shared.sampling_parameter import Api, Kind, Parameter
-from services.shared.sampling_parameters import OPENAI, PARAMETERS, SMALLEST_POSITIVE, UNSERVED
+from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED
 
 PAGES = ("docs/api.md", "docs/sglang-api.md", "docs/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -152,7 +152,7 @@ def _values(row: Parameter) -> str:
 def _range(row: Parameter) -> str:
     if row.low is None or row.high is None:
         return f"at least {row.low:,}"
-    low = "above 0" if row.low == SMALLEST_POSITIVE else _power(row.low)
+    low = f"above {_power(row.low)}" if row.excludes_low else _power(row.low)
     return f"{low} to {_power(row.high)}"
 
 

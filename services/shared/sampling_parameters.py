@@ -12,7 +12,6 @@ from types import MappingProxyType
 from services.shared import limits
 from services.shared.sampling_parameter import Api, Kind, Parameter, UnservedParameter
 
-SMALLEST_POSITIVE = 2.0**-126  # float32's smallest normal number: what is below may be 0 on a device
 UINT32_MAX = (1 << 32) - 1
 INT64 = (-(1 << 63), (1 << 63) - 1)
 COMPLETION_TOKENS = 16  # of an answer, where a request does not say
@@ -33,9 +32,11 @@ def _renamed(openai: str, generate: str) -> Names:
     return MappingProxyType({**_on(OPENAI, openai), Api.GENERATE: generate})
 
 
-def _number(name: str, low: float, high: float, off: float, doc: str, of_model: bool = False) -> Parameter:
+def _number(
+    name: str, low: float, high: float, off: float, doc: str, of_model: bool = False, excludes_low: bool = False
+) -> Parameter:
     """off: asks for nothing, and is the default."""
-    return Parameter(_everywhere(name), name, Kind.NUMBER, doc, low, high, off, (off,), of_model)
+    return Parameter(_everywhere(name), name, Kind.NUMBER, doc, low, high, off, (off,), of_model, excludes_low=excludes_low)
 
 
 def _integer(
@@ -66,7 +67,14 @@ def _token_ids(name: str, most: int, doc: str, least: int = 0) -> Parameter:
 # They cross the wire as they are, and have the same names in the core.
 SCALARS = (
     _number("temperature", 0.0, 100.0, 1.0, "0: always the likeliest token.", of_model=True),
-    _number("top_p", SMALLEST_POSITIVE, 1.0, 1.0, "The likeliest tokens that together are so probable.", of_model=True),
+    _number(
+        "top_p",
+        0.0,
+        1.0,
+        1.0,
+        "The likeliest tokens whose probabilities together reach this share; 0: always the likeliest token.",
+        of_model=True,
+    ),
     _integer(_everywhere("top_k"), "top_k", -1, 1 << 30, "So many likeliest tokens; 0 or -1: all.", -1, (-1, 0), of_model=True),
     _number("min_p", 0.0, 1.0, 0.0, "Tokens that are so probable, measured by the likeliest one.", of_model=True),
     _number(
@@ -76,7 +84,15 @@ SCALARS = (
         0.0,
         "Tokens whose logit lies within *n* standard deviations of the greatest; before `top_k`, `top_p` and `min_p`; 0: all.",
     ),
-    _number("repetition_penalty", SMALLEST_POSITIVE, 2.0, 1.0, "A factor against tokens of prompt and answer.", of_model=True),
+    _number(
+        "repetition_penalty",
+        0.0,
+        2.0,
+        1.0,
+        "A factor against tokens of prompt and answer.",
+        of_model=True,
+        excludes_low=True,
+    ),
     _number("frequency_penalty", -2.0, 2.0, 0.0, "Against tokens of the answer, for each time that they are in it."),
     _number("presence_penalty", -2.0, 2.0, 0.0, "Against tokens of the answer."),
     _integer(

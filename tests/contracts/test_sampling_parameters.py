@@ -64,10 +64,10 @@ def limits_of(field: FieldInfo) -> dict[str, Any]:
     """As pydantic enforces them."""
     found: dict[str, Any] = {}
     for limit in field.metadata:
-        for kind, name in (("Ge", "ge"), ("Le", "le"), ("MinLen", "min_length"), ("MaxLen", "max_length")):
+        for kind, name in (("Ge", "ge"), ("Gt", "gt"), ("Le", "le"), ("MinLen", "min_length"), ("MaxLen", "max_length")):
             if isinstance(limit, getattr(annotated_types, kind)):
                 found[kind] = getattr(limit, name)
-        assert not isinstance(limit, annotated_types.Gt | annotated_types.Lt), "ranges have their ends in them"
+        assert not isinstance(limit, annotated_types.Lt), "ranges have their upper ends in them"
     return found
 
 
@@ -75,7 +75,8 @@ def limits_in(row: Parameter) -> dict[str, Any]:
     if row.kind in (Kind.STRINGS, Kind.TOKEN_IDS, Kind.BIASES):
         return {"MaxLen": row.most} | ({"MinLen": row.least} if row.least else {})
     if row.kind in (Kind.NUMBER, Kind.INTEGER):
-        return {name: limit for name, limit in (("Ge", row.low), ("Le", row.high)) if limit is not None}
+        low = "Gt" if row.excludes_low else "Ge"
+        return {name: limit for name, limit in ((low, row.low), ("Le", row.high)) if limit is not None}
     return {}
 
 

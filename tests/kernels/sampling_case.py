@@ -64,7 +64,7 @@ def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
     return {
         "temperature": chance.choice([0.0, 0.0, 0.25, 0.5, 0.7, 1.0, 2.0, 3.0, 1e-9, 2.0**-30]),
         "top_k": chance.choice([-1, -1, -1, 0, 1, 2, 3, 20, 50, vocab_size - 1, vocab_size, vocab_size + 7]),
-        "top_p": chance.choice([1.0, 1.0, 1.0, 1e-6, 0.015625, 0.3, 0.5, 0.90625, 0.999]),
+        "top_p": chance.choice([1.0, 1.0, 1.0, 0.0, 1e-6, 0.015625, 0.3, 0.5, 0.90625, 0.999]),
         "min_p": chance.choice([0.0, 0.0, 0.0, 0.05, 0.125, 1.0]),
         "top_n_sigma": chance.choice([0.0, 0.0, 0.0, 0.0, 0.01, 0.5, 1.0, 2.0, 1e6]),
         "seed": chance.getrandbits(64),

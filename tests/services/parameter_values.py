@@ -29,11 +29,12 @@ def typical(row: Parameter) -> Any:
 
 
 def outside(row: Parameter) -> list[float]:
-    """The neighbours of both ends."""
+    """The neighbours of both ends, and an end that the range excludes."""
     if row.kind is Kind.INTEGER:
         return [int(limit) + step for limit, step in ((row.low, -1), (row.high, 1)) if limit is not None]
     ends = ((row.low, -np.inf), (row.high, np.inf))
-    return [float(np.nextafter(np.float32(limit), np.float32(far))) for limit, far in ends if limit is not None]
+    excluded = [row.low] if row.excludes_low and row.low is not None else []
+    return excluded + [float(np.nextafter(np.float32(limit), np.float32(far))) for limit, far in ends if limit is not None]
 
 
 def name_of(row: Parameter) -> str:

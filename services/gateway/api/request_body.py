@@ -35,7 +35,8 @@ def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
     if row.kind in _LISTS:
         return Field(absent, min_length=row.least or None, max_length=row.most, description=row.doc)
     if row.kind in (Kind.NUMBER, Kind.INTEGER):
-        return Field(absent, ge=row.low, le=row.high, description=row.doc)
+        closed, open_end = (None, row.low) if row.excludes_low else (row.low, None)
+        return Field(absent, ge=closed, gt=open_end, le=row.high, description=row.doc)
     return Field(absent, description=row.doc)
 
 

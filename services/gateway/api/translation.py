@@ -20,6 +20,7 @@ from services.shared.sampling_parameter import Api, Parameter
 from services.shared.sampling_parameters import ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS, SCALAR, SCALARS, SEED, STOP_TOKEN_IDS
 
 _SCALAR_NAMES = {api: tuple((row.wire, row.names[api]) for row in SCALARS) for api in Api}
+_POSITIVE = tuple(row for row in SCALARS if row.excludes_low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,12 @@ def _message_of(body: SamplingBody, api: Api, wanted: Wanted, vocab_size: int) -
     for row in (STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS):
         check_token_ids(_given(body, api, row) or (), vocab_size, row.names[api])
     bias = logit_bias(body.logit_bias or {}, vocab_size)
+    scalars = {wire: getattr(body, name) for wire, name in _SCALAR_NAMES[api]}
+    for row in _POSITIVE:
+        if scalars[row.wire] is not None:
+            scalars[row.wire] = row.resolved(scalars[row.wire])
     return pb.SamplingParams(
-        **{wire: getattr(body, name) for wire, name in _SCALAR_NAMES[api]},
+        **scalars,
         logit_bias_ids=bias.keys(),
         logit_bias_values=bias.values(),
         stop_token_ids=body.stop_token_ids,

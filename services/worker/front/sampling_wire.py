@@ -13,7 +13,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.shared import limits
 from services.shared import sampling_parameters as table
 from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
-from services.shared.sampling_parameter import Parameter
+from services.shared.sampling_parameter import SMALLEST_POSITIVE, Parameter
 from services.worker.core.contracts.sampling import (
     DEFAULT_STREAM_INTERVAL,
     DryParams,
@@ -87,9 +87,13 @@ def sampling_from_pb(
 
 
 def _scalars(message: pb.SamplingParams, model: ModelLimits) -> dict[str, Any]:
-    """The table's scalars by the core's names, which are the wire's."""
+    """Returns the table's scalars by the core's names, which are the wire's.
+
+    A nucleus of share 0 is the likeliest token. The core knows this as temperature 0, so that no sampler meets such a share.
+    """
     by_model: dict[str, Any] = {**model.defaults.as_dict(), "stream_interval": model.stream_interval}
-    return {row.wire: _scalar(message, row.wire, row, by_model.get(row.wire, row.default)) for row in table.SCALARS}
+    found = {row.wire: _scalar(message, row.wire, row, by_model.get(row.wire, row.default)) for row in table.SCALARS}
+    return found if found["top_p"] >= SMALLEST_POSITIVE else {**found, "temperature": 0.0, "top_p": 1.0}
 
 
 def _scalar(message: pb.SamplingParams | pb.Dry, field: str, row: Parameter, default: Any, name: str = "") -> Any:

@@ -8,8 +8,9 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/api/request_body.py",
-        ("return Field(absent, ge=row.low, le=row.high,", "return Field(absent, le=row.high,"),
-        ("ge=row.low, le=row.high, description=row.doc)", "ge=row.low, description=row.doc)"),
+        ("return Field(absent, ge=closed, gt=open_end,", "return Field(absent, gt=open_end,"),
+        ("ge=closed, gt=open_end, le=row.high,", "ge=closed, le=row.high,"),
+        ("gt=open_end, le=row.high, description=row.doc)", "gt=open_end, description=row.doc)"),
         ("max_length=row.most, description=row.doc)", "description=row.doc)"),
     ),
     *of(
@@ -55,7 +56,8 @@ GATEWAY = (
     *of(
         "gateway",
         "services/shared/sampling_parameter.py",
-        ("and (high is None or value <= high):", ":"),
+        (" and (high is None or value <= high)", ""),
+        ("if inside and not (self.excludes_low and value == low):", "if inside:"),
         only="test_bad_input",
     ),
     *of(

@@ -70,6 +70,53 @@ def test_what_is_no_value_is_refused_by_name(shared: System, api: Api, row: Para
     assert len(shared.worker.submits) == before
 
 
+SHARED_NAMES: dict[str, dict[str, Any]] = {
+    **{str(api): body for api, body in OWN.items()},
+    "/v1/messages": {**OWN[Api.CHAT], "max_tokens": 4},
+    "/v1/responses": {"model": MODEL, "input": SECRET},
+}
+
+
+def shared_body(path: str, fields: dict[str, Any], stream: bool = False) -> dict[str, Any]:
+    where = {"sampling_params": fields} if path == Api.GENERATE else fields
+    return {**SHARED_NAMES[path], **where, "stream": stream}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", SHARED_NAMES)
+def test_top_p_of_0_is_taken_by_every_api(shared: System, path: str, stream: bool) -> None:
+    answer = shared.post(path, shared_body(path, {"top_p": 0}, stream))
+    assert answer.status_code == 200, answer.text
+    sent = shared.worker.submits[-1].sampling
+    assert sent.HasField("top_p") and sent.top_p == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "range_text"),
+    [
+        ("repetition_penalty", 0, "greater than 0."),
+        ("repetition_penalty", 2.5, "less than or equal to 2."),
+        ("top_p", 1.5, "less than or equal to 1."),
+        ("top_p", -1e-3, "greater than or equal to 0."),
+        ("temperature", 101, "less than or equal to 100."),
+        ("temperature", -0.1, "greater than or equal to 0."),
+        ("top_k", -2, "greater than or equal to -1."),
+        ("top_k", 1 << 31, "less than or equal to 1073741824."),
+    ],
+)
+@pytest.mark.parametrize("path", SHARED_NAMES)
+def test_errors_print_short_numbers(shared: System, path: str, name: str, value: float, range_text: str) -> None:
+    if path == "/v1/messages" and name == "repetition_penalty":
+        return  # no field of that API
+    answer = shared.post(path, shared_body(path, {name: value}))
+    assert answer.status_code == 400 and answer.json()["error"]["message"].endswith(range_text)
+
+
+def test_repetition_penalty_stays_above_0_when_it_is_below_32_bits(shared: System) -> None:
+    for api in Api:
+        assert 0 < sampled(shared, api, "repetition_penalty", 1e-60).repetition_penalty < 1e-30
+
+
 @pytest.mark.parametrize("row", CROSSING.values(), ids=name_of)
 def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: Parameter) -> None:
     for api, name in row.names.items():

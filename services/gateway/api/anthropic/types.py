@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.api.request_body import Effort, PlacedBody
+from services.gateway.api.request_body import Effort, PlacedBody, parameter
 from services.gateway.request.bodies import Body
 from services.shared import limits
 from services.shared.sampling_parameters import UINT32_MAX
@@ -57,9 +57,9 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Of the answer, thinking included.")
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
     stop_sequences: list[str] | None = None
-    temperature: float | None = Field(None, ge=0, le=2, description="As in chat completions.")
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=UINT32_MAX)
+    temperature: float | None = parameter("temperature")
+    top_p: float | None = parameter("top_p")
+    top_k: int | None = parameter("top_k")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.api.request_body import Effort, PlacedBody, SamplingBody
+from services.gateway.api.request_body import Effort, PlacedBody, SamplingBody, parameter
 from services.gateway.request.bodies import Body
 from services.shared import limits
 from services.shared.sampling_parameters import UINT32_MAX
@@ -93,7 +93,7 @@ class ResponsesRequest(SamplingBody, PlacedBody):
     )
     stream: bool | None = Field(None, description="Answer with server-sent events as tokens are made.")
     metadata: Metadata = Field(None, description="Up to 16 names and texts, which come back with the response.")
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description="As in chat completions.")
+    seed: int | None = parameter("seed")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS, description="Cached prefixes are shared only within a salt."
     )

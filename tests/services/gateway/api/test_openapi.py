@@ -428,3 +428,9 @@ def test_what_settings_change_is_documented() -> None:
             asked = {"origin": origin, "access-control-request-method": "POST"}
             answer = ask(system, "OPTIONS", CHAT, **asked)
             assert answer.status == status and not document.faults(answer)
+
+
+def test_document_prints_short_decimal_numbers(shared: System) -> None:
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', shared.get("/openapi.json").text)
+    numbers = re.findall(r"[-+.0-9eE]*\d[-+.0-9eE]*", text)
+    assert numbers and [each for each in numbers if "e" in each.lower() or len(each.partition(".")[2]) > 3] == []

@@ -11,7 +11,8 @@ import pytest
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.shared import limits
-from services.shared.sampling_parameter import Api, Kind, Parameter
+from services.shared.sampling_defaults import SamplingDefaults
+from services.shared.sampling_parameter import SMALLEST_POSITIVE, Api, Kind, Parameter
 from services.shared.sampling_parameters import SCALARS
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
@@ -206,7 +207,7 @@ ROWS = [pytest.param(row, id=row.wire) for row in NUMERIC if row in SCALARS or r
 
 
 # One line looks at all scalars: one of each kind with such ends. The lines of DRY are each row's own.
-LOOKED_AT = {(row.kind, row.low is None, row.high is None): row for row in NUMERIC if row in SCALARS}
+LOOKED_AT = {(row.kind, row.low is None, row.high is None, row.excludes_low): row for row in NUMERIC if row in SCALARS}
 OUTSIDE = [case for case in ROWS if case.values[0] in LOOKED_AT.values() or case.id.startswith("dry.")]
 
 
@@ -221,13 +222,28 @@ def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # which has two neutral values
 def test_a_number_arrives_and_so_do_the_ends_of_its_range(row: Parameter) -> None:
     room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
-    for value in (typical(row), row.low, row.high):
+    for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)
         if fields and value not in row.neutral:
             assert arrived(sampling(room, **fields), row) == value
     for value in row.neutral:
         if row in SCALARS:
             assert arrived(sampling(room, **message_of(row, value)), row) == row.default
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-45, 1e-39])
+def test_top_p_of_0_is_greedy(share: float) -> None:
+    params = sampling(temperature=2.0, top_p=share, top_k=5)
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, 5)
+
+
+def test_top_p_of_0_is_greedy_when_it_is_the_models_default() -> None:
+    model = replace(MODEL, defaults=SamplingDefaults(temperature=2.0, top_p=0.0))
+    assert (sampling(model).temperature, sampling(model, top_p=0.5).temperature) == (0.0, 2.0)
+
+
+def test_repetition_penalty_stays_above_0_when_it_is_tiny() -> None:
+    assert sampling(repetition_penalty=1e-45).repetition_penalty == SMALLEST_POSITIVE
 
 
 def test_a_model_refuses_what_it_cannot_do() -> None:

@@ -35,7 +35,7 @@ def test_who_goes_before_whom(tmp_path: Path) -> None:
 
 
 def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    content = {"top_p": 0.0, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25, "temperature": 10**400}
+    content = {"top_p": -0.5, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25, "temperature": 10**400}
     with caplog.at_level(logging.WARNING):
         assert sampling_defaults(folder(tmp_path, content), True, "") == SamplingDefaults(repetition_penalty=1.25)
     assert {record.fields["name"] for record in caplog.records} == {"top_p", "top_k", "min_p", "temperature"}  # type: ignore[attr-defined]
