@@ -37,7 +37,12 @@ _INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-com
 _RATE_LIMITS = [
     f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens", "concurrency")
 ]
-_EXPOSED = ("x-request-id", "retry-after", *_RATE_LIMITS)  # of an answer's headers, to a page of another origin
+_EXPOSED = (
+    "x-request-id",
+    "retry-after",
+    "x-rootstock-omitted-tools",
+    *_RATE_LIMITS,
+)  # of an answer's headers, to a page of another origin
 
 
 class ApiRoutes(Protocol):

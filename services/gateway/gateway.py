@@ -131,7 +131,9 @@ class Gateway:
             settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing, self._access
         )
         catalog = self.dispatcher.catalog
-        preparer = Preparer(catalog, self.tokenizer, self.detoks, output_parser, metrics.calls_dropped.inc)
+        preparer = Preparer(
+            catalog, self.tokenizer, self.detoks, output_parser, metrics.calls_dropped.inc, settings.omit_hosted_tools
+        )
         self.aborter = Aborter(self.generator, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
         sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher)

@@ -34,6 +34,8 @@ class Settled:
 class ChatPreparer(Protocol):
     """chat: a body of the chat completions API. Every method raises ApiError in the words of that API."""
 
+    omits_hosted_tools: bool  # a chat is served without its hosted tools, instead of refused
+
     async def of_chat(self, chat: dict[str, Any], origin: Origin, settled: Settled | None = None) -> Plan:
         """settled: of one that was prepared before, whose messages are of no account."""
 

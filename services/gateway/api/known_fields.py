@@ -3,11 +3,15 @@
 One that cannot change an answer is taken at any value: `unused`. One that can is taken at the values that ask for nothing and
 refused with its name at any other: `neutral`. What stands in neither and in no request type is ignored on OpenAI's endpoints,
 whose clients send new fields, and refused on SGLang's. Null asks for nothing, whatever the field.
+
+Hosted tools, which only another server can run, are the one thing that is left out: coding agents send them beside functions, and
+their users cannot change that. A response names the omitted tools in a header. The gateway's `omit_hosted_tools` turns it off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +69,33 @@ def _refuse(body: Mapping[str, Any], neutral: Neutral, path: str = "") -> None:
 
 def unserved(name: str) -> ApiError:
     return ApiError(400, f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
+
+
+WEB_SEARCH = "web_search_options"  # a chat's field that turns a hosted tool on
+_TOOL_TYPE = re.compile("[a-z][a-z0-9_]{0,63}")
+_TOOL_NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
+
+
+def hosted_type(tool: Any) -> str:
+    """Returns the type of a tool, or of a tool choice, that no function stands for; "" for any other value."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return kind if isinstance(kind, str) and kind != "function" and _TOOL_TYPE.fullmatch(kind) else ""
+
+
+def own_name(tool: Mapping[str, Any]) -> str:
+    """Returns the name that a client has given to a hosted tool; "" if it has none."""
+    custom = tool.get("custom")
+    for name in (tool.get("name"), tool.get("server_label"), custom.get("name") if isinstance(custom, Mapping) else None):
+        if isinstance(name, str) and _TOOL_NAME.fullmatch(name):
+            return name
+    return ""
+
+
+def omitted_names(tools: Sequence[Any] | None) -> list[str]:
+    """Returns the hosted tools among these as `type`, or as `type:name` where several tools share the type."""
+    kinds = [(hosted_type(tool), tool) for tool in tools or ()]
+    named = ("custom", "mcp", "namespace")
+    return [f"{kind}:{own_name(tool)}" if kind in named and own_name(tool) else kind for kind, tool in kinds if kind]
 
 
 # Accounting, storage, moderators' and caches' hints, labels: none of them is part of an answer. Reasoning is streamed as

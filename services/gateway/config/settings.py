@@ -204,6 +204,11 @@ class GatewaySettings(ServiceSettings):
         ge=1,
         description="Least Retry-After of a 503, in seconds; while requests wait, what they need at the pace of late, up to 60.",
     )
+    omit_hosted_tools: bool = Field(
+        True,
+        description="Hosted tools, which this server cannot run, are left out of chats, Responses and Messages, and the header"
+        " x-rootstock-omitted-tools names them. Off: a request with one gets 400.",
+    )
     docs_enabled: bool = Field(True, description="/docs and /openapi.json are served.")
     playground: bool = Field(
         False, description="The playground is served at /, and answers say what became of their request (x-rootstock-report)."

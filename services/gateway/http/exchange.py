@@ -33,6 +33,7 @@ from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.caller import NOBODY
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Plan
+from services.gateway.request.origin import OMITTED_TOOLS
 from services.gateway.request.request import Choice, ClientRequest, Phase, Releaser
 from services.gateway.request.trace import RequestTrace, begin_trace
 from services.gateway.request.usage import usage_of
@@ -191,6 +192,7 @@ class Exchange(Response):
         caller, course = state.get("caller", NOBODY), generator.course(scope)
         request = ClientRequest(state["request_id"], generator.dispatcher, generator.metrics, caller, trace, course)
         self._request = request
+        state[OMITTED_TOOLS] = request.origin.omitted_tools
         self._held = held = generator.bodies.open(gone_of(scope))
         try:
             generator.admit(self)

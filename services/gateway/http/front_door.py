@@ -16,6 +16,7 @@ from services.gateway.observe.key_labels import OTHER
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import OPENAI, AnswerForm, ApiError, Headers, internal
+from services.gateway.request.origin import OMITTED_TOOLS
 from services.shared.limits import MAX_REQUEST_ID_CHARS
 from services.shared.observe.log_fields import fields
 
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 _CHOICE_SUFFIX_CHARS = 8  # what a choice's number adds to the id on its way to the worker, at most
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/ping", "/readiness", "/ready", "/metrics", "/docs", "/openapi.json"))
+MOST_NAMED_TOOLS = 24  # so that a header stays below the 4 KiB that proxies take
 _NO_ROOM = frozenset((503, 529))
 _MODEL_PATH = "/v1/models/"
 
 
 class FrontDoor:
     """scope["state"] carries `request_id`, `caller`, the name of its `key` and the API's `form` inwards,
-    and `model`, `code` (instead of the HTTP status) and the access log's keys outwards."""
+    and `model`, `code` (instead of the HTTP status), the omitted tools and the access log's keys outwards."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class FrontDoor:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state[OMITTED_TOOLS] = []
         state["form"] = form = self._forms.get(scope["path"], OPENAI)
         status = num_bytes = 0
         began = time.monotonic()
@@ -72,7 +75,8 @@ class FrontDoor:
                 status = message["status"]
                 limits = self._keys.headers(state.get("key", ""))
                 ids = [(name, request_id.encode()) for name in (b"x-request-id", form.id_header) if name]
-                message["headers"] = [*message.get("headers", ()), *ids, *limits]
+                omitted = _omitted(state[OMITTED_TOOLS]) if status == 200 else ()
+                message["headers"] = [*message.get("headers", ()), *ids, *limits, *omitted]
                 if status in _NO_ROOM:
                     message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
             else:
@@ -114,6 +118,14 @@ def _matching(route: str) -> re.Pattern[str]:
 
 def _request_id(given: bytes) -> str:
     return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _omitted(tools: Sequence[str]) -> Headers:
+    """Returns the header that names hosted tools which the request is served without. A long list is cut."""
+    if not tools:
+        return []
+    more = [f"and {len(tools) - MOST_NAMED_TOOLS} more"] if len(tools) > MOST_NAMED_TOOLS else []
+    return [(b"x-rootstock-omitted-tools", ", ".join([*tools[:MOST_NAMED_TOOLS], *more]).encode())]
 
 
 def _with_retry_after(headers: Headers, seconds: int) -> Headers:

@@ -25,13 +25,14 @@ class MessagesCall:
 
     async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
         """Raises ApiError."""
-        request = parse(MessagesRequest, parse_json(body.take()))
+        omits = self._preparer.omits_hosted_tools
+        request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
         if thinks(request):
             self._shows = request.thinking is None or request.thinking.display != "omitted"
         self._max_tokens = request.max_tokens
         if request.stream:
             origin.wants_stream()
-        chat = chat_of(request)
+        chat = chat_of(request, omits)
         try:
             return await self._preparer.of_chat(chat, origin)
         except ApiError as error:
@@ -39,7 +40,8 @@ class MessagesCall:
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:
         """Tokens that its prompt comes to. Raises ApiError."""
-        chat = chat_of(parse(CountTokensRequest, parse_json(body.take())))
+        omits = self._preparer.omits_hosted_tools
+        chat = chat_of(parse(CountTokensRequest, parse_json(body.take()), origin.omit if omits else None), omits)
         try:
             return await self._preparer.count_of(chat, origin)
         except ApiError as error:

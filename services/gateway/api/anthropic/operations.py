@@ -23,6 +23,7 @@ OPERATIONS = (
         generates=True,
         named=True,
         errors=_ERRORS,
+        takes_tools=True,
     ),
     Operation(
         "post",
@@ -33,5 +34,6 @@ OPERATIONS = (
         CountTokensRequest,
         statuses=(404, 504),
         errors=_ERRORS,
+        takes_tools=True,
     ),
 )

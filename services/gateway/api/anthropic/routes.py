@@ -14,7 +14,7 @@ from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.request.errors import AnswerForm
-from services.gateway.request.origin import Origin
+from services.gateway.request.origin import origin_of
 
 
 class MessagesApi:
@@ -45,4 +45,4 @@ class MessagesApi:
         """Raises ApiError."""
         state = request.scope["state"]
         async with self._generator.body_of(request.scope, request.receive) as body:
-            return await MessagesCall(self._preparer).count(body, Origin(state["request_id"], caller=state["caller"]))
+            return await MessagesCall(self._preparer).count(body, origin_of(state))

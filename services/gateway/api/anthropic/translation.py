@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.known_fields import KnownFields, refuse_unserved
+from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 
@@ -38,6 +38,9 @@ KNOWN = KnownFields(
     },
 )
 _THINKS = ("enabled", "adaptive")
+_FUNCTION = "custom"  # a tool's type
+_HOSTED_CALLS = frozenset(("server_tool_use", "mcp_tool_use"))
+_HOSTED_RESULT = "_tool_result"  # the end of the type of a block that has what a hosted tool gave
 _NAME = re.compile("[a-z0-9_]{1,64}")
 # A chat's fields, where a message of ours may name them, as this API has them.
 _NAMES = (
@@ -53,12 +56,16 @@ _NAMES = (
 )
 
 
-def parse(model: type[B], body: Json) -> B:
+def parse(model: type[B], body: Json, omit: Callable[[Sequence[str]], None] | None) -> B:
+    """Returns a checked body. omit: called with the hosted tools that are left out; None: they are refused."""
     refuse_unserved(body, KNOWN)
     try:
-        return model.model_validate(body)
+        request = model.model_validate(body)
     except ValidationError as error:
         raise of_validation(error) from None
+    if omit is not None:
+        omit(omitted_names([tool for tool in request.tools or () if tool.get("type") != _FUNCTION]))
+    return request
 
 
 def renamed(error: ApiError) -> ApiError:
@@ -74,8 +81,9 @@ def thinks(request: CountTokensRequest) -> bool:
     return request.thinking is not None and request.thinking.type in _THINKS
 
 
-def chat_of(request: CountTokensRequest) -> Json:
-    messages = _messages(request.messages)
+def chat_of(request: CountTokensRequest, omits_hosted: bool) -> Json:
+    """Returns the chat's body. omits_hosted: hosted tools stay in it, for the chat to leave them out; their calls do not."""
+    messages = _messages(_without_hosted_calls(request.messages) if omits_hosted else request.messages)
     if request.system is not None:
         text = _text(request.system, "system", _without_billing)
         messages.insert(0, {"role": "system", "content": text})
@@ -83,7 +91,7 @@ def chat_of(request: CountTokensRequest) -> Json:
     chat: Json = {
         "model": request.model,
         "messages": messages,
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
+        "tools": [_tool(tool, f"tools[{index}]", omits_hosted) for index, tool in enumerate(request.tools or ())] or None,
         "chat_template_kwargs": {"enable_thinking": switch, "thinking": switch, **(request.chat_template_kwargs or {})},
         "priority": request.priority,
         "routing_key": request.routing_key,
@@ -132,9 +140,11 @@ def _choice(given: Mapping[str, Any] | None) -> Json:
     return {"tool_choice": choice, **parallel}
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> Json:
+def _tool(tool: Mapping[str, Any], where: str, omits_hosted: bool) -> Json:
     kind = tool.get("type")
-    if kind not in (None, "custom"):
+    if kind not in (None, _FUNCTION):
+        if omits_hosted and hosted_type(tool):
+            return dict(tool)  # it keeps its index, which errors name
         named = f" '{kind}'" if isinstance(kind, str) and _NAME.fullmatch(kind) else ""
         message = f"'{where}.type'{named}: tools of Anthropic's own are not supported by this server, only custom ones."
         raise bad_request(f"{where}.type", message, "unsupported_parameter")
@@ -150,6 +160,23 @@ def _messages(given: Any) -> list[Json]:
     if len(given) > limits.MAX_CHAT_MESSAGES:
         raise bad_request("messages", f"'messages' may have at most {limits.MAX_CHAT_MESSAGES} messages.")
     return _joined([each for index, message in enumerate(given) for each in _message(message, f"messages[{index}]")])
+
+
+def _without_hosted_calls(messages: Any) -> Any:
+    """Returns messages whose calls of hosted tools are empty texts: the other blocks keep their indices, which errors name."""
+    return [_without_calls(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _without_calls(message: Any) -> Any:
+    blocks = message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
+    if not isinstance(blocks, list):
+        return message
+    return {**message, "content": [{"type": "text", "text": ""} if _is_hosted_call(block) else block for block in blocks]}
+
+
+def _is_hosted_call(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and (kind in _HOSTED_CALLS or kind.endswith(_HOSTED_RESULT))
 
 
 def _joined(messages: Sequence[Json]) -> list[Json]:

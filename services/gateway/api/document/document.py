@@ -96,13 +96,14 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) 
 
 def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, Any]:
     streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
+    omits = ("x-rootstock-omitted-tools",) if operation.takes_tools else ()
     said = "What was asked for."
     if EVENTS in operation.content:
         last = "each event is named by its type" if operation.named else "the last one's is [DONE], or an error's"
         said += f" In a stream the schema is that of each event's data; {last}."
     errors = operation.errors
     always = errors.headers if errors is not None else ()
-    own = {200: _answer(said, operation.content, schemas, headers(200, keys, (*always, *operation.headers), streams))}
+    own = {200: _answer(said, operation.content, schemas, headers(200, keys, (*always, *operation.headers), (*streams, *omits)))}
     for status, content in operation.others.items():
         own[status] = _answer("Not now.", content, schemas, headers(status, keys))
     return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}

@@ -36,7 +36,8 @@ class Operation:
     generates: it counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types
     that the body's schema refers to by name alone. named: its stream's events have their types as names, and the last one is no
     [DONE]. errors: where they are not as OpenAI's. headers: that its answers have. reports: it says what became of a request,
-    where asked to. served: it has answers of its own, and is not refused whatever is asked."""
+    where asked to. served: it has answers of its own, and is not refused whatever is asked. takes_tools: its body may have tools,
+    of which hosted ones are left out."""
 
     method: str
     path: str
@@ -55,6 +56,7 @@ class Operation:
     headers: Sequence[str] = ()
     reports: bool = False
     served: bool = True
+    takes_tools: bool = False
     media: str = JSON
 
     def answers(self, keys: bool) -> list[int]:

@@ -10,6 +10,10 @@ from services.gateway.api.document.operation import JSON, ErrorFamily
 HEADERS: dict[str, dict[str, Any]] = {
     "x-request-id": {"description": "The request's own, or one that was made.", "schema": {"type": "string", "minLength": 1}},
     "request-id": {"description": "As x-request-id.", "schema": {"type": "string", "minLength": 1}},
+    "x-rootstock-omitted-tools": {
+        "description": "Hosted tools that the request was served without: types, or type:name, separated by commas.",
+        "schema": {"type": "string", "minLength": 1},
+    },
     "retry-after": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
     "www-authenticate": {"description": "What a key is shown as.", "schema": {"const": "Bearer"}},
     "allow": {"description": "Methods that the path takes.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},

@@ -31,6 +31,7 @@ OPERATIONS = (
         ChatCompletionRequest,
         generates=True,
         reports=True,
+        takes_tools=True,
     ),
     Operation(
         "post",

@@ -12,11 +12,12 @@ from typing import Any
 
 from services.gateway.api import prompts
 from services.gateway.api.chat_preparer import Settled
+from services.gateway.api.known_fields import WEB_SEARCH, hosted_type, omitted_names
 from services.gateway.api.openai.chat_call import chat_call
 from services.gateway.api.openai.parsed import parsed_generation
 from services.gateway.api.openai.predicted import predicted_text
-from services.gateway.api.openai.tools import tool_use
-from services.gateway.api.openai.types import CompletionRequest, NamedBody
+from services.gateway.api.openai.tools import ToolUse, tool_use
+from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, NamedBody
 from services.gateway.api.openai.validation import (
     chat_generation,
     completion_generation,
@@ -42,7 +43,8 @@ from services.shared.output_formats import NONE
 
 
 class Preparer:
-    """dropped: called for each call of which a client sees nothing. Every method raises ApiError."""
+    """dropped: called for each call of which a client sees nothing. omits_hosted_tools: chats are served without their hosted
+    tools instead of refused. Every method raises ApiError."""
 
     def __init__(
         self,
@@ -51,22 +53,23 @@ class Preparer:
         detoks: DetokPool,
         make_parser: MakeParser,
         dropped: Callable[[], None],
+        omits_hosted_tools: bool,
     ) -> None:
         self._models = models
         self._tokenizer = tokenizer
         self._detoks = detoks
         self._make_parser = make_parser
         self._dropped = dropped
+        self.omits_hosted_tools = omits_hosted_tools
 
     async def chat(self, body: ReceivedBody, origin: Origin) -> Plan:
         return await self.of_chat(parse_json(body.take()), origin)
 
     async def of_chat(self, chat: dict[str, Any], origin: Origin, settled: Settled | None = None) -> Plan:
         """chat: a body, of whatever API it was made. settled: see ChatPreparer."""
-        request = parse_chat(chat, origin)
+        request, use = self._parsed(chat, origin)
         if request.stream:
             origin.wants_stream()
-        use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
         call, predicted = chat_call(request, origin.request_id), predicted_text(request.prediction)
         request = request.model_copy(update={"messages": (), "prediction": None})  # they may be 64 MiB, and are copied
         _call_it(request, origin, None)
@@ -104,11 +107,23 @@ class Preparer:
 
     async def count_of(self, chat: dict[str, Any], origin: Origin) -> int:
         """Tokens of a chat's prompt, which may be longer than the context. No worker is asked."""
-        request = parse_chat(chat, origin)
-        tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        request, _ = self._parsed(chat, origin)
         call = chat_call(request, origin.request_id)
         model = await self._generating_model(request.model)
         return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED)).ids)
+
+    def _parsed(self, chat: dict[str, Any], origin: Origin) -> tuple[ChatCompletionRequest, ToolUse]:
+        """Returns the checked body without its hosted tools, which `origin` notes, and the functions that may be called."""
+        omits = self.omits_hosted_tools
+        if omits and chat.get(WEB_SEARCH) is not None:
+            origin.omit([WEB_SEARCH])
+            chat = {**chat, WEB_SEARCH: None}
+        request = parse_chat(chat, origin)
+        use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, omits)
+        if omits and (omitted := omitted_names(request.tools)):
+            origin.omit(omitted)
+            request = request.model_copy(update={"tools": [tool for tool in request.tools or () if not hosted_type(tool)]})
+        return request, use
 
     async def completion(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_completion(parse_json(body.take()), origin)

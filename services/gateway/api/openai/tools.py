@@ -10,6 +10,7 @@ from typing import Any
 
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.constraints import structural_tag
+from services.gateway.api.known_fields import hosted_type, own_name
 from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 from services.gateway.parsers.tags.layouts import Layout
@@ -73,10 +74,11 @@ def parameters_of(tools: Sequence[Any]) -> Mapping[str, Mapping[str, Any] | None
     return {spec.name: spec.parameters for spec in _specs(tools)}
 
 
-def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """Raises ApiError."""
-    specs = _specs(tools or ())
-    allowed, forced = _chosen(choice, {spec.name for spec in specs})
+def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None, omits_hosted: bool = False) -> ToolUse:
+    """Returns the functions that may be called. omits_hosted: hosted tools are left out instead of refused. Raises ApiError."""
+    hosted = [tool for tool in tools or () if omits_hosted and hosted_type(tool)]
+    specs = _specs(tools or (), omits_hosted)
+    allowed, forced = _chosen(choice, {spec.name for spec in specs}, hosted)
     return ToolUse(
         callable=tuple(spec for spec in specs if spec.name in allowed),
         forced=forced,
@@ -84,11 +86,13 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
     )
 
 
-def _specs(tools: Sequence[Any]) -> tuple[ToolSpec, ...]:
+def _specs(tools: Sequence[Any], omits_hosted: bool = False) -> tuple[ToolSpec, ...]:
     if len(tools) > limits.MAX_TOOLS:
         raise bad_request("tools", f"'tools' may have at most {limits.MAX_TOOLS} tools.")
     found: dict[str, ToolSpec] = {}
     for index, tool in enumerate(tools):
+        if omits_hosted and hosted_type(tool):
+            continue
         where = f"tools[{index}]"
         spec = _spec(tool, where)
         if spec.name in found:
@@ -128,41 +132,57 @@ def _parameters(schema: Any, where: str) -> Mapping[str, Any] | None:
     return schema
 
 
-def _chosen(choice: Any, names: set[str]) -> tuple[set[str], bool]:
-    """Those that may be called, and whether one must be."""
+def _chosen(choice: Any, names: set[str], hosted: Sequence[Any]) -> tuple[set[str], bool]:
+    """Returns the functions that may be called, and whether one must be. hosted: the tools that are left out."""
     if choice is None or choice == "auto":
         return names, False
     if choice == "none":
         return set(), False
     if choice == "required":
+        if not names and hosted:
+            message = "'tool_choice' requires a call, but this server runs none of the 'tools'. Add a function, or use 'auto'."
+            raise bad_request("tool_choice", message, "unsupported_parameter")
         if not names:
             raise bad_request("tool_choice", "'tool_choice' is 'required', but there are no 'tools'.")
         return names, True
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
-        return {_named(choice, "tool_choice", names)}, True
+        return {_named(choice, "tool_choice", names, hosted)}, True
     if kind == "allowed_tools":
-        return _allowed(choice.get("allowed_tools"), names)
+        return _allowed(choice.get("allowed_tools"), names, hosted)
+    if any(kind == hosted_type(tool) for tool in hosted):
+        raise _hosted_choice("tool_choice", hosted_type(choice))
     raise _bad_choice()
 
 
-def _allowed(allowed: Any, names: set[str]) -> tuple[set[str], bool]:
+def _allowed(allowed: Any, names: set[str], hosted: Sequence[Any]) -> tuple[set[str], bool]:
     where = "tool_choice.allowed_tools"
     tools = allowed.get("tools") if isinstance(allowed, dict) else None
     if not isinstance(tools, list) or not tools:
         raise bad_request(where, f"'{where}' must be an object with 'mode' and 'tools'.")
     if allowed.get("mode") not in ("auto", "required"):
         raise bad_request(f"{where}.mode", f"'{where}.mode' must be auto or required.")
-    found = {_named(tool, f"{where}.tools[{index}]", names) for index, tool in enumerate(tools)}
-    return found, allowed["mode"] == "required"
+    forced, omitted = allowed["mode"] == "required", {hosted_type(tool) for tool in hosted}
+    listed = {f"{where}.tools[{index}]": tool for index, tool in enumerate(tools)}
+    found = {_named(tool, at, names, hosted) for at, tool in listed.items() if hosted_type(tool) not in omitted}
+    if forced and not found:
+        raise _hosted_choice(f"{where}.tools", hosted_type(tools[0]))
+    return found, forced
 
 
-def _named(choice: Any, where: str, names: set[str]) -> str:
+def _named(choice: Any, where: str, names: set[str], hosted: Sequence[Any]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in names:
+        if isinstance(name, str) and name in {own_name(tool) for tool in hosted} - {""}:
+            raise _hosted_choice(f"{where}.function.name", name)
         raise bad_request(f"{where}.function.name", f"'{where}.function.name' must be the name of one of the 'tools'.")
     return name
+
+
+def _hosted_choice(where: str, name: str) -> ApiError:
+    message = f"'{where}' asks for the tool '{name}', which this server cannot run. Name a function, or use 'auto'."
+    return bad_request(where, message, "unsupported_parameter")
 
 
 def _bad_choice() -> ApiError:

@@ -11,11 +11,12 @@ from typing import Any
 import orjson
 
 from services.gateway.api.chat_preparer import ChatPreparer
+from services.gateway.api.known_fields import omitted_names
 from services.gateway.api.responses.background import Background, DetachedCall
 from services.gateway.api.responses.items import checked_items
 from services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
 from services.gateway.api.responses.render import ResponseRenderer, begun
-from services.gateway.api.responses.translation import chat_of, own_fields, parse, renamed
+from services.gateway.api.responses.translation import as_served, chat_of, own_fields, parse, renamed
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.strict_json import parse_json
 from services.gateway.peers.token_texts import ModelTexts
@@ -56,9 +57,11 @@ class ResponsesCall:
             self._check_background()
         before, self._before = self._before.items, replace(self._before, items=[])  # they may be 16 MiB, and are kept already
         try:
-            return own_fields(await self._fitted([*before, *self._items], origin), streams=bool(self._asked.background))
+            plan = own_fields(await self._fitted([*before, *self._items], origin), streams=bool(self._asked.background))
         except ApiError as error:
             raise renamed(error) from None
+        self._asked = as_served(self._asked)
+        return plan
 
     async def count(self, body: ReceivedBody, origin: Origin) -> int:
         """Tokens that its prompt comes to. Raises ApiError."""
@@ -85,10 +88,13 @@ class ResponsesCall:
     async def _read(self, body: ReceivedBody, origin: Origin) -> None:
         self._owner = owner_of(origin.caller.key)
         self._origin = origin
-        self._asked = asked = parse(parse_json(body.take()))
+        omits = self._preparer.omits_hosted_tools
+        self._asked = asked = parse(parse_json(body.take()), omits)
+        if omits:
+            origin.omit(omitted_names(asked.tools))
         if asked.stream and not asked.background:
             origin.wants_stream()
-        items = checked_items([] if asked.input is None else asked.input, "input")
+        items = checked_items([] if asked.input is None else asked.input, "input", omits)
         self._before = await self._context(asked, body.hold)
         self._items = await self._records.resolved(self._owner, items, self._before)
         self._asked = asked.model_copy(update={"input": None})  # it may be 64 MiB, and the items are its copy

@@ -3,11 +3,11 @@ element."""
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from services.gateway.api.known_fields import hosted_type
 from services.gateway.api.responses.sealed import opened
 from services.gateway.request.errors import bad_request
 from services.shared import limits
@@ -15,30 +15,45 @@ from services.shared import limits
 Json = dict[str, Any]
 
 REFERENCE = "item_reference"
-_TOOL_TYPE = re.compile("[a-z0-9_]{1,64}")
 _ROLES = frozenset(("user", "system", "developer", "assistant"))
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-# Of hosted tools, and of what this server has no model for.
-_UNSERVED = frozenset(
+# Calls that the server of another vendor has run.
+_HOSTED_CALLS = frozenset(
     (
-        *("apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction", "computer_call"),
-        *("computer_call_output", "custom_tool_call", "custom_tool_call_output", "file_search_call", "image_generation_call"),
-        *("local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
-        *("mcp_list_tools", "shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
+        *("code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response"),
+        *("mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"),
+    )
+)
+# Calls that a client has run by itself, whose texts the model would miss, and a history that only its vendor can read.
+_UNSERVED = _HOSTED_CALLS | frozenset(
+    (
+        *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),
+        *("custom_tool_call", "custom_tool_call_output", "local_shell_call", "local_shell_call_output"),
+        *("shell_call", "shell_call_output"),
     )
 )
 
 
-def checked_items(given: Any, where: str) -> list[Json]:
-    """What a client sends as input, in the form in which it is stored: with types and ids, texts as lists of parts."""
+def checked_items(given: Any, where: str, omits_hosted: bool = False) -> list[Json]:
+    """What a client sends as input, in the form in which it is stored: with types and ids, texts as lists of parts.
+
+    Args:
+        omits_hosted: calls of hosted tools are left out instead of refused.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise bad_request(where, f"'{where}' must be a string or a list of items.")
     if len(given) > limits.MAX_CHAT_MESSAGES:
         raise bad_request(where, f"'{where}' may have at most {limits.MAX_CHAT_MESSAGES} items.")
-    return [_checked(item, f"{where}[{index}]") for index, item in enumerate(given)]
+    left_out = _HOSTED_CALLS if omits_hosted else frozenset[str]()
+    return [_checked(item, f"{where}[{index}]") for index, item in enumerate(given) if _kind(item) not in left_out]
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def new_id(kind: str, owner: str = "", index: int = 0) -> str:
@@ -218,11 +233,11 @@ def _string(item: Json, name: str, where: str) -> str:
     return value
 
 
-def refuse_hosted(tools: Sequence[Json] | None) -> None:
-    """Raises ApiError that names the first tool that is no function."""
+def check_tool_types(tools: Sequence[Json] | None, omits_hosted: bool) -> None:
+    """Raises ApiError that names the first tool that is neither a function nor left out."""
     for index, tool in enumerate(tools or ()):
-        kind = tool.get("type")
-        if kind != "function":
-            named = f" '{kind}'" if isinstance(kind, str) and _TOOL_TYPE.fullmatch(kind) else ""
+        kind = hosted_type(tool)
+        if tool.get("type") != "function" and not (kind and omits_hosted):
+            named = f" '{kind}'" if kind else ""
             message = f"'tools[{index}].type'{named}: hosted and custom tools are not supported by this server, only functions."
             raise bad_request(f"tools[{index}].type", message, "unsupported_parameter")

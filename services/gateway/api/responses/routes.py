@@ -35,7 +35,7 @@ from services.gateway.http.direct_routes import Endpoint
 from services.gateway.http.exchange import Exchange, Generator
 from services.gateway.request.bodies import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out
-from services.gateway.request.origin import Origin
+from services.gateway.request.origin import origin_of
 from services.gateway.state.background_record import OPEN
 from services.gateway.state.metadata import check_metadata
 from services.gateway.state.owner import owner_of
@@ -79,7 +79,7 @@ class ResponsesApi:
             call = ResponsesCall(self._preparer, self._records, None)
             state = request.scope["state"]
             async with self._generator.body_of(request.scope, request.receive) as body:
-                count = await call.count(body, Origin(state["request_id"], caller=state["caller"]))
+                count = await call.count(body, origin_of(state))
             return _json({"object": "response.input_tokens", "input_tokens": count})
 
         return {RESPONSES: responses}
@@ -141,7 +141,7 @@ class ResponsesApi:
         @app.post(CONVERSATIONS)
         async def begin(request: Request) -> Response:
             given = await self._read(request, ConversationRequest)
-            items = _few([] if given.items is None else given.items)
+            items = _few([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
             return _json(_card(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata))))
 
         @app.get(CONVERSATION)
@@ -166,7 +166,7 @@ class ResponsesApi:
 
         @app.post(ITEMS)
         async def add(request: Request, conversation_id: str) -> Response:
-            new = _few((await self._read(request, ItemsRequest)).items)
+            new = _few((await self._read(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
             await self._records.extend(_owner(request), conversation_id, new)
             return _json(_list(new, False))
 
@@ -212,8 +212,8 @@ def _owner(request: Request) -> str:
     return owner_of(request.scope["state"]["key"])
 
 
-def _few(given: Any) -> list[Json]:
-    items = checked_items(given, "items")
+def _few(given: Any, omits_hosted: bool) -> list[Json]:
+    items = checked_items(given, "items", omits_hosted)
     if len(items) > limits.MAX_CONVERSATION_ITEMS:
         raise bad_request("items", f"'items' may have at most {limits.MAX_CONVERSATION_ITEMS} items.")
     return items

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from services.gateway.api import known_fields
 from services.gateway.api.body_errors import of_validation
-from services.gateway.api.known_fields import KnownFields, refuse_unserved
+from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
 from services.gateway.api.request_body import PlacedBody, SamplingBody
-from services.gateway.api.responses.items import messages_of, refuse_hosted
+from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.request import client_fields
 from services.gateway.request.client_fields import ClientFields
@@ -59,8 +59,8 @@ _NAMES = (
 _FIELDS = ClientFields({**client_fields.CHAT.names, "prompt_ids": "input", "max_new_tokens": "max_output_tokens"})
 
 
-def parse(body: Json) -> ResponsesRequest:
-    """What does not need the items of other responses is checked."""
+def parse(body: Json, omits_hosted: bool) -> ResponsesRequest:
+    """What does not need the items of other responses is checked. omits_hosted: hosted tools may be there."""
     refuse_unserved(body, KNOWN)
     try:
         request = ResponsesRequest.model_validate(body)
@@ -69,8 +69,20 @@ def parse(body: Json) -> ResponsesRequest:
     if request.previous_response_id is not None and request.conversation is not None:
         raise bad_request("conversation", "'conversation' and 'previous_response_id' exclude each other.")
     check_metadata(request.metadata)
-    refuse_hosted(request.tools)
+    check_tool_types(request.tools, omits_hosted)
     return request
+
+
+def as_served(request: ResponsesRequest) -> ResponsesRequest:
+    """Returns a request that has been prepared without its hosted tools: as its response shows it, and as it is stored."""
+    if not omitted_names(request.tools):
+        return request
+    choice = request.tool_choice
+    if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+        allowed = [tool for tool in choice["tools"] if not hosted_type(tool)]
+        choice = {**choice, "tools": allowed} if allowed else "none"
+    tools = [tool for tool in request.tools or () if not hosted_type(tool)]
+    return request.model_copy(update={"tools": tools, "tool_choice": choice})
 
 
 def chat_of(request: ResponsesRequest, items: Sequence[Json]) -> Json:
@@ -116,6 +128,8 @@ def own_fields(plan: Plan, streams: bool = False) -> Plan:
 
 
 def _tool(tool: Mapping[str, Any]) -> Json:
+    if hosted_type(tool):
+        return dict(tool)  # it keeps its index, which errors name
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
@@ -133,6 +147,8 @@ def _choice(choice: Any) -> Any:
             "type": "allowed_tools",
             "allowed_tools": {"mode": choice.get("mode"), "tools": [_choice(each) for each in tools]},
         }
+    if hosted_type(choice):
+        return choice
     raise bad_request(
         "tool_choice", "'tool_choice' must be none, auto, required, a function or allowed_tools.", "unsupported_parameter"
     )

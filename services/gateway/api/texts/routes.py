@@ -36,7 +36,7 @@ from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, Prompt
-from services.gateway.request.origin import Origin
+from services.gateway.request.origin import Origin, origin_of
 from services.shared import limits
 
 B = TypeVar("B", bound=Body)
@@ -94,7 +94,7 @@ class TextsApi:
         async def tokenize(request: Request) -> Response:
             async with self._given(request, TokenizeRequest) as given:
                 model = await self._texts.model_of(given.model)
-                found = [list(each.ids) for each in await self._prompts(given, model, _origin(request))]
+                found = [list(each.ids) for each in await self._prompts(given, model, origin_of(request.scope["state"]))]
             counts = [len(ids) for ids in found]
             one = isinstance(given.prompt, str)
             tokens, count = (found[0], counts[0]) if one else (found, counts)
@@ -103,7 +103,7 @@ class TextsApi:
         @app.post(DETOKENIZE)
         async def detokenize(request: Request) -> Response:
             async with self._given(request, DetokenizeRequest) as given:
-                model, origin = await self._texts.model_of(given.model), _origin(request)
+                model, origin = await self._texts.model_of(given.model), origin_of(request.scope["state"])
                 skips = given.skip_special_tokens is not False
                 lists = _lists_of(given.tokens, model)
                 texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
@@ -209,11 +209,6 @@ def _lists_of(tokens: Any, model: ModelInfo) -> list[Sequence[int]]:
             raise bad_request(where, f"'{where}' must be a list of token ids.")
         found.append(prompts.of_ids(ids, model.vocab_size, where).ids)
     return found
-
-
-def _origin(request: Request) -> Origin:
-    state = request.scope["state"]
-    return Origin(state["request_id"], caller=state["caller"])
 
 
 def _json(content: Any) -> Response:

@@ -38,7 +38,7 @@ CHAT: dict[str, tuple[dict[str, Any], str]] = {
     "tool_choice named": ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
     "tool_choice unknown": ({"tool_choice": SECRET}, "tool_choice"),
     "tool_choice of no tools": ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools"),
-    "a hosted tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool of no type": ({"tools": [{"type": "Web search"}]}, "tools[0].type"),
     "a tool without a function": ({"tools": [{"type": "function"}]}, "tools[0].function"),
     "a tool's name": ({"tools": [{"type": "function", "function": {"name": SECRET + " "}}]}, "tools[0].function.name"),
     "two of a name": ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools[1].function.name"),

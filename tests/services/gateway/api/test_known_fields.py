@@ -169,7 +169,8 @@ def test_what_asks_for_nothing_makes_none(shared: System, path: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_what_is_not_served_is_refused_by_name(shared: System, path: str) -> None:
     before = len(shared.worker.submits)
-    for name in KNOWN[path].neutral:
+    left_out = known_fields.WEB_SEARCH if path == "/v1/chat/completions" else ""
+    for name in KNOWN[path].neutral.keys() - {left_out}:
         answer = shared.post(path, {**BODIES[path], name: {"x": 1}})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter"), answer.text

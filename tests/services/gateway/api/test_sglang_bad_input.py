@@ -35,7 +35,7 @@ GENERATE: dict[str, tuple[dict[str, Any], str]] = {
     "parameters a string": ({"sampling_params": "x"}, "sampling_params"),
     "parameters for two": ({"sampling_params": [{}, {}]}, "sampling_params"),
     "parameters, one a string": ({"text": ["a", "b"], "sampling_params": [{}, "x"]}, "sampling_params[1]"),
-    "parameters, one bad": ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 0}]}, "sampling_params[1].top_p"),
+    "parameters, one bad": ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 2}]}, "sampling_params[1].top_p"),
     "n differs": ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
     "n times prompts": ({"text": ["a"] * 1000, "sampling_params": {"n": 2}}, "sampling_params.n"),
     "return_logprob a string": ({"return_logprob": "yes"}, "return_logprob"),
