@@ -48,6 +48,18 @@ def _bench(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _add_keys_flags(parser: argparse.ArgumentParser) -> None:
+    from services.gateway.keys.flags import add_flags
+
+    add_flags(parser)
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from services.gateway.keys.__main__ import run
+
+    return run(args)
+
+
 def _completion(args: argparse.Namespace) -> int:
     print(completion.script(args.shell, build_parser()), end="")
     return Exit.DONE
@@ -84,6 +96,12 @@ COMMANDS: Mapping[str, Command] = {
         ("rootstock batch submit requests.jsonl --wait", "rootstock batch list"),
         batch.add_flags,
         batch.run,
+    ),
+    "keys": Command(
+        "make API keys for a gateway, and list those of a file",
+        ("rootstock keys new team-a --requests-per-minute 600", "rootstock keys list keys.json"),
+        _add_keys_flags,
+        _keys,
     ),
     "completion": Command(
         "print what completes this program's words in a shell",

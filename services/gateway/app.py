@@ -30,19 +30,16 @@ from services.gateway.http.readiness import Readiness
 from services.gateway.observe.access_log import ERROR_CODE
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.playground import static_page
-from services.gateway.request.errors import AnswerForm, ApiError, internal, unknown_model
+from services.gateway.request.caller import Caller
+from services.gateway.request.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
 
 _INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [
     f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens", "concurrency")
 ]
-_EXPOSED = (
-    "x-request-id",
-    "retry-after",
-    "x-rootstock-omitted-tools",
-    *_RATE_LIMITS,
-)  # of an answer's headers, to a page of another origin
+# Headers that a page of another origin may read.
+_EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-rootstock-stored", *_RATE_LIMITS)
 
 
 class ApiRoutes(Protocol):
@@ -180,7 +177,9 @@ def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> M
 def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None:
     started = int(time.time())
 
-    def cards() -> list[dict[str, Any]]:
+    def cards(request: Request) -> list[dict[str, Any]]:
+        """Of the models that the caller may use."""
+        caller: Caller = request.scope["state"]["caller"]
         return [
             {
                 "id": model.name,
@@ -194,17 +193,20 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
                 "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             }
             for model in served()
+            if caller.may_use(model.name)
         ]
 
     @app.get(openai.MODELS)
-    async def models() -> Response:
-        data = cards()
+    async def models(request: Request) -> Response:
+        data = cards(request)
         names = [card["id"] for card in data] or [None]
         return _json({"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
 
     @app.get(f"{openai.MODELS}/{{model_id:path}}")
-    async def model(model_id: str) -> Response:
-        found = [card for card in cards() if card["id"] == model_id]
+    async def model(request: Request, model_id: str) -> Response:
+        if not request.scope["state"]["caller"].may_use(model_id):
+            raise model_not_allowed()
+        found = [card for card in cards(request) if card["id"] == model_id]
         if not found:
             raise unknown_model()
         return _json(found[0])

@@ -24,6 +24,8 @@ NEVER = {
     "kernels": ("services",),
     "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
 }
+# Commands of the client for operators run another service's code, which is imported when the command runs.
+OPERATORS_COMMANDS = {"services.cli.commands": ("services.gateway.keys.flags", "services.gateway.keys.__main__")}
 SIMULATORS = ("services.sim",)
 
 
@@ -35,7 +37,12 @@ def below(name: str, folders: tuple[str, ...]) -> bool:
 def test_the_law_for_folders(folder: str) -> None:
     inside = {name: found for name, found in imports.house().names.items() if below(name, (folder,))}
     assert inside, folder
-    broken = [f"{name} imports {other}" for name, found in inside.items() for other in found if below(other, NEVER[folder])]
+    broken = [
+        f"{name} imports {other}"
+        for name, found in inside.items()
+        for other in found - {*OPERATORS_COMMANDS.get(name, ())}
+        if below(other, NEVER[folder])
+    ]
     assert not broken
 
 

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "MAX_TEMPLATE_SECONDS": ("tests/services/tokenizer/test_server.py", "test_a_hostile_template_stops_nobody"),
     **dict.fromkeys((name for name in NAMES if "KEY" in name and "ROUTING" not in name), (KEYS, "limits.MAX_KEYS")),
     "MAX_SECRETS_OF_A_KEY": (KEYS, "MAX_SECRETS_OF_A_KEY"),
+    "MAX_MODELS_OF_A_KEY": (KEYS, "MAX_MODELS_OF_A_KEY"),
+    "MAX_MODEL_NAME_CHARS": (KEYS, "MAX_MODEL_NAME_CHARS"),
     "SMALL_BODY_BYTES": (BODIES, "test_the_second_large_one_waits_and_small_ones_pass"),
     "SMALL_BODY_POOL_BYTES": (BODIES, "test_the_second_large_one_waits_and_small_ones_pass"),
     "MAX_JSON_DEPTH": (GATEWAY + "api/test_bad_input.py", "MAX_JSON_DEPTH"),

@@ -37,13 +37,23 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS.keys() - {"batch"}:  # below, for its file
+    for command in COMMANDS.keys() - {"batch", "keys"}:  # these need files
         found = examples(command, capsys)
         assert found and all(f"rootstock {command}" in line for line in found)
         for line in found:
             done = typed(line, system)
             assert (done.returncode, done.stderr) == (0, ""), line
             assert done.stdout or command == "completion", line
+
+
+def test_keys_new_and_list_run_as_their_help_says(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, listed = examples("keys", capsys)
+    entry = typed(new, system, tmp_path)
+    assert entry.returncode == 0 and entry.stderr.startswith("key, for its owner alone: rsk-")
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [json.loads(entry.stdout)]}))
+    header, row = typed(listed, system, tmp_path).stdout.splitlines()
+    assert header.split()[:3] == ["name", "state", "expires"]
+    assert row.split()[:4] == ["team-a", "valid", "never", "all"] and "600" in row
 
 
 def test_a_batch_is_submitted_waited_for_and_fetched(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch.placement import Pool
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.sessions import SessionWorker
-from services.gateway.request.errors import unknown_model
+from services.gateway.request.caller import Caller
+from services.gateway.request.errors import model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
 
 LOOK_S = 0.5  # how often a request looks whether its model may still appear
@@ -78,9 +79,14 @@ class ModelCatalog:
         """A worker has connected."""
         self._grown.set()
 
-    async def wait_for(self, name: str | None = None) -> ModelInfo:
-        """The model of this name, the default one for None. Waits for its first worker, if there may be such a model. Raises
-        ApiError."""
+    async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, for None the caller's default one. Waits for its first worker if there may be one.
+
+        Raises:
+            ApiError: There is no such model, the caller may not use it, or no worker of it came in time.
+        """
+        if caller.models is not None:
+            name = self._allowed(name, caller)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.queue_timeout_s
         while (found := self._find(name)) is None:
@@ -91,6 +97,14 @@ class ModelCatalog:
                 raise unknown_model()
             await self._wait(name, deadline if expected else loop.time() + LOOK_S)
         return found
+
+    def _allowed(self, name: str | None, caller: Caller) -> str:
+        """Returns the name, or for None that of the first model that the caller may use. Raises ApiError 403."""
+        if name is None:
+            name = next((each for each in self.names() if caller.may_use(each)), None)
+        if name is None or not caller.may_use(name):
+            raise model_not_allowed()
+        return name
 
     def _find(self, name: str | None) -> ModelInfo | None:
         if name is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import attended, cut, gone_of, held_body, read_body
 from services.gateway.http.body_budget import BodyBudget, ClientGone, HeldBytes
-from services.gateway.http.renderer import Admitted, Detached, Narrator, Prepare, Renderer, StreamRenderer
+from services.gateway.http.renderer import Admitted, Detached, HeaderRenderer, Narrator, Prepare, Renderer, StreamRenderer
 from services.gateway.http.sse_comments import Silence, commented
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK, AccessLog, Work
@@ -360,7 +360,7 @@ class Exchange(Response):
                     pieces.append(await renderer.ending())
                 content = b"".join(pieces)  # empty where all that came is hidden
                 if pieces:
-                    await self._start_stream(send)
+                    await self._start_stream(send, renderer)
                 if content or last:
                     await _send(content, last, send)
                     silence.said()
@@ -375,10 +375,11 @@ class Exchange(Response):
             await self._start_stream(send)
             await _send(self._form.comment, False, send)
 
-    async def _start_stream(self, send: Send) -> None:
+    async def _start_stream(self, send: Send, renderer: StreamRenderer | None = None) -> None:
+        """renderer: None while the request is prepared; its headers are not known then."""
         if not self._started:
             self._streams = True
-            await self._start(200, _SSE_HEADERS, send)
+            await self._start(200, [*_SSE_HEADERS, *_headers_of(renderer)], send)
 
     async def _send_document(self, request: ClientRequest, renderer: Renderer, send: Send) -> None:
         await request.news()
@@ -386,7 +387,7 @@ class Exchange(Response):
         self._count(request)
         document = await renderer.document(deltas)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(document))]
-        await self._start(200, headers, send)
+        await self._start(200, [*headers, *_headers_of(renderer)], send)
         await _send(document, True, send)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]], send: Send) -> None:
@@ -442,6 +443,10 @@ async def _send(piece: bytes, last: bool, send: Send) -> None:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         piece = b""
     await send({"type": "http.response.body", "body": piece, "more_body": not last})
+
+
+def _headers_of(renderer: Renderer | None) -> Sequence[tuple[bytes, bytes]]:
+    return renderer.headers if isinstance(renderer, HeaderRenderer) else ()
 
 
 def _work_of(request: ClientRequest, usage: Mapping[str, Any] | None) -> Work:

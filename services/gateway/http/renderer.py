@@ -52,6 +52,15 @@ class Renderer(Protocol):
 
 
 @runtime_checkable
+class HeaderRenderer(Renderer, Protocol):
+    """A renderer whose response has headers of its own."""
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Headers that are known now: of a stream before its first chunk, of a whole response once document() has returned."""
+
+
+@runtime_checkable
 class StreamRenderer(Renderer, Protocol):
     """Of an endpoint that can stream. What it gives are complete events."""
 

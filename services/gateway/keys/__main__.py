@@ -1,46 +1,81 @@
-"""python -m services.gateway.keys new NAME: a fresh API key, shown once, and the entry that makes the file of keys accept it."""
+"""python -m services.gateway.keys, or `rootstock keys`: makes API keys, and lists those of a file."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
 import sys
+import time
+from collections.abc import Sequence
 
 import orjson
 
-from services.gateway.keys.key_table import BadKeys, digest_of, parse_keys
+from services.gateway.keys.flags import add_flags
+from services.gateway.keys.key_file import KeyFile
+from services.gateway.keys.key_table import ApiKey, BadKeys, digest_of, parse_keys, time_of
 
 PREFIX = "rsk-"
 SECRET_BYTES = 32
+COLUMNS = ("name", "state", "expires", "models", "weight", "priority", "requests/min", "tokens/min", "concurrent")
 
 
-def entry_of(name: str, secret: str, limits: dict[str, float | int | None]) -> bytes:
-    """As it stands in the list "keys" of the file. Raises BadKeys."""
-    given = {field: value for field, value in limits.items() if value is not None}
-    entry = {"name": name, "sha256": [digest_of(secret.encode()).hex()], **given}
+def entry_of(name: str, secret: str, given: dict[str, object]) -> bytes:
+    """Returns the key's entry in the list "keys" of the file. Raises BadKeys."""
+    entry: dict[str, object] = {"name": name, "sha256": [digest_of(secret.encode()).hex()]}
+    entry.update({field: value for field, value in given.items() if value is not None})
     parse_keys([orjson.dumps({"keys": [entry]})])
     return orjson.dumps(entry)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.gateway.keys", description="API keys (docs/keys.md).")
-    new = parser.add_subparsers(required=True, metavar="COMMAND").add_parser("new", help="make a key and the entry for it")
-    new.add_argument("name", metavar="NAME", help="of the key's owner: A-Z, a-z, 0-9, '.', '_' and '-'")
-    new.add_argument("--weight", type=float, help="share while requests wait; 1 if not given")
-    new.add_argument("--priority", type=int, help="of requests that give none, and the most urgent that may be asked for")
-    new.add_argument("--requests-per-minute", type=int)
-    new.add_argument("--tokens-per-minute", type=int, help="of prompts and answers")
-    new.add_argument("--max-concurrent", type=int, help="requests at once")
-    given = vars(parser.parse_args(argv))
-    name, secret = given.pop("name"), PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 2 if an entry or the file is wrong."""
     try:
-        entry = entry_of(name, secret, given)
+        return _list(args) if args.action == "list" else _new(args)
     except BadKeys as error:
-        print(f"{parser.prog}: {str(error).removeprefix('keys[0].')}", file=sys.stderr)
+        print(f"rootstock keys: {str(error).removeprefix('keys[0].')}", file=sys.stderr)
         return 2
+
+
+def _new(args: argparse.Namespace) -> int:
+    secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+    names = ("weight", "priority", "requests_per_minute", "tokens_per_minute", "max_concurrent", "expires")
+    given = {name: getattr(args, name) for name in names}
+    given["models"] = None if args.models is None else [name.strip() for name in args.models.split(",")]
+    entry = entry_of(args.name, secret, given)
     print(f"key, for its owner alone: {secret}", file=sys.stderr)
     print(entry.decode())
     return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = [_row(key, time.time()) for key in KeyFile(args.file).table]
+    if args.json:
+        for row in rows:
+            print(orjson.dumps(dict(zip(COLUMNS, row, strict=True))).decode())
+        return 0
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    for row in (COLUMNS, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(key: ApiKey, now: float) -> tuple[str, ...]:
+    """Returns a cell per column; "-" is no limit."""
+    limits = (key.priority, key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
+    return (
+        key.name,
+        "expired" if key.has_expired(now) else "valid",
+        "never" if key.expires is None else time_of(key.expires),
+        "all" if key.models is None else ",".join(sorted(key.models)),
+        f"{key.weight:g}",
+        *("-" if limit is None else str(limit) for limit in limits),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.gateway.keys", description="Makes and lists API keys.")
+    add_flags(parser)
+    return run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.gateway.keys.key_file import KeyFile, Weights
 from services.gateway.keys.key_limits import Admission, KeyLimits
-from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of
+from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of, time_of
 from services.gateway.observe.metrics import GatewayMetrics, KeySigns
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError, key_not_here
@@ -88,6 +88,8 @@ class KeyRing:
         key = table.of_secret(shown[0]) if shown else None
         if key is None:
             raise _invalid("A valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+        if key.has_expired(time.time()):
+            raise _expired(key)
         return self._caller(key)
 
     def named(self, name: str, asked_at: float) -> Caller:
@@ -96,6 +98,8 @@ class KeyRing:
         table = self.table
         key = None if table is None else table.named(name)
         if key is not None:
+            if key.has_expired(time.time()):
+                raise _expired(key)
             return self._caller(key)
         if table is None and not name:
             return NOBODY
@@ -105,7 +109,7 @@ class KeyRing:
 
     def _caller(self, key: ApiKey) -> Caller:
         options = self._options
-        return Caller(key.name, key.priority, options.low_first, options.salt_cache, key.weight)
+        return Caller(key.name, key.priority, options.low_first, options.salt_cache, key.weight, models=key.models)
 
     def begin(self, key: str) -> Admission | None:
         """A request that is to generate something. None: nothing is limited. Raises ApiError 429."""
@@ -127,6 +131,11 @@ def _secret(scheme: bytes, given: bytes) -> bytes:
 
 def _invalid(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key")
+
+
+def _expired(key: ApiKey) -> ApiError:
+    message = f"The API key expired at {time_of(key.expires or 0.0)}. Ask the operator of this server for a new one."
+    return ApiError(401, message, code="api_key_expired")
 
 
 def _foreign(token: str) -> dict[bytes, str]:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import orjson
@@ -36,6 +38,12 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
+    models: frozenset[str] | None = None  # names of the models that it may use; None: every model
+    expires: float | None = None  # Unix seconds from which on it is refused; None: never
+
+    def has_expired(self, now: float) -> bool:
+        """now: Unix seconds."""
+        return self.expires is not None and now >= self.expires
 
     @property
     def is_limited(self) -> bool:
@@ -119,7 +127,9 @@ def _key(entry: Any, where: str) -> ApiKey:
         _digests(entry, where),
         _weight(entry.get("weight", 1), f"{where}.weight"),
         _whole(entry, "priority", where, limits.PRIORITY_RANGE),
-        *(_whole(entry, field, where, (1, limits.MAX_KEY_LIMIT)) for field in _LIMITS),
+        **{field: _whole(entry, field, where, (1, limits.MAX_KEY_LIMIT)) for field in _LIMITS},
+        models=_models(entry.get("models"), f"{where}.models"),
+        expires=_moment(entry.get("expires"), f"{where}.expires"),
     )
 
 
@@ -160,5 +170,34 @@ def _whole(entry: Mapping[str, Any], field: str, where: str, bounds: tuple[int, 
     return value
 
 
+def _models(value: Any, where: str) -> frozenset[str] | None:
+    if value is None:
+        return None
+    named = isinstance(value, list) and all(
+        isinstance(name, str) and 0 < len(name) <= limits.MAX_MODEL_NAME_CHARS for name in value
+    )
+    if not named or not 0 < len(value) <= limits.MAX_MODELS_OF_A_KEY:
+        raise BadKeys(f"{where}: must be a list of 1 to {limits.MAX_MODELS_OF_A_KEY} names of models")
+    return frozenset(value)
+
+
+def _moment(value: Any, where: str) -> float | None:
+    """Returns Unix seconds of an RFC 3339 time."""
+    if value is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise BadKeys(f"{where}: must be a time with its zone, such as 2027-01-31T00:00:00Z")
+    return moment.timestamp()
+
+
+def time_of(moment: float) -> str:
+    """Returns a Unix time as RFC 3339 in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
+
+
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
-_FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", *_LIMITS))
+_FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", "models", "expires", *_LIMITS))

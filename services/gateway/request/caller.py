@@ -24,6 +24,7 @@ class Caller:
     salts_cache: bool = False
     weight: float = 1.0
     background: bool = False
+    models: frozenset[str] | None = None  # names of the models that the key may use; None: every model
 
     @property
     def tenant(self) -> bytes:
@@ -34,6 +35,10 @@ class Caller:
         """The same, for what nobody waits for: of the least urgent priority, whatever is asked."""
         least = PRIORITY_RANGE[1] if low_first else PRIORITY_RANGE[0]
         return replace(self, priority=least, low_first=low_first, background=True)
+
+    def may_use(self, model: str) -> bool:
+        """Whether the key may use the model of this name."""
+        return self.models is None or model in self.models
 
     def priority_of(self, asked: int | None) -> int:
         if asked is None or self.priority is None:

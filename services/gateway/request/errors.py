@@ -63,6 +63,10 @@ def unknown_model() -> ApiError:
     return ApiError(404, "The model does not exist on this server; see /v1/models.", param="model", code="model_not_found")
 
 
+def model_not_allowed() -> ApiError:
+    return ApiError(403, "The API key may not use this model; see /v1/models.", param="model", code="model_not_allowed")
+
+
 def context_length_exceeded(param: str, context_len: int, prompt_tokens: str) -> ApiError:
     """prompt_tokens: their number, in words where it is a bound."""
     message = (

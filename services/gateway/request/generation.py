@@ -11,6 +11,7 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
+from services.gateway.request.caller import Caller
 from services.gateway.request.client_fields import ClientFields
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace
@@ -57,8 +58,12 @@ class Models(Protocol):
     def reads_predictions(self, model: ModelInfo) -> bool:
         """Whether a worker of it guesses by what clients predict."""
 
-    async def wait_for(self, name: str | None = None) -> ModelInfo:
-        """The model of this name, the default one for None. Waits for its first worker. Raises ApiError."""
+    async def wait_for(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, for None the default one. Waits for its first worker.
+
+        Raises:
+            ApiError: There is no such model, the caller may not use it, or no worker of it came in time.
+        """
 
 
 @dataclass(frozen=True, slots=True)

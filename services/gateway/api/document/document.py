@@ -103,7 +103,8 @@ def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, An
         said += f" In a stream the schema is that of each event's data; {last}."
     errors = operation.errors
     always = errors.headers if errors is not None else ()
-    own = {200: _answer(said, operation.content, schemas, headers(200, keys, (*always, *operation.headers), (*streams, *omits)))}
+    described = headers(200, keys, (*always, *operation.headers), (*streams, *omits, *operation.sometimes))
+    own = {200: _answer(said, operation.content, schemas, described)}
     for status, content in operation.others.items():
         own[status] = _answer("Not now.", content, schemas, headers(status, keys))
     return {str(status): own.get(status) or reference(status, errors) for status in operation.answers(keys)}

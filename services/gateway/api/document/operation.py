@@ -54,6 +54,7 @@ class Operation:
     named: bool = False
     errors: ErrorFamily | None = None
     headers: Sequence[str] = ()
+    sometimes: Sequence[str] = ()  # headers that some of its 200 responses have
     reports: bool = False
     served: bool = True
     takes_tools: bool = False
@@ -70,6 +71,8 @@ class Operation:
             found.update(self.errors.statuses)
         if keys and self.keyed:
             found.add(401)
+            if self.body is not None and "model" in self.body.model_fields:
+                found.add(403)
         if keys and self.generates:
             found.add(429)
         return sorted(found)

@@ -18,6 +18,10 @@ HEADERS: dict[str, dict[str, Any]] = {
     "www-authenticate": {"description": "What a key is shown as.", "schema": {"const": "Bearer"}},
     "allow": {"description": "Methods that the path takes.", "schema": {"type": "string", "pattern": "^[A-Z]+(, [A-Z]+)*$"}},
     "cache-control": {"description": "Of a stream, and of pages.", "schema": {"const": "no-cache"}},
+    "x-rootstock-stored": {
+        "description": "The response was to be stored and is not; it cannot be fetched or followed.",
+        "schema": {"const": "false"},
+    },
     "x-accel-buffering": {"description": "Of a stream.", "schema": {"const": "no"}},
     "content-security-policy": {
         "description": "The page's script and style by their hashes, and nothing from elsewhere.",
@@ -39,7 +43,7 @@ _RATE_LIMITS: dict[str, dict[str, Any]] = {
 ERRORS = {
     400: ("BadRequest", "The request is wrong, or was aborted before it had anything to show."),
     401: ("Unauthorized", "No valid API key was shown."),
-    403: ("Forbidden", "It is for operators."),
+    403: ("Forbidden", "It is for operators, or for keys that may use the model."),
     404: ("NotFound", "There is no such model, session, path or thing that is kept."),
     405: ("MethodNotAllowed", "The path does not take this method."),
     408: ("RequestTimeout", "The request's head or body did not arrive in time."),

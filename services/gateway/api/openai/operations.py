@@ -51,7 +51,7 @@ OPERATIONS = (
         _TAG,
         "One model",
         {JSON: ModelCard},
-        statuses=(404, 503),
+        statuses=(403, 404, 503),
         parameters={"model_id": "A name that /v1/models lists; it may have slashes."},
     ),
 )

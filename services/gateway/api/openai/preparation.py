@@ -34,6 +34,7 @@ from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request import budgets
 from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.caller import Caller
 from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation, ModelInfo, Models, Part, Plan, Prompt
@@ -73,7 +74,7 @@ class Preparer:
         call, predicted = chat_call(request, origin.request_id), predicted_text(request.prediction)
         request = request.model_copy(update={"messages": (), "prediction": None})  # they may be 64 MiB, and are copied
         _call_it(request, origin, None)
-        model = await self._generating_model(request.model)
+        model = await self._generating_model(request.model, origin.caller)
         model = model if settled is None else settled.of(model)
         budgets.check_sets(request.allowed_token_ids, request.banned_token_ids, request.n or 1)
         generation = chat_generation(request, model.vocab_size)
@@ -109,7 +110,7 @@ class Preparer:
         """Tokens of a chat's prompt, which may be longer than the context. No worker is asked."""
         request, _ = self._parsed(chat, origin)
         call = chat_call(request, origin.request_id)
-        model = await self._generating_model(request.model)
+        model = await self._generating_model(request.model, origin.caller)
         return len((await prompts.of_chat(call, self._tokenizer, model, origin, UNBOUNDED)).ids)
 
     def _parsed(self, chat: dict[str, Any], origin: Origin) -> tuple[ChatCompletionRequest, ToolUse]:
@@ -130,7 +131,7 @@ class Preparer:
         if request.stream:
             origin.wants_stream()
         _call_it(request, origin, request.prompt)
-        model = await self._generating_model(request.model)
+        model = await self._generating_model(request.model, origin.caller)
         generation = completion_generation(request, model.vocab_size)
         checked = await self._completion_prompts(request, generation, model, origin)
         if len(checked) * generation.n > limits.MAX_BATCH_PROMPTS:
@@ -145,7 +146,7 @@ class Preparer:
     async def embedding(self, body: ReceivedBody, origin: Origin) -> Plan:
         request = parse_embedding(parse_json(body.take()), origin)
         _call_it(request, origin, request.input)
-        model = await self.model_of(request.model)
+        model = await self.model_of(request.model, origin.caller)
         if not model.embedding_size:
             raise bad_request("model", "This model gives no embeddings.", "unsupported_model")
         generation = embedding_generation(request, model.embedding_size)
@@ -171,8 +172,8 @@ class Preparer:
     def _parsing(self, marks: Sequence[int]) -> MakeParsing:
         return lambda formats, setup: Parsing(formats, setup, self._make_parser, self._dropped, marks)
 
-    async def _generating_model(self, name: str | None) -> ModelInfo:
-        model = await self.model_of(name)
+    async def _generating_model(self, name: str | None, caller: Caller) -> ModelInfo:
+        model = await self.model_of(name, caller)
         if not model.generates:
             raise bad_request("model", "This model gives embeddings only; see /v1/embeddings.", "unsupported_model")
         return model
@@ -180,16 +181,16 @@ class Preparer:
     async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str:
         return await decode_once(self._detoks, origin, ids, skip_special_tokens, model.source)
 
-    async def model_of(self, name: str | None) -> ModelInfo:
-        """The one that is served, for None."""
-        self._require(name)
-        model = await self._models.wait_for(name)
-        self._require(name)
+    async def model_of(self, name: str | None, caller: Caller) -> ModelInfo:
+        """Returns the model of this name, for None the only one that the caller may use. Raises ApiError."""
+        self._require(name, caller)
+        model = await self._models.wait_for(name, caller)
+        self._require(name, caller)
         return model
 
-    def _require(self, name: str | None) -> None:
-        """Raises ApiError for no name where there are several models, of which some may have come meanwhile."""
-        if name is None and len(self._models.names()) > 1:
+    def _require(self, name: str | None, caller: Caller) -> None:
+        """Raises ApiError without a name if the caller may use several models; some may appear while a request waits."""
+        if name is None and sum(map(caller.may_use, self._models.names())) > 1:
             raise bad_request("model", "'model' is required: several are served, see /v1/models.", "missing_required_parameter")
 
     async def _text_of(self, prompt: Prompt, generation: Generation, origin: Origin, model: ModelInfo) -> str:

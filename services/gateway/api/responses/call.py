@@ -83,7 +83,7 @@ class ResponsesCall:
             except (orjson.JSONEncodeError, RecursionError):
                 raise bad_request("background", "What is asked for in the background is nested too deeply.") from None
             return DetachedCall(self._background, self._origin, self._asked, self._streams, record, self._before.num_bytes)
-        return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep)
+        return ResponseRenderer(request, created, model, token_texts, response_id, self._asked, self._keep, self._records.keeps)
 
     async def _read(self, body: ReceivedBody, origin: Origin) -> None:
         self._owner = owner_of(origin.caller.key)

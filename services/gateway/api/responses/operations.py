@@ -39,6 +39,7 @@ OPERATIONS = (
         ResponsesRequest,
         generates=True,
         named=True,
+        sometimes=("x-rootstock-stored",),
         takes_tools=True,
     ),
     Operation(

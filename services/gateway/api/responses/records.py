@@ -44,6 +44,7 @@ class Records:
 
     def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
         self._store = store
+        self.keeps = store is not None  # whether this gateway has a store
         self._retry_after_s = retry_after_s
 
     async def after(self, owner: str, response_id: str, hold: Hold) -> Context:

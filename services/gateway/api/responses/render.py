@@ -66,6 +66,9 @@ class Draft:
         return {**self.response, **failure(error), "output": self._output.items}
 
 
+STORED = b"x-rootstock-stored"  # header of a response that was to be stored and is not
+
+
 class ResponseRenderer:
     """asked: the body. keep: has the response kept where that is wanted."""
 
@@ -78,13 +81,21 @@ class ResponseRenderer:
         response_id: str,
         asked: ResponsesRequest,
         keep: Keep,
+        keeps: bool,
     ) -> None:
+        """keeps: whether this server has a store."""
         self._request = request
         self._keep = keep
         self._response = begun(response_id, created, model, asked)
         self._stores = self._response["store"]
+        self._is_stored = keeps
         self._draft = Draft(request, token_texts, self._response, output_items(response_id, asked))
         self._sequence = 0
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """`x-rootstock-stored: false` if the client asked for a stored response and does not get one."""
+        return [(STORED, b"false")] if self._stores and not self._is_stored else ()
 
     async def chunk(self, delta: Delta) -> bytes:
         told: list[Json] = []
@@ -109,7 +120,8 @@ class ResponseRenderer:
         """What is asked to be kept is kept now, or says that it is not."""
         response = self._response
         self._draft.finish(response["created_at"] + int(self._request.clock() - self._request.arrived))
-        response["store"] = await self._keep(response) and self._stores
+        self._is_stored = await self._keep(response)
+        response["store"] = self._is_stored and self._stores
 
     def _written(self, events: Iterable[Json]) -> bytes:
         return b"".join(map(self._event, events))

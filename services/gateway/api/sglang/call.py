@@ -79,7 +79,7 @@ class GenerateCall:
         rids = _named(request.rid, inputs, origin)
         if request.stream:
             origin.wants_stream()
-        model = await self._models.wait_for(request.model)
+        model = await self._models.wait_for(request.model, origin.caller)
         if not model.generates:
             raise bad_request("model", "This model gives vectors, not text: use /encode.", "unsupported_model")
         asked = asked_of(request, inputs, model.vocab_size)
@@ -115,7 +115,7 @@ class EncodeCall:
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _named(request.rid, inputs, origin)
-        model = await self._models.wait_for(request.model)
+        model = await self._models.wait_for(request.model, origin.caller)
         _check_dimensions(request.dimensions, model)
         root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
         prompts = await self._source.prompts(inputs, model, origin, for_a_vector(model), root)

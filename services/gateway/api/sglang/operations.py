@@ -49,5 +49,8 @@ OPERATIONS = (
     Operation("post", OPEN_SESSION, _TAG, "Open a session", {JSON: SessionId}, OpenSessionRequest, (404, 504)),
     Operation("post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504)),
     Operation("get", HEALTH_GENERATE, _TAG, "Whether a token can be made from end to end", {}, statuses=(503,), keyed=False),
-    *(Operation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(503,)) for path in MODEL_INFO),
+    *(
+        Operation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))
+        for path in MODEL_INFO
+    ),
 )

@@ -100,7 +100,7 @@ class NativeApi:
         @app.post(OPEN_SESSION)
         async def open_session(request: Request) -> Response:
             given = await self._read(request, OpenSessionRequest)
-            model = await self._models.wait_for(given.model)
+            model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
             # A text of so many characters has about as many tokens at most.
             key, most = request.scope["state"]["key"], given.capacity_of_str_len
             return _json(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
@@ -108,7 +108,7 @@ class NativeApi:
         @app.post(CLOSE_SESSION)
         async def close_session(request: Request) -> Response:
             given = await self._read(request, CloseSessionRequest)
-            model = await self._models.wait_for(given.model)
+            model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
             await self._sessions.close(model.name, request.scope["state"]["key"], given.session_id)
             return Response()
 
@@ -123,8 +123,8 @@ class NativeApi:
         for path in MODEL_INFO:
             app.get(path)(self._model_info)
 
-    async def _model_info(self) -> Response:
-        model = await self._models.wait_for()
+    async def _model_info(self, request: Request) -> Response:
+        model = await self._models.wait_for(None, request.scope["state"]["caller"])
         return _json(
             {
                 "model_path": model.name,

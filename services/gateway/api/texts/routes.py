@@ -34,6 +34,7 @@ from services.gateway.http.exchange import Generator
 from services.gateway.parsers.output_parser import MakeParser, Schema
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import Body
+from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.request.origin import Origin, origin_of
@@ -49,7 +50,7 @@ Standing = Callable[[], Mapping[str, Any]]  # of this gateway and of all workers
 class Texts(Protocol):
     """Which model is meant, and texts of ids. Raises ApiError."""
 
-    async def model_of(self, name: str | None) -> ModelInfo: ...
+    async def model_of(self, name: str | None, caller: Caller) -> ModelInfo: ...
 
     async def text_of(self, ids: Sequence[int], skip_special_tokens: bool, origin: Origin, model: ModelInfo) -> str: ...
 
@@ -93,8 +94,9 @@ class TextsApi:
         @app.post(TOKENIZE)
         async def tokenize(request: Request) -> Response:
             async with self._given(request, TokenizeRequest) as given:
-                model = await self._texts.model_of(given.model)
-                found = [list(each.ids) for each in await self._prompts(given, model, origin_of(request.scope["state"]))]
+                origin = origin_of(request.scope["state"])
+                model = await self._texts.model_of(given.model, origin.caller)
+                found = [list(each.ids) for each in await self._prompts(given, model, origin)]
             counts = [len(ids) for ids in found]
             one = isinstance(given.prompt, str)
             tokens, count = (found[0], counts[0]) if one else (found, counts)
@@ -103,7 +105,8 @@ class TextsApi:
         @app.post(DETOKENIZE)
         async def detokenize(request: Request) -> Response:
             async with self._given(request, DetokenizeRequest) as given:
-                model, origin = await self._texts.model_of(given.model), origin_of(request.scope["state"])
+                origin = origin_of(request.scope["state"])
+                model = await self._texts.model_of(given.model, origin.caller)
                 skips = given.skip_special_tokens is not False
                 lists = _lists_of(given.tokens, model)
                 texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
@@ -149,8 +152,10 @@ class TextsApi:
         for path in SERVER_INFO:
             app.get(path)(self._server_info)
 
-    async def _server_info(self) -> Response:
-        default = await self._texts.model_of(None) if len(self._served()) == 1 else None
+    async def _server_info(self, request: Request) -> Response:
+        caller: Caller = request.scope["state"]["caller"]
+        served = [model for model in self._served() if caller.may_use(model.name)]
+        default = served[0] if len(served) == 1 else None
         name = "" if default is None else default.name
         return _json(
             {
@@ -166,7 +171,7 @@ class TextsApi:
                         "embedding_size": model.embedding_size,
                         "deterministic": model.deterministic,
                     }
-                    for model in self._served()
+                    for model in served
                 ],
                 "loads": self._loads(),
                 **self._standing(),

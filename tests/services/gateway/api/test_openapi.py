@@ -305,7 +305,8 @@ def with_a_store_that_refuses(seen: Seen, patch: pytest.MonkeyPatch, store: Redi
 
 
 def with_keys(seen: Seen) -> None:
-    keys = [{"name": "a", "key": "a", "requests_per_minute": 1, "tokens_per_minute": 1 << 30}, "b"]
+    limited_key = {"name": "a", "key": "a", "requests_per_minute": 1, "tokens_per_minute": 1 << 30}
+    keys = [limited_key, "b", {"name": "c", "key": "c", "models": ["other"]}]
     with system_with_sessions(keys=keys) as system:
         seen.look(system, [ask(system, method, path, POSTS.get(path)) for method, path in operations()])
         seen.look(system, [ask(system, "GET", "/nowhere"), *(ask(system, "PATCH", path) for path in POSTS)])
@@ -313,6 +314,9 @@ def with_keys(seen: Seen) -> None:
         assert {answer.status for answer in limited} == {200, 429} and "x-ratelimit-reset-tokens" in limited[0].headers
         seen.look(system, limited)
         seen.look(system, ask_all(system, POSTS, authorization="Bearer b"))
+        other = [ask(system, method, path, POSTS.get(path), authorization="Bearer c") for method, path in operations()]
+        assert 403 in {answer.status for answer in other}
+        seen.look(system, other)
 
 
 def without_workers(seen: Seen) -> None:

@@ -355,16 +355,22 @@ def test_without_its_store_a_gateway_answers_and_says_what_it_did_not_keep(tmp_p
         first = client.responses.create(model=MODEL, input="Hi")
         server.wait_until_written()
         server.kill()
-        assert client.responses.create(model=MODEL, input="Hi").store is False
+        lost = client.responses.with_raw_response.create(model=MODEL, input="Hi")
+        assert lost.headers["x-rootstock-stored"] == "false" and lost.parse().store is False
         with pytest.raises(openai.APIStatusError) as refused:
             client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
         assert (refused.value.status_code, refused.value.code) == (503, "store_unavailable")
         wait_until(lambda: system.metric("rootstock_gateway_store_up") == 0, "its looks at batches to find out")
         server.start()
-        assert client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id).store is True
+        stored = client.responses.with_raw_response.create(model=MODEL, input="Hi", previous_response_id=first.id)
+        assert "x-rootstock-stored" not in stored.headers and stored.parse().store is True
         wait_until(lambda: system.metric("rootstock_gateway_store_up") == 1, "the store")
         server.kill()
     with System() as system:
-        assert system.openai().responses.create(model=MODEL, input="Hi").store is False
+        for stream in (False, True):
+            lost = system.post("/v1/responses", {"model": MODEL, "input": "Hi", "stream": stream})
+            assert lost.headers["x-rootstock-stored"] == "false" and '"store":false' in lost.text
+        unwanted = system.post("/v1/responses", {"model": MODEL, "input": "Hi", "store": False})
+        assert "x-rootstock-stored" not in unwanted.headers
         with pytest.raises(openai.BadRequestError, match="keeps nothing"):
             system.openai().responses.retrieve("resp_a")

@@ -46,6 +46,12 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "name's length": (content({**A, "name": "a" * (limits.MAX_KEY_NAME_CHARS + 1)}), "keys[0].name"),
     "same name": (content(A, {**A, "key": "other"}), "a: two keys have this name"),
     "same key": (content(A, {"name": "b", "sha256": digest("secret")}), "b: a has the same key"),
+    "models": (content({**A, "models": []}), "keys[0].models: must be a list of 1 to"),
+    "a model's name": (content({**A, "models": ["a", ""]}), "keys[0].models"),
+    "a model's long name": (content({**A, "models": ["a" * (limits.MAX_MODEL_NAME_CHARS + 1)]}), "keys[0].models"),
+    "too many models": (content({**A, "models": ["a"] * (limits.MAX_MODELS_OF_A_KEY + 1)}), "keys[0].models"),
+    "expires": (content({**A, "expires": "tomorrow"}), "keys[0].expires: must be a time with its zone"),
+    "expires without a zone": (content({**A, "expires": "2027-01-31T00:00:00"}), "keys[0].expires"),
     "digest": (content({"name": "a", "sha256": ["00"]}), "keys[0].sha256[0]: must be 64 hexadecimal digits"),
     "too many digests": (
         content({"name": "a", "sha256": ["00"] * (limits.MAX_SECRETS_OF_A_KEY + 1)}),
@@ -155,3 +161,31 @@ def test_a_fresh_key_and_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert secret.startswith("rsk-") and table.of_secret(secret.encode()) is key and secret not in said.out
     assert (key.name, key.weight, key.max_concurrent, key.tokens_per_minute) == ("team-a", 2.0, 4, None)
     assert main(["new", "a b"]) == 2 and "name: must be" in capsys.readouterr().err
+
+
+def test_keys_list_shows_names_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.json"
+    old = {"name": "old", "key": "s3cr3t", "expires": "2020-01-31T00:00:00+01:00", "models": ["b", "a"]}
+    path.write_bytes(content({**A, "requests_per_minute": 600}, old))
+    assert main(["list", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[:4] for line in shown.splitlines()[1:]] == [
+        ["a", "valid", "never", "all"],
+        ["old", "expired", "2020-01-30T23:00:00Z", "a,b"],
+    ]
+    assert "s3cr3t" not in shown and "600" in shown
+    assert main(["list", str(path), "--json"]) == 0
+    assert [orjson.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["valid", "expired"]
+
+
+def test_keys_list_names_the_fault_of_a_wrong_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.json"
+    path.write_bytes(content({**A, "rpm": 5}))
+    assert main(["list", str(path)]) == 2
+    assert "unknown field 'rpm'" in capsys.readouterr().err
+
+
+def test_keys_new_writes_models_and_expiry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "team-a", "--models", "a, b", "--expires", "2027-01-31T00:00:00Z"]) == 0
+    (key,) = parse_keys([content(orjson.loads(capsys.readouterr().out))])
+    assert key.models == {"a", "b"} and key.has_expired(1801353600.0) and not key.has_expired(1801353599.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from services.gateway.http.http_server import CannotListen
 from services.gateway.keys import key_file
 from services.shared.index.block_hash import block_hashes
 from tests.services.gateway.api.test_sessions import SessionWorker
+from tests.services.gateway.dispatch.test_dispatch_models import serving
 from tests.services.gateway.fakes import MODEL, ids_of
 from tests.services.gateway.system import RawClient, System, chat_body, wait_until
 from tests.services.redis_server import redis_server
@@ -93,6 +96,65 @@ def test_a_gateway_does_not_start_with_a_wrong_file(tmp_path: Path) -> None:
         system = System(api_keys_file=str(path))
         with pytest.raises(CannotListen, match=why):
             system.__enter__()
+
+
+ROUTES_WITH_A_MODEL: dict[str, dict[str, Any]] = {
+    CHAT: chat_body(),
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/embeddings": {"input": "Hi"},
+    "/generate": {"text": "Hi"},
+    "/encode": {"text": "Hi"},
+    "/v1/messages": {"max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"input": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.fixture(scope="module")
+def two_models() -> Iterator[System]:
+    keys = [{"name": "alice", "key": "alice", "models": ["b"]}, {"name": "bob", "key": "bob", "models": ["c"]}, "carol"]
+    with System(workers=2, configure=serving("a", "b"), keys=keys) as system:
+        yield system
+
+
+class TestModels:
+    @pytest.mark.parametrize("path", ROUTES_WITH_A_MODEL)
+    def test_key_is_refused_another_model(self, two_models: System, path: str) -> None:
+        body = ROUTES_WITH_A_MODEL[path]
+        assert two_models.post(path, {**body, "model": "a"}, headers=ALICE).status_code == 403
+        assert two_models.post(path, {**body, "model": "b"}, headers=ALICE).status_code == 200
+        assert two_models.post(path, {**body, "model": "a"}, headers={"x-api-key": "carol"}).status_code == 200
+
+    @pytest.mark.parametrize("path", [path for path in ROUTES_WITH_A_MODEL if path != "/v1/messages"])  # requires a name
+    def test_key_with_one_model_means_it_without_a_name(self, two_models: System, path: str) -> None:
+        body = ROUTES_WITH_A_MODEL[path]
+        assert two_models.post(path, body, headers=ALICE).status_code == 200
+        assert two_models.post(path, {**body, "model": "c"}, headers=ALICE).status_code == 403
+
+    def test_models_lists_those_of_the_key(self, two_models: System) -> None:
+        def names(key: str) -> list[str]:
+            return [card["id"] for card in two_models.get(MODELS, headers={"x-api-key": key}).json()["data"]]
+
+        assert (names("alice"), names("bob"), sorted(names("carol"))) == (["b"], [], ["a", "b"])
+        error = two_models.get(f"{MODELS}/a", headers=ALICE)
+        assert (error.status_code, error.json()["error"]["code"]) == (403, "model_not_allowed")
+        assert two_models.get("/server_info", headers=ALICE).json()["served_model_name"] == "b"
+        assert two_models.get("/model_info", headers=ALICE).json()["model_path"] == "b"
+
+
+def test_key_that_expired_is_refused() -> None:
+    soon = datetime.fromtimestamp(time.time() + 2, UTC).isoformat()
+    with System(keys=[{"name": "alice", "key": "alice", "expires": soon}]) as system:
+        assert system.get(MODELS, headers=ALICE).status_code == 200
+        system.allow(1)
+        running = RawClient(system, CHAT, chat_body(stream=True), "alice")
+        running.read_until(b"data: ")
+        wait_until(lambda: system.get(MODELS, headers=ALICE).status_code == 401, "its end")
+        error = system.post(CHAT, chat_body(model=MODEL), headers=ALICE).json()["error"]
+        assert (error["code"], error["type"]) == ("api_key_expired", "authentication_error")
+        system.allow(None)
+        assert b"[DONE]" in running.read_to_end_of_stream(), "a request that runs goes on"
 
 
 class TestLimits:

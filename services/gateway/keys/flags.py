@@ -1,0 +1,21 @@
+"""The words of `rootstock keys`. Standard library only: the client adds them to its parser wherever it runs."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    below = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    new = below.add_parser("new", help="make a key and its entry for the file", allow_abbrev=False)
+    new.add_argument("name", metavar="NAME", help="name of the key's owner: A-Z, a-z, 0-9, '.', '_' and '-'")
+    new.add_argument("--weight", type=float, help="share while requests wait; default 1")
+    new.add_argument("--priority", type=int, help="priority of requests without one, and the most urgent that they may ask for")
+    new.add_argument("--requests-per-minute", type=int, help="requests that may begin within a minute; default no limit")
+    new.add_argument("--tokens-per-minute", type=int, help="tokens of prompts and completions within a minute; default no limit")
+    new.add_argument("--max-concurrent", type=int, help="requests that may run at once; default no limit")
+    new.add_argument("--models", help="names of the models that the key may use, comma separated; default all")
+    new.add_argument("--expires", metavar="TIME", help="end of its validity, as 2027-01-31T00:00:00Z; default none")
+    listed = below.add_parser("list", help="list the keys of a file, or of a folder of *.json", allow_abbrev=False)
+    listed.add_argument("file", metavar="FILE", help="file or folder, as --api-keys-file of the gateway names it")
+    listed.add_argument("--json", action="store_true", help="print one JSON object per key")
