@@ -9,11 +9,12 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -32,16 +33,19 @@ class OutputTooLong(Exception):
 class ChatTemplate:
     """One compiled template. Raises jinja2.TemplateSyntaxError where the source is no template.
 
-    wants_string: the template does not look inside a message's content, so that a list of parts has to be joined first.
-    has_developer: it speaks of a role of this name.
+    has_developer: the source mentions a role of this name.
     """
 
     def __init__(self, source: str) -> None:
         environment = _environment()
-        tree = environment.parse(source)
-        self.wants_string = not _iterates_content(tree)
         self.has_developer = "developer" in source
+        self._source = source
         self._template = environment.from_string(source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self._source)))
 
     def render(self, variables: Mapping[str, Any], max_chars: int) -> str:
         """Raises OutputTooLong, TemplateRefusal, or whatever else the template runs into."""
@@ -121,29 +125,3 @@ def _raise_exception(message: Any) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
-
-
-def _iterates_content(tree: nodes.Template) -> bool:
-    """Whether some `for` goes over a message's content, directly, through a variable, or as a macro's `content` parameter."""
-    names = {"content"}
-    for assignment in tree.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and _mentions_content(assignment.node, names):
-            names.add(assignment.target.name)
-    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
-
-
-def _mentions_content(node: nodes.Node, names: set[str]) -> bool:
-    return _is_content(node, names) or any(_is_content(child, names) for child in node.find_all(nodes.Expr))
-
-
-def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """`x.content`, `x['content']`, or a name known to stand for it, perhaps filtered or sliced."""
-    while isinstance(node, nodes.Filter) and node.node is not None:
-        node = node.node
-    if isinstance(node, nodes.Getitem):
-        is_slice = isinstance(node.arg, nodes.Slice)
-        is_key = isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        return is_key or (is_slice and _is_content(node.node, names))
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Name) and node.name in names

@@ -3,7 +3,8 @@
 It imports jinja2 and the standard library only. What it reads and writes is framed as one JSON line, then raw bytes:
   setup    {"templates", "special_tokens", "max_chars", "max_messages", "memory_bytes", "seconds",
            "start_seconds"}  → {"error": null or text}
-  request  {"sizes": [messages, tools, kwargs], "add_generation_prompt", "continue_final_message"} + three JSON texts
+  request  {"sizes": [messages, tools, kwargs], "add_generation_prompt", "continue_final_message",
+           "read_variables"} + three JSON texts
   reply    {"status": "ok" | "invalid" | "too_much", "message", "size"} + the rendered text in UTF-8;
            "ends": true where the process ends after it
 It ends at the end of its input, out of memory, and by its own alarm if a request overruns and nobody is left to kill it.
@@ -11,21 +12,40 @@ It ends at the end of its input, out of memory, and by its own alarm if a reques
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from services.tokenizer import chat_messages
-from services.tokenizer.chat_messages import CALL_FORMS, PROBE, PROBE_CHAT, PROBE_REPR, USUAL_CALLS, CallForm, InvalidField
+from services.tokenizer.chat_messages import InvalidField
 from services.tokenizer.chat_template import ChatTemplate, OutputTooLong, TemplateRefusal
+from services.tokenizer.history.template_forms import TemplateForms
+from services.tokenizer.history.turns import Message
 from services.tokenizer.mapped_blocks import map_large_blocks
 
 ALARM_MARGIN_S = 1.0  # the parent kills first
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
+MAX_OTHERS = 8  # further ways in which a chat is tried that its template has refused
+OTHERS_SECONDS = 1.0  # after which no further way is tried
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds a thing.",
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string", "description": "A thing."}},
+            "required": ["what"],
+        },
+    },
+}
+PRINTED_PART = "{'type': 'text'"  # of a list that a template has printed as it is
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
@@ -37,7 +57,7 @@ class Renderer:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Raises what jinja2's compiler raises if a template is none."""
         self._templates = {name: ChatTemplate(source) for name, source in setup["templates"].items()}
-        self._call_forms: dict[ChatTemplate, CallForm] = {}  # of those that have been asked for one
+        self._forms = {name: self._forms_of(template) for name, template in self._templates.items()}
         self._special_tokens: dict[str, str] = setup["special_tokens"]
         self._max_chars: int = setup["max_chars"]
         self._max_messages: int = setup["max_messages"]
@@ -52,51 +72,97 @@ class Renderer:
         raw = chat_messages.parse("messages", messages_json, list) or []
         if len(raw) > self._max_messages:
             raise TooMuch(f"messages: {len(raw)} messages, at most {self._max_messages}")
-        template = self._template(tools)
-        form = self._call_form(template) if chat_messages.have_calls(raw) else USUAL_CALLS
-        messages = chat_messages.prepare(raw, template.wants_string, form, template.has_developer)
+        name = self._template_name(tools)
+        for variable in header.get("read_variables", ()):
+            if variable not in self._templates[name].variables:
+                raise InvalidField(f"{variable}: this model's chat template does not read a variable of this name")
+        messages = chat_messages.prepare(raw)
         final = chat_messages.tag_final(messages) if header["continue_final_message"] else None
-        flags = {"add_generation_prompt": header["add_generation_prompt"]}
-        variables = {"documents": None, **self._special_tokens, **kwargs, "messages": messages, "tools": tools, **flags}
-        text = self._run(template, variables)
+        variables = {**kwargs, "tools": tools, "add_generation_prompt": header["add_generation_prompt"]}
+        text = self._shown(name, messages, variables)
         return text if final is None else chat_messages.cut_at_tag(text, final)
 
-    def _template(self, tools: list[Any] | None) -> ChatTemplate:
-        has_own = tools is not None and TOOL_TEMPLATE in self._templates
-        template = self._templates.get(TOOL_TEMPLATE if has_own else DEFAULT_TEMPLATE)
-        if template is None:
+    def _template_name(self, tools: list[Any] | None) -> str:
+        name = TOOL_TEMPLATE if tools is not None and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+        if name not in self._templates:
             raise InvalidField("messages: the model has no default chat template")
-        return template
+        return name
 
-    def _call_form(self, template: ChatTemplate) -> CallForm:
-        """The first in which it shows a call: some fail with the others, some leave the call out."""
-        if template not in self._call_forms:
-            self._call_forms[template] = next((form for form in CALL_FORMS if self._shows_call(template, form)), USUAL_CALLS)
-        return self._call_forms[template]
+    def _forms_of(self, template: ChatTemplate) -> TemplateForms:
+        def rendered(messages: list[Message], tools: bool) -> str | None:
+            variables = {"tools": [PROBE_TOOL] if tools else None, "add_generation_prompt": False}
+            try:
+                found = self._rendered(template, messages, variables)
+            except TooMuch:
+                return None
+            return found if isinstance(found, str) else None
 
-    def _shows_call(self, template: ChatTemplate, form: CallForm) -> bool:
-        messages = chat_messages.prepare(PROBE_CHAT, template.wants_string, form)
-        variables = {"documents": None, **self._special_tokens, "messages": messages, "tools": None}
+        return TemplateForms(rendered, template.has_developer)
+
+    def _shown(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        """Renders the chat in the forms of its template. Raises InvalidField that names the message at which it fails."""
+        template, forms, tools = self._templates[name], self._forms[name], bool(variables["tools"])
+        ordered = forms.ordered(messages, tools)
+        chat = forms.spelled(ordered.turns, tools)
+        begun = time.monotonic()
+        found = self._rendered(template, chat, variables)
+        if isinstance(found, str):
+            return found
+        at = self._failing(template, chat, variables)
+        others = forms.others(chat, ordered, None if isinstance(found, TemplateRefusal) else at, tools)
+        for other in itertools.islice(others, MAX_OTHERS):
+            if time.monotonic() - begun > OTHERS_SECONDS:
+                break
+            text = self._rendered(template, other, variables)
+            if isinstance(text, str) and PRINTED_PART not in text:
+                return text
+        where = "messages" if at is None else f"messages[{ordered.turns[at].index}]"
+        raise InvalidField(f"{where}: {_said(found)}")
+
+    def _failing(self, template: ChatTemplate, chat: list[Message], variables: Mapping[str, Any]) -> int | None:
+        """Returns the index of the message that the template has read last when it fails; None if it has read none."""
+        last: list[int] = []
+        self._rendered(template, [_Watched(message, at, last) for at, message in enumerate(chat)], variables)
+        return last[0] if last else None
+
+    def _rendered(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str | Exception:
+        """Returns the text, or the reason why there is none. Raises TooMuch, MemoryError."""
+        given = {"documents": None, **self._special_tokens, **variables, "messages": messages}
         try:
-            text = template.render({**variables, "add_generation_prompt": False}, self._max_chars)
-        except MemoryError:
-            raise
-        except Exception:  # of any kind, the template's own refusal too: it is asked in another way
-            return False
-        return PROBE in text and PROBE_REPR not in text
-
-    def _run(self, template: ChatTemplate, variables: Mapping[str, Any]) -> str:
-        """Only a template's own words are passed on: the interpreter's messages may quote the prompt."""
-        try:
-            return template.render(variables, self._max_chars)
+            return template.render(given, self._max_chars)
         except OutputTooLong:
             raise TooMuch(f"messages: the chat template's output is longer than {self._max_chars} characters") from None
-        except TemplateRefusal as error:
-            raise InvalidField(f"messages: {error.message}") from None
         except MemoryError:
             raise
-        except Exception as error:
-            raise InvalidField(f"messages: the chat template failed with {type(error).__name__}") from None
+        except Exception as error:  # of any kind: a template is a program
+            return error
+
+
+class _Watched(dict[str, Any]):
+    """A message that notes its index whenever the template reads a field of it."""
+
+    def __init__(self, message: Message, at: int, last: list[int]) -> None:
+        super().__init__(message)
+        self._at, self._last = at, last
+
+    def __getitem__(self, name: str) -> Any:
+        self._last[:] = [self._at]
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._last[:] = [self._at]
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._last[:] = [self._at]
+        return super().__contains__(name)
+
+
+def _said(error: Exception) -> str:
+    """Returns a template's own words. Of other errors it returns only the type: the interpreter's words may quote the prompt."""
+    if isinstance(error, TemplateRefusal):
+        return str(error.message)
+    return f"the chat template failed with {type(error).__name__}"
 
 
 def _answer(renderer: Renderer, header: Mapping[str, Any], parts: list[bytes]) -> tuple[str, str, bytes]:

@@ -70,41 +70,11 @@ def test_output_is_stopped_while_it_streams() -> None:
         template.render({}, 1000)
 
 
-def test_whether_a_template_wants_content_as_a_string() -> None:
-    for source in (
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}",
-        "{% set content = messages[0].content %}{% for c in content.split('x') %}{{ c }}{% endfor %}",
-    ):
-        assert ChatTemplate(source).wants_string, source
-    for source in (
-        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
-        "{% macro show(content) %}{% for item in content %}{{ item.text }}{% endfor %}{% endmacro %}",
-    ):
-        assert not ChatTemplate(source).wants_string, source
-
-
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-def test_content_parts_are_joined_where_the_template_wants_a_string() -> None:
-    message = {"role": "user", "content": PARTS}
-    assert prepare([message], content_as_string=True)[0]["content"] == "a b"
-    assert prepare([message], content_as_string=False)[0]["content"] == PARTS
-
-
-def test_tool_call_arguments_become_objects_where_they_are() -> None:
-    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    broken = {"function": {"name": "f", "arguments": "{x"}}
-    calls = prepare([{"role": "assistant", "tool_calls": [call, broken, {}]}], True)[0]["tool_calls"]
-    assert [c.get("function", {}).get("arguments") for c in calls] == [{"x": 1}, "{x", None]
-    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
-
-
 def test_reasoning_is_there_under_every_name() -> None:
-    message = prepare([{"role": "assistant", "reasoning": "hm", "content": None}], True)[0]
+    message = prepare([{"role": "assistant", "reasoning": "hm", "content": None}])[0]
     assert message == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
 
 
@@ -124,7 +94,7 @@ def test_reasoning_is_there_under_every_name() -> None:
 )
 def test_a_bad_message_is_named_and_not_quoted(field: str, messages: list[Any]) -> None:
     with pytest.raises(InvalidField) as raised:
-        prepare(messages, True)
+        prepare(messages)
     assert str(raised.value).startswith(field) and "secret" not in str(raised.value)
 
 
@@ -148,7 +118,7 @@ def test_bad_json(data: bytes) -> None:
     ],
 )
 def test_the_final_message_is_left_open(template: str, final: str, want: str) -> None:
-    messages = prepare([{"role": "assistant", "content": final}], True)
+    messages = prepare([{"role": "assistant", "content": final}])
     tag_final(messages)
     assert cut_at_tag(render(template, messages=messages), final) == want
 
@@ -168,7 +138,7 @@ HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}"])
 def test_the_interpreters_words_are_not_passed_on(template: str) -> None:
-    with pytest.raises(InvalidField, match=r"^messages: the chat template failed with \w+Error$"):
+    with pytest.raises(InvalidField, match=r"^messages\[0\]: the chat template failed with \w+Error$"):
         renderer(template).render(HEADER, HELLO, b"", b"")
 
 

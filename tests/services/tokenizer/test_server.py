@@ -72,12 +72,16 @@ def test_a_refusal_names_the_field(folders: dict[str, Path], request_: Any, code
     asyncio.run(run())
 
 
-def test_a_templates_own_refusal(folders: dict[str, Path]) -> None:
+def test_refusal_names_the_message_when_the_template_raises_for_it(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content == 'x' %}{{ raise_exception('No x.') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+
     async def run() -> None:
-        async with serving(folders["byte_fallback"]) as service:
-            messages = json.dumps([{"role": "assistant", "content": "x"}]).encode()
-            call = service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=messages))
-            assert await refusal(call) == (INVALID, "messages: Conversation roles must alternate user/assistant")
+        async with serving(byte_level(tmp_path / "m", template)) as service:
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"}]
+            call = service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=json.dumps(messages).encode()))
+            assert await refusal(call) == (INVALID, "messages[1]: No x.")
 
     asyncio.run(run())
 
