@@ -62,6 +62,7 @@ def _unserved_fields() -> str:
         "the prompt": known_fields.PROMPT,
         "the answer": {**known_fields.ANSWER, **options},
         "where it runs": known_fields.PLACEMENT,
+        "names of other servers": known_fields.OF_OTHERS,
         "chat alone": known_fields.OF_CHAT,
         "completions and embeddings, which have no template": known_fields.OF_TEMPLATES,
         "embeddings alone": known_fields.OF_EMBEDDINGS,

@@ -54,6 +54,7 @@ class RenderJob:
     template_kwargs_json: bytes
     add_generation_prompt: bool
     continue_final_message: bool
+    read_variables: tuple[str, ...] = ()  # names that the template has to read
 
     @property
     def is_large(self) -> bool:
@@ -243,7 +244,7 @@ class RenderPool:
 
     async def _run(self, process: _Process, job: RenderJob) -> tuple[dict[str, Any], bytes]:
         bodies = (job.messages_json, job.tools_json, job.template_kwargs_json)
-        flags = {name: getattr(job, name) for name in ("add_generation_prompt", "continue_final_message")}
+        flags = {name: getattr(job, name) for name in ("add_generation_prompt", "continue_final_message", "read_variables")}
         try:
             async with asyncio.timeout(self._setup.seconds):
                 return await process.exchange({"sizes": [len(body) for body in bodies], **flags}, *bodies)

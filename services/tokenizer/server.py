@@ -179,7 +179,8 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
     async def _rendered(self, request: pb.EncodeChatRequest, span: Span | None) -> str:
         continues = request.continue_final_message
         starts = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continues
-        job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues)
+        names = tuple(request.read_variables)
+        job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues, names)
         with part(span, "render"):
             return await self._renderers.render(job)
 

@@ -170,15 +170,38 @@ PLACEMENT: Neutral = {
     "routed_dp_rank": (),
     "vllm_xargs": ({},),
 }
-_EVERYWHERE: Neutral = {**SAMPLING, **PROMPT, **ANSWER, **PLACEMENT}
+# Fields of other servers' APIs that change an answer there.
+OF_OTHERS: Neutral = {
+    "do_sample": (True,),
+    "dynatemp_range": (0, 0.0),
+    "enable_search": (False,),
+    "grammar": ("",),
+    "max_new_tokens": (),
+    "mirostat": (0,),
+    "n_predict": (-1,),
+    "num_beams": (1,),
+    "prompt_mode": (),
+    "random_seed": (),
+    "reasoning_budget": (-1,),
+    "reasoning_format": ("auto",),
+    "repeat_penalty": (1, 1.0),
+    "safe_prompt": (False,),
+    "tfs_z": (1, 1.0),
+    "thinking_budget": (),
+    "top_a": (0, 0.0),
+}
+_EVERYWHERE: Neutral = {**SAMPLING, **PROMPT, **ANSWER, **PLACEMENT, **OF_OTHERS}
 OF_TEMPLATES: Neutral = {
     "add_generation_prompt": (True, False),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "enable_thinking": (),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": (),
     "separate_reasoning": (True, False),
+    "think": (),
+    "thinking": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }

@@ -25,6 +25,7 @@ _LISTS = frozenset((Kind.TOKEN_IDS, Kind.STRINGS, Kind.BIASES))
 Stop = Annotated[Any, WithJsonSchema(_STOP_SCHEMA)]
 Source = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_SWITCH = "Given to the chat template, which has to read a variable of this name."
 Object = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
 
 
@@ -68,6 +69,20 @@ class SamplingBody(Body):
     dry_allowed_length: int | None = parameter("dry_allowed_length")
     dry_penalty_last_n: int | None = parameter("dry_penalty_last_n")
     dry_sequence_breakers: list[str] | None = parameter("dry_sequence_breakers")
+
+
+class ThinkingSwitch(Body):
+    """The form that other APIs give to a switch of reasoning. A budget of tokens is not supported."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class ThinkingBody(Body):
+    """Switches of reasoning, which are variables of chat templates."""
+
+    enable_thinking: bool | None = Field(None, description=_SWITCH)
+    thinking: bool | ThinkingSwitch | None = Field(None, description=f'{_SWITCH} `{{"type": "enabled"}}` means true.')
+    think: bool | Literal["low", "medium", "high"] | None = Field(None, description=_SWITCH)
 
 
 class PlacedBody(Body):

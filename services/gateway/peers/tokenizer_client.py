@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -31,6 +32,7 @@ LONGEST_PAUSE_S = 0.5
 # Parts of the deadline that the first attempts get while there is another replica to try; the last one gets the rest.
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
+_MESSAGE = re.compile(r"messages\[\d+\][\w.\[\]]*(?=: )")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -179,7 +181,7 @@ class TokenizerClient:
     def _translate(self, error: EncodeFailed, request: EncodeCall, param: str) -> ApiError:
         code, details = error.code, error.details[:MAX_DETAIL_CHARS]
         if code in _REFUSED:
-            return bad_request(param, details or f"'{param}' was refused by the tokenizer.")
+            return _refused(request, param, details)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             own_words = "larger than max" not in details  # else gRPC's, about its message
             message = details if details and own_words else "The request is too large to be tokenized."
@@ -190,3 +192,15 @@ class TokenizerClient:
             "tokenizer failed", extra=fields(request_id=request.request_id, **trace_fields(request.traceparent), code=code.name)
         )
         return internal("The tokenizer failed.")
+
+
+def _refused(request: EncodeCall, param: str, details: str) -> ApiError:
+    """Returns the error that names the field at the beginning of the tokenizer's words, else `param`."""
+    if isinstance(request, tokenizer_pb2.EncodeChatRequest):
+        name = details.partition(":")[0]
+        if name in request.read_variables:
+            message = f"'{name}' is not supported by this model: its chat template does not read it. Leave it out."
+            return ApiError(400, message, param=name, code="unsupported_parameter")
+        found = _MESSAGE.match(details)
+        param = found[0] if found else param
+    return bad_request(param, details or f"'{param}' was refused by the tokenizer.")

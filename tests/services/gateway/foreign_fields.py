@@ -79,6 +79,13 @@ SGLANG_SAMPLING = """
 """
 
 
+# Of other servers: switches of reasoning, and fields that change an answer there.
+OTHERS = """
+    do_sample dynatemp_range enable_search enable_thinking grammar max_new_tokens mirostat n_predict num_beams prompt_mode
+    random_seed reasoning_budget reasoning_format repeat_penalty safe_prompt tfs_z think thinking thinking_budget top_a
+"""
+
+
 def known_to(path: str) -> list[str]:
-    """All three's names for an endpoint of OpenAI's."""
-    return sorted({*OPENAI[path], *SGLANG[path].split(), *VLLM[path].split()})
+    """Returns the names of all these servers for an endpoint of OpenAI's."""
+    return sorted({*OPENAI[path], *SGLANG[path].split(), *VLLM[path].split(), *OTHERS.split()})

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from services.gateway.api import known_fields
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
@@ -32,9 +33,16 @@ KNOWN = KnownFields(
         )
     ),
     {
+        **known_fields.OF_OTHERS,
+        "add_generation_prompt": (True,),
         "container": (),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "enable_thinking": (),
         "mcp_servers": ([],),
+        "reasoning_effort": (),
         "speed": ("standard",),
+        "think": (),
     },
 )
 _THINKS = ("enabled", "adaptive")

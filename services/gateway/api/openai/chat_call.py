@@ -7,12 +7,14 @@ from typing import Any
 from rootstock.v1 import tokenizer_pb2
 from services.gateway.api.known_fields import unserved
 from services.gateway.api.openai.types import ChatCompletionRequest
+from services.gateway.api.request_body import ThinkingSwitch
 from services.gateway.api.strict_json import dump_json
 from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import bad_request
 from services.shared import limits
 
 _THINKING_OFF = {"enable_thinking": False, "thinking": False}
+_SWITCHES = ("enable_thinking", "thinking", "think")
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
 
@@ -23,7 +25,8 @@ def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.
     if continues and request.add_generation_prompt:
         raise bad_request("continue_final_message", "'continue_final_message' and 'add_generation_prompt' exclude each other.")
     generation_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    kwargs = _template_variables(request)
+    switches = _switches(request)
+    kwargs = _template_variables(request, switches)
     return tokenizer_pb2.EncodeChatRequest(
         request_id=request_id,
         messages_json=dump_json(request.messages, "messages"),
@@ -31,10 +34,21 @@ def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.
         template_kwargs_json=dump_json(kwargs, "chat_template_kwargs") if kwargs else b"",
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
+        read_variables=list(switches),
     )
 
 
-def _template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
+def _switches(request: ChatCompletionRequest) -> dict[str, Any]:
+    """Returns the fields that switch reasoning, as the template's variables: an object {"type"} becomes true or false."""
+    given = {name: getattr(request, name) for name in _SWITCHES}
+    return {
+        name: value.type != "disabled" if isinstance(value, ThinkingSwitch) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _template_variables(request: ChatCompletionRequest, switches: dict[str, Any]) -> dict[str, Any]:
     """The client's own go before what other fields come to. Effort `none` is what templates with a switch call thinking off, as
     in SGLang."""
     given, effort = request.chat_template_kwargs or {}, request.reasoning_effort
@@ -44,9 +58,12 @@ def _template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
         raise bad_request("reasoning_effort", "'reasoning_effort' and 'chat_template_kwargs' say different things.")
     else:
         own = {"reasoning_effort": effort, **(_THINKING_OFF if effort == "none" else {})}
+    for name, value in switches.items():
+        if given.get(name, value) != value:
+            raise bad_request(name, f"'{name}' and 'chat_template_kwargs' set '{name}' to different values. Send one value.")
     if request.documents:
         own["documents"] = request.documents
-    return {**own, **given}
+    return {**own, **switches, **given}
 
 
 def _check_messages(messages: Any) -> None:
@@ -83,7 +100,7 @@ def _check_message(message: Any, where: str) -> None:
         raise bad_request(where, f"'{where}' must be an object.")
     if not isinstance(message.get("role"), str) or message["role"] not in _ROLES:
         raise bad_request(f"{where}.role", f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.")
-    if message.get("audio") is not None:
+    if message.get("audio"):
         raise unserved(f"{where}.audio")
     content = message.get("content")
     if content is None:

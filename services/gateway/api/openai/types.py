@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from services.gateway.api.request_body import RID_CHARS, ConstraintBody, Effort, PlacedBody, SamplingBody, parameter
+from services.gateway.api.request_body import RID_CHARS, ConstraintBody, Effort, PlacedBody, SamplingBody, ThinkingBody, parameter
 from services.gateway.api.session_fields import SessionParams
 from services.gateway.request.bodies import AnswerBody, Body
 from services.shared import limits
@@ -98,7 +98,7 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
     session_params: SessionParams | None = Field(None, description="The request is a turn of this session.")
 
 
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(ThinkingBody, GenerationBody):
     messages: Messages
     tools: list[dict[str, Any]] | None = Field(None, description="What the model may call; given to the chat template.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")

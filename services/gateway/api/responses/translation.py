@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from services.gateway.api import known_fields
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
-from services.gateway.api.request_body import PlacedBody, SamplingBody
+from services.gateway.api.request_body import PlacedBody, SamplingBody, ThinkingBody
 from services.gateway.api.responses.items import check_tool_types, messages_of
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.request import client_fields
@@ -33,6 +33,11 @@ KNOWN = KnownFields(
     ),
     {
         **known_fields.SAMPLING,
+        **known_fields.OF_OTHERS,
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "reasoning_effort": (),
         "background_options": ({},),
         "context_management": ([],),
         "image": ({},),
@@ -94,6 +99,7 @@ def chat_of(request: ResponsesRequest, items: Sequence[Json]) -> Json:
         raise bad_request("input", "'input' is required.", "missing_required_parameter")
     chat: Json = {"model": request.model, "messages": messages, "tools": [_tool(tool) for tool in request.tools or ()] or None}
     chat |= {name: getattr(request, name) for name in (*_SAME, *_SHARED)}
+    chat |= request.model_dump(include=set(ThinkingBody.model_fields))
     chat["tool_choice"] = _choice(request.tool_choice)
     chat["max_completion_tokens"] = request.max_output_tokens
     if request.reasoning is not None:

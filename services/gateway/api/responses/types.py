@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.api.request_body import Effort, PlacedBody, SamplingBody, parameter
+from services.gateway.api.request_body import Effort, PlacedBody, SamplingBody, ThinkingBody, parameter
 from services.gateway.request.bodies import Body
 from services.shared import limits
 from services.shared.sampling_parameters import UINT32_MAX
@@ -51,7 +51,7 @@ class ConversationReference(Body):
     id: str = Field(max_length=limits.MAX_STORED_ID_CHARS)
 
 
-class ResponsesRequest(SamplingBody, PlacedBody):
+class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
     """stream_options and text are as in OpenAI's; sampling parameters that OpenAI's has not are those of chat completions."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")

@@ -63,6 +63,7 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "documents": ({}, [{"title": "a", "text": "b"}]),
     "ebnf": ({}, 'root ::= "a"'),
     "echo": ({}, True),
+    "enable_thinking": ({}, True),
     "encoding_format": ({}, "base64"),
     "extra_key": ({}, "key"),
     "guided_choice": ({}, ["a"]),
@@ -100,6 +101,8 @@ SERVED: dict[str, tuple[dict[str, Any], Any]] = {
     "parallel_tool_calls": ({"tools": [TOOL], "tool_choice": "required"}, False),
     "tool_choice": ({"tools": [TOOL]}, "none"),
     "tools": ({}, [TOOL]),
+    "think": ({}, True),
+    "thinking": ({}, True),
     "top_logprobs": ({"logprobs": True}, 2),
 }
 SERVED_BY_PATH = {(COMPLETIONS, "logprobs"): ({}, 1), (COMPLETIONS, "logprob_token_ids"): ({"logprobs": 0}, [72])}
@@ -218,6 +221,39 @@ def test_reasoning_effort_is_the_templates(shared: System) -> None:
     both = shared.chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
     for answer in (both, shared.chat(reasoning_effort="utmost"), shared.chat(reasoning_effort=0.5)):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking", "think"])
+def test_switches_of_reasoning_are_variables_that_the_template_has_to_read(shared: System, name: str) -> None:
+    for value in (True, False):
+        assert shared.chat(**{name: value}).status_code == 200
+        call = shared.tokenizer.calls[-1]
+        assert orjson.loads(call.template_kwargs_json) == {name: value} and list(call.read_variables) == [name]
+    both = {name: True, "chat_template_kwargs": {name: True}, "reasoning_effort": "none"}
+    assert shared.chat(**both).status_code == 200
+    assert orjson.loads(shared.tokenizer.calls[-1].template_kwargs_json)[name] is True
+    assert shared.chat(chat_template_kwargs={name: True}).status_code == 200
+    assert not shared.tokenizer.calls[-1].read_variables, "chat_template_kwargs may have names that no template reads"
+    for wrong in ({name: 1}, {name: True, "chat_template_kwargs": {name: False}}):
+        answer = shared.chat(**wrong)
+        assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, name), answer.text
+
+
+def test_thinking_is_a_switch_when_it_has_a_type(shared: System) -> None:
+    for given, value in (("enabled", True), ("adaptive", True), ("disabled", False)):
+        assert shared.chat(thinking={"type": given}).status_code == 200
+        assert orjson.loads(shared.tokenizer.calls[-1].template_kwargs_json) == {"thinking": value}
+        answer = shared.post("/v1/responses", {"model": MODEL, "input": "Hi", "thinking": {"type": given}, "store": False})
+        assert answer.status_code == 200, answer.text
+        assert orjson.loads(shared.tokenizer.calls[-1].template_kwargs_json) == {"thinking": value}
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_fields_of_chat_templates_are_refused_by_name_on_other_apis(shared: System, path: str, name: str) -> None:
+    body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
+    answer = shared.post(path, {**body, name: "x"})
+    assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"], answer.text
 
 
 class TestTheSameAsGenerate:
