@@ -271,3 +271,10 @@ def test_health_generate_makes_a_token_unless_others_are_being_made(system: Syst
         assert httpx.get(f"{system.url}/health_generate", timeout=60).status_code == 200
         made.append(system.metric("worker-0", "sglang:num_requests_total"))
     assert made == [made[0], made[0] + 1, made[0] + 1]
+
+
+def test_metrics_have_no_created_series(system: System) -> None:
+    for name, part in system.parts.items():
+        if part.metrics_url:
+            text = httpx.get(part.metrics_url).text
+            assert "# TYPE" in text and "_created" not in text, name
