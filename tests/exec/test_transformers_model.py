@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import AutoConfig
 
 from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.exec.models import causal_transformers
-from services.worker.exec.models.attention_layers import MaskFunction, MaskWanted
+from services.worker.exec.models import causal_transformers, paging_check
+from services.worker.exec.models.attention_layers import MaskFunction, MaskWanted, Probe
 from services.worker.exec.weights.checkpoint import CheckpointError
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.families import NotCovered, UnsupportedModel, decoder_config
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor
+from tests.exec.tiny_models import SHAPE, TinyModel
 from tests.exec.transformers_families import REFUSED, SERVED
 
 PAGE_SIZE = 4
@@ -31,13 +34,17 @@ REASONS = {
     "mpt": "does not let its attention be replaced",
     "gptj": "does not let its attention be replaced",
     "codegen": "does not let its attention be replaced",
-    "lfm2": "keeps a state beside keys and values (layers: conv)",
-    "mamba": "keeps a state beside keys and values",
-    "mamba2": "keeps a state beside keys and values",
-    "falcon-h1": "keeps a state beside keys and values",
-    "qwen3-next": "keeps a state beside keys and values",
-    "recurrent-gemma": "keeps a state beside keys and values",
-    "llama4-text": "wants another mask than a causal one",
+    "lfm2": "has layers of type conv; this server serves full_attention and sliding_attention alone",
+    "mamba": "has layers of type linear_attention",
+    "mamba2": "has layers of type linear_attention",
+    "falcon-h1": "has layers of type hybrid",
+    "qwen3-next": "has layers of type linear_attention",
+    "recurrent-gemma": "has layers of type",
+    "llama4-text": "has layers of type chunked_attention",
+    "deepseek-v4": "has layers of type heavily_compressed_attention",
+    "minimax-m3": "has layers of type minimax_m3_sparse",
+    "deepseek-v3.2": "has layers of type indexed_attention",
+    "glm-5": "has layers of type indexed_attention",
     "t5": "T5ForConditionalGeneration is not supported",
     "llava": "LlavaForConditionalGeneration is not supported",
 }
@@ -118,9 +125,94 @@ def test_what_paged_attention_would_get_wrong_is_refused(name: str, tmp_path: Pa
 
 
 def test_a_state_between_steps_shows_in_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_transformers, "STATEFUL", frozenset())
+    allow(monkeypatch, "conv")
     REFUSED["lfm2"].build(tmp_path)
     assert "paged attention gives other numbers" in refusal(tmp_path)
+
+
+def allow(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
+    monkeypatch.setattr(causal_transformers, "LAYER_TYPES", causal_transformers.LAYER_TYPES | set(types))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3", "deepseek-v3.2", "glm-5", "mamba", "lfm2"])
+def test_layer_types_are_refused_before_the_weights_are_read(name: str, tmp_path: Path) -> None:
+    REFUSED[name].build(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert REASONS[name] in refusal(tmp_path)
+
+
+def test_a_layer_type_of_a_later_transformers_is_refused(tmp_path: Path) -> None:
+    SERVED["gemma2"].build(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.layer_types = ["full_attention", "folded_attention", "sliding_attention"]
+    with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM has layers of type folded_attention"):
+        causal_transformers.refuse_by_config(config, None)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_our_own_decoder_serves_no_other_layer_types(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(
+        **SHAPE, layer_types=["full_attention", "indexed_attention", "full_attention"], architectures=[f"{family}ForCausalLM"]
+    )
+    with pytest.raises(NotCovered, match="indexed_attention"):
+        decoder_config(config)
+
+
+@pytest.mark.parametrize("window", [100, 150])
+def test_check_finds_another_attention_behind_a_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": window}).build(tmp_path)
+    monkeypatch.setattr(Probe, "_window", lambda *_: 0)
+    assert "paged attention gives other numbers" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3"])
+def test_check_refuses_compressed_and_sparse_layers_when_their_types_are_allowed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(monkeypatch, "heavily_compressed_attention", "minimax_m3_sparse")
+    REFUSED[name].build(tmp_path)
+    refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, []),
+        ({"sliding_window": 128}, [128]),
+        ({"sliding_window": 4096}, []),
+        ({"attention_chunk_size": 8192, "chunk_size_feed_forward": 7}, []),
+        ({"compress_rates": {"heavily_compressed_attention": 128, "other": 4}}, [128, 4]),
+        ({"compress_rates": [4, 128, 4]}, [4, 128, 4]),
+        ({"index_block_size": 128, "index_topk_blocks": 16}, [128]),
+        ({"keep_window_size": 2048, "mamba_chunk_size": 256, "attention_dropout_rate": 0}, [2048]),
+    ],
+    ids=["none", "window", "long window", "masked chunk", "rates by type", "rates by layer", "block", "other keys"],
+)
+def test_config_names_sizes_that_the_check_reaches(options: dict[str, Any], sizes: list[int]) -> None:
+    assert [size for _, size in paging_check.named_sizes(transformers.LlamaConfig(**options))] == sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "context_len", "tokens"),
+    [
+        ({}, 4096, 160),
+        ({}, 64, 64),
+        ({"sliding_window": 1024}, 4096, 1048),
+        ({"sliding_window": 4096}, 8192, 160),
+        ({"compress_rates": {"a": 128, "b": 512}}, 8192, 536),
+        ({"index_block_size": 512}, 256, 160),
+    ],
+)
+def test_long_trial_is_longer_than_every_size_within_the_context(options: dict[str, Any], context_len: int, tokens: int) -> None:
+    trial = paging_check.long_trial(transformers.LlamaConfig(**options), context_len)
+    assert len(trial.ids[0]) == tokens
+
+
+def test_a_size_that_no_trial_reaches_is_refused_by_its_key() -> None:
+    config = transformers.LlamaConfig(index_block_size=4096, max_position_embeddings=8192, architectures=["LlamaForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=r"names index_block_size of 4096 tokens.* Set context_len to 4096 or less"):
+        causal_transformers.refuse_by_config(config, None)
+    causal_transformers.refuse_by_config(config, 4096)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,22 @@ MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+INDEXED = {**EXPERTS, **MLA, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "index_n_heads": 2, "index_head_dim": 16}
+COMPRESSED = {
+    **EXPERTS,
+    "layer_types": ["heavily_compressed_attention"] * 3,
+    "head_dim": 16,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 48,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "qk_rope_head_dim": 8,
+    "n_routed_experts": 4,
+    "hc_mult": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 LONGROPE = {
     "rope_type": "longrope",
@@ -108,6 +124,14 @@ REFUSED = {
     "llama4-text": TinyModel(
         "Llama4", {**EXPERTS, "attention_chunk_size": 16, "head_dim": 16, "intermediate_size_mlp": 96}, config="Llama4TextConfig"
     ),
+    "deepseek-v4": TinyModel("DeepseekV4", COMPRESSED),
+    "minimax-m3": TinyModel(
+        "MiniMaxM3VL",
+        {**EXPERTS, "layer_types": ["minimax_m3_sparse"] * 3, "head_dim": 16, "index_n_heads": 2, "index_head_dim": 16},
+        config="MiniMaxM3VLTextConfig",
+    ),
+    "deepseek-v3.2": TinyModel("DeepseekV32", {**INDEXED, "index_topk": 8}),
+    "glm-5": TinyModel("GlmMoeDsa", {**INDEXED, "index_topk": 8}),
     "t5": TinyModel("T5", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4}, class_name="T5ForConditionalGeneration"),
     "llava": TinyModel(
         "Llava",

@@ -44,6 +44,8 @@ def load_model(request: LoadRequest) -> LoadedModel:
     with request.phases.timed("config"):
         config = read_config(request.folder)
         native = _native_config(config)
+        if isinstance(native, NotCovered):
+            _refuse_by_config(request, config)
         checkpoint = Checkpoint(request.folder)
     try:
         dtype = resolve_dtype(request.dtype, config, checkpoint)
@@ -55,6 +57,16 @@ def load_model(request: LoadRequest) -> LoadedModel:
             return _through_transformers(opened, native)
     finally:
         checkpoint.close()
+
+
+def _refuse_by_config(request: LoadRequest, config: Any) -> None:
+    """Before the folder's weights are looked at. Raises UnsupportedModel."""
+    from services.worker.exec.models.causal_transformers import refuse_by_config
+    from services.worker.exec.models.encoder import is_encoder
+    from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
+
+    if is_causal_head(config) or (is_base(config) and not is_encoder(config)):
+        refuse_by_config(config, request.context_len)
 
 
 def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:

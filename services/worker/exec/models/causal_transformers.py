@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from kernels.contracts.ops import Kernels
 from services.worker.exec.models import paging_check
 from services.worker.exec.models.attention_layers import PROBE_ATTENTION, Held, Probe
 from services.worker.exec.models.paged_layers import PAGED_ATTENTION, PagedLayers
-from services.worker.exec.models.paging_check import Subject
+from services.worker.exec.models.paging_check import Subject, Trial
 from services.worker.exec.models.transformers_model import TransformersModel
 from services.worker.exec.weights import transformers_checkpoint
-from services.worker.exec.weights.families import UnsupportedModel, architecture_of
+from services.worker.exec.weights.families import LAYER_TYPES, UnsupportedModel, architecture_of
 from services.worker.exec.weights.transformers_checkpoint import is_causal_head
 
-STATEFUL = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "short_conv"}  # layer_types of transformers
+TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # of configs: a name for each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,19 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
 
 
-def refuse_by_config(config: Any, auto_class: Any) -> None:
-    """What is known before the weights are read. Raises UnsupportedModel."""
+def auto_class_of(config: Any) -> Any:
+    return AutoModelForCausalLM if is_causal_head(config) else AutoModel
+
+
+def refuse_by_config(config: Any, asked_context: int | None) -> None:
+    """Raises UnsupportedModel for a model whose config shows that it cannot be served. Reads no weights.
+
+    Args:
+        asked_context: tokens; None for all that the model has.
+    """
     name = architecture_of(config)
-    if not transformers_checkpoint.class_of(auto_class, config)._can_set_attn_implementation():
+    refuse_layer_types(config, name)
+    if not transformers_checkpoint.class_of(auto_class_of(config), config)._can_set_attn_implementation():
         raise UnsupportedModel(f"{name} does not let its attention be replaced in transformers")
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder with a decoder; only decoders and encoders alone are supported")
@@ -58,29 +69,82 @@ def refuse_by_config(config: Any, auto_class: Any) -> None:
         raise UnsupportedModel(
             f"{name} is made of several models ({', '.join(sorted(config.sub_configs))}), not of a decoder alone"
         )
-    stateful = sorted(STATEFUL & set(getattr(config, "layer_types", None) or ()))
-    if stateful:
-        raise UnsupportedModel(f"{name} keeps a state beside keys and values (layers: {', '.join(stateful)})")
+    longest = max_context(config)
+    paging_check.refuse_sizes(config, min(asked_context or longest, longest), name)
+
+
+def refuse_layer_types(config: Any, name: str) -> None:
+    """Raises UnsupportedModel for a layer whose type is not known to keep keys and values of single tokens alone."""
+    lists = [getattr(config, each, None) or () for each in TYPE_LISTS]
+    unknown = sorted({str(kind) for kinds in lists for kind in kinds} - LAYER_TYPES)
+    if unknown:
+        served = " and ".join(sorted(LAYER_TYPES))
+        raise UnsupportedModel(f"{name} has layers of type {', '.join(unknown)}; this server serves {served} alone")
 
 
 def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int, kernels: Kernels) -> LoadedCausal:
-    """Raises CheckpointError, UnsupportedModel. context_len: at most max_context()."""
+    """Raises CheckpointError, UnsupportedModel. context_len: at most max_context(). config: refuse_by_config() has taken it."""
     has_head = is_causal_head(config)
-    auto_class = AutoModelForCausalLM if has_head else AutoModel
-    refuse_by_config(config, auto_class)
-    model = transformers_checkpoint.load(folder, config, auto_class, dtype, "eager")
+    model = transformers_checkpoint.load(folder, config, auto_class_of(config), dtype, "eager")
     decoder = _decoder_of(model) if has_head else model
-    ids = paging_check.prompts(int(config.vocab_size), context_len)
-    expected = paging_check.outputs(model, ids[0], has_head), paging_check.outputs(model, ids[1], has_head)
+    trial = paging_check.short_trial(int(config.vocab_size), context_len)
+    expected = paging_check.outputs(model, trial, has_head)
     if expected[0].shape[1] != config.vocab_size and has_head:
         raise UnsupportedModel(f"{expected[0].shape[1]} logits for a vocabulary of {config.vocab_size}")
     held = Held()
     held.attach(model)
-    probe = _probed(model, held, ids[0], context_len)
+    probe = _probed(model, held, trial.ids[0], context_len)
     model.set_attn_implementation(PAGED_ATTENTION)
     paged = TransformersModel(model, decoder, PagedLayers(held, probe.layers, kernels), context_len)
-    _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head), expected, ids)
+    _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head), expected, trial)
+    _check_long(model, decoder, held, probe, Subject((), dtype, kernels, False), paging_check.long_trial(config, context_len))
     return LoadedCausal(paged, probe, transformers_checkpoint.num_bytes(model))
+
+
+def _check_long(model: Any, decoder: Any, held: Held, probe: Probe, subject: Subject, trial: Trial) -> None:
+    """The first layers of each kind over many tokens. Leaves the model as it was, with paged attention."""
+    count = _layers_of_each_kind(probe, getattr(model.config, "layer_types", None) or ())
+    layers = {number: layer for number, layer in probe.layers.items() if number < count}
+    with _first_layers(decoder, count, len(probe.layers)) as is_cut:
+        layers = layers if is_cut else dict(probe.layers)
+        model.set_attn_implementation("eager")
+        expected = paging_check.outputs(decoder, trial, False)
+        model.set_attn_implementation(PAGED_ATTENTION)
+        paged = TransformersModel(decoder, decoder, PagedLayers(held, layers, subject.kernels), len(trial.ids[0]))
+        _checked(paged, replace(subject, layers=[layer.kv for layer in layers.values()]), expected, trial)
+
+
+def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
+    """Number of first layers among which each kind of attention is found."""
+    kinds: dict[object, int] = {}
+    for number, layer in sorted(probe.layers.items()):
+        kinds.setdefault((types[number] if number < len(types) else "", layer.window, layer.kv), number)
+    return max(*kinds.values(), 1) + 1
+
+
+@contextmanager
+def _first_layers(decoder: nn.Module, count: int, total: int) -> Iterator[bool]:
+    """Cuts the decoder to its first layers inside the block. Yields False if their list is not found; then all layers stay."""
+    found = next(_lists_of_layers(decoder, total), None)
+    if found is None or count >= total:
+        yield False
+        return
+    parent, name, layers = found
+    setattr(parent, name, nn.ModuleList(list(layers)[:count]))
+    try:
+        yield True
+    finally:
+        setattr(parent, name, layers)
+
+
+def _lists_of_layers(decoder: nn.Module, total: int) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
+    """Lists of modules of which each holds the layer of its own number, with the modules that have them."""
+    for parent in decoder.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == total:
+                numbers = [{getattr(module, "layer_idx", None) for module in layer.modules()} for layer in child]
+                if all(number in found for number, found in enumerate(numbers)):
+                    yield parent, name, child
 
 
 def _decoder_of(model: Any) -> Any:
@@ -107,9 +171,9 @@ def _probed(model: Any, held: Held, ids: Tensor, context_len: int) -> Probe:
     return probe
 
 
-def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor, Tensor], ids: tuple[Tensor, Tensor]) -> None:
+def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor, Tensor], trial: Trial) -> None:
     try:
-        paging_check.check(paged, subject, expected, ids)
+        paging_check.check(paged, subject, expected, trial)
     except UnsupportedModel:
         raise
     except Exception as error:  # as above

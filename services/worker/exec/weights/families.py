@@ -92,6 +92,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3": Family(_attention_bias, _attention_bias, _no, True, _window_by_layer),
 }
 HEAD, NO_HEAD = "ForCausalLM", "Model"  # how an architecture's name ends
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # of transformers' layer_types, those known to be right
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -117,6 +118,8 @@ def _family(config: Any) -> Family:
         raise NotCovered(f"hidden_act {config.hidden_act} is not supported; supported: silu")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise NotCovered("attention in both directions is not supported")
+    if unknown := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+        raise NotCovered(f"layers of type {', '.join(sorted(unknown))} are not supported")
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         raise NotCovered(f"rope type {rope['rope_type']} is not supported; supported: {', '.join(ROPE_TYPES)}")
