@@ -28,7 +28,7 @@ from services.gateway.api.responses import operations as responses_operations
 from services.gateway.api.responses import translation as responses_translation
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.sglang import operations as sglang_operations
-from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
+from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling, ScoreRequest
 from services.gateway.api.texts import operations as texts_operations
 from services.gateway.request.bodies import AnswerBody
 from services.shared.sampling_parameter import Api, Kind, Parameter
@@ -113,6 +113,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "response fields": _fields_of(ResponsesRequest, responses_translation.KNOWN),
     "message fields": _fields_of(MessagesRequest, anthropic_translation.KNOWN),
     "generate fields": _fields_of(NativeGenerateRequest, known_fields.NATIVE),
+    "score fields": _fields_of(ScoreRequest, known_fields.SCORE),
     "native sampling fields": _fields_of(NativeSampling, known_fields.NATIVE_SAMPLING),
     "sampling parameters": _openai_parameters,
     "sampling params": _generate_parameters,

@@ -21,6 +21,7 @@ ELSEWHERE = {
         "test_a_stream_that_repeats_itself",
     ),
     "MAX_REQUEST_SET_IDS": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_REQUEST_SET_IDS"),
+    "MAX_SCORE_TOKENS": (GATEWAY + "api/test_score.py", "MAX_SCORE_TOKENS"),
     "MAX_TOKEN_TEXTS": ("tests/services/detokenizer/test_token_texts.py", "MAX_TOKEN_TEXTS"),
     "MAX_HEAD_BYTES": (GATEWAY + "http/test_connection.py", "MAX_HEAD_BYTES"),
     "MAX_HEAD_SECONDS": (GATEWAY + "http/test_connection.py", "head_s"),

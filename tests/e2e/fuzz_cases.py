@@ -22,6 +22,8 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": MODEL, "input": "Hi"},
     "/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 4}},
     "/encode": {"text": "Hi"},
+    "/v1/score": {"query": "Hi", "items": ["a"], "label_token_ids": [5]},
+    "/score": {"query": "Hi", "items": ["a"], "label_token_ids": [5]},
     "/abort_request": {"rid": "r0"},
     "/open_session": {"capacity_of_str_len": 64, "session_id": "s0", "timeout": 2.0},
     "/close_session": {"session_id": "s0"},

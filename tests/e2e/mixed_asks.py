@@ -97,6 +97,11 @@ def embedding(rng: random.Random, index: int) -> Ask:
     return Ask("embedding", (("/v1/embeddings", {"model": "demo", "input": inputs, "priority": rng.randrange(-2, 3)}),))
 
 
+def score(rng: random.Random, index: int) -> Ask:
+    body = {"query": phrase(rng, 60), "items": [phrase(rng, 2), phrase(rng, 30), "yes"], "label_token_ids": [7, 300, 9]}
+    return Ask("score", (("/v1/score", {**body, "model": "demo", "priority": rng.randrange(-2, 3)}),))
+
+
 def session(rng: random.Random, index: int) -> Ask:
     """Three turns, of which the last branches from the first."""
     name = f"talk-{index}"
@@ -119,7 +124,7 @@ def phrase(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-KINDS = [plain, plain, long_prompt, grammar, grammar, logprobs, sampled, penalized, stopping, echo, embedding, session]
+KINDS = [plain, plain, long_prompt, grammar, grammar, logprobs, sampled, penalized, stopping, echo, embedding, score, session]
 
 
 def asks_of(makers: Sequence[Callable[[random.Random, int], Ask]], rounds: int) -> list[Ask]:
@@ -145,7 +150,7 @@ VARYING = {
     "num_retractions",
     "prompt_tokens_details",
 }
-NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs"}
+NUMBERS = {"logprob", "token_logprobs", "embedding", "top_logprobs", "scores"}
 
 
 def _gather(value: Any, key: str, exact: list[Any], numbers: list[float]) -> None:

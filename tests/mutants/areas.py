@@ -107,7 +107,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "grammar": ("tests/grammar/test_schema_keywords.py", "tests/grammar/test_text_grammars.py"),
     "gateway": (
         *(f"tests/services/gateway/api/test_{name}.py" for name in ("bad_input", "sglang_bad_input", "constraints")),
-        *(f"tests/services/gateway/api/test_{name}.py" for name in ("limits_walked", "known_fields", "sglang_clients")),
+        *(f"tests/services/gateway/api/test_{name}.py" for name in ("limits_walked", "known_fields", "sglang_clients", "score")),
         "tests/contracts/test_sampling_parameters.py",
         "tests/services/gateway/test_sampling_parameters.py",
         "tests/services/gateway/routing/test_routing_policies.py",

@@ -16,7 +16,7 @@ from services.sim.core.run.time_models import PRESETS
 from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
 from services.sim.core.trace.script import EOS_ID, VOCAB_SIZE, Script
 from services.sim.core.trace.trace import Trace, TraceRequest
-from services.sim.core.trace.workloads import multi_turn, random_lengths, shared_prefix, storm
+from services.sim.core.trace.workloads import multi_turn, random_lengths, scores, shared_prefix, storm
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.exec.fake import TimeModel
@@ -217,3 +217,14 @@ def test_equal_blocks_are_equal_tokens_and_all_else_differs() -> None:
     assert not (script.output(0)[28:-1] == script.output(1)[28:-1]).any()
     assert script.output(0)[-1] == EOS_ID and len(script.output(0)) == 60
     assert min(one.min(), loose.min()) > EOS_ID and max(one.max(), loose.max()) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_scores_have_no_output_and_share_queries(overlap: bool) -> None:
+    """The first item of each query computes the query; the others find all of its pages."""
+    outcome = simulate(scores(queries=3, items=20, query=512, item=40, rate=0.0, seed=1), overlap=overlap)
+    report = report_of(outcome)
+    assert (report.finished, report.output_tokens) == (60, 0)
+    assert (outcome.requests.reason == FinishReason.LENGTH).all()
+    assert report.cached_tokens == 3 * 19 * 512
+    assert report.ttft.p99 == 0 < report.e2e.p50, "there is no first token"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.sim.core.trace.trace import Trace, TraceError, TraceRequest, read_trace, write_trace
-from services.sim.core.trace.workloads import multi_turn, random_lengths, shared_prefix, storm
+from services.sim.core.trace.workloads import multi_turn, random_lengths, scores, shared_prefix, storm
 
 FULL = TraceRequest(
     1.5, (3, (1 << 64) - 1), 100, 20, 200, priority=-2, salt="a", routing_key="k", lora="l", session="s", think_s=0.25
@@ -23,6 +23,7 @@ FULL = TraceRequest(
         pytest.param(random_lengths(50, 300, 40, 0.5, 10.0, 1), id="random"),
         pytest.param(shared_prefix(4, 4, 256, 40, 30, 100.0, 2), id="shared prefix"),
         pytest.param(multi_turn(5, 4, 100, 50, 30, 0.5, 10.0, 3), id="multi-turn"),
+        pytest.param(scores(4, 8, 128, 20, 10.0, 5), id="scores"),
         pytest.param(storm(50, 64, 20, 10, 0.3, 0.6, 100.0, 4), id="storm"),
     ],
 )
@@ -58,10 +59,11 @@ def test_mooncake_traces_have_milliseconds_and_blocks_of_512(tmp_path: Path) -> 
         pytest.param('{"arrival": 0, "blocks": []}', "output_len", id="a field is missing"),
         pytest.param('{"arrival": 0, "blocks": [1], "output_len": 1, "prio": 1}', "prio", id="a field nobody knows"),
         pytest.param('{"arrival": 0, "blocks": [], "output_len": 1}', "input_len", id="an empty prompt"),
+        pytest.param('{"arrival": 0, "blocks": [1], "output_len": 3, "max_new_tokens": 0}', "both 0", id="output of no tokens"),
         pytest.param('{"arrival": -1, "blocks": [1], "output_len": 1}', "arrival", id="a time before the start"),
         pytest.param('{"arrival": 0, "blocks": [-1], "output_len": 1}', "block ids", id="a negative block"),
         pytest.param('{"arrival": 0, "blocks": [1.5], "output_len": 1}', "whole number", id="half a block"),
-        pytest.param('{"arrival": 0, "blocks": [1], "output_len": 0}', "output_len", id="no output"),
+        pytest.param('{"arrival": 0, "blocks": [1], "output_len": -1}', "output_len", id="no output"),
     ],
 )
 def test_a_bad_line_is_named_with_its_fault(line: str, reason: str, tmp_path: Path) -> None:

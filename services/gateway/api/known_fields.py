@@ -255,6 +255,11 @@ NATIVE = KnownFields(
     },
     per_prompt=True,
 )
+# Of SGLang's ScoringRequest.
+SCORE = KnownFields(
+    NATIVE.unused | {"user"},
+    {**NATIVE.neutral, "embed_override_token_id": (), "embed_overrides": (), "return_pooled_hidden_states": (False,)},
+)
 NATIVE_SAMPLING = KnownFields(
     NATIVE.unused, {**NATIVE.neutral, **{row.name: row.neutral for row in UNSERVED if Api.GENERATE in row.apis}}
 )

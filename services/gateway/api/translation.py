@@ -13,6 +13,7 @@ from rootstock.v1 import worker_pb2
 from services.gateway.api.constraints import Named
 from services.gateway.api.request_body import PlacedBody, SamplingBody
 from services.gateway.api.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
+from services.gateway.request import client_fields
 from services.gateway.request.client_fields import ClientFields
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation, one_step
@@ -75,6 +76,12 @@ def generation_of(body: SamplingBody, api: Api, common: Common, wanted: Wanted, 
 def embedding_generation(common: Common, embedding: pb.Embedding, fields: ClientFields) -> Generation:
     """A vector in place of text."""
     return one_step(pb.SamplingParams(embedding=embedding), common.priority, common.cache_salt, common.routing_key, fields)
+
+
+def score_generation(common: Common, score: pb.Score) -> Generation:
+    """Log probabilities of labels behind the prompt in place of text."""
+    fields = client_fields.SCORE
+    return one_step(pb.SamplingParams(score=score), common.priority, common.cache_salt, common.routing_key, fields)
 
 
 def _given(body: SamplingBody, api: Api, row: Parameter) -> Any:

@@ -23,7 +23,7 @@ from services.gateway.dispatch.handover import kept_by, read_ahead
 from services.gateway.dispatch.model_catalog import ModelCatalog
 from services.gateway.dispatch.model_pool import PromptBlocks
 from services.gateway.dispatch.pace import Pace
-from services.gateway.dispatch.placement import Ahead, Link, Placement, Pool
+from services.gateway.dispatch.placement import Ahead, Home, Link, Placement, Pool
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.waiting import Waiting
 from services.gateway.observe.metrics import GatewayMetrics
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_CRASHES = 3  # workers that a choice may lose soon after they got it: one that kills its workers does not kill them all
 SHORT_LIFE_S = 10.0
 CROWDED_S = 1.0  # a worker tells its load as often
-SESSION, RETRY, HEDGE, READER = "session", "retry", "hedge", "reader"
+SESSION, RETRY, HEDGE, READER, HOME = "session", "retry", "hedge", "reader", "home"
 
 
 class Dispatcher:
@@ -97,11 +97,12 @@ class Dispatcher:
         if pool.model.source != request.model.source:
             raise self._replaced()
         batch = next(self._handles) if request.choices[0].part is not request.choices[-1].part else 0
+        home = Home() if batch and request.generation.sampling.HasField("score") else None
         queued: list[Placement] = []
         for choice in request.choices:
             if choice.number == 0:
                 blocks = PromptBlocks(choice.prompt, choice.cache_salt)
-            self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by, batch)
+            self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by, batch, home)
             if choice.resumed is not None:
                 placement.resume(choice.resumed)
             if placement.has_begun:
@@ -174,7 +175,10 @@ class Dispatcher:
         if (reader := placement.reader) is not None and pool.takes(reader.link, placement):
             self._submit(placement, reader.link, READER, reader.predicted_tokens)
             return True
-        now = asyncio.get_running_loop().time()
+        now, home = asyncio.get_running_loop().time(), placement.home
+        if home is not None and home.link is not None and (pick := pool.pick_at(home.link, placement, now)) is not None:
+            self._submit(placement, home.link, HOME, pick.predicted_tokens)
+            return True
         pick = pool.pick(placement, now)
         if pick is None:
             return False
@@ -382,6 +386,8 @@ class Dispatcher:
             self._aborted(link, placement, finish)
         elif choice.output.lacks_logprobs:
             choice.request.fail(internal("The worker's log probabilities do not fit its tokens."))
+        elif not choice.output.fits(finish):
+            choice.request.fail(internal("The worker's log probabilities do not fit the labels of the score."))
         else:
             if choice.number == 0:  # as cached tokens are counted
                 self._metrics.predicted_tokens.inc(placement.predicted_tokens)

@@ -83,6 +83,10 @@ class Candidate(Occupant, Protocol):
     def routing_key(self) -> str: ...
 
     @property
+    def is_scored(self) -> bool:
+        """Whether it needs a worker that serves scores (WorkerInfo.ends_with_prompt)."""
+
+    @property
     def blocks(self) -> PromptBlocks: ...
 
 
@@ -264,6 +268,16 @@ class ModelPool(Generic[C]):
             return None
         return self._policy.pick(self._ask(one, now, self._allowed(one, without), decides=True), self.columns)
 
+    def pick_at(self, link: AnyLink, one: C, now: float) -> Pick | None:
+        """Picks this worker. Returns None if it has no free slot, or may not get the request."""
+        row = self._rows.get(link)
+        if row is None or not self.has_room(one.has_begun):
+            return None
+        allowed = self._allowed(one, None)
+        here = np.zeros(self.columns.capacity, np.bool_)
+        here[row] = allowed is None or allowed[row]
+        return self._policy.pick(self._ask(one, now, here), self.columns)
+
     def pick_reader(self, one: C, now: float, prefill: AnyLink) -> Pick | None:
         """Who will go on with what the link's worker computes of its prompt, as things are now. None: nobody who could read that
         has room."""
@@ -351,14 +365,28 @@ class ModelPool(Generic[C]):
     def _allowed(self, one: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if one.has_begun:
             return self._readers(one, self._same_numerics(one))
+        able, new = self._able(one), self._takes_new()
+        if able is not None and new is not None:
+            able &= new
+        elif able is None:
+            able = new
         if not one.refused_by and without is None:
-            return self._takes_new()
-        allowed = ~self.columns.refuses
+            return able
+        allowed = np.ones(self.columns.capacity, np.bool_) if able is None else able.copy()
         for row, link in self.links.items():
             allowed[row] &= link is not without and link.address not in one.refused_by
         if without is None and not (allowed & self.columns.takes).any():
-            return self._takes_new()  # those that have not refused it are gone: rather one that has
+            return able  # those that have not refused it are gone: rather one that has
         return allowed
+
+    def _able(self, one: C) -> NDArray[np.bool_] | None:
+        """Returns bool[capacity], True for workers that serve what is asked; None if all do. Older workers serve no scores."""
+        if not one.is_scored:
+            return None
+        able = np.zeros(self.columns.capacity, np.bool_)
+        for row, link in self.links.items():
+            able[row] = link.info is not None and link.info.ends_with_prompt
+        return able
 
     def _readers(self, one: C, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Of these, while one of them takes requests, those that can read what another worker has of it."""

@@ -67,6 +67,13 @@ class Ahead:
         self.pool.recount(self.link)
 
 
+@dataclass(slots=True)
+class Home:
+    """The worker with the shared pages of a score request. Its items go there while the worker has free slots."""
+
+    link: Link | None = None  # None until the first item has a worker
+
+
 def numerics_of(link: Link | None) -> str:
     """Fingerprint of what decides its results' bits beside the weights; "" where these may differ from one time to the next."""
     return "" if link is None or link.info is None else link.info.numerics
@@ -91,6 +98,7 @@ class Placement:
         "crashes",
         "handle",
         "hedge",
+        "home",
         "link",
         "numerics",
         "placed_at",
@@ -104,10 +112,18 @@ class Placement:
     )
 
     def __init__(
-        self, choice: Choice, pool: Pool, blocks: PromptBlocks, refused_by: Collection[str] = (), batch: int = 0
+        self,
+        choice: Choice,
+        pool: Pool,
+        blocks: PromptBlocks,
+        refused_by: Collection[str] = (),
+        batch: int = 0,
+        home: Home | None = None,
     ) -> None:
+        """All items of a score request share one home. Other requests have None."""
         self.choice = choice
         self.batch = batch
+        self.home = home
         self.pool = pool
         self.blocks = blocks
         self.wait = Wait()
@@ -164,6 +180,10 @@ class Placement:
         return self.choice.generation.routing_key
 
     @property
+    def is_scored(self) -> bool:
+        return bool(self.choice.generation.sampling.HasField("score"))
+
+    @property
     def in_session(self) -> bool:
         return self.choice.generation.session is not None
 
@@ -189,6 +209,8 @@ class Placement:
         """The link gets it."""
         self.link, self.handle = link, handle
         self.placed_at, self.predicted_tokens = now, predicted_tokens
+        if self.home is not None:
+            self.home.link = link
         if not self.has_begun:
             self.weights, self.numerics = link.weights, numerics_of(link)
 

@@ -250,7 +250,7 @@ class Exchange(Response):
 
     def abort(self, scope: AbortScope, error: ApiError) -> int:
         """Ends the choices that are meant: what has come so far is their answer. Where there is nothing to show, because there
-        are no choices yet or they are vectors, the request ends with `error`. Returns how many answers have been ended."""
+        are no choices yet, or they are vectors or scores, the request ends with `error`. Returns how many answers have ended."""
         request = self._request
         if request is None or request.error is not None or not scope.owns(request.key):
             return 0
@@ -263,7 +263,7 @@ class Exchange(Response):
         named = (each for each in request.choices if scope.names(*whole, each.part.request_id, each.request_id))
         dispatcher = self._generator.dispatcher
         meant = [each for each in named if scope.on(dispatcher.worker_ids(each))]
-        if meant and request.generation.wants_embedding:
+        if meant and request.generation.ends_with_prompt:
             request.fail(error)
             return int(request.error is not None)
         return sum(dispatcher.abort(choice) for choice in meant)

@@ -43,7 +43,7 @@ def most_tokens(parts: Sequence[Part], context_len: int) -> int:
     total = 0
     for part in parts:
         prompt_tokens, generation = len(part.prompt.ids), part.generation
-        answers = 0 if generation.wants_embedding else generation.n * generation.likely_tokens(prompt_tokens, context_len)
+        answers = 0 if generation.ends_with_prompt else generation.n * generation.likely_tokens(prompt_tokens, context_len)
         total += prompt_tokens + answers
     return total
 

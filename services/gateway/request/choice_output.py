@@ -70,6 +70,7 @@ class ChoiceOutput:
     __slots__ = (
         "_embedding",
         "_generation",
+        "_label_logprobs",
         "_predicted",
         "_predicted_before",
         "_prefilled",
@@ -85,6 +86,7 @@ class ChoiceOutput:
         self.logprobs = LogprobTable()
         self.prompt_logprobs = LogprobTable()
         self._embedding: Sequence[float] | None = None
+        self._label_logprobs: Sequence[float] | None = None
         self._predicted = self._predicted_before = 0, 0  # accepted and rejected, at its worker and at those that it has left
         self._prefilled: worker_pb2.Finish | None = None  # what the worker said that has computed the prompt for another one
         self.verdict: Ending | None = None
@@ -104,6 +106,16 @@ class ChoiceOutput:
         """float32[dimensions], little-endian, of a request for one that is complete."""
         assert self._embedding is not None, "the worker ends a request for a vector with one"
         return np.array(self._embedding, dtype="<f4")
+
+    def label_logprobs(self) -> NDArray[np.float64]:
+        """Returns float64[labels] of a complete score."""
+        assert self._label_logprobs is not None, "the worker ends a request for a score with one"
+        return np.array(self._label_logprobs, dtype=np.float64)
+
+    def fits(self, finish: worker_pb2.Finish) -> bool:
+        """Whether an ending has what was asked for: a log probability for each label of a score."""
+        sampling = self._generation.sampling
+        return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
 
     def extend(self, ids: Sequence[int]) -> None:
         self.ids += ids
@@ -145,6 +157,8 @@ class ChoiceOutput:
         self.verdict = _without_output(ending) if self._generation.hidden else ending
         if finish.reason == pb.FINISH_REASON_EMBEDDED:
             self._embedding = finish.embedding
+        if finish.reason == pb.FINISH_REASON_SCORED:
+            self._label_logprobs = finish.label_logprobs
 
 
 _FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}

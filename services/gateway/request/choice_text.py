@@ -117,10 +117,10 @@ class ChoiceText:
         return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
 
     def finish(self, finish: worker_pb2.Finish) -> None:
-        """The output is complete; its last text is still to come, unless it is a vector."""
+        """The output is complete; its last text is still to come, unless it is a vector or a score."""
         # What a stop pattern has matched stays in the text; a stop string is cut off.
         self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
-        if finish.reason == pb.FINISH_REASON_EMBEDDED:
+        if finish.reason in (pb.FINISH_REASON_EMBEDDED, pb.FINISH_REASON_SCORED):
             self._end()
 
     def ids_came(self, count: int) -> None:

@@ -60,3 +60,4 @@ GENERATE = ClientFields(
     }
 )
 ENCODE = ClientFields({**_VECTOR, "cache_salt": "extra_key", "request_id": "rid"})
+SCORE = ClientFields({"score": "label_token_ids", "cache_salt": "extra_key", "request_id": "rid", "prompt_ids": "items"})

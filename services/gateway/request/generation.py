@@ -142,9 +142,9 @@ class Generation:
         return self.wants_logprobs and bool(self.sampling.logprobs.HasField("prompt_from"))
 
     @property
-    def wants_embedding(self) -> bool:
-        """A vector in place of text."""
-        return bool(self.sampling.HasField("embedding"))
+    def ends_with_prompt(self) -> bool:
+        """Whether a vector or a score is wanted in place of text."""
+        return bool(self.sampling.HasField("embedding") or self.sampling.HasField("score"))
 
     def most_tokens(self, prompt_tokens: int, context_len: int) -> int:
         """Of one answer. Of a session's turn only the worker knows what the context leaves."""
@@ -160,8 +160,8 @@ class Generation:
         """The parameters of one choice: `choice` counts from 0 within its prompt. Whichever worker goes on with it goes by the
         same ones. Raises ValueError for what does not fit the message."""
         own = pb.SamplingParams()
-        if self.wants_embedding:
-            own.max_new_tokens = 1
+        if self.ends_with_prompt:
+            own.max_new_tokens = 1 if self.sampling.HasField("embedding") else 0  # 0: an older worker refuses a score
             return ChoiceSampling(self.sampling, own)
         if self.max_tokens is not None or self.session is None:
             own.max_new_tokens = self.most_tokens(prompt_tokens, model.context_len)
@@ -182,7 +182,7 @@ def one_step(
     routing_key: str = "",
     fields: ClientFields | None = None,
 ) -> Generation:
-    """One token, or the vector that is made in its place."""
+    """One token, or the vector or the score that is made in its place."""
     return Generation(
         stream=False,
         include_usage=False,

@@ -142,8 +142,8 @@ class Choice:
 
     @property
     def generates(self) -> bool:
-        """Tokens, and not a vector."""
-        return not self.generation.wants_embedding
+        """Whether it is tokens, and neither a vector nor a score."""
+        return not self.generation.ends_with_prompt
 
     def finish(self, finish: worker_pb2.Finish) -> None:
         """The worker's terminal output, for an answer that is complete; its text is still to come."""

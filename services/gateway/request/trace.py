@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 REQUEST_ID = "rootstock.request_id"
 ENDED_BY = "rootstock.ended_by"
 EncodeCall = tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings", "/encode": "embeddings"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+    "/encode": "embeddings",
+    "/v1/score": "score",
+    "/score": "score",
+}
 
 
 class RequestTrace:

@@ -33,6 +33,8 @@ def _make(args: argparse.Namespace) -> Trace:
             return workloads.random_lengths(**given)
         case "multi-turn":
             return workloads.multi_turn(**given)
+        case "scores":
+            return workloads.scores(**given)
         case "grammars":
             return workloads.grammars(**given)
         case _:
@@ -58,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     turns = _kind(kinds, "multi-turn", "conversations over one system prompt")
     _ints(turns, sessions=100, turns=5, system=512, user=128, output=128)
     turns.add_argument("--think-s", type=float, default=5.0, help="seconds from an answer to the next turn (default 5)")
+
+    scored = _kind(kinds, "scores", "items behind queries, as /v1/score has them: no output")
+    _ints(scored, queries=64, items=16, query=512, item=32)
 
     storm = _kind(kinds, "storm", "outputs that for a while are FACTOR times what the scheduler has come to expect")
     _ints(storm, requests=4000, input_len=512, output=64, factor=10)

@@ -80,7 +80,7 @@ def make_report(policy: str, outcome: FleetOutcome, samples_per_window: int, wal
         output_tokens_per_s=output / seconds,
         total_tokens_per_s=(prompt + output) / seconds,
         requests_per_s=int(done.sum()) / seconds,
-        ttft=Quantiles.of((log.first_token - log.sent)[done]),
+        ttft=Quantiles.of((log.first_token - log.sent)[done & (log.output_tokens > 0)]),
         e2e=Quantiles.of((log.ended - log.sent)[done]),
         itl=Quantiles.of(log.gaps()),
         busy=sum(tally.busy_s for tally in outcome.tallies) / (config.workers * seconds),

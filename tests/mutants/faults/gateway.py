@@ -7,6 +7,26 @@ from tests.mutants.fault import of
 GATEWAY = (
     *of(
         "gateway",
+        "services/gateway/api/sglang/score.py",
+        ("return item + query if self.item_first else query + item", "return query + item"),
+        ("room = Room(model.context_len, 0, cuts=False)", "room = Room(model.context_len, 1, cuts=False)"),
+        ("np.exp(logprobs - peak) if np.isfinite(peak) else np.ones_like(logprobs)", "np.exp(logprobs - peak)"),
+        only="test_score",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/dispatch/model_pool.py",
+        ("able[row] = link.info is not None and link.info.ends_with_prompt", "able[row] = link.info is not None"),
+        only="test_score",
+    ),
+    *of(
+        "gateway",
+        "services/gateway/dispatch/placement.py",
+        ("            self.home.link = link\n", "            pass\n"),
+        only="test_score",
+    ),
+    *of(
+        "gateway",
         "services/gateway/api/request_body.py",
         ("return Field(absent, ge=closed, gt=open_end,", "return Field(absent, gt=open_end,"),
         ("ge=closed, gt=open_end, le=row.high,", "ge=closed, le=row.high,"),

@@ -61,6 +61,11 @@ def vector_of(ids: list[int]) -> list[float]:
     return [len(ids) / 8, ids[0] / 8, ids[-1] / 8, 0.5]
 
 
+def label_logprob_of(ids: list[int], label: int) -> float:
+    """The fake worker's log probability of a label behind a prompt."""
+    return -((len(ids) + ids[-1] + label) % 16) / 8
+
+
 def logprob_rows(handle: int, tokens: list[int], wanted: pb.Logprobs) -> worker_pb2.LogprobRows:
     tops = [top for token in tokens for top in tops_of(token, wanted.top)]
     return worker_pb2.LogprobRows(
@@ -301,6 +306,17 @@ class Running:
             handle=self.submit.handle, reason=pb.FINISH_REASON_EMBEDDED, prompt_tokens=len(ids), embedding=vector
         )
 
+    def scored(self) -> worker_pb2.Finish:
+        ids, labels = list(self.submit.prompt_ids), self.submit.sampling.score.label_token_ids
+        values = [label_logprob_of(ids, label) for label in labels]
+        return worker_pb2.Finish(
+            handle=self.submit.handle,
+            reason=pb.FINISH_REASON_SCORED,
+            prompt_tokens=len(ids),
+            cached_tokens=1,
+            label_logprobs=values,
+        )
+
 
 class Refusal(NamedTuple):
     """Fields of a Finish. An older worker names neither field nor element."""
@@ -318,7 +334,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, name: str = "worker-0", model: str = MODEL) -> None:
         self.info = worker_pb2.WorkerInfo(worker_id=name, generation=1, model=model)
         self.info.context_len, self.info.vocab_size = CONTEXT_LEN, VOCAB_SIZE
-        self.info.generates, self.info.embedding_size = True, EMBEDDING_SIZE
+        self.info.generates, self.info.embedding_size, self.info.ends_with_prompt = True, EMBEDDING_SIZE, True
         self.answer: Callable[[worker_pb2.Submit], str] = lambda submit: "Hello, world!"
         self.refuse: list[tuple[Any, ...]] = []  # ABORT finishes for the next submits, as in Refusal
         self.steps_left: int | None = None
@@ -460,6 +476,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         sampling = request.submit.sampling
         if sampling.HasField("embedding"):
             return request.embedded()
+        if sampling.HasField("score"):
+            return request.scored()
         if not request.made:
             step.prompt_logprobs.extend(request.prompt_logprobs()[request.said_pieces :])
         token, finish = request.next()

@@ -19,7 +19,7 @@ File = Annotated[Any, WithJsonSchema({"type": "string", "format": "binary"})]
 Metadata = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]})
 ]
-LineEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+LineEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score"]
 
 
 class ExpiresAfter(Body):

@@ -122,6 +122,27 @@ class ModelDescription(Answer):
     embedding_size: Count = Field(description="Numbers of a vector; 0 if it gives none.")
 
 
+class ScoringTokensDetails(Answer):
+    cached_tokens: Count
+    cached_tokens_details: CachedByTier = absent("Of workers with tiers of KV, where these were.")
+
+
+class ScoringUsage(Answer):
+    """Tokens of all prompts; the query counts once for each item."""
+
+    prompt_tokens: Count
+    completion_tokens: Literal[0]
+    total_tokens: Count
+    prompt_tokens_details: ScoringTokensDetails
+
+
+class Scoring(Answer):
+    object: Literal["scoring"]
+    scores: list[list[Annotated[float, Field(ge=0, le=1)]]] = Field(description="A list for each item: a score for each label.")
+    model: str
+    usage: ScoringUsage
+
+
 GenerateAnswers: Any = GenerateAnswer | Annotated[list[GenerateAnswer], Field(min_length=1)]
 GenerateEvent: Any = GenerateChunk | ErrorBody
 EncodeAnswers: Any = EncodeAnswer | Annotated[list[EncodeAnswer], Field(min_length=1)]

@@ -9,6 +9,7 @@ from services.gateway.api.sglang.answers import (
     GenerateAnswers,
     GenerateEvent,
     ModelDescription,
+    Scoring,
     SessionId,
 )
 from services.gateway.api.sglang.types import (
@@ -18,10 +19,12 @@ from services.gateway.api.sglang.types import (
     NativeGenerateRequest,
     NativeSampling,
     OpenSessionRequest,
+    ScoreRequest,
 )
 
 GENERATE = "/generate"
 ENCODE = "/encode"
+SCORE = ("/v1/score", "/score")
 ABORT = "/abort_request"
 OPEN_SESSION = "/open_session"
 CLOSE_SESSION = "/close_session"
@@ -45,6 +48,10 @@ OPERATIONS = (
         for method in ("post", "put")
     ),
     Operation("post", ENCODE, _TAG, "Vectors of texts or ids", {JSON: EncodeAnswers}, NativeEncodeRequest, generates=True),
+    *(
+        Operation("post", path, _TAG, "Scores of items behind a query", {JSON: Scoring}, ScoreRequest, generates=True)
+        for path in SCORE
+    ),
     Operation("post", ABORT, _TAG, "End requests by rid", {JSON: AbortReport}, AbortRequest, (403,)),
     Operation("post", OPEN_SESSION, _TAG, "Open a session", {JSON: SessionId}, OpenSessionRequest, (404, 504)),
     Operation("post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504)),

@@ -18,9 +18,11 @@ from services.gateway.api.sglang.operations import (
     MODEL_INFO,
     OPEN_SESSION,
     OPERATIONS,
+    SCORE,
 )
 from services.gateway.api.sglang.render import WEIGHT_VERSION
 from services.gateway.api.sglang.sampling import M, parse
+from services.gateway.api.sglang.score import ScoreCall
 from services.gateway.api.sglang.types import (
     AbortRequest,
     CloseSessionRequest,
@@ -55,6 +57,7 @@ class NativeApi:
         """failure: why no answer can be made; "" if one can."""
         self._generator = generator
         self._models = models
+        self._tokenizer = tokenizer
         self._source = PromptSource(tokenizer)
         self._aborter = aborter
         self._sessions = sessions
@@ -82,7 +85,13 @@ class NativeApi:
             call = EncodeCall(self._models, self._source)
             return Exchange(self._generator, call.prepare, call.renderer)
 
-        return {GENERATE: generate, ENCODE: encode}
+        async def score() -> Response:
+            call = ScoreCall(self._models, self._tokenizer)
+            return Exchange(self._generator, call.prepare, call.renderer)
+
+        for path in SCORE:
+            app.post(path)(score)
+        return {GENERATE: generate, ENCODE: encode, **dict.fromkeys(SCORE, score)}
 
     def _add_abort(self, app: FastAPI) -> None:
         @app.post(ABORT)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from services.gateway.api.request_body import PlacedBody, SamplingBody, Source, parameter
+from services.gateway.api.request_body import RID_CHARS, PlacedBody, SamplingBody, Source, parameter
 from services.gateway.api.session_fields import SessionParams
 from services.gateway.request.bodies import Body
 from services.shared import limits
@@ -36,6 +36,22 @@ _SAMPLING = {
     ]
 }
 
+_QUERY = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}]}
+_ITEMS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": limits.MAX_SCORE_ITEMS},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            "minItems": 1,
+            "maxItems": limits.MAX_SCORE_ITEMS,
+        },
+    ]
+}
+
+Query = Annotated[Any, WithJsonSchema(_QUERY)]
+Items = Annotated[Any, WithJsonSchema(_ITEMS)]
 Texts = Annotated[Any, WithJsonSchema(_TEXTS)]
 Ids = Annotated[Any, WithJsonSchema(_IDS)]
 Bools = Annotated[Any, WithJsonSchema(_BOOLS)]
@@ -88,6 +104,31 @@ class NativeGenerateRequest(NativeInput):
 
 class NativeEncodeRequest(NativeInput):
     dimensions: int | None = Field(None, ge=1, le=UINT32_MAX, description="The first so many numbers of the vector. Null: all.")
+
+
+class ScoreRequest(PlacedBody):
+    model_config = _STRICT
+
+    query: Query = Field(description="A text or token ids: the beginning that all prompts share.")
+    items: Items = Field(
+        description=f"A text, texts or lists of token ids, in the form of `query`; at most {limits.MAX_SCORE_ITEMS}."
+    )
+    label_token_ids: list[int] = Field(
+        min_length=1,
+        max_length=limits.MAX_LABEL_TOKEN_IDS,
+        description="Token ids whose probability as the next token is the score, in this order.",
+    )
+    apply_softmax: bool | None = Field(
+        None, description="Scores are the softmax over the labels instead of probabilities over the vocabulary. Default false."
+    )
+    item_first: bool | None = Field(None, description="The item stands before the query. Default false.")
+    model: str | None = Field(None, description="A name that /v1/models lists; may be left out where one model is served.")
+    rid: str | None = Field(
+        None,
+        min_length=1,
+        max_length=RID_CHARS,
+        description="A name for abort_request. Of several items: with _0, _1, …",
+    )
 
 
 class AbortRequest(_Native):

@@ -21,7 +21,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 PARSE_CALL, SEPARATE = "/parse_function_call", "/separate_reasoning"
 PING, VERSION, LOAD = "/ping", "/version", "/get_load"
 SERVER_INFO = ("/get_server_info", "/server_info")
-RANKING = ("/classify", "/v1/score", "/score", "/v1/rerank", "/rerank")
+RANKING = ("/classify", "/v1/rerank", "/rerank")
 
 _TAG = "SGLang"
 _ASKS = (404, 504)
@@ -34,8 +34,5 @@ OPERATIONS = (
     Operation("get", VERSION, _TAG, "The gateway's version", {JSON: Version}, statuses=(503,)),
     Operation("get", LOAD, _TAG, "What each worker has to do", {JSON: list[WorkerLoad]}, statuses=(503,)),
     *(Operation("get", path, _TAG, "What is served, and by whom", {JSON: ServerInfo}, statuses=(503,)) for path in SERVER_INFO),
-    *(
-        Operation("post", path, _TAG, "Refused: it takes a model that ranks or classifies", {}, statuses=(503,), served=False)
-        for path in RANKING
-    ),
+    *(Operation("post", path, _TAG, "Not served yet", {}, statuses=(503,), served=False) for path in RANKING),
 )

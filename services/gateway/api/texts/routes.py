@@ -190,10 +190,8 @@ class TextsApi:
 
 
 async def _refuse_ranking() -> Response:
-    message = (
-        "This takes a model that ranks or classifies, a cross-encoder or a reward model; none is served here. See /v1/models."
-    )
-    raise ApiError(400, message, param="model", code="unsupported_model")
+    message = "This path is not served yet. For probabilities of labels by a model that generates, use /v1/score."
+    raise ApiError(400, message, code="unsupported_endpoint")
 
 
 def _has_lists(tokens: Any) -> bool:

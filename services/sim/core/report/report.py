@@ -93,7 +93,7 @@ def make_report(outcome: Outcome, wall_s: float) -> Report:
         grammar_tokens_per_s=int(log.output_tokens[done & log.constrained].sum()) / seconds,
         grammar_tpot=_tpot(log, log.constrained),
         requests_per_s=float(done.sum()) / seconds,
-        ttft=Quantiles.of((log.first_token - log.sent)[done]),
+        ttft=Quantiles.of((log.first_token - log.sent)[done & (log.output_tokens > 0)]),
         tpot=_tpot(log, log.finished),
         itl=Quantiles.of(log.gaps()),
         e2e=Quantiles.of((log.ended - log.sent)[done]),

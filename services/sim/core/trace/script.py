@@ -30,10 +30,10 @@ class Script:
         return self._context(index, 0, self._trace.requests[index].input_len)
 
     def output(self, index: int) -> I32:
-        """int32[output_len], the last one EOS_ID."""
+        """int32[output_len], the last one EOS_ID; none of a request that ends with its prompt."""
         request = self._trace.requests[index]
         tokens = self._context(index, request.input_len, request.input_len + request.output_len)
-        tokens[-1] = EOS_ID
+        tokens[-1:] = EOS_ID
         return tokens
 
     def forced(self, index: int) -> tuple[tuple[int, int], ...]:

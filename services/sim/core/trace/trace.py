@@ -29,8 +29,8 @@ class TraceRequest:
     blocks: ids of the blocks that the context (prompt, then output) begins with; equal ids are equal tokens. What they do
     not cover is unlike anything else in the trace. Blocks beyond input_len say what the output will be, so that a later
     turn whose prompt repeats it shares its KV.
-    output_len: tokens the model says before it ends by itself; max_new_tokens may cut it shorter, and is all that the
-    scheduler knows beforehand.
+    output_len: tokens the model says before it ends by itself; 0 for a request that ends with its prompt, as a score does.
+    max_new_tokens may cut it shorter, and is all that the scheduler knows beforehand.
     session: requests of one session are sent one after another, think_s after the end of the turn before, and not before
     their arrival; "" for none.
     forced: (first, count) of the runs of output tokens that the request's grammar leaves no choice about, rising and apart;
@@ -51,8 +51,10 @@ class TraceRequest:
     forced: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.input_len < 1 or self.output_len < 1 or self.max_new_tokens < 1:
-            raise ValueError("input_len, output_len and max_new_tokens are at least 1")
+        if self.input_len < 1 or self.output_len < 0 or self.max_new_tokens < 0:
+            raise ValueError("input_len is at least 1; output_len and max_new_tokens are at least 0")
+        if (self.output_len == 0) != (self.max_new_tokens == 0):
+            raise ValueError("output_len and max_new_tokens are both 0, for a request that ends with its prompt, or both above")
         if not self.arrival >= 0 or not self.think_s >= 0:
             raise ValueError("arrival and think_s are not negative")
         if self.blocks and not 0 <= min(self.blocks) <= max(self.blocks) <= MAX_BLOCK_ID:

@@ -32,6 +32,19 @@ def shared_prefix(
     )
 
 
+def scores(queries: int, items: int, query: int, item: int, rate: float, seed: int) -> Trace:
+    """queries x items requests that end with their prompt. The items of a query arrive together, and begin with its tokens."""
+    if query % BLOCK_SIZE:
+        raise ValueError(f"query is a multiple of {BLOCK_SIZE}, the tokens of a block")
+    blocks = query // BLOCK_SIZE
+    times = _arrivals(queries, rate, np.random.default_rng(seed)).tolist()
+    return _trace(
+        TraceRequest(at, tuple(range(number * blocks, (number + 1) * blocks)), query + item, 0, 0)
+        for number, at in enumerate(times)
+        for _ in range(items)
+    )
+
+
 def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
     """Prompts of prefix + suffix tokens. `share` of them, at random places, begin with the same prefix; the others are unlike
     anything."""

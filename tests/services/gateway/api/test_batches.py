@@ -34,6 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": MODEL, "prompt": "Hi"},
     EMBEDDINGS: {"model": MODEL, "input": "Hi"},
     RESPONSES: {"model": MODEL, "input": "Hi"},
+    "/v1/score": {"model": MODEL, "query": "Hi", "items": ["a", "b"], "label_token_ids": [5]},
 }
 OVER = ("completed", "failed", "expired", "cancelled")
 

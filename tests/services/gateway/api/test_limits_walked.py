@@ -33,6 +33,12 @@ def messages_of(parts: list[int]) -> dict[str, Any]:
 WALKED: dict[str, Callable[[int], Made]] = {
     "MAX_N": completion("n", int),
     "MAX_BATCH_PROMPTS": completion("prompt", lambda value: ["a"] * value),
+    "MAX_SCORE_ITEMS": lambda value: ("/v1/score", {"query": "Hi", "items": ["a"] * value, "label_token_ids": [5]}, "items"),
+    "MAX_LABEL_TOKEN_IDS": lambda value: (
+        "/v1/score",
+        {"query": "Hi", "items": "a", "label_token_ids": [5] * value},
+        "label_token_ids",
+    ),
     "MAX_STOP_STRINGS": completion("stop", lambda value: [str(at) for at in range(value)]),
     "MAX_STOP_STRING_CHARS": completion("stop", lambda value: "x" * value),
     "MAX_STOP_TOKEN_IDS": completion("stop_token_ids", lambda value: list(range(1, value + 1))),

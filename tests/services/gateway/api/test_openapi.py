@@ -40,6 +40,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"model": MODEL, "input": "Hi"},
     "/generate": {"text": "Hi"},
     "/encode": {"text": "Hi"},
+    **{path: {"query": "Hi", "items": ["a", "b"], "label_token_ids": [5, 6]} for path in ("/v1/score", "/score")},
     RESPONSES: {"model": MODEL, "input": "Hi"},
     MESSAGES: {"model": MODEL, "messages": USER, "max_tokens": 20},
 }
@@ -64,7 +65,7 @@ OF_TEXTS: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [72, 105]},
     "/parse_function_call": {"text": "Hi", "tools": [], "tool_call_parser": "qwen25"},
     "/separate_reasoning": {"text": "<think>a</think>b", "reasoning_parser": "qwen3"},
-    **{path: {} for path in ("/classify", "/v1/score", "/score", "/v1/rerank", "/rerank")},
+    **{path: {} for path in ("/classify", "/v1/rerank", "/rerank")},
 }
 POSTS = {**PLAIN, **OF_SESSIONS, **OF_TEXTS, **OF_THE_STORE, COUNT_TOKENS: PLAIN[MESSAGES], "/abort_request": {"rid": "a"}}
 OF_STATE = ("/ping", "/version", "/get_load", "/get_server_info", "/server_info")
@@ -113,6 +114,7 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/generate", {"stream": True, **NATIVE_LOGPROBS}),
     ("/generate", {"text": ["Hi", "you"], "stream": True, "sampling_params": {"max_new_tokens": 2}}),
     ("/encode", {"text": ["Hi", "you"], "dimensions": 3}),
+    ("/v1/score", {"query": [72], "items": [[105], [106]], "apply_softmax": True, "item_first": True}),
 )
 
 

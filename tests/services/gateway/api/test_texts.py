@@ -51,10 +51,11 @@ def test_calls_and_reasoning_are_found_in_outputs(system: System) -> None:
         ("/detokenize", {"tokens": "Hi"}, "tokens"),
         ("/parse_function_call", {"text": "a", "tools": [], "tool_call_parser": "none"}, "tool_call_parser"),
         ("/separate_reasoning", {"text": "a", "reasoning_parser": ""}, "reasoning_parser"),
-        ("/v1/rerank", {"query": "a", "documents": []}, "model"),
+        ("/v1/rerank", {"query": "a", "documents": []}, None),
+        ("/classify", {"text": "a"}, None),
     ],
 )
-def test_a_bad_field_is_named(system: System, path: str, body: dict[str, Any], param: str) -> None:
+def test_a_bad_field_is_named(system: System, path: str, body: dict[str, Any], param: str | None) -> None:
     answer = system.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

@@ -1,0 +1,175 @@
+"""Makes prompts from the query and the items of a /v1/score call, and scores from log probabilities of labels.
+
+Made for each HTTP request. Cancelling a preparation leaves nothing behind. Error messages never repeat the client's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from rootstock.v1 import common_pb2 as pb
+from rootstock.v1 import tokenizer_pb2
+from services.gateway.api import known_fields
+from services.gateway.api.prompts import of_many_ids, of_texts
+from services.gateway.api.request_body import RID_CHARS
+from services.gateway.api.room import Room
+from services.gateway.api.sampling_fields import check_token_ids
+from services.gateway.api.sglang.sampling import parse
+from services.gateway.api.sglang.types import ScoreRequest
+from services.gateway.api.strict_json import parse_json
+from services.gateway.api.translation import Common, score_generation
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.peers.tokenizer_client import TokenizerClient
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.budgets import check_chars
+from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.usage import usage_of
+from services.shared import limits
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The query and the items of a call, either all texts or all lists of token ids."""
+
+    query: Any  # a text, or token ids
+    items: Sequence[Any]  # as the query
+    item_first: bool  # an item stands before the query in its prompt
+
+    @property
+    def of_texts(self) -> bool:
+        return isinstance(self.query, str)
+
+    def joined(self, query: Any, item: Any) -> Any:
+        return item + query if self.item_first else query + item
+
+
+def scored_of(request: ScoreRequest) -> Scored:
+    """Returns the checked forms; token ids themselves are checked later. Raises ApiError."""
+    query, items = request.query, request.items
+    if not (isinstance(query, str) or (isinstance(query, list) and query)):
+        raise bad_request("query", "'query' must be a text or a list of 1 or more token ids.")
+    if isinstance(query, str) and isinstance(items, str):
+        items = [items]
+    if not isinstance(items, list) or not items:
+        raise bad_request("items", "'items' must be a text, a list of texts or a list of lists of token ids.")
+    if len(items) > limits.MAX_SCORE_ITEMS:
+        message = f"'items' has {len(items)} items; at most {limits.MAX_SCORE_ITEMS} are allowed. Send several requests."
+        raise bad_request("items", message)
+    kind = str if isinstance(query, str) else list
+    for index, item in enumerate(items):
+        if not isinstance(item, kind):
+            form = "a text, as 'query' is" if kind is str else "a list of token ids, as 'query' is"
+            raise bad_request(f"items[{index}]", f"'items[{index}]' must be {form}.")
+        if kind is list and not item:
+            raise bad_request(f"items[{index}]", f"'items[{index}]' has no token ids; each item needs 1 or more.")
+    return Scored(query, items, bool(request.item_first))
+
+
+class ScoreCall:
+    def __init__(self, models: Models, tokenizer: TokenizerClient) -> None:
+        self._models = models
+        self._tokenizer = tokenizer
+        self._softmax = False
+
+    async def prepare(self, body: ReceivedBody, origin: Origin) -> Plan:
+        """Raises ApiError."""
+        request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
+        scored = scored_of(request)
+        rids = _named(request.rid, len(scored.items), origin)
+        model = await self._models.wait_for(request.model, origin.caller)
+        if not model.generates:
+            raise bad_request("model", "This model gives vectors and no scores: use /v1/embeddings.", "unsupported_model")
+        check_token_ids(request.label_token_ids, model.vocab_size, "label_token_ids")
+        self._softmax = bool(request.apply_softmax)
+        root = self._models.hash_root(model, origin.caller.cache_salt_of(request.extra_key or ""))
+        prompts = await self._prompts(scored, model, origin, root)
+        score = pb.Score(label_token_ids=request.label_token_ids)
+        generation = score_generation(Common.of(request, request.extra_key or ""), score)
+        return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
+
+    def renderer(self, request: ClientRequest, _created: int, model: str, _token_texts: ModelTexts) -> ScoreRenderer:
+        return ScoreRenderer(request, model, self._softmax)
+
+    async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[Prompt]:
+        """A prompt is never cut to the context: its score would be another one's."""
+        room = Room(model.context_len, 0, cuts=False)
+        if scored.of_texts:
+            check_chars(len(scored.query) * len(scored.items) + sum(map(len, scored.items)), "items")
+            texts = [scored.joined(scored.query, item) for item in scored.items]
+            call = tokenizer_pb2.EncodeRequest(
+                request_id=origin.request_id, texts=texts, add_special_tokens=True, hash_root=hash_root
+            )
+            prompts = await of_texts(call, self._tokenizer, "items", model, origin, room)
+        else:
+            query = await of_many_ids(scored.query, model.vocab_size, "query")
+            prompts = await _of_ids(scored, query, model, room)
+        _check_tokens(sum(len(prompt.ids) for prompt in prompts))
+        return [room.fit(prompt, f"items[{index}]") for index, prompt in enumerate(prompts)]
+
+
+async def _of_ids(scored: Scored, query: Prompt, model: ModelInfo, room: Room) -> list[Prompt]:
+    _check_tokens(len(query.ids) * len(scored.items) + sum(map(len, scored.items)))
+    prompts = []
+    for index, ids in enumerate(scored.items):
+        where = f"items[{index}]"
+        room.check(len(query.ids) + len(ids), where)
+        item = await of_many_ids(ids, model.vocab_size, where)
+        prompts.append(Prompt(tokenizer_pb2.TokenIds(ids=scored.joined(list(query.ids), list(item.ids))).ids, None))
+    return prompts
+
+
+def _check_tokens(tokens: int) -> None:
+    if tokens > limits.MAX_SCORE_TOKENS:
+        message = (
+            f"The prompts have {tokens} tokens, with 'query' counted once for each item; "
+            f"at most {limits.MAX_SCORE_TOKENS} are allowed. Send several requests."
+        )
+        raise ApiError(413, message, param="items", code="request_too_large")
+
+
+def _named(rid: str | None, count: int, origin: Origin) -> list[str]:
+    """Returns a name for each item. From here on, the request can be aborted by these names and by the given one."""
+    if rid is None:
+        return [""] * count
+    rids = [f"{rid}_{index}" for index in range(count)] if count > 1 else [rid]
+    assert len(rid) <= RID_CHARS, "the body's declaration bounds the name"
+    origin.names.append(rid)
+    origin.part_names.extend(rids)
+    return rids
+
+
+class ScoreRenderer:
+    """Writes one document: a list of scores for each item, in the order of the items."""
+
+    def __init__(self, request: ClientRequest, model: str, softmax: bool) -> None:
+        self._request = request
+        self._model = model
+        self._softmax = softmax
+
+    async def document(self, deltas: Sequence[Delta]) -> bytes:
+        return orjson.dumps(
+            {
+                "object": "scoring",
+                "scores": [_scores(delta.choice.output.label_logprobs(), self._softmax).tolist() for delta in deltas],
+                "model": self._model,
+                "usage": usage_of(self._request),
+            }
+        )
+
+
+def _scores(logprobs: NDArray[np.float64], softmax: bool) -> NDArray[np.float64]:
+    """Returns probabilities over the vocabulary, or over the labels. Labels that the model rules out share equally."""
+    if not softmax:
+        return np.exp(logprobs)
+    peak = logprobs.max()
+    weights = np.exp(logprobs - peak) if np.isfinite(peak) else np.ones_like(logprobs)
+    return np.asarray(weights / weights.sum())
