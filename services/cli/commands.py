@@ -68,13 +68,16 @@ def _completion(args: argparse.Namespace) -> int:
 COMMANDS: Mapping[str, Command] = {
     "chat": Command(
         "talk with a model: a conversation at a terminal, or one answer",
-        ('rootstock chat -m "What is 17 + 25?"', 'echo "Count from 3 to 9." | rootstock chat --temperature 0 --json'),
+        (
+            'rootstock chat -m "What is 17 + 25?" --temperature 0',
+            'echo "Count from 3 to 9." | rootstock chat --temperature 0 --json',
+        ),
         chat.add_flags,
         chat.run,
     ),
     "complete": Command(
         "continue a text",
-        ('rootstock complete "12 + 30 =" --max-tokens 8',),
+        ('rootstock complete "What is 12 + 30?" --temperature 0',),
         complete.add_flags,
         complete.run,
     ),

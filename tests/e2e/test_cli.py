@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -54,6 +56,31 @@ def test_keys_new_and_list_run_as_their_help_says(system: System, tmp_path: Path
     header, row = typed(listed, system, tmp_path).stdout.splitlines()
     assert header.split()[:3] == ["name", "state", "expires"]
     assert row.split()[:4] == ["team-a", "valid", "never", "all"] and "600" in row
+
+
+def asked_of_the_demo() -> dict[str, str]:
+    """Every question to the demo model in the README, in docs/ and in the playground, by its right answer."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "services" / "gateway" / "playground").glob("*.html")]
+    pages += [ROOT / "charts" / "rootstock" / "templates" / "NOTES.txt", ROOT / "services" / "cli" / "commands.py"]
+    text = "\n".join(page.read_text() for page in pages)
+    found = {}
+    for question, first, last in re.findall(r"(Count from (\d+) to (\d+)\.)", text):
+        found[question] = ", ".join(map(str, range(int(first), int(last) + 1)))
+    for question, first, last in re.findall(r"(What is (\d+) \+ (\d+)\?)", text):
+        found[question] = f"{first} + {last} = {int(first) + int(last)}."
+    return found
+
+
+def test_examples_of_all_pages_get_right_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with System(tmp_path) as demo:
+        for question, answer in asked_of_the_demo().items():
+            done = typed(f"rootstock chat -m {shlex.quote(question)} --temperature 0", demo)
+            assert done.stdout.strip() == answer, question
+        for command in ("chat", "complete"):
+            for line in examples(command, capsys):
+                (question,) = re.findall(r'"(.+?)"', line)
+                answers = [typed(line, demo).stdout for _ in range(3)]
+                assert all(asked_of_the_demo()[question] in answer for answer in answers), (line, answers)
 
 
 def test_a_batch_is_submitted_waited_for_and_fetched(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
