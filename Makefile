@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make run` and `make test`. Both make the environment and the protos first.
+# Two commands do all the set-up: `make run` makes an environment that serves, `make test` adds what tests need.
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
@@ -12,8 +12,12 @@ BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --
 
 export CLUSTER BASE_IMAGE CLUSTER_TEST_KUBECONFIG CLUSTER_TEST_LOAD
 
+# Index of torch's builds without CUDA, a gigabyte smaller. It is used on Linux without nvidia-smi if it can be reached. Empty: never.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 PY     := $(VENV)/bin/python
-ENV    := $(VENV)/.ready
+DEV    := $(VENV)/.ready
+ENV    := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.ready-run)
 PROTOS := rootstock/.ready
 
 # Two processes, a file to each at a time, in the order of tests/conftest.py.
@@ -23,20 +27,36 @@ SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # at once, on all cores; what does not compile (a template, say) is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env run test check docs clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly clean
+.PHONY: help env dev-env run test check docs clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
-env: $(ENV) $(PROTOS)  ## the virtual environment and the generated protos
+env: $(ENV) $(PROTOS)  ## the virtual environment of `make run` and the generated protos
+dev-env: $(DEV) $(PROTOS)  ## the same with what tests need
 
-$(ENV): pyproject.toml
+# pip waits minutes for an index that it cannot reach, so the index is asked first.
+TORCH_FLAGS = $$([ "$$(uname -s)" = Linux ] && [ -n '$(TORCH_INDEX)' ] && ! $(HAS_GPU) \
+	  && $(PYTHON) -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=3)' '$(TORCH_INDEX)/torch/' 2>/dev/null \
+	  && echo "--extra-index-url $(TORCH_INDEX)")
+# Whether torch can use a GPU of this machine: the driver's program is there.
+HAS_GPU = command -v nvidia-smi >/dev/null
+INSTALL = $(PY) -m pip install -q --no-compile --disable-pip-version-check --progress-bar on $(TORCH_FLAGS) -e
+
+$(VENV)/.ready-run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "Python 3.11 to 3.13 is needed; choose one with PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "First: sudo apt-get install python3-venv"; exit 1; }
-	@echo "making $(VENV) and installing what pyproject.toml lists (the first time this takes minutes; torch is large)"
+	@echo "making $(VENV) and installing what a server needs, once: 1.3 GB, with a GPU 6 GB"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --no-compile --disable-pip-version-check --progress-bar on -e '.[dev]'
+	$(INSTALL) '.[run]'
+	@$(HAS_GPU) || $(PY) -m pip uninstall -q -y --disable-pip-version-check triton  # a gigabyte that xgrammar asks for, for GPUs alone
+	-@$(PY) -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib
+	@touch $@
+
+$(DEV): pyproject.toml $(filter-out $(DEV),$(ENV))
+	@echo "installing what tests need into $(VENV)"
+	$(INSTALL) '.[dev]'
 	-@$(PY) -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib
 	@touch $@
 
@@ -47,24 +67,24 @@ $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
 run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
 	@exec $(PY) -m services.local --model '$(MODEL)' --port $(PORT) --workers $(WORKERS) --chat-template '$(CHAT_TEMPLATE)' $(RUN_FLAGS)
 
-check: env       ## lint, types, core tests, contracts: before every commit
+check: dev-env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check -q
 	$(VENV)/bin/mypy
 	$(PY) -m pytest tests/core tests/contracts $(SPREAD)
 
-test: env        ## everything that a CPU can run; fails at its end if any group of it has failed
+test: dev-env        ## everything that a CPU can run; fails at its end if any group of it has failed
 	$(PY) -m tests.groups
 
-nightly: env     ## the same with the long runs and the 30-minute soak (ONLY="group" of tests/groups.py), and the next two where a cluster is named
+nightly: dev-env     ## the same with the long runs and the 30-minute soak (ONLY="group" of tests/groups.py), and the next two where a cluster is named
 	ROOTSTOCK_TEST_NIGHTLY=1 $(PY) -m tests.groups $(if $(ONLY),--only '$(ONLY)')
 	@[ -z "$(CLUSTER)$(CLUSTER_TEST_KUBECONFIG)" ] && echo "skipped: cluster-test and cluster-faults (no CLUSTER= or CLUSTER_TEST_KUBECONFIG=)" \
 	  || $(MAKE) cluster-test cluster-faults
 
-cluster-test: env  ## on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER_TEST_KUBECONFIG=: python -m tests.cluster --help)
+cluster-test: dev-env  ## on a real Kubernetes (CLUSTER= and BASE_IMAGE=, or CLUSTER_TEST_KUBECONFIG=: python -m tests.cluster --help)
 	$(PY) -m tests.cluster
 
-cluster-faults: env  ## what is long there
+cluster-faults: dev-env  ## what is long there
 	ROOTSTOCK_CLUSTER_ROLLOUTS=10 $(PY) -m tests.cluster tests/cluster -k "(rollout or test_long) and not far_pools"
 	CLUSTER_TEST_NODES=3 $(PY) -m tests.cluster tests/cluster/test_long_far_pools.py
 
@@ -72,26 +92,26 @@ cluster-faults: env  ## what is long there
 bench: env       ## load on any OpenAI-compatible URL (URL=, BENCH="flags"); what `rootstock bench` is
 	$(PY) -m services.cli bench --url $(URL) $(BENCH)
 
-bench-front: env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
+bench-front: dev-env ## what strangers do to the front, and what others notice (FRONT="attacks", FRONT="--minutes 120")
 	$(PY) -m tests.benchmarks.front $(FRONT)
 
-clients: env     ## other people's clients, installed by npm and pip, against the demo model (CLIENTS="node browser frameworks")
+clients: dev-env     ## other people's clients, installed by npm and pip, against the demo model (CLIENTS="node browser frameworks")
 	$(PY) -m tests.clients $(CLIENTS)
 
-bench-compare: env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
+bench-compare: dev-env  ## against transformers.generate at Qwen3-0.6B's shape, same batch, same run
 	$(PY) -m tests.benchmarks.compare_transformers
 
 # The interpreter is the machine's own, with its torch: nothing is installed from a network.
 gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=dir, OUT=docs/gpu, PARTS="names", GPU_FLAGS=)
 	@$(PYTHON_GPU) -m tests.gpu.check --out '$(OUT)' --parts '$(PARTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_FLAGS)
 
-sim: env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
+sim: dev-env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
 	$(PY) -m services.sim.core $(TRACE) $(SIM)
 
-mutants: env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers loads gateway exec grammar worker")
+mutants: dev-env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers loads gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
-docs: env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards
+docs: dev-env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards
 	$(PY) -m services.local.reference > docs/configuration.md
 	$(PY) -m services.local.metrics_reference > docs/metrics.md
 	$(PY) -m services.local.cli_reference > docs/cli.md

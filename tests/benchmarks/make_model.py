@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPACE = "Ġ"  # how byte-level BPE writes a space
@@ -33,7 +41,7 @@ CHATML = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense Qwen3. `text_tokens`: ids below it are text, the special tokens begin at it, ids above those are padding."""
+    """A dense decoder. `text_tokens`: ids below it are text, the special tokens begin at it, ids above those are padding."""
 
     hidden: int
     intermediate: int
@@ -48,10 +56,24 @@ class Shape:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     std: float = 0.02
+    family: str = "qwen3"  # of CONFIGS
 
 
+CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, tied=True, head_dim=16, vocab=1024, text_tokens=1000, max_positions=2048),
+    "smollm2-360m": Shape(
+        *(960, 2560, 32, 15, 5),
+        tied=True,
+        head_dim=64,
+        vocab=49_152,
+        text_tokens=49_149,
+        max_positions=8192,
+        rope_theta=1e5,
+        norm_eps=1e-5,
+        family="llama",
+    ),
+    "qwen2.5-0.5b": Shape(896, 4864, 24, 14, 2, tied=True, head_dim=64, max_positions=32_768, family="qwen2"),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, tied=True),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, tied=True),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, tied=True),
@@ -60,8 +82,9 @@ SHAPES = {
 }
 
 
-def config_of(shape: Shape) -> Qwen3Config:
-    config: Qwen3Config = Qwen3Config(
+def config_of(shape: Shape) -> Qwen3Config | Qwen2Config | LlamaConfig:
+    windows = {} if shape.family == "llama" else {"max_window_layers": shape.layers}
+    config: Qwen3Config | Qwen2Config | LlamaConfig = CONFIGS[shape.family](
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -70,7 +93,7 @@ def config_of(shape: Shape) -> Qwen3Config:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_positions,
-        max_window_layers=shape.layers,
+        **windows,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         rms_norm_eps=shape.norm_eps,
         initializer_range=shape.std,
@@ -87,15 +110,15 @@ def random_model(shape: Shape, seed: int) -> PreTrainedModel:
     """bf16 on the CPU. Only the parameters are filled, which is what a checkpoint holds: the model itself is not fit to run."""
     config = config_of(shape)
     with torch.device("meta"):
-        model: PreTrainedModel = Qwen3ForCausalLM(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     torch.nn.Module.to(model, torch.bfloat16)
     model.to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():  # a tied weight comes once
+        for name, parameter in model.named_parameters():  # a tied weight comes once
             if parameter.dim() == 1:
-                parameter.fill_(1.0)  # an RMS norm's weight
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # or an RMS norm's weight
             else:
                 # Drawn in float32: bf16 has too few uniform values to draw a normal one from.
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, shape.std, generator=generator))

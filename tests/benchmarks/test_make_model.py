@@ -10,7 +10,7 @@ import safetensors
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.benchmarks.make_model import SHAPES, Shape, make_tokenizer, random_model, write_model
+from tests.benchmarks.make_model import SHAPES, Shape, config_of, make_tokenizer, random_model, write_model
 
 TINY = SHAPES["tiny"]
 
@@ -79,3 +79,10 @@ def test_a_shape_has_the_published_number_of_parameters(name: str, parameters: i
     attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads) + 2 * s.head_dim
     layer = attention + 3 * s.hidden * s.intermediate + 2 * s.hidden
     assert s.vocab * s.hidden * (1 if s.tied else 2) + s.layers * layer + s.hidden == parameters
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("smollm2-360m", 361_821_120), ("qwen2.5-0.5b", 494_032_768)])
+def test_shape_of_another_family_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config_of(SHAPES[name]))
+    assert model.num_parameters() == parameters

@@ -1,0 +1,103 @@
+"""compose.yaml names targets of docker/Dockerfile, settings of the services, and ports that agree with each other."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic_settings import BaseSettings
+
+from services.local.reference import SERVICES
+from services.shared.settings import of_values
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+PARTS: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = [name for name in PARTS if name in SERVICES]
+REDIS_PORT = 6379
+ADDRESSES = ("tokenizers", "detokenizers", "workers")
+
+
+def settings_of(name: str) -> BaseSettings:
+    """What the service makes of its environment. Raises ValueError for a variable that is no setting, or a wrong value."""
+    given = {str(variable): str(value) for variable, value in PARTS[name]["environment"].items()}
+    unknown = [variable for variable in given if not variable.startswith("ROOTSTOCK_")]
+    assert not unknown, unknown
+    values = {variable.removeprefix("ROOTSTOCK_").lower(): value for variable, value in given.items()}
+    return of_values(SERVICES[name], values)
+
+
+def stage(target: str) -> str:
+    """The lines of a target of the Dockerfile."""
+    found = re.search(rf"^FROM \S+ AS {target}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert found, f"docker/Dockerfile has no target {target}"
+    return found[1]
+
+
+def ports_of(name: str) -> set[int]:
+    """Ports that the service's image exposes."""
+    exposed = re.search(r"^EXPOSE (.+)$", stage(PARTS[name]["build"]["target"]), re.MULTILINE)
+    assert exposed
+    return {int(port) for port in exposed[1].split()}
+
+
+def test_compose_has_every_service_of_the_system() -> None:
+    assert set(OURS) == set(SERVICES) - {"local"} and set(PARTS) == {*OURS, "redis", "state"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_compose_builds_the_target_of_the_service(name: str) -> None:
+    build = PARTS[name]["build"]
+    assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "docker" / "Dockerfile")
+    assert f'ENTRYPOINT ["python", "-m", "services.{name}"]' in stage(build["target"])
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert PARTS[name]["image"] == f"rootstock/{name}:{version}"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_compose_sets_what_the_service_reads_and_asks_its_own_port_for_health(name: str) -> None:
+    settings: Any = settings_of(name)
+    assert settings.host == "0.0.0.0", "other containers reach it"
+    *_, address, option, service = PARTS[name]["healthcheck"]["test"]
+    port = settings.health_port if name == "gateway" else settings.port
+    assert (address, option, service) == (f"127.0.0.1:{port}", "--service", name)
+    assert port in ports_of(name) and settings.port in ports_of(name)
+    if name != "gateway":
+        assert (ROOT / settings.model).is_dir() and f"{settings.model}/" in stage(name).replace(
+            "models/demo models", "models/demo/"
+        )
+
+
+def test_compose_connects_the_gateway_to_the_services_ports() -> None:
+    gateway: Any = settings_of("gateway")
+    for name, field in zip(("tokenizer", "detokenizer", "worker"), ADDRESSES, strict=True):
+        service: Any = settings_of(name)
+        assert getattr(gateway, field) == (f"{name}:{service.port}",)
+    (published,) = PARTS["gateway"]["ports"]
+    assert published == f"127.0.0.1:{gateway.port}:{gateway.port}", "on this machine alone: there are no API keys"
+    worker: Any = settings_of("worker")
+    assert gateway.redis_url == worker.redis_url == f"redis://redis:{REDIS_PORT}/0"
+    assert gateway.state_redis_url == f"redis://state:{REDIS_PORT}/0"
+
+
+def test_compose_waits_for_the_health_of_each_service_that_is_named() -> None:
+    for name, part in PARTS.items():
+        assert part["healthcheck"]["test"][0] == "CMD", name
+        for other, condition in part.get("depends_on", {}).items():
+            assert other in PARTS and condition == {"condition": "service_healthy"}
+    assert set(PARTS["gateway"]["depends_on"]) == set(PARTS) - {"gateway"}
+
+
+def test_compose_keeps_the_state_in_a_volume_and_the_index_nowhere() -> None:
+    assert PARTS["state"]["volumes"] == ["state:/data"] and "state" in COMPOSE["volumes"]
+    command = PARTS["state"]["command"]
+    assert command[command.index("--dir") + 1] == "/data" and command[command.index("--appendonly") + 1] == "yes"
+    assert "volumes" not in PARTS["redis"]
+    values = yaml.safe_load((ROOT / "charts" / "rootstock" / "values.yaml").read_text())
+    image = values["redis"]["image"]
+    assert PARTS["redis"]["image"] == PARTS["state"]["image"] == f"docker.io/{image['repository']}:{image['tag']}"
