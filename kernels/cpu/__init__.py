@@ -19,6 +19,7 @@ from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
+COST = "several times slower than on C++ kernels (docs/performance.md)"
 Made = TypeVar("Made")
 
 
@@ -48,5 +49,5 @@ def _made(kind: Callable[[Path], Made]) -> Made | None:
     try:
         return kind(built_library())
     except (BuildFailed, OSError) as error:
-        logger.warning("running on plain torch and numpy, which are slow: the C++ kernels are not there: %s", error)
+        logger.warning("the model runs on torch's own kernels, %s: %s", COST, error)
         return None

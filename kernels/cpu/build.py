@@ -27,6 +27,7 @@ SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 PROJECT = Path(__file__).parents[2]
 COMPILERS = ("g++", "c++", "clang++")
+PACKAGE = "build-essential"  # of Debian, with a compiler
 # No -ffast-math: NaN and infinity must survive. The last two warnings are false ones from GCC's own vector headers.
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default",
@@ -36,7 +37,7 @@ COMPILE_TIMEOUT_S = 300  # of one file
 
 
 class BuildFailed(RuntimeError):
-    """There is no compiler, or it failed; the message says which and how."""
+    """The kernels cannot be built: there is no compiler, or it failed. The message has the fault and, without one, the remedy."""
 
 
 def _cpu_identity() -> str:
@@ -115,7 +116,7 @@ def _variant_name(variant: Variant) -> str:
 def _compiler() -> str:
     found = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if found is None:
-        raise BuildFailed(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
+        raise BuildFailed(f"no C++ compiler ({', '.join(COMPILERS)}) is installed; Debian's and Ubuntu's package is {PACKAGE}")
     return found
 
 

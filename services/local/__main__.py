@@ -3,152 +3,102 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import logging
+import os
 import sys
 import time
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from services.local import demo
-from services.local.model_source import model_folder
-from services.local.plan import Part, access_log, num_ports, parts, served_name, state_folder
-from services.local.ports import HOST, free_ports, is_taken
+from services.local.faults.ends import Memory, num_memory_kills
+from services.local.faults.model_folder import NoModel, model_folder, weight_bytes
+from services.local.plan import Part, log_folder, num_gpus, num_ports, parts, state_folder, worker_settings
+from services.local.ports import free_ports, why_not_listen
 from services.local.settings import LocalSettings
-from services.local.start_view import StartView
-from services.local.supervisor import Child, Supervisor
-from services.shared.hf_tokenizer import has_chat_template
+from services.local.start import Start
 from services.shared.rpc import grpc_server
 from services.shared.settings import load
+from services.worker.exec.pools.host_memory import free_memory
 
-
-class StartFailed(RuntimeError):
-    """A process ended, or was not ready in time; the message holds the end of its log."""
+INTERRUPTED = 130
 
 
 async def run(settings: LocalSettings) -> int:
-    """Starts everything, waits for readiness, asks the demo question, stays until a signal, leaves no process behind."""
-    if is_taken(settings.port):
-        print(f"port {settings.port} is taken (another `make run`?); choose another one: make run PORT={settings.port + 1}")
-        return 1
-    model_path = model_folder(settings.model)
-    try:
-        ports = free_ports(num_ports(settings), {settings.port, settings.admin_port})
-    except RuntimeError as error:
-        print(f"cannot serve: {error}", file=sys.stderr)
-        return 1
-    chats = bool(settings.chat_template) or has_chat_template(model_path)
-    started = parts(settings, model_path, ports)
-    if settings.state_dir:
-        state_folder(settings).mkdir(parents=True, exist_ok=True)
-    supervisor = Supervisor(Path(settings.log_dir) / str(settings.port))
+    """Starts everything and stays until a signal. Leaves no process behind. Raises ValueError, OSError."""
+    needs_weights = worker_settings(settings).executor != "fake"
+    model_path = model_folder(settings.model, needs_weights)
+    memory = Memory(weight_bytes(model_path), free_memory(), num_memory_kills())
+    if needs_weights:
+        _check_memory(settings, model_path, memory)
+    started = parts(settings, str(model_path), free_ports(num_ports(settings), {settings.port, settings.admin_port}))
+    _check_ports(started)
+    _make_folders(settings)
+    start = Start(settings, model_path, started, memory)
     stop = asyncio.create_task(grpc_server.stop_signal().wait())
-    serving = asyncio.create_task(_serve(settings, supervisor, started, chats))
+    serving = asyncio.create_task(start.run())
     await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
     (failure,) = await asyncio.gather(serving, return_exceptions=True)
     begun = time.monotonic()
-    await supervisor.stop()
-    print(f"\nstopped {len(supervisor.children)} processes in {time.monotonic() - begun:.1f} s")
+    await start.supervisor.stop()
+    print(f"\nstopped {len(start.supervisor.children)} processes in {time.monotonic() - begun:.1f} s")
     if isinstance(failure, asyncio.CancelledError):
         return 0
-    print(f"cannot serve: {str(failure) or 'not every process was ready in time'}", file=sys.stderr)
+    print(f"cannot serve: {failure or repr(failure)}", file=sys.stderr)
     return 1
 
 
-async def _serve(settings: LocalSettings, supervisor: Supervisor, started: list[Part], chats: bool) -> None:
-    """chats: whether the model has a chat template."""
-    begun, view = time.monotonic(), StartView(sys.stdout)
-    children = [supervisor.start(part.command) for part in started]
-    async with asyncio.timeout(settings.start_timeout_s):
-        for part, child in zip(started, children, strict=True):
-            await _until_ready(part, child, view)
-            view.line(f"  {part.command.name:<13} ready after {time.monotonic() - begun:4.1f} s   pid {child.pid}")
-    keeping = asyncio.create_task(supervisor.keep_running())
-    try:
-        if settings.demo:
-            question = demo.QUESTION if chats else demo.PROMPT
-            print(f"\n  {question}\n  ", end="", flush=True)
-            await _ask(settings, question, chats)
-        _print_urls(settings, started, chats)
-        await keeping
-    finally:
-        keeping.cancel()
-
-
-async def _ask(settings: LocalSettings, question: str, chats: bool) -> None:
-    """Prints the answer, or the reason why there is none. The system goes on either way: the model may be slow."""
-    try:
-        await asyncio.to_thread(demo.ask, settings.port, served_name(settings), question, chats)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"(no answer: {error})")
-
-
-async def _until_ready(part: Part, child: Child, view: StartView) -> None:
-    """Polls the process's health service. A process that ends before it is ready fails the start."""
-    async with grpc_server.channel(f"{HOST}:{part.health}") as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        while True:
-            if child.exit_code is not None:
-                view.clear()
-                raise StartFailed(f"{part.command.name} ended with code {child.exit_code}:\n{child.last_lines(8)}")
-            if (not part.health or await _is_serving(health, part.service)) and await asyncio.to_thread(_has_peers, part):
-                return
-            view.waiting(part.command.name, child.log)
-            await asyncio.sleep(0.1)
-
-
-async def _is_serving(health: health_pb2_grpc.HealthStub, service: str) -> bool:
-    try:
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
-    except grpc.aio.AioRpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _has_peers(part: Part) -> bool:
-    """Whether a gateway is connected to everything that it needs; True for all others."""
-    if not part.url:
-        return True
-    connection = http.client.HTTPConnection(part.url.removeprefix("http://"), timeout=1)
-    try:
-        connection.request("GET", "/readiness")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def _print_urls(settings: LocalSettings, started: list[Part], chats: bool) -> None:
-    urls = [part.url for part in started if part.url]
-    print("\n" + "".join(f"  API          {url}/v1\n" for url in urls) + f"  OpenAPI page {urls[0]}/docs")
-    if settings.playground:
-        print(f"  playground   {urls[0]}/")
-    for part in started:
-        if part.metrics_url:
-            print(f"  metrics      {part.metrics_url}   ({part.command.name})")
-    print(f"  logs         {Path(settings.log_dir) / str(settings.port)}/*.log")
-    print(f"  requests     {access_log(settings)}")
-    asked = '"messages": [{"role": "user", "content": "Count from 3 to 9."}]' if chats else f'"prompt": "{demo.PROMPT}"'
-    body = f'{{"model": "{served_name(settings)}", {asked}, "temperature": 0}}'
-    path = "chat/completions" if chats else "completions"
-    print(
-        f"\n  curl {urls[0]}/v1/{path} -H 'content-type: application/json' -d '{body}'\n\n  Ctrl-C stops everything.",
-        flush=True,
+def _check_memory(settings: LocalSettings, model_path: Path, memory: Memory) -> None:
+    """Raises NoModel if the weights alone exceed the free memory. A GPU's memory is not looked at."""
+    workers = len(settings.worker_roles)
+    if num_gpus() or memory.model_bytes * workers <= memory.free_bytes:
+        return
+    raise NoModel(
+        f"{model_path}: its weights take {memory.model_bytes / 1e9:.2f} GB for each of {workers} workers, and"
+        f" {memory.free_bytes / 1e9:.2f} GB of memory is free."
+        " Choose a smaller model or fewer workers, or end other programs."
     )
+
+
+def _check_ports(started: list[Part]) -> None:
+    """Raises ValueError for a port of a user's choice that cannot be listened on."""
+    for part in started:
+        given = part.settings
+        if given is None:
+            continue
+        if fault := why_not_listen(given.host, given.port):
+            raise ValueError(f"port {given.port} {fault}; choose another one: make run PORT={max(1024, given.port) + 1}")
+        if given.admin_port and (fault := why_not_listen(given.admin_host, given.admin_port)):
+            raise ValueError(f"admin port {given.admin_port} {fault}; choose another one with --admin-port")
+
+
+def _make_folders(settings: LocalSettings) -> None:
+    """Raises ValueError naming the setting of a folder that cannot be written."""
+    folders = {"log_dir": log_folder(settings)} | ({"state_dir": state_folder(settings)} if settings.state_dir else {})
+    for name, folder in folders.items():
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{flag} {folder} cannot be made: {str(error.strerror).lower()}; choose another folder") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{flag} {folder} is not writable; choose another folder")
 
 
 def main() -> int:
     settings = load(LocalSettings, "python -m services.local")
     logging.basicConfig(level="WARNING", format="  %(message)s")
+    if sys.platform != "linux":
+        print(
+            "cannot serve: the services need Linux. On macOS use `docker compose up`; on Windows that, or WSL 2.", file=sys.stderr
+        )
+        return 1
     try:
         return asyncio.run(run(settings))
-    except ValueError as error:
-        print(f"cannot start: {error}", file=sys.stderr)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"cannot serve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # during a download
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -1,44 +1,145 @@
-"""Asks one question over the public API and prints the streamed answer. Imports the standard library only, as a client would."""
+"""The first question over the public API, in the form that the model takes, and the curl command that asks another one.
+
+Standard library only, as a client would.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import shlex
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from services.local.ports import HOST
-
-QUESTION = "What is 17 + 25?"
+QUESTION, OTHER_QUESTION = "What is 17 + 25?", "Count from 3 to 9."
 PROMPT = "The capital of France is"  # for a model without a chat template
+TIMEOUT_S = 60.0
+KEY_VARIABLE = "ROOTSTOCK_API_KEY"
+Kind = Literal["chat", "completion", "embedding"]
+PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings"}
+Write = Callable[[str], object]
 
 
-def ask(port: int, model: str, question: str = QUESTION, chats: bool = True) -> str:
-    """Prints the answer piece by piece and returns it.
+class NoAnswer(Exception):
+    """The gateway refused the question, and would refuse it again. The message has its status and reason."""
+
+
+class BrokenOff(Exception):
+    """The connection ended, or a service of the system is away. The question may be asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A gateway as a client on this machine reaches it."""
+
+    url: str  # scheme, host, port
+    certificate: str = ""  # PEM file that the gateway shows; empty: no TLS
+    needs_key: bool = False
+
+    def connection(self, timeout: float = TIMEOUT_S) -> http.client.HTTPConnection:
+        """Trusts the gateway whatever its certificate: this machine started it."""
+        parts = urlsplit(self.url)
+        if parts.scheme == "https":
+            trusting = ssl.create_default_context()
+            trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+            return http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=timeout, context=trusting)
+        return http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=timeout)
+
+    def curl_flags(self) -> list[str]:
+        """Returns what curl needs: to trust the certificate, and to send the key."""
+        flags = self._trust()
+        return [*flags, f'-H "authorization: Bearer ${KEY_VARIABLE}"'] if self.needs_key else flags
+
+    def _trust(self) -> list[str]:
+        if not self.certificate:
+            return []
+        parts = urlsplit(self.url)
+        checking = ssl.create_default_context(cafile=self.certificate)
+        checking.verify_flags = ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+        connection = http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=TIMEOUT_S, context=checking)
+        try:
+            connection.connect()
+        except OSError:  # it is for another name, say
+            return ["--insecure"]
+        finally:
+            connection.close()
+        return ["--cacert", shlex.quote(self.certificate)]
+
+
+def body_of(kind: Kind, model: str, question: str) -> dict[str, Any]:
+    if kind == "embedding":
+        return {"model": model, "input": question}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}]} if kind == "chat" else {"prompt": question}
+    return {"model": model, **asked, "temperature": 0}
+
+
+def first_question(kind: Kind) -> str:
+    return PROMPT if kind == "completion" else QUESTION
+
+
+def curl(endpoint: Endpoint, kind: Kind, model: str) -> str:
+    """Returns a command for a POSIX shell."""
+    question = PROMPT if kind == "completion" else OTHER_QUESTION
+    body = json.dumps(body_of(kind, model, question), ensure_ascii=False)
+    flags = [*endpoint.curl_flags(), "-H 'content-type: application/json'", f"-d {shlex.quote(body)}"]
+    return f"curl {' '.join([f'{endpoint.url}{PATHS[kind]}', *flags])}"
+
+
+def ask(endpoint: Endpoint, kind: Kind, model: str, key: str, write: Write) -> str:
+    """Asks the first question and writes its answer piece by piece. Returns the answer.
 
     Args:
-        chats: whether the model has a chat template; if not, the question is the prompt of a completion.
+        key: API key; "" for none.
 
     Raises:
-        OSError, ValueError: there is no answer.
+        NoAnswer, BrokenOff
     """
-    connection = http.client.HTTPConnection(HOST, port, timeout=60)
-    asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
-    body: dict[str, object] = {"model": model, **asked, "stream": True, "temperature": 0, "max_tokens": 64}
-    path = "/v1/chat/completions" if chats else "/v1/completions"
-    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise ValueError(f"the gateway answered {response.status}: {response.read().decode(errors='replace')}")
-    answer = ""
+    body = body_of(kind, model, first_question(kind))
+    if kind != "embedding":
+        body |= {"stream": True, "max_tokens": 64}
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    connection = endpoint.connection()
+    try:
+        connection.request("POST", PATHS[kind], json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _refusal(response.status, response.read())
+        if kind == "embedding":
+            answer = f"an embedding of {len(json.loads(response.read())['data'][0]['embedding'])} numbers"
+            write(answer)
+            return answer
+        answer = ""
+        for piece in _pieces(response):
+            write(piece)
+            answer += piece
+        return answer
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a body that was cut
+        raise BrokenOff(str(error) or type(error).__name__) from None
+    finally:
+        connection.close()
+
+
+def _refusal(status: int, body: bytes) -> NoAnswer | BrokenOff:
+    try:
+        reason = str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        reason = body.decode(errors="replace")
+    return (BrokenOff if status >= 500 else NoAnswer)(f"the gateway answered {status}: {reason}")
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+    """Raises BrokenOff if the stream ends with an error or without its last event."""
     for line in response:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+        if line.startswith(b"data: [DONE]"):
+            return
+        if not line.startswith(b"data: "):
             continue
         event = json.loads(line[6:])
         if "error" in event:
-            raise ValueError(event["error"]["message"])
+            raise BrokenOff(str(event["error"]["message"]))
         for choice in event["choices"]:
-            piece = (choice["delta"].get("content") or "") if chats else choice["text"]
-            print(piece, end="", flush=True)
-            answer += piece
-    print()
-    connection.close()
-    return answer
+            yield choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    raise BrokenOff("the stream ended early")

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from services.gateway.config.settings import GatewaySettings
 from services.local.ports import HOST
 from services.local.redis_server import redis_argv
 from services.local.settings import LocalSettings
 from services.local.supervisor import Command
+from services.shared.settings import ServiceSettings, load
+from services.worker.settings import WorkerSettings
 
 GRACE_S = 2.0
 MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers together
 GPU_FRACTION = 0.9  # of a GPU, for all workers on it together
+ANY_HOST = ("0.0.0.0", "::", "")  # addresses that mean every interface
+S = TypeVar("S", bound=ServiceSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process. health: port of its gRPC health service, 0 for none. service: the name whose health means ready.
-    url: of its HTTP API, empty for none."""
+    """A process of the system."""
 
     command: Command
-    service: str
-    health: int
-    metrics_url: str
-    url: str = ""
+    service: str  # name whose gRPC health means ready
+    health: int  # port of the gRPC health service; 0: none
+    metrics_url: str  # empty: none
+    url: str = ""  # of the HTTP API; empty: none
+    redis: int = 0  # port of a Redis; 0: the process is none
+    settings: GatewaySettings | None = None  # a gateway's, with the user's flags; None for other processes
 
 
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:
-    """In start order. `ports`: num_ports(settings) free ones. Raises ValueError where the Redis asked for is not here."""
+    """Returns the processes in start order.
+
+    Args:
+        ports: num_ports(settings) free ones.
+
+    Raises:
+        ValueError: the Redis is not installed, or the user's flags for a service are wrong.
+    """
     take = iter(ports)
     redis_port, state_port = next(take), next(take)
     common = ["--log-level", settings.log_level, "--grace-s", str(GRACE_S)]
@@ -63,7 +79,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
             flags += ["--admin-port", str(settings.admin_port)]
         port = next(take) if index else settings.port
         gateways.append(_gateway(port, next(take), flags + shlex.split(settings.gateway_flags), name))
-    redis = Part(Command("redis", redis_argv(redis_port, settings.redis_server)), "", 0, "")
+    redis = Part(Command("redis", redis_argv(redis_port, settings.redis_server)), "", 0, "", redis=redis_port)
     return [redis, *_state(settings, state_port), *tokenizers, *detokenizers, *workers, *gateways]
 
 
@@ -71,17 +87,22 @@ def _state(settings: LocalSettings, port: int) -> list[Part]:
     """What keeps responses and conversations, in a folder that is made when the system is started."""
     if not settings.state_dir:
         return []
-    return [Part(Command("state", redis_argv(port, settings.redis_server, state_folder(settings))), "", 0, "")]
+    command = Command("state", redis_argv(port, settings.redis_server, state_folder(settings)))
+    return [Part(command, "", 0, "", redis=port)]
+
+
+def log_folder(settings: LocalSettings) -> Path:
+    return Path(settings.log_dir) / str(settings.port)
 
 
 def kv_folder(settings: LocalSettings) -> Path:
     """Of the sockets by which workers read each other's KV."""
-    return Path(settings.log_dir) / str(settings.port) / "kv"
+    return log_folder(settings) / "kv"
 
 
 def access_log(settings: LocalSettings) -> Path:
     """File to which every gateway appends a line for each request."""
-    return Path(settings.log_dir) / str(settings.port) / "access.log"
+    return log_folder(settings) / "access.log"
 
 
 def state_folder(settings: LocalSettings) -> Path:
@@ -100,7 +121,9 @@ def worker_names(settings: LocalSettings) -> list[str]:
 
 
 def served_name(settings: LocalSettings) -> str:
-    """What clients call the model: a folder's own name, or the whole hub id."""
+    """Returns the name that clients use: the one that is set, else a folder's own name or the whole hub id."""
+    if settings.served_model_name:
+        return settings.served_model_name
     folder = Path(settings.model)
     return folder.resolve().name if folder.exists() else settings.model
 
@@ -115,9 +138,34 @@ def _service(service: str, port: int, metrics_port: int, flags: list[str], name:
 
 
 def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
-    argv = [sys.executable, "-m", "services.gateway", "--port", str(port), "--health-port", str(health_port), *flags]
-    url = f"http://{HOST}:{port}"
-    return Part(Command(name, argv), "gateway", health_port, f"{url}/metrics", url)
+    argv = ["--port", str(port), "--health-port", str(health_port), *flags]
+    command = Command(name, [sys.executable, "-m", "services.gateway", *argv])
+    effective = settings_of(GatewaySettings, "gateway", argv)
+    url = f"{'https' if effective.tls_cert_file else 'http'}://{_address(effective.host)}:{effective.port}"
+    metrics = f"{url}/metrics" if effective.metrics_on_http else ""
+    if effective.metrics_port:
+        metrics = f"http://{_address(effective.metrics_host)}:{effective.metrics_port}/metrics"
+    return Part(command, "gateway", effective.health_port, metrics, url, settings=effective)
+
+
+def settings_of(cls: type[S], service: str, argv: list[str]) -> S:
+    """Returns the settings that a service reads from these flags and the environment. Raises ValueError for wrong ones."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return load(cls, service, argv)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    fault = said.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
+    raise ValueError(f"the {service} refuses its settings: {fault}. `python -m services.{service} --help` lists them.")
+
+
+def _address(host: str) -> str:
+    """The host part of a URL by which this machine reaches a server that listens on `host`."""
+    if host in ANY_HOST:
+        return HOST
+    return f"[{host}]" if ":" in host else host
 
 
 def _template_flags(settings: LocalSettings) -> list[str]:
@@ -158,3 +206,8 @@ def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: st
     if role == "prefill":
         flags += ["--disaggregation-host", HOST]  # at a port that it finds free
     return flags + shlex.split(settings.worker_flags)
+
+
+def worker_settings(settings: LocalSettings) -> WorkerSettings:
+    """Returns the settings of the workers that no process decides by itself. Raises ValueError for wrong flags."""
+    return settings_of(WorkerSettings, "worker", shlex.split(settings.worker_flags))

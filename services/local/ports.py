@@ -7,6 +7,7 @@ claims a block of ports, another one once these are used up, and keeps them as l
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import random
@@ -23,13 +24,22 @@ _LOCK = threading.Lock()
 
 def is_taken(port: int) -> bool:
     """Whether something on this machine listens on the port already."""
-    with contextlib.closing(socket.socket()) as probe:
+    return why_not_listen(HOST, port) != ""
+
+
+def why_not_listen(host: str, port: int) -> str:
+    """Returns why a server cannot listen on the port, as the end of a sentence about the port. "" if it can, or if the address is
+    none of this machine's, which the server itself reports."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
-        except OSError:
-            return True
-    return False
+            probe.bind((host, port))
+        except PermissionError:
+            return "is for the system's administrator alone (ports below 1024)"
+        except OSError as error:
+            return "is taken (another `make run`?)" if error.errno == errno.EADDRINUSE else ""
+    return ""
 
 
 class _Ports:

@@ -1,4 +1,8 @@
-"""What is shown of a system that starts: on a terminal one line that changes, elsewhere a line now and then."""
+"""Shows a system that starts: on a terminal one line that changes, elsewhere a line for each step and now and then another one.
+
+A process tells its user something by its log: a step (progress.step()), a bar (progress.Progress), or a warning. All other
+records are for operators and stay in the log.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,45 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from services.shared.observe import progress
 
-EVERY_S = 5.0  # between two lines where nothing can be overwritten
-TAIL_BYTES = 8192  # of a log: its last lines
+EVERY_S = 5.0  # between two lines that say nothing new, where nothing can be overwritten
 WIDTH = 78
+WARNINGS = ("warning", "error", "critical")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something that a process tells its user."""
+
+    text: str
+    is_warning: bool = False
+    is_bar: bool = False
+
+
+class LogReader:
+    """Reads a log of JSON objects that grows, from its beginning or from where the last call of news() ended."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._position = log, 0
+        self.last_step = ""
+
+    def news(self) -> list[Told]:
+        """Returns what was written since the last call for users to see. A line that is not whole is read the next time."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._position)
+                text, end, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._position += len(text) + len(end)
+        found = [told for told in map(_told, text.splitlines()) if told is not None]
+        self.last_step = next((told.text for told in reversed(found) if not told.is_warning), self.last_step)
+        return found
 
 
 class StartView:
@@ -24,22 +59,30 @@ class StartView:
         self._is_tty = stream.isatty()
         self._said, self._begun = clock(), clock()
         self._shown = ""
+        self._logs: dict[Path, LogReader] = {}
+        self._told: set[str] = set()  # texts that stay on the screen: workers tell the same
 
     def waiting(self, name: str, log: Path) -> None:
-        """While `name` is not ready, as often as one likes. log: where it says what it does."""
+        """Shows news of the process `name`, which is not ready. Called as often as one likes."""
+        reader = self._logs.setdefault(log, LogReader(log))
+        for told in reader.news():
+            if told.is_warning or not (self._is_tty or told.is_bar):
+                self._stays(f"  {name:<13} ", told.text)
         if not self._is_tty and self._clock() - self._said < EVERY_S:
             return
         self._said = self._clock()
-        words = last_words(log) or "starting"
-        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {words}"
-        if self._is_tty:
-            text = text[: shutil.get_terminal_size((WIDTH + 1, 24)).columns - 1]
+        text = f"  {name:<13} {self._said - self._begun:4.0f} s  {reader.last_step or 'starting'}"
         if not self._is_tty:
-            self._stream.write(text.rstrip() + "\n")
-        elif text != self._shown:
-            self._stream.write(f"\r{text}\x1b[K")
-        self._shown = text
+            self._stream.write(f"{text}\n")
+        elif (cut := text[: shutil.get_terminal_size((WIDTH + 1, 24)).columns - 1]) != self._shown:
+            self._stream.write(f"\r{cut}\x1b[K")
+            self._shown = cut
         self._stream.flush()
+
+    def _stays(self, head: str, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.line(head + text)
 
     def clear(self) -> None:
         if self._is_tty and self._shown:
@@ -47,29 +90,24 @@ class StartView:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        """One that stays."""
+        """Shows a line that stays."""
         self.clear()
         self._stream.write(text + "\n")
         self._stream.flush()
+        self._said = self._clock()
 
 
-def last_words(log: Path) -> str:
-    """What the last whole line of a log of JSON objects says; "" where there is none. A progress is a bar."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return ""
-    said = next((text for text in map(_words, reversed(lines)) if text), "")
-    found = progress.read(said)
-    return found.bar() if found is not None else said
-
-
-def _words(line: bytes) -> str:
+def _told(line: bytes) -> Told | None:
     """A line that is no JSON is a library's own, and not shown."""
     try:
         record = json.loads(line)
     except ValueError:
-        return ""
-    return str(record.get("msg", "")) if isinstance(record, dict) else ""
+        return None
+    if not isinstance(record, dict):
+        return None
+    text = str(record.get("msg", ""))
+    if (found := progress.read(text)) is not None:
+        return Told(found.bar(), is_bar=True)
+    if record.get("level") in WARNINGS:
+        return Told(text, is_warning=True)
+    return Told(text) if record.get(progress.STEP) else None

@@ -1,7 +1,11 @@
-"""Child processes that live and die with this one: started, restarted when they fall over, stopped within a few seconds.
+"""Child processes that live and die with this one: started, started again when they end, stopped within a few seconds.
 
 Each child leads its own process group, so Ctrl-C reaches the launcher alone, and asks the kernel to be killed should the
 launcher die without stopping it. Single owner of every child's handle.
+
+    started ──► ready ──► ended ──► started again            at any time
+       └──────► ended ──► started again ──► ended            during the start: the start fails
+       └──────► ended with status 2                          during the start: the start fails
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
 STOP_S = 4.0  # from SIGTERM to SIGKILL
 RESTART_S = 0.5
+MOST_ENDS = 2  # of a process before it was ready, after which the start fails
+WRONG_SETTINGS = 2  # status of a process that refuses its flags: it would refuse them again
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -35,9 +43,20 @@ class Command:
 
 
 class Child:
+    """A process and its log.
+
+    Attributes:
+        is_ready: Whether the process was found ready since it was last started. Set by the launcher.
+        ends: Number of times that the process ended before it was ready, since it was last ready.
+        starts: Number of times that the process was started.
+    """
+
     def __init__(self, command: Command, log_dir: Path) -> None:
         self.command = command
         self.log = log_dir / f"{command.name}.log"
+        self.is_ready = False
+        self.ends = self.starts = 0
+        self._log_start = 0  # bytes of the log before the last start
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,7 +73,10 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
+        self.is_ready = False
+        self.starts += 1
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self.command.argv,
                 stdin=subprocess.DEVNULL,
@@ -75,15 +97,49 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def became_ready(self) -> None:
+        self.is_ready, self.ends = True, 0
+
+    def output(self) -> str:
+        """Returns the part of the log that was written since the last start."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
     def last_lines(self, count: int) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
 
+class ProcessFailed(RuntimeError):
+    """A process ended during the start and is not started again. The message has the cause and the path of the log."""
+
+
 class Supervisor:
-    def __init__(self, log_dir: Path) -> None:
+    """Owns the children of one launcher.
+
+    Args:
+        log_dir: Folder of their logs. It is made if it is missing.
+        explain: Returns the sentence that says why a child ended, from its exit code.
+        report: Shows one line to the user.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        explain: Callable[[Child, int], str] | None = None,
+        report: Callable[[str], None] = logger.warning,
+    ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
+        self._explain = explain or (lambda child, code: f"{child.command.name} ended with code {code}.")
+        self._report = report
+        self.is_started = False  # set when every process was ready; from then on no end fails anything
         self.children: list[Child] = []
+
+    @property
+    def starts(self) -> int:
+        """Number of starts of all children together."""
+        return sum(child.starts for child in self.children)
 
     def start(self, command: Command) -> Child:
         child = Child(command, self._log_dir)
@@ -92,15 +148,23 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    async def keep_running(self) -> None:
-        """Restarts whatever ends, until cancelled."""
+    async def keep_running(self) -> NoReturn:
+        """Starts ended children again until cancelled. Raises ProcessFailed during the start, as the diagram above shows."""
         while True:
-            await asyncio.sleep(RESTART_S)
             for child in self.children:
                 if (code := child.exit_code) is not None:
                     child.kill_group()
-                    logger.warning("%s ended with code %d; starting it again", child.command.name, code)
-                    child.start()
+                    self._start_again(child, code)
+            await asyncio.sleep(RESTART_S)
+
+    def _start_again(self, child: Child, code: int) -> None:
+        sentence = self._explain(child, code)
+        if not child.is_ready:
+            child.ends += 1
+        if not self.is_started and (code == WRONG_SETTINGS or child.ends >= MOST_ENDS):
+            raise ProcessFailed(sentence)
+        self._report(f"{sentence} It is started again.")
+        child.start()
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what is left after STOP_S seconds. On return no child is left."""

@@ -91,4 +91,6 @@ def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
 
 
 def _wrong_fields(error: ValidationError) -> list[str]:
-    return [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+    """One sentence for each. A fault of several fields together names them itself."""
+    found = [(".".join(map(str, item["loc"])), str(item["msg"]).removeprefix("Value error, ")) for item in error.errors()]
+    return [f"{name}: {fault}" if name else fault for name, fault in found]

@@ -7,13 +7,15 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.shared.index.block_hash import block_hash
+from services.shared.observe.log_fields import fields
+from services.shared.observe.progress import step
 from services.shared.output_formats import detect_in
 from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
@@ -104,14 +106,19 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     name = _executor_name(settings)
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
-    logger.info("at most %d requests run at once; prompts are cut after %s tokens (0: never)", running, chunk)
+    pieces = f"long prompts are computed in pieces of {chunk} tokens" if chunk > 0 else "prompts are computed in one piece"
+    logger.info("up to %d requests run at once; %s", running, pieces, extra=step())
     moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
     built, weights = _load(name, settings, on_lost, moves)
     tokenizer = load_tokenizer(settings.model, settings.chat_template)
     ends = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
     info = replace(built.info, eos_token_ids=ends)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))
-    logger.info("model ready: %s", info)
+    logger.info("model ready", extra=fields(**asdict(info) | {"load_seconds": dict(info.load_seconds)}))
+    tokens, size = info.num_pages * info.page_size, info.num_pages * info.page_bytes / 1e9
+    if info.kv_bytes_per_token:
+        told = "a request may have %d tokens; memory holds %d tokens of all requests together (%.2f GB)"
+        logger.info(told, info.context_len, tokens, size, extra=step())
     logger.info("scheduler: %s", config)
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
@@ -214,6 +221,7 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
 
 def _cpu(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
     """What is set for a GPU says nothing here: `auto` may come to this executor with the same settings."""
+    logger.info("loading the model; the first start on a machine compiles kernels too, for about half a minute", extra=step())
     return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, moves)
 
 

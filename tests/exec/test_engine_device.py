@@ -47,7 +47,7 @@ def test_activations_of_one_chunk_are_reserved(asked: dict[str, Any], caplog: py
     with caplog.at_level(logging.INFO):
         build_engine()
     assert (asked["max_slots"], asked["options"].max_tokens) == (256, 8192)
-    assert "at most 256 requests run at once; prompts are cut after 8192 tokens" in caplog.text
+    assert "up to 256 requests run at once; long prompts are computed in pieces of 8192 tokens" in caplog.text
     build_engine(chunked_prefill_size=0)
     assert asked["options"].max_tokens == 16384, "a step may have as many tokens of prompts"
     build_engine(executor="cuda", chunked_prefill_size=2048, max_running_requests=5000 - 1000)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from services.shared.observe.log_fields import fields
+
+STEP = "step"  # field of a log record that `make run` shows to its user
 GB = "GB"
 BAR = 20  # characters
 _LINE = re.compile(r"(?P<what>[a-z]+): \d+ %, (?P<done>[\d.]+) of (?P<total>[\d.]+) (?P<unit>\w+) in (?P<passed>[\d.]+) s")
@@ -50,6 +54,11 @@ class Progress:
 
     def _amount(self, value: float) -> str:
         return f"{value / 1e9:.2f}" if self.unit == GB else f"{value:.0f}"
+
+
+def step() -> dict[str, dict[str, Any]]:
+    """Returns the `extra` of a log call whose message `make run` shows to its user: logger.info("loading", extra=step())."""
+    return fields(**{STEP: True})
 
 
 def read(line: str) -> Progress | None:

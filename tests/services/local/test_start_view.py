@@ -1,4 +1,4 @@
-"""What is shown while a system starts: a bar at a terminal, lines now and then elsewhere."""
+"""What is shown while a system starts: one changing line on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.start_view import EVERY_S, StartView, last_words
+from services.local.start_view import EVERY_S, LogReader, StartView, Told
 from services.shared.observe.progress import Progress, read
 
 HALF = Progress("weights", 2e9, 4e9, 4.0)
@@ -35,31 +35,46 @@ def test_a_line_is_read_as_it_was_written(progress: Progress, line: str) -> None
     assert read(f"not {line}") is None
 
 
-def log(path: Path, *messages: str) -> Path:
-    lines = [json.dumps({"msg": message}) for message in messages]
-    path.write_text("\n".join([*lines, "a library's own line", '{"msg": "cut']))
-    return path
+def record(message: str, **more: object) -> str:
+    return json.dumps({"level": "info", "msg": message} | more) + "\n"
 
 
-def test_last_words_of_a_log(tmp_path: Path) -> None:
-    assert last_words(tmp_path / "none") == ""
-    assert last_words(log(tmp_path / "a", "one", "two")) == "two"
+def test_log_reader_returns_steps_bars_and_warnings_once(tmp_path: Path) -> None:
+    path = tmp_path / "worker.log"
+    reader = LogReader(path)
+    assert reader.news() == [] and reader.last_step == ""
+    path.write_text(record("for operators") + record("a step", step=True) + "a library's own line\n" + '{"msg": "cut')
+    assert reader.news() == [Told("a step")] and reader.last_step == "a step"
+    with path.open("a") as file:
+        file.write('", "step": true}\n' + record(HALF.line()) + record("slow", level="warning"))
     bar = "weights [##########          ]  50 %  2.00 of 4.00 GB, 0.50 GB/s, 4 s left"
-    assert last_words(log(tmp_path / "b", HALF.line())) == bar == HALF.bar()
+    assert reader.news() == [Told("cut"), Told(bar, is_bar=True), Told("slow", is_warning=True)]
+    assert reader.news() == [] and reader.last_step == bar == HALF.bar()
 
 
-def test_a_terminal_has_one_line_and_others_one_now_and_then(tmp_path: Path) -> None:
+def test_view_keeps_one_line_on_a_terminal_and_prints_each_step_elsewhere(tmp_path: Path) -> None:
     times = [0.0]
-    path, screen, file = log(tmp_path / "worker", "loading"), Screen(), io.StringIO()
+    path, screen, file = tmp_path / "worker", Screen(), io.StringIO()
+    path.write_text(record("loading", step=True))
     views = [StartView(screen, lambda: times[-1]), StartView(file, lambda: times[-1])]
-    for now in (0.1, 0.2, 1.0, EVERY_S, EVERY_S + 1):
+    for now in (0.1, 0.2, 1.0, EVERY_S + 0.1, EVERY_S + 1):
         times.append(now)
         for view in views:
             view.waiting("worker-0", path)
     for view in views:
         view.line("  worker-0      ready")
-    assert file.getvalue() == "  worker-0         5 s  loading\n  worker-0      ready\n"
+    assert file.getvalue() == "  worker-0      loading\n  worker-0         5 s  loading\n  worker-0      ready\n"
     assert screen.getvalue().split("\r")[1:] == [
         *(f"  worker-0      {seconds:4} s  loading\x1b[K" for seconds in (0, 1, 5, 6)),
         "\x1b[K  worker-0      ready\n",
     ]
+
+
+def test_view_keeps_a_warning_and_shows_it_once_for_all_workers(tmp_path: Path) -> None:
+    for stream in (Screen(), io.StringIO()):
+        view = StartView(stream)
+        for name in ("worker-0", "worker-1"):
+            (tmp_path / name).write_text(record("no compiler", level="warning"))
+            view.waiting(name, tmp_path / name)
+        view.clear()
+        assert stream.getvalue().count("  worker-0      no compiler\n") == 1 and stream.getvalue().count("no compiler") == 1

@@ -12,7 +12,7 @@ import pytest
 
 from services.local.plan import memory_flags, num_gpus, num_ports, parts
 from services.local.settings import LocalSettings
-from services.local.supervisor import Command, Supervisor
+from services.local.supervisor import Child, Command, ProcessFailed, Supervisor
 from services.shared.settings import load
 from tests.e2e.system import processes_with, wait_until
 
@@ -50,6 +50,61 @@ def test_what_ends_is_started_again(tmp_path: Path) -> None:
 
     first, second = asyncio.run(run())
     assert first != second
+
+
+def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = False) -> tuple[str, list[str]]:
+    """Runs a child that ends by itself until the supervisor gives up, or has started it three times.
+
+    Returns:
+        The error, "" for none, and the lines that the user saw.
+    """
+    lines: list[str] = []
+
+    async def run() -> str:
+        supervisor = Supervisor(tmp_path, report=lines.append)
+        supervisor.is_started = is_started
+        child = supervisor.start(Command("child", [sys.executable, "-c", code]))
+        if ready:
+            child.became_ready()
+        keeping = asyncio.create_task(supervisor.keep_running())
+        async with asyncio.timeout(60):
+            while not keeping.done() and child.starts < 3:
+                await asyncio.sleep(0.02)
+        keeping.cancel()
+        (error,) = await asyncio.gather(keeping, return_exceptions=True)
+        await supervisor.stop()
+        return str(error) if isinstance(error, ProcessFailed) else ""
+
+    return asyncio.run(run()), lines
+
+
+def test_start_fails_when_a_process_ends_twice_before_it_was_ready(tmp_path: Path) -> None:
+    assert ended(tmp_path, "raise SystemExit(1)") == (
+        "child ended with code 1.",
+        ["child ended with code 1. It is started again."],
+    )
+
+
+def test_start_fails_at_once_when_a_process_refuses_its_settings(tmp_path: Path) -> None:
+    assert ended(tmp_path, "raise SystemExit(2)") == ("child ended with code 2.", [])
+
+
+def test_end_of_a_ready_process_does_not_count_against_the_start(tmp_path: Path) -> None:
+    error, lines = ended(tmp_path, "raise SystemExit(1)", ready=True)
+    assert not error and len(lines) == 2
+
+
+def test_supervisor_starts_every_process_again_after_the_start(tmp_path: Path) -> None:
+    error, lines = ended(tmp_path, "raise SystemExit(2)", is_started=True)
+    assert not error and len(lines) == 2
+
+
+def test_output_of_a_child_is_that_since_its_last_start(tmp_path: Path) -> None:
+    ended(tmp_path, "import os; print('one'); raise SystemExit(1)", is_started=True)
+    child = Child(Command("child", [sys.executable, "-c", "print('two')"]), tmp_path)
+    child.start()
+    wait_until(lambda: child.exit_code is not None, 60, "it to end")
+    assert "one" in child.log.read_text() and child.output() == "two\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+"""Where a model's files are: a folder as it is, or a hub id whose files are fetched first.
+
+A folder that cannot be served is refused here, before any process starts, in one sentence with the remedy. Only facts that need
+no model code are checked: files, their formats, their sizes. The worker checks the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import getpass
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+COPIES = ["consolidated*.safetensors"]  # of the same weights, for other loaders
+LAYOUT = "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors)"
+EXAMPLE = "Qwen/Qwen3-0.6B"
+LFS = b"version https://git-lfs"  # begins a pointer that Git LFS has in place of a large file
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+HEADER = 8  # bytes of a safetensors file that give the length of its header
+QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
+
+
+class NoModel(ValueError):
+    """The model cannot be served. The message has the fault and the remedy."""
+
+
+def model_folder(model: str, needs_weights: bool = True) -> Path:
+    """Returns the model's folder, fetching a hub id first.
+
+    Args:
+        model: A folder's path or a hub id.
+        needs_weights: Whether the workers read weights.
+
+    Raises:
+        NoModel: the folder cannot be served, or there is none.
+    """
+    path = Path(model).expanduser()
+    try:
+        folder = path if path.exists() else None
+    except OSError as error:  # of the folders above it
+        raise NoModel(_unreadable(path, error)) from None
+    if folder is None and not _may_be_hub_id(model):
+        raise NoModel(f"{model}: there is no such folder.{_near(path)} Give {LAYOUT}, or a hub id such as {EXAMPLE}.")
+    if folder is None:
+        folder = _fetched(model, path)
+    elif not folder.is_dir():
+        raise NoModel(_of_a_file(path))
+    try:
+        _check(folder, needs_weights)
+    except OSError as error:
+        raise NoModel(_unreadable(folder, error)) from None
+    return folder
+
+
+def weight_bytes(folder: Path) -> int:
+    """Returns the size of the weights that are served."""
+    return sum(path.stat().st_size for path in _weights(folder) if path.is_file())
+
+
+def _may_be_hub_id(model: str) -> bool:
+    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith(("/", ".gguf", ".safetensors"))
+
+
+def _fetched(model: str, path: Path) -> Path:
+    """config.json comes first: a model that it rules out is not downloaded."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=["config.json"]))
+        _check_config(folder)
+        return Path(snapshot_download(model, allow_patterns=PATTERNS, ignore_patterns=COPIES))
+    except NoModel:
+        raise
+    except Exception as error:  # the library raises its own types, its HTTP client's and the system's
+        raise NoModel(_not_fetched(model, path, error)) from None
+
+
+def _not_fetched(model: str, path: Path, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    of_system = [each for each in _chain(error) if isinstance(each, OSError)]
+    denied = next((each for each in of_system if isinstance(each, PermissionError)), None)
+    if any(each.errno in (errno.ENOSPC, errno.EDQUOT) for each in of_system):
+        return f"{model} could not be downloaded: the disk is full. Free space, or set HF_HOME to a folder on a larger disk."
+    if denied is not None:
+        return f"{model} could not be downloaded: {denied.filename} is not writable. Set HF_HOME to a folder of your own."
+    if isinstance(error, GatedRepoError):
+        return f"{model}: its publisher asks for consent. Accept the terms on the hub, then set HF_TOKEN to your token."
+    if isinstance(error, RepositoryNotFoundError | HFValidationError):
+        return (
+            f"{model}: there is no such folder here and no such model on the hub.{_near(path)} Correct the name."
+            " A private model needs HF_TOKEN."
+        )
+    if isinstance(error, HfHubHTTPError):
+        return f"{model}: the hub answered {error.response.status_code}. Try again later, or give a folder that has the model."
+    return (
+        f"{model}: there is no such folder here, and the hub is not reached.{_near(path)} Check the network and HF_ENDPOINT,"
+        " or copy the model from another machine and give its folder."
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _near(path: Path) -> str:
+    """A sentence with names beside the path that are like it."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    found = difflib.get_close_matches(path.name, names, 1)
+    return f" Did you mean {path.parent / found[0]}?" if found else ""
+
+
+def _of_a_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return _of_gguf(path)
+    if path.suffix == ".safetensors" or path.name == "config.json":
+        return f"{path} is one file of a model. Give its folder: {path.parent}."
+    return f"{path} is a file. Give {LAYOUT}."
+
+
+def _of_gguf(path: Path) -> str:
+    return (
+        f"{path} is a GGUF file, a format that this server does not read. Give the folder of safetensors files that it was"
+        " made from, or that model's hub id."
+    )
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    fault = os.strerror(error.errno).lower() if error.errno else str(error)
+    named = error.filename or path
+    return f"{named} cannot be read: {fault}. Give the user {getpass.getuser()} permission to read the model's files."
+
+
+def _check(folder: Path, needs_weights: bool) -> None:
+    """Raises NoModel, and OSError for what cannot be read."""
+    names = {path.name for path in folder.iterdir()}
+    if "config.json" not in names:
+        raise NoModel(_without_config(folder, names))
+    _check_config(folder)
+    if not names.intersection(TOKENIZERS):
+        raise NoModel(
+            f"{folder} holds no tokenizer ({', '.join(TOKENIZERS[:3])} …)."
+            " Copy the tokenizer's files of the model's publisher into it."
+        )
+    if needs_weights:
+        _check_weights(folder)
+
+
+def _without_config(folder: Path, names: set[str]) -> str:
+    if not names:
+        return f"{folder} is empty. Give {LAYOUT}."
+    gguf = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf:
+        return _of_gguf(folder / gguf[0])
+    below = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
+    if below:
+        return f"{folder} holds no config.json, but a folder in it does. Give that one: {below[0].parent}."
+    if "adapter_config.json" in names:
+        return f"{folder} holds an adapter, not a model. Merge it into its base model, and give the folder of the result."
+    if names.intersection(("params.json", "consolidated.safetensors")):
+        return f"{folder} has its publisher's own layout (params.json), not Hugging Face's. Give {LAYOUT}."
+    return f"{folder} holds no config.json. Give {LAYOUT}."
+
+
+def _json(path: Path) -> Any:
+    """Raises NoModel for what is no JSON, and OSError."""
+    text = path.read_bytes()
+    if text.startswith(LFS):
+        raise NoModel(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")
+    if not text.strip():
+        raise NoModel(f"{path} is empty. Download it again.")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NoModel(f"{path} is not valid JSON ({error}). Correct it, or download it again.") from None
+
+
+def _check_config(folder: Path) -> None:
+    path = folder / "config.json"
+    config = _json(path)
+    if not isinstance(config, dict):
+        raise NoModel(f"{path} does not hold a JSON object. Download it again.")
+    if not config.get("model_type"):
+        raise NoModel(f"{path} has no model_type, which names the kind of model. Use the config.json of the model's publisher.")
+    if any(config.get(key) for key in QUANTISED) or (folder / "hf_quant_config.json").is_file():
+        raise NoModel(
+            f"{folder} is quantised, and only weights in float32, bfloat16 and float16 are served."
+            " Give the model that it was made from."
+        )
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files that hold the weights, some of which may be missing. Raises NoModel, and OSError."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else []
+    content = _json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise NoModel(f"{index} has no weight_map of tensors to files. Download it again.")
+    return [folder / name for name in dict.fromkeys(names.values())]
+
+
+def _check_weights(folder: Path) -> None:
+    files = _weights(folder)
+    if not files:
+        raise NoModel(_without_weights(folder))
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise NoModel(
+            f"{folder} lacks {len(missing)} of {len(files)} weights files, the first of them {missing[0]}. Finish the download."
+        )
+    for path in files:
+        _check_whole(path)
+
+
+def _without_weights(folder: Path) -> str:
+    pickled = next((path for pattern in PICKLES for path in sorted(folder.glob(pattern))), None)
+    if pickled is not None:
+        return (
+            f"{folder} has weights in {pickled.name} alone, a format that can run code when it is read. Where you trust the file,"
+            " load the model with transformers and call save_pretrained, which writes safetensors."
+        )
+    return f"{folder} holds no weights (neither {SINGLE} nor {INDEX}). Download the model's *.safetensors files into it."
+
+
+def _check_whole(path: Path) -> None:
+    """A download that was cut off leaves a file shorter than its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(HEADER)
+        if (begin + file.read(len(LFS))).startswith(LFS):
+            raise NoModel(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")
+        length = int.from_bytes(begin, "little")
+        if size < HEADER or length > size - HEADER:
+            raise NoModel(f"{path} is no whole safetensors file: it has {size} bytes. Download it again.")
+        file.seek(HEADER)
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
+        raise NoModel(f"{path} is no safetensors file: its header cannot be read. Download it again.") from None
+    if size < (whole := HEADER + length + max(ends, default=0)):
+        raise NoModel(f"{path} is cut off: it has {size} of {whole} bytes. Download it again.")

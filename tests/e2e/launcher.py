@@ -1,0 +1,112 @@
+"""The launcher as a process of its own, its output, and the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from services.local.ports import free_ports
+from tests.e2e.system import ROOT, wait_until
+
+
+class Launcher:
+    """`python -m services.local`, in a process group of its own, with logs and state below `folder`."""
+
+    def __init__(
+        self, folder: Path, *flags: str, env: Mapping[str, str] | None = None, port: int = 0, after: Sequence[str] = ()
+    ) -> None:
+        """after: Flags behind the launcher's own, which win over them."""
+        self.folder, self.port = folder, port or free_ports(1)[0]
+        self.logs = folder / "run" / str(self.port)
+        argv = [sys.executable, "-m", "services.local", "--port", str(self.port), "--num-threads", "1", *flags]
+        argv += ["--log-dir", str(folder / "run"), "--state-dir", str(folder / "state"), *after]
+        self.process = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+        self.output += self.process.communicate(timeout=60)[0]
+
+    def read_until(self, text: str) -> str:
+        """Returns the whole output so far, whose last line has the text."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return self.output
+        raise AssertionError(f"{text!r} was never printed:\n{self.output}")
+
+    def read_all(self) -> str:
+        """Returns the whole output of a launcher that ends by itself."""
+        self.output += self.process.communicate(timeout=240)[0]
+        return self.output
+
+    def child(self, name: str) -> psutil.Process | None:
+        """The process of that name; None if it is not there at present."""
+        for process in psutil.Process(self.process.pid).children():
+            try:
+                if self._name_of(process) == name and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    def _name_of(self, process: psutil.Process) -> str:
+        """A process's name in the launcher's plan; "" before it has its own command line."""
+        argv = process.cmdline()
+        if "--worker-id" in argv:
+            return str(argv[argv.index("--worker-id") + 1])
+        if "server" in " ".join(argv[:1]):  # a Redis, which replaces its command line; the store of responses has a folder
+            return "state" if Path(process.cwd()).is_relative_to(self.folder / "state") or "--dir" in argv else "redis"
+        service = next((word.removeprefix("services.") for word in argv if word.startswith("services.")), "")
+        return "" if service == "local" else service  # forked, and not yet the program that it will be
+
+    def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
+        """The process of that name, once it is there. besides: its process id before it was started again."""
+
+        def is_there() -> bool:
+            found = self.child(name)
+            return found is not None and found.pid != besides
+
+        wait_until(is_there, 60, f"{name} to be started")
+        found = self.child(name)
+        assert found is not None
+        return found
+
+    def log(self, name: str) -> str:
+        path = self.logs / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def curl(self) -> str:
+        """The command that was printed, as a user pastes it."""
+        return next(line.strip() for line in self.output.splitlines() if line.startswith("  curl "))
+
+    def urls(self) -> list[str]:
+        return re.findall(r"https?://[^\s'\"]+", self.output)
+
+
+def paste(command: str, env: Mapping[str, str] | None = None) -> str:
+    """What a shell prints for the command."""
+    done = subprocess.run(["sh", "-c", command], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout

@@ -1,0 +1,118 @@
+"""A process that ends while the system starts is started again; one that cannot run is named with its cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.local.ports import free_ports
+from tests.e2e.launcher import Launcher
+from tests.e2e.system import wait_until
+
+KINDS = ("redis", "state", "tokenizer", "detokenizer", "worker-0", "worker-1", "gateway")
+PHASES = ("just started", "ready while others are awaited", "all ready")
+ANSWER = "17 + 25 = 42."
+LAST = "Ctrl-C stops everything."
+
+
+def wait_until_ready(launcher: Launcher, name: str) -> None:
+    """While a worker is held. The launcher waits for that one before it names a second worker or the gateway."""
+    if name in ("worker-1", "gateway"):
+        said = "a step may take" if name == "worker-1" else '"listening"'
+        wait_until(lambda: said in launcher.log(name), 120, f"{name} to be up")
+    else:
+        launcher.read_until(f"  {name} ")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", KINDS)
+def test_start_answers_the_first_question_when_a_process_is_killed(name: str, phase: str, tmp_path: Path) -> None:
+    with Launcher(tmp_path, "--workers", "2") as launcher:
+        if phase == "just started":
+            victim = launcher.wait_for(name)
+            victim.kill()
+            launcher.wait_for(name, besides=victim.pid)
+        elif phase == "ready while others are awaited":
+            held = launcher.wait_for("worker-1" if name == "worker-0" else "worker-0")
+            held.send_signal(signal.SIGSTOP)
+            wait_until_ready(launcher, name)
+            victim = launcher.wait_for(name)
+            victim.kill()
+            launcher.wait_for(name, besides=victim.pid)
+            held.send_signal(signal.SIGCONT)
+        else:
+            launcher.read_until("  gateway       ready")
+            victim = launcher.wait_for(name)
+            victim.kill()
+        text = launcher.read_until(LAST)
+        if phase != "all ready":
+            assert f"{name} was killed (SIGKILL)" in text and "It is started again." in text
+        assert ANSWER in text, text
+        assert "Traceback" not in text
+        wait_until(lambda: launcher.child(name) is not None, 60, f"{name} to be there")
+
+
+def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (port,) = free_ports(1)
+    (state / str(port) / "appendonlydir").mkdir(parents=True)
+    (state / str(port) / "appendonlydir" / "appendonly.aof.manifest").write_text("this is no manifest\n")
+    with Launcher(tmp_path, port=port) as launcher:
+        text = launcher.read_all()
+    assert launcher.process.returncode == 1
+    assert "cannot serve: state ended with status 1: " in text and "manifest" in text
+    assert f"Its log is {launcher.logs / 'state.log'}." in text and "Traceback" not in text
+    assert text.count("It is started again.") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (("--worker-flags", "--no-such-flag 1"), "the worker refuses its settings: unrecognized arguments: --no-such-flag 1"),
+        (("--worker-flags", "--page-size 0"), "the worker refuses its settings: page_size: Input should be greater than"),
+        (("--gateway-flags", "--retry-after-s x"), "the gateway refuses its settings: retry_after_s: Input should"),
+        (("--gateway-flags", "--tls-cert-file a.pem"), "the gateway refuses its settings: tls_cert_file and tls_key_file go"),
+    ],
+    ids=["unknown flag", "range", "type", "pair"],
+)  # fmt: skip
+def test_start_refuses_wrong_flags_before_any_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
+    with Launcher(tmp_path, *flags) as launcher:
+        text = launcher.read_all()
+    assert launcher.process.returncode == 1 and text.startswith("cannot serve: ") and text.count("\n") == 1
+    assert fault in text, text
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A cgroup whose processes may take 120 MiB together, of either version of cgroups."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"rootstock-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                (group / limit).write_text(str(120 << 20))
+                yield group
+                return
+        finally:
+            wait_until(lambda group=group: not (group / "cgroup.procs").read_text().strip(), 60, "the cgroup to be empty")
+            group.rmdir()
+    pytest.skip("no memory cgroup can be made here")
+
+
+def test_start_names_want_of_memory_when_the_system_kills_the_worker(small_memory: Path, tmp_path: Path) -> None:
+    with Launcher(tmp_path) as launcher:
+        first = launcher.wait_for("worker-0")
+        (small_memory / "cgroup.procs").write_text(str(first.pid))
+        second = launcher.wait_for("worker-0", besides=first.pid)
+        (small_memory / "cgroup.procs").write_text(str(second.pid))
+        text = launcher.read_all()
+    assert launcher.process.returncode == 1
+    assert "worker-0 was killed by the system for want of memory. The model's weights take 0.01 GB, and " in text, text
+    assert "of memory was free at the start." in text

@@ -1,0 +1,248 @@
+"""Each model that cannot be served is refused before the start, in one sentence with the fault and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from services.local.faults.model_folder import NoModel, model_folder, weight_bytes
+from tests.e2e.system import DEMO, ROOT
+
+NOBODY = 65534
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n"
+Change = Callable[[Path], object]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the demo model."""
+    return Path(shutil.copytree(DEMO, tmp_path / "model"))
+
+
+def config_with(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def without(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def holding(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def emptied(*names: str) -> Change:
+    """All files but these are gone; these are empty."""
+
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
+
+    return change
+
+
+def sharded(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    names = {f"w{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
+    "empty folder": (emptied(), "is empty", "Give a folder in Hugging Face layout"),
+    "no config": (without("config.json"), "holds no config.json", "Give a folder in Hugging Face layout"),
+    "gguf inside": (emptied("a.Q4_K_M.gguf"), "a.Q4_K_M.gguf is a GGUF file", "folder of safetensors files"),
+    "folder above": (emptied("sub/config.json"), "but a folder in it does", "Give that one: "),
+    "hub cache": (emptied("snapshots/0a/config.json"), "but a folder in it does", "snapshots/0a"),
+    "adapter": (emptied("adapter_config.json"), "holds an adapter, not a model", "Merge it into its base model"),
+    "publisher's layout": (emptied("params.json"), "its publisher's own layout", "Give a folder in Hugging Face layout"),
+    "cut config": (holding("config.json", '{"a": 1,'), "config.json is not valid JSON", "download it again"),
+    "empty config": (holding("config.json", ""), "config.json is empty", "Download it again"),
+    "binary config": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON", "download it again"),
+    "list as config": (holding("config.json", "[]"), "does not hold a JSON object", "Download it again"),
+    "config of no model": (holding("config.json", "{}"), "has no model_type", "config.json of the model's publisher"),
+    "pointer as config": (holding("config.json", LFS), "is a pointer of Git LFS", "git lfs pull"),
+    "quantised": (lambda f: config_with(f, quantization_config={"quant_method": "fp8"}), "is quantised", "Give the model that"),
+    "quantised by a tool": (holding("hf_quant_config.json", "{}"), "is quantised", "Give the model that"),
+    "no tokenizer": (without("tokenizer.json"), "holds no tokenizer (tokenizer.json, tokenizer.model", "Copy the tokenizer's"),
+    "no weights": (without("model.safetensors"), "holds no weights", "Download the model's *.safetensors"),
+    "pickled weights": (pickled, "has weights in pytorch_model.bin alone", "save_pretrained"),
+    "missing shards": (sharded, "lacks 2 of 2 weights files, the first of them model-00001-of-00002", "Finish the download"),
+    "index without files": (
+        lambda f: (sharded(f), (f / "model.safetensors.index.json").write_text('{"weight_map": []}')),
+        "has no weight_map of tensors to files",
+        "Download it again",
+    ),
+    "cut weights": (cut_off, "model.safetensors is cut off: it has ", "Download it again"),
+    "short weights": (holding("model.safetensors", "abc"), "is no whole safetensors file: it has 3 bytes", "Download it again"),
+    "page as weights": (
+        holding("model.safetensors", "\x02\0\0\0\0\0\0\0no page of this name"),
+        "is no safetensors file: its header cannot be read",
+        "Download it again",
+    ),
+    "pointer as weights": (holding("model.safetensors", LFS), "is a pointer of Git LFS", "git lfs pull"),
+}
+
+
+def refusal(model: str | Path) -> str:
+    with pytest.raises(NoModel) as caught:
+        model_folder(str(model))
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None, "no second error is shown"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_model_folder_refuses_a_damaged_folder(name: str, folder: Path) -> None:
+    change, fault, remedy = FAULTS[name]
+    change(folder)
+    said = refusal(folder)
+    assert str(folder) in said and fault in said and remedy in said, said
+
+
+def test_model_folder_takes_a_whole_folder(folder: Path) -> None:
+    assert model_folder(str(folder)) == folder
+    assert weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
+    (folder / "model.safetensors").unlink()
+    assert model_folder(str(folder), needs_weights=False) == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "remedy"),
+    [
+        ("model.gguf", "is a GGUF file", "folder of safetensors files"),
+        ("model.safetensors", "is one file of a model", "Give its folder: "),
+        ("config.json", "is one file of a model", "Give its folder: "),
+        ("model.zip", "is a file", "Give a folder in Hugging Face layout"),
+    ],
+)
+def test_model_folder_refuses_a_file(name: str, fault: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    said = refusal(tmp_path / name)
+    assert str(tmp_path / name) in said and fault in said and remedy in said, said
+
+
+def test_model_folder_names_a_near_folder_when_a_path_is_misspelt(folder: Path) -> None:
+    said = refusal(folder.with_name("modle"))
+    assert f"{folder.with_name('modle')}: there is no such folder. Did you mean {folder}?" in said
+    assert "or a hub id such as Qwen/Qwen3-0.6B." in said
+
+
+@pytest.mark.parametrize("locked", ["model", "model/config.json", "model/model.safetensors"])
+def test_model_folder_names_the_path_when_a_permission_is_missing(locked: str, folder: Path, tmp_path: Path) -> None:
+    """As another user where the test is root, whom no permission stops."""
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.geteuid() and os.geteuid() == 0 and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    (tmp_path / locked).chmod(0)
+    code = "import os\nfrom services.local.faults.model_folder import *\n"
+    code += f"if os.geteuid() == 0: os.setgroups([]); os.setegid({NOBODY}); os.seteuid({NOBODY})\n"
+    code += f"try: model_folder({str(folder)!r})\nexcept NoModel as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert f"{tmp_path / locked} cannot be read: permission denied. Give the user " in done.stdout, done
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers every request with the status and the headers of the server that it belongs to."""
+
+    server: HubServer
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class HubServer(ThreadingHTTPServer):
+    status, headers = 404, dict[str, str]()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model", setup: str = "") -> str:
+    """In a process of its own: the library reads its environment when it is imported."""
+    code = f"from services.local.faults.model_folder import *\n{setup}\n"
+    code += f"try: model_folder({model!r})\nexcept NoModel as error: print(error)"
+    env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_model_folder_says_that_the_hub_is_not_reached(tmp_path: Path) -> None:
+    said = refusal_of_the_hub("http://127.0.0.1:9", tmp_path)
+    assert "somebody/some-model: there is no such folder here, and the hub is not reached." in said
+    assert "Check the network and HF_ENDPOINT, or copy the model from another machine and give its folder." in said
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "fault", "remedy"),
+    [
+        (404, "RepoNotFound", "no such folder here and no such model on the hub", "Correct the name"),
+        (401, "RepoNotFound", "no such folder here and no such model on the hub", "A private model needs HF_TOKEN"),
+        (403, "GatedRepo", "its publisher asks for consent", "HF_TOKEN to your token"),
+    ],
+    ids=["unknown", "private", "gated"],
+)
+def test_model_folder_gives_the_hubs_reason(
+    status: int, code: str, fault: str, remedy: str, hub: HubServer, tmp_path: Path
+) -> None:
+    hub.status, hub.headers = status, {"x-error-code": code}
+    said = refusal_of_the_hub(f"http://127.0.0.1:{hub.server_port}", tmp_path)
+    assert fault in said and remedy in said, said
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (f"OSError({errno.ENOSPC}, 'No space left on device')", "the disk is full. Free space, or set HF_HOME"),
+        (f"PermissionError({errno.EACCES}, 'Permission denied', '/cache')", "/cache is not writable. Set HF_HOME"),
+    ],
+    ids=["full", "denied"],
+)
+def test_model_folder_names_the_cache_when_a_download_cannot_be_written(error: str, fault: str, tmp_path: Path) -> None:
+    setup = f"import huggingface_hub\ndef fail(*a, **k): raise {error}\nhuggingface_hub.snapshot_download = fail"
+    assert f"somebody/some-model could not be downloaded: {fault}" in refusal_of_the_hub(
+        "http://127.0.0.1:9", tmp_path, setup=setup
+    )
+
+
+def test_model_folder_does_not_ask_the_hub_for_a_path(tmp_path: Path) -> None:
+    for model in ("./a", "~/a", "/a/b", "a/b/c", "a", "a/b.gguf", "a/"):
+        assert ": there is no such folder." in refusal(model)
