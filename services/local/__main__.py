@@ -18,6 +18,7 @@ from services.local.start import Start
 from services.shared.rpc import grpc_server
 from services.shared.settings import load
 from services.worker.exec.pools.host_memory import free_memory
+from services.worker.text.tokenizer_folder import with_tokenizer
 
 INTERRUPTED = 130
 
@@ -25,7 +26,7 @@ INTERRUPTED = 130
 async def run(settings: LocalSettings) -> int:
     """Starts everything and stays until a signal. Leaves no process behind. Raises ValueError, OSError."""
     needs_weights = worker_settings(settings).executor != "fake"
-    model_path = model_folder(settings.model, needs_weights)
+    model_path = with_tokenizer(model_folder(settings.model, needs_weights))
     memory = Memory(weight_bytes(model_path), free_memory(), num_memory_kills())
     if needs_weights:
         _check_memory(settings, model_path, memory)

@@ -15,6 +15,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKENIZER_FILE = "tokenizer.json"
+# Files from which transformers makes a tokenizer.json.
+VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")
 DEFAULT_TEMPLATE = "default"  # key of the template used where no other fits
 TOOL_TEMPLATE = "tool_use"  # key of the template preferred where there are tools
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -105,10 +108,12 @@ def load_tokenizer(path: str | Path, chat_template: str = "") -> HfTokenizer:
         TokenizerFolderError: there is no readable tokenizer.json, a file beside it is broken, or the template is not readable.
     """
     folder = Path(path)
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise TokenizerFolderError(_missing(folder))
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     except Exception as error:  # the library raises bare Exception
-        raise TokenizerFolderError(f"{folder / 'tokenizer.json'}: {error}") from error
+        raise TokenizerFolderError(f"{folder / TOKENIZER_FILE}: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     declared = dict(config)
     if "added_tokens_decoder" not in config:
@@ -117,6 +122,21 @@ def load_tokenizer(path: str | Path, chat_template: str = "") -> HfTokenizer:
     _add_missing_tokens(tokenizer, declared, special_tokens)
     templates = {DEFAULT_TEMPLATE: _template_file(Path(chat_template))} if chat_template else _chat_templates(folder, config)
     return HfTokenizer(tokenizer, special_tokens, templates)
+
+
+def vocabulary_files(folder: str | Path) -> list[str]:
+    """Returns the names of the files in a folder from which transformers can make a tokenizer.json."""
+    return sorted({path.name for pattern in VOCABULARIES for path in Path(folder).glob(pattern)})
+
+
+def _missing(folder: Path) -> str:
+    files = vocabulary_files(folder)
+    if not files:
+        return f"{folder} holds no {TOKENIZER_FILE}. Copy the tokenizer's files of the model's publisher into it."
+    return (
+        f"{folder} holds {', '.join(files)} and no {TOKENIZER_FILE}. Make one where transformers is installed:"
+        f" `python -m services.worker.text.convert_tokenizer {folder}`."
+    )
 
 
 def has_chat_template(path: str | Path) -> bool:

@@ -109,8 +109,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     pieces = f"long prompts are computed in pieces of {chunk} tokens" if chunk > 0 else "prompts are computed in one piece"
     logger.info("up to %d requests run at once; %s", running, pieces, extra=step())
     moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
+    tokenizer = load_tokenizer(settings.model, settings.chat_template)  # first: it may be missing, and weights take longer
     built, weights = _load(name, settings, on_lost, moves)
-    tokenizer = load_tokenizer(settings.model, settings.chat_template)
     ends = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
     info = replace(built.info, eos_token_ids=ends)
     config = scheduler_config(settings, info, _bos_token_id(tokenizer))

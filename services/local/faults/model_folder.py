@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 COPIES = ["consolidated*.safetensors"]  # of the same weights, for other loaders
 LAYOUT = "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors)"
 EXAMPLE = "Qwen/Qwen3-0.6B"

@@ -1,0 +1,75 @@
+"""python -m services.worker.text.convert_tokenizer FOLDER [OUT]: writes the tokenizer.json of a model folder without one.
+
+transformers makes it from the files that the folder has, such as tokenizer.model, or vocab.json and merges.txt. Services read
+tokenizer.json alone, because most of their images have no transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from services.shared.hf_tokenizer import load_tokenizer, vocabulary_files
+
+WRITTEN = ("tokenizer.json", "tokenizer_config.json")
+TEXTS = ("", "Hello, world!", "  two  spaces\n\tand a tab", "1234 + 5 = x", "é 你好 😀")  # for the comparison of ids
+LIBRARIES = "sentencepiece, tiktoken"  # that transformers needs for some of these files
+
+
+class NotConverted(ValueError):
+    """transformers makes no tokenizer.json of the folder. The message has the reason and the remedy."""
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Writes tokenizer.json into `out`, and tokenizer_config.json unless the folder has one.
+
+    Raises:
+        NotConverted: transformers cannot read the folder, or its ids are not those of the written file.
+    """
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a missing library, an unknown class, a broken file
+        raise NotConverted(_reason(folder, str(error).strip().partition("\n")[0].rstrip(".").rstrip("."))) from error
+    with tempfile.TemporaryDirectory() as made:
+        theirs.save_pretrained(made)
+        if not Path(made, WRITTEN[0]).is_file():
+            raise NotConverted(_reason(folder, "its tokenizer class has no tokenizer.json"))
+        for name in WRITTEN:
+            if Path(folder, name).is_file():
+                shutil.copy(Path(folder, name), made)
+        ours = load_tokenizer(made)
+        if ours.encode_batch(TEXTS, True) != [theirs(text).input_ids for text in TEXTS]:
+            raise NotConverted(_reason(folder, "the converted tokenizer gives other ids than transformers"))
+        for name in WRITTEN:
+            if not Path(folder, name).is_file():
+                shutil.copy(Path(made, name), out)
+
+
+def _reason(folder: Path, why: str) -> str:
+    found = ", ".join(vocabulary_files(folder)) or "no tokenizer files"
+    return (
+        f"transformers makes no tokenizer.json of {folder} ({found}): {why}. Install {LIBRARIES} with pip and run"
+        f" `python -m services.worker.text.convert_tokenizer {folder}` again, or copy a tokenizer.json of this model into it."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.worker.text.convert_tokenizer", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="Model folder without tokenizer.json.")
+    parser.add_argument("out", type=Path, metavar="OUT", nargs="?", help="Folder that gets the files. Default: FOLDER.")
+    arguments = parser.parse_args()
+    try:
+        convert(arguments.folder, arguments.out or arguments.folder)
+    except (NotConverted, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

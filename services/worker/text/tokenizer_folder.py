@@ -1,0 +1,48 @@
+"""Completes a model folder without tokenizer.json: another folder gets links to its files and the converted tokenizer.
+
+This module does not import transformers, so that the launcher can call it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+
+from services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
+
+CONVERTER = "services.worker.text.convert_tokenizer"  # in a process of its own: it imports transformers
+BUILT = Path("build") / "models"
+
+
+def with_tokenizer(folder: Path, built: Path = BUILT) -> Path:
+    """Returns the folder if it has a tokenizer.json or nothing to make one from, else a completed one below `built`.
+
+    Raises:
+        ValueError: transformers cannot convert the tokenizer. The message has the command that does.
+    """
+    source = folder.resolve()
+    files = vocabulary_files(source)
+    if (source / TOKENIZER_FILE).is_file() or not files:
+        return folder
+    about = [(name, (source / name).stat().st_mtime_ns) for name in files]
+    whole = built / f"{source.name}-{blake2b(repr((str(source), about)).encode(), digest_size=6).hexdigest()}"
+    if not (whole / TOKENIZER_FILE).is_file():
+        print(f"  converting the tokenizer of {folder} ({', '.join(files)})", flush=True)
+        built.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built) as made:
+            _convert(source, Path(made))
+            for path in source.iterdir():
+                if not Path(made, path.name).exists():
+                    Path(made, path.name).symlink_to(path.resolve())
+            Path(made).rename(whole)
+            Path(made).mkdir()  # for the end of the block, which removes it
+    return whole
+
+
+def _convert(source: Path, out: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", CONVERTER, str(source), str(out)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().rpartition("\n")[2] or f"{CONVERTER} ended with status {done.returncode}")

@@ -1,0 +1,86 @@
+"""Tests that a folder without tokenizer.json gets one with the ids of transformers, or a sentence with the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from services.worker.text import tokenizer_folder
+from services.worker.text.convert_tokenizer import NotConverted, convert
+from services.worker.text.tokenizer_folder import with_tokenizer
+from tests.services.tokenizer.model_folders import byte_level
+
+TEXTS = ["", "Hello, world! 你好", "<|im_start|>user\n  two  spaces<|im_end|>"]
+
+
+def unconverted(folder: Path, **config: Any) -> Path:
+    """Makes a folder with vocab.json, merges.txt and the model's other files."""
+    whole = byte_level(folder.with_name(f"{folder.name}-whole"))
+    described = json.loads((whole / "tokenizer.json").read_text())
+    folder.mkdir()
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in described["model"]["merges"]]
+    (folder / "vocab.json").write_text(json.dumps(described["model"]["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    added = {
+        str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in described["added_tokens"]
+    }
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, **config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", ""])
+def test_convert_writes_a_tokenizer_with_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = unconverted(tmp_path / "model", **({"tokenizer_class": name, "eos_token": "<|im_end|>"} if name else {}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    convert(folder, folder)
+    ours = load_tokenizer(folder)
+    assert ours.encode_batch(TEXTS, True) == [theirs(text).input_ids for text in TEXTS]
+    assert ours.special_tokens.get("eos_token") == theirs.eos_token
+
+
+def test_with_tokenizer_completes_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = unconverted(tmp_path / "model", tokenizer_class="Qwen2Tokenizer")
+    before = {path.name for path in folder.iterdir()}
+    whole = with_tokenizer(folder, tmp_path / "built")
+    assert {path.name for path in whole.iterdir()} == before | {"tokenizer.json"}
+    assert (whole / "model.safetensors").resolve() == folder / "model.safetensors"
+    assert {path.name for path in folder.iterdir()} == before and load_tokenizer(whole).vocab_size
+    monkeypatch.setattr(tokenizer_folder, "CONVERTER", "is.not.run.again")
+    assert with_tokenizer(folder, tmp_path / "built") == whole
+    assert with_tokenizer(whole, tmp_path / "built") == whole, "a folder with a tokenizer.json stays"
+    assert len(list((tmp_path / "built").iterdir())) == 1, "nothing else is left there"
+
+
+def test_with_tokenizer_passes_the_reason_on_when_transformers_cannot_convert(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(b"no tokenizer")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    command = rf"`python -m services\.worker\.text\.convert_tokenizer {folder}`"
+    with pytest.raises(
+        NotConverted, match=f"^transformers makes no tokenizer.json of {folder} \\(tokenizer.model\\): .*{command}"
+    ):
+        convert(folder, folder)
+    with pytest.raises(ValueError, match=f"^transformers makes no tokenizer.json of {folder} .*{command}"):
+        with_tokenizer(folder, tmp_path / "built")
+    assert not list((tmp_path / "built").iterdir())
+
+
+def test_load_tokenizer_says_how_to_make_a_missing_tokenizer_json(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(TokenizerFolderError, match=r"holds no tokenizer\.json\. Copy "):
+        load_tokenizer(folder)
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_text("{}")
+    command = rf"`python -m services\.worker\.text\.convert_tokenizer {folder}`\.$"
+    with pytest.raises(TokenizerFolderError, match=rf"holds merges\.txt, vocab\.json and no tokenizer\.json\. .*{command}"):
+        load_tokenizer(folder)
