@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ MODELS = {
 }
 LABELS = [17, 900, 3, 17]
 CLOSE = 1e-4
+JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,23 @@ def test_abort_frees_the_pages_of_a_score(scorer: Scorer) -> None:
     assert (status, answer["error"]["code"]) == (400, "aborted")
     wait_until(lambda: scorer.num_used == 0, 60, "the pages to be free")
     assert scorer.post(query=[5], items=[[6]])[1]["scores"] == [scorer.expected([5, 6])]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_request_for_no_tokens_computes_none(scorer: Scorer, stream: bool) -> None:
+    """The log probabilities of the prompt are transformers', and the worker samples nothing."""
+    prompt, labels = ids(40, 5), {"return_logprob": True, "logprob_start_len": 0, "stream": stream}
+    before = scorer.system.metric("worker-0", "sglang:generation_tokens_total")
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, **labels}
+    request = urllib.request.Request(scorer.system.url + "/generate", json.dumps(body).encode(), JSON)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        text = response.read().decode()
+    answer = json.loads(text.removeprefix("data: ").split("\n\n")[0])
+    meta = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["output_token_logprobs"] == []
+    with torch.inference_mode():
+        values = scorer.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    expected = [float(values[at, token]) for at, token in enumerate(prompt[1:])]
+    assert [value for value, _, _ in meta["input_token_logprobs"][1:]] == pytest.approx(expected, abs=CLOSE * 10)
+    assert scorer.system.metric("worker-0", "sglang:generation_tokens_total") == before

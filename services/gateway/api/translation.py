@@ -70,6 +70,7 @@ def generation_of(body: SamplingBody, api: Api, common: Common, wanted: Wanted, 
         routing_key=common.routing_key,
         session=common.session,
         grammar_field=wanted.constraint[0] if wanted.constraint else None,
+        hidden=most == 0,
     )
 
 

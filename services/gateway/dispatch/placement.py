@@ -187,8 +187,11 @@ class Placement:
     def in_session(self) -> bool:
         return self.choice.generation.session is not None
 
-    def write_sampling(self, into: pb.SamplingParams) -> None:
+    def write_sampling(self, into: pb.SamplingParams, ends_with_prompt: bool) -> None:
+        """ends_with_prompt: of the worker, see WorkerInfo. An older one makes a token for a request for none; it is not shown."""
         self.choice.sampling.write(into)
+        if ends_with_prompt and self.choice.generation.hidden:
+            into.max_new_tokens = 0
 
     def aborted(self, handle: int) -> None:
         if self.choice.trace is not None:

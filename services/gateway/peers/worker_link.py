@@ -52,7 +52,7 @@ class Occupant(Protocol):
     def token_ids(self) -> Sequence[int]:
         """Of prompt and output."""
 
-    def write_sampling(self, into: common_pb2.SamplingParams) -> None:
+    def write_sampling(self, into: common_pb2.SamplingParams, ends_with_prompt: bool) -> None:
         """Its parameters, into a message that goes out."""
 
     def aborted(self, handle: int) -> None:
@@ -302,7 +302,7 @@ class WorkerLink(Generic[Open]):
             submit = message.submits.add()
             submit.CopyFrom(self._submits.pop(handle))
             self._heard_ahead.discard(handle)
-            self.open[handle].write_sampling(submit.sampling)
+            self.open[handle].write_sampling(submit.sampling, self.info is not None and self.info.ends_with_prompt)
             submit.prompt_ids.extend(self.open[handle].prompt_ids)
             if predicts:
                 submit.prediction_ids.extend(self.open[handle].prediction_ids)

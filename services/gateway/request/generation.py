@@ -103,8 +103,8 @@ class Generation:
 
     fields: the client's names of what a worker may refuse. grammar_field: the one that `sampling.grammar` came from. In a
     session the prompt is what the turn adds to a context that only the worker knows. vector_as_base64: an embedding is
-    answered as its little-endian float32. hidden: nothing was to be made, so the one token that a worker makes at least is
-    not shown. stream_repeats: each event of its stream has all that came before. answer: what is shown beside its text.
+    answered as its little-endian float32. hidden: no token is wanted. Workers of an earlier version make one, which is not
+    shown. stream_repeats: each event of its stream has all that came before. answer: what is shown beside its text.
     parsing: how calls and reasoning are found in its text; None: it is all text. best: of the n answers so many are shown, those
     with the likeliest tokens; 0: all. shows_logprobs: or they are known to rank by alone.
     """

@@ -261,6 +261,10 @@ class Running:
         self.made.append(token)
         return token, self._finish(token)
 
+    def ended(self) -> worker_pb2.Finish | None:
+        """With its prompt."""
+        return self._finish(EOS)
+
     def _finish(self, token: int) -> worker_pb2.Finish | None:
         sampling = self.submit.sampling
         finish = worker_pb2.Finish(
@@ -480,6 +484,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return request.scored()
         if not request.made:
             step.prompt_logprobs.extend(request.prompt_logprobs()[request.said_pieces :])
+        if sampling.HasField("max_new_tokens") and not sampling.max_new_tokens:
+            return request.ended()
         token, finish = request.next()
         step.handles.append(handle)
         step.counts.append(1)

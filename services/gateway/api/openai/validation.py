@@ -139,7 +139,6 @@ def _generation(
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         include_stop=_include_stop(request),
         answer=request.shown(),
-        hidden=max_tokens == 0,
         fields=names,
     )
 

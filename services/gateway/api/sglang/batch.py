@@ -33,8 +33,8 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one prompt's answers are written. wish: their log probabilities, None for none. hidden: nothing was to be made, so
-    the one token that a worker makes at least is not shown."""
+    """How one prompt's answers are written. wish: their log probabilities, None for none. hidden: no token is wanted; see
+    Generation."""
 
     wish: LogprobWish | None
     hidden: bool

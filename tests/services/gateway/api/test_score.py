@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import httpx
@@ -150,7 +151,8 @@ def test_client_that_leaves_ends_all_items_of_a_score(system: System) -> None:
     client = RawClient(system, SCORE, {"query": "a", "items": ["b", "c"], "label_token_ids": [1]})
     wait_until(lambda: len(system.worker.running) == 2, "the submits")
     client.vanish()
-    wait_until(lambda: not system.worker.running, "the aborts at the worker")
+    wait_until(lambda: len(system.worker.aborted) == 2, "the aborts at the worker")
+    assert not system.worker.running
 
 
 def test_score_fails_when_one_item_fails(system: System) -> None:
@@ -175,6 +177,38 @@ def test_score_fails_when_the_worker_gives_too_few_values(system: System, monkey
     monkeypatch.setattr(system.worker, "_advance", cut)
     answer = ask(system)
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+class TestNoOutput:
+    """Requests for no tokens end with their prompt, as scores do."""
+
+    ASKS = (
+        (
+            "/generate",
+            {"input_ids": [72, 105], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0},
+        ),
+        ("/v1/completions", {"model": MODEL, "prompt": "Hi", "echo": True, "max_tokens": 0, "logprobs": 1}),
+    )
+
+    @pytest.mark.parametrize(("path", "body"), ASKS, ids=["generate", "completions"])
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    def test_request_for_no_tokens_has_none_made(self, path: str, body: dict[str, Any], stream: bool) -> None:
+        """A worker of an earlier version makes a token that is not shown; the response is the same."""
+        answers = []
+        for ends_with_prompt in (True, False):
+
+            def version(workers: list[FakeWorker], ends: bool = ends_with_prompt) -> None:
+                workers[0].info.ends_with_prompt = ends
+
+            with System(configure=version) as system:
+                answers.append(system.post(path, {**body, "stream": stream, "rid": "r"}))
+                (submit,) = system.worker.submits
+                assert submit.sampling.HasField("max_new_tokens")
+                assert submit.sampling.max_new_tokens == (0 if ends_with_prompt else 1)
+                assert system.worker.steps == 1
+        texts = [re.sub(r'("(created|id|e2e_latency)": ?[^,}]*)', "", answer.text) for answer in answers]
+        assert answers[0].status_code == 200 and texts[0] == texts[1]
+        assert '"length"' in texts[0]
 
 
 class TestRouting:

@@ -18,7 +18,7 @@ def test_the_prompt_alone(shared: System) -> None:
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Once", "length", None)
     assert choice["token_ids"] == [] and choice["logprobs"] is None
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 0)
-    assert shared.worker.submits[-1].sampling.max_new_tokens == 1
+    assert shared.worker.submits[-1].sampling.max_new_tokens == 0
 
 
 def test_its_log_probabilities(shared: System) -> None:

@@ -24,7 +24,7 @@ class Asked:
     token_ids: Sequence[int] = PROMPT
     num_tokens = len(PROMPT)
 
-    def write_sampling(self, into: common_pb2.SamplingParams) -> None:
+    def write_sampling(self, into: common_pb2.SamplingParams, ends_with_prompt: bool) -> None:
         into.max_new_tokens = 7
 
     def aborted(self, handle: int) -> None: ...
