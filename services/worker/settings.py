@@ -234,8 +234,8 @@ class WorkerSettings(ServiceSettings):
     stream_interval: int = Field(1, ge=1, description="Tokens between two messages of a stream that does not say itself.")
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="Of temperature, top_p, top_k, min_p and repetition_penalty: what the model's generation_config.json says,"
-        " or the API's.",
+        description="Defaults of temperature, top_p, top_k, min_p and repetition_penalty: those of the model's"
+        " generation_config.json, where do_sample false means temperature 0, or the API's.",
     )
     preferred_sampling_params: str = Field(
         "", description='Defaults that go before those: a JSON object of the same five, e.g. {"temperature": 0.6}. Empty: none.'

@@ -1,7 +1,7 @@
-"""How this worker samples what does not say: the operator's word, else the model's, else the API's.
+"""The sampling parameters of requests that do not set them: the operator's, else the model's, else the API's.
 
-The model's is generation_config.json in its folder. Its do_sample and max_new_tokens are no defaults here: the API has its own
-ways to say greedy and how long.
+The model's are those of generation_config.json in its folder. `do_sample: false` means temperature 0, whatever temperature the
+file has. `max_new_tokens` is not used: each API has a length of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefau
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
+DO_SAMPLE = "do_sample"
 
 
 def sampling_defaults(folder: str | Path, from_model: bool, preferred: str) -> SamplingDefaults:
@@ -59,6 +60,12 @@ def _of_model(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path} does not hold a JSON object")
     given = {name: values[name] for name in NAMES if values.get(name) is not None}
     wrong = {name: text for name, value in given.items() if (text := fault(name, value))}
+    samples = values.get(DO_SAMPLE)
+    if samples is False:
+        given["temperature"] = 0.0
+        wrong.pop("temperature", None)
+    elif samples is not None and samples is not True:
+        wrong[DO_SAMPLE] = "must be true or false"
     for name, text in wrong.items():
         logger.warning("the model's sampling default is left out", extra=fields(file=str(path), name=name, fault=text))
     return {name: value for name, value in given.items() if name not in wrong}

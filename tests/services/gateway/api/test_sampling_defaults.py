@@ -44,6 +44,19 @@ def test_the_request_goes_before_the_server(path: str) -> None:
         assert sampled(system, path, temperature=None) == pytest.approx(GIVEN)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", {"model": MODEL, **chat_body(max_tokens=4)}), ("/v1/responses", {"model": MODEL, "input": "Hi"})],
+    ids=["messages", "responses"],
+)
+def test_defaults_reach_the_apis_that_are_made_into_chats(path: str, body: dict[str, Any]) -> None:
+    with System(configure=prefer(**GIVEN | {"temperature": 0.0})) as system:
+        for fields, temperature in (({}, 0.0), ({"temperature": 0.75}, 0.75)):
+            assert system.post(path, {**body, **fields}).status_code == 200
+            sampling = system.worker.submits[-1].sampling
+            assert (sampling.temperature, sampling.top_k) == (temperature, 20)
+
+
 def test_one_default_leaves_the_others_alone() -> None:
     with System(configure=prefer(temperature=0.0)) as system:
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}

@@ -34,6 +34,24 @@ def test_who_goes_before_whom(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path / "none", True, "") == API_DEFAULTS
 
 
+@pytest.mark.parametrize("temperature", [None, 0.6, -1])
+def test_temperature_is_0_when_the_model_does_not_sample(tmp_path: Path, temperature: Any) -> None:
+    model = folder(tmp_path, {"do_sample": False, "temperature": temperature, "top_k": 50})
+    assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.0, top_k=50)
+    assert sampling_defaults(model, True, '{"temperature": 0.3}') == SamplingDefaults(temperature=0.3, top_k=50)
+    assert sampling_defaults(model, False, "") == API_DEFAULTS
+
+
+@pytest.mark.parametrize("do_sample", [True, None, 0, "false"])
+def test_temperature_is_the_files_when_it_does_not_forbid_sampling(tmp_path: Path, do_sample: Any) -> None:
+    model = folder(tmp_path, {"do_sample": do_sample, "temperature": 0.6})
+    assert sampling_defaults(model, True, "") == SamplingDefaults(temperature=0.6)
+
+
+def test_demo_model_is_greedy_when_nobody_sets_a_temperature() -> None:
+    assert sampling_defaults(Path("models/demo"), True, "").temperature == 0
+
+
 def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = {"top_p": -0.5, "top_k": True, "min_p": "0.1", "repetition_penalty": 1.25, "temperature": 10**400}
     with caplog.at_level(logging.WARNING):
