@@ -128,8 +128,7 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
             return _other_method(app, request)
-        code = str(error.detail).lower().replace(" ", "_")
-        return _error_response(request, ApiError(error.status_code, f"{error.detail}.", code=code))
+        return _error_response(request, ApiError(error.status_code, f"{error.detail}.", code="not_found"))
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

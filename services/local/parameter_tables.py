@@ -1,5 +1,4 @@
-"""python -m services.local.parameter_tables: the tables of fields in docs/api.md, docs/sglang-api.md and docs/api-fields.md,
-written in place.
+"""python -m services.local.parameter_tables writes the tables of fields and error codes into their pages: see PAGES.
 
 A table stands between the line `<!-- make docs: NAME -->` and the next line `<!-- end -->`.
 """
@@ -31,10 +30,11 @@ from services.gateway.api.sglang import operations as sglang_operations
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling, ScoreRequest
 from services.gateway.api.texts import operations as texts_operations
 from services.gateway.request.bodies import AnswerBody
+from services.gateway.request.errors import BATCH_CODES, CODES
 from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED
 
-PAGES = ("docs/api.md", "docs/sglang-api.md", "docs/api-fields.md")
+PAGES = ("docs/api.md", "docs/batches.md", "docs/sglang-api.md", "docs/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
 
@@ -74,6 +74,19 @@ def _unserved_fields() -> str:
 def _answer_fields() -> str:
     lines = [f"| `{name}` | {field.description} |\n" for name, field in AnswerBody.model_fields.items()]
     return "| field | |\n| --- | --- |\n" + "".join(lines)
+
+
+def _error_codes() -> str:
+    lines = [
+        f"| `{code}` | {', '.join(map(str, row.statuses))} | {row.meaning} | {row.remedy} |\n"
+        for code, row in sorted(CODES.items())
+    ]
+    return "| code | status | meaning | remedy |\n| --- | --- | --- | --- |\n" + "".join(lines)
+
+
+def _batch_codes() -> str:
+    lines = [f"| `{code}` | {row.meaning} | {row.remedy} |\n" for code, row in sorted(BATCH_CODES.items())]
+    return "| code | meaning | remedy |\n| --- | --- | --- |\n" + "".join(lines)
 
 
 def _routes() -> str:
@@ -119,6 +132,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sampling params": _generate_parameters,
     "unserved fields": _unserved_fields,
     "answer fields": _answer_fields,
+    "error codes": _error_codes,
+    "batch codes": _batch_codes,
 }
 
 
@@ -179,7 +194,7 @@ def _spelled(values: Iterable[Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pages", nargs="*", default=PAGES, help="the pages to write; by default the two")
+    parser.add_argument("pages", nargs="*", default=PAGES, help="the pages to write; by default all")
     for name in parser.parse_args().pages:
         page = Path(name)
         page.write_text(rendered(page.read_text()))

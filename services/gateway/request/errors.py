@@ -3,8 +3,9 @@ Messages hold no prompt text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -16,6 +17,147 @@ CLIENT_CLOSED = 499  # nobody reads it: a label of metrics and logs
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCode:
+    """A code of an error, as docs/api.md and /openapi.json describe it."""
+
+    statuses: tuple[int, ...]  # HTTP statuses, 529 instead of 503 on Messages; empty for a code inside a batch
+    meaning: str
+    remedy: str  # for the client
+
+
+_WAIT = "Send the request again after `Retry-After`."
+_CORRECT = "Correct the request; the same one fails again."
+_LATER = "Send the request again."
+# Every code that an ApiError has.
+CODES: Mapping[str, ErrorCode] = MappingProxyType(
+    {
+        "aborted": ErrorCode(
+            (400,), "An abort ended the request before it had any output.", "Send it again if the abort was not yours."
+        ),
+        "api_key_not_here": ErrorCode((503,), "This gateway does not know the API key yet.", _WAIT),
+        "background_full": ErrorCode((429,), "The API key has too many responses in the background.", "Wait until one is over."),
+        "bad_http": ErrorCode(
+            (400,), "The bytes on the connection are not HTTP/1.1.", "Correct the client; the connection is closed."
+        ),
+        "batch_not_cancellable": ErrorCode((409,), "The batch is over.", "Read its result."),
+        "batch_not_found": ErrorCode((404,), "No batch has this id, or it has expired.", "Create it again."),
+        "being_cancelled": ErrorCode((503,), "A cancelled response is not over yet.", _WAIT),
+        "body_budget": ErrorCode((503,), "No memory for the body was free within `--body-wait-s`.", _WAIT),
+        "cancelled": ErrorCode((503,), "A worker has cancelled the request.", _WAIT),
+        "context_length_exceeded": ErrorCode(
+            (400,), "The prompt does not fit the context.", "Shorten it, or ask for fewer tokens."
+        ),
+        "conversation_locked": ErrorCode((409,), "Other requests change the conversation all the time.", _LATER),
+        "conversation_not_found": ErrorCode((404,), "No conversation has this id, or it has expired.", "Create it again."),
+        "file_in_use": ErrorCode((409,), "A batch that is not over reads the file.", "Wait for the batch, or cancel it."),
+        "file_not_found": ErrorCode((404,), "No file has this id, or it has expired.", "Upload it again."),
+        "file_too_large": ErrorCode((413,), "The file is larger than `--max-file-bytes`.", "Split it."),
+        "forbidden": ErrorCode((403,), "Only operators may do this.", "Use the admin port, with its token."),
+        "head_too_large": ErrorCode((431,), "The head of the request is larger than 64 KiB.", "Send fewer or shorter headers."),
+        "internal_error": ErrorCode(
+            (500,), "The server has a fault.", "Send the request again; if it fails again, report its `x-request-id`."
+        ),
+        "invalid_api_key": ErrorCode((401,), "The API key is missing, unknown or not valid.", "Send a valid key."),
+        "invalid_encrypted_content": ErrorCode((400,), "`encrypted_content` is not from this server.", "Leave the field out."),
+        "invalid_form": ErrorCode((400,), "The body is not the form of an upload.", _CORRECT),
+        "invalid_json": ErrorCode((400,), "The body is not JSON; the message gives line, column and reason.", _CORRECT),
+        "invalid_token": ErrorCode((401,), "The admin port did not get its token.", "Send `Authorization: Bearer TOKEN`."),
+        "invalid_value": ErrorCode((400,), "A field has a wrong type or value; `param` names it.", _CORRECT),
+        "item_not_found": ErrorCode((404,), "No item has this id.", "List the items."),
+        "lease_lost": ErrorCode((503,), "Another gateway goes on with the response in the background.", "None: it goes on."),
+        "method_not_allowed": ErrorCode((405,), "The path does not take this method; `Allow` lists the others.", _CORRECT),
+        "missing_required_parameter": ErrorCode((400,), "A required field is missing; `param` names it.", _CORRECT),
+        "model_not_found": ErrorCode((404,), "No model has this name.", "Take a name that `/v1/models` lists."),
+        "model_replaced": ErrorCode((503,), "The model is being replaced by another one.", _WAIT),
+        "no_store": ErrorCode(
+            (400,),
+            "The server has no store, so that nothing is kept.",
+            "Send the whole history, or ask the operator for a store.",
+        ),
+        "no_worker": ErrorCode((503,), "No worker of the model is connected.", _WAIT),
+        "not_found": ErrorCode((404,), "The path does not exist, or nothing has this id.", _CORRECT),
+        "out_of_memory": ErrorCode(
+            (400,), "The request alone does not fit the KV pool.", "Shorten the prompt, or ask for fewer tokens."
+        ),
+        "paused": ErrorCode((503,), "An operator has paused all workers of the model.", _WAIT),
+        "previous_response_failed": ErrorCode(
+            (400,), "The response that this one follows has failed.", "Follow an earlier response."
+        ),
+        "previous_response_not_finished": ErrorCode(
+            (400,), "The response that this one follows is not over.", "Wait for it, or cancel it."
+        ),
+        "previous_response_not_found": ErrorCode(
+            (404,), "The response that this one follows is not kept.", "Send the whole history."
+        ),
+        "queue_full": ErrorCode((503,), "Too many requests are open or wait for a worker.", _WAIT),
+        "queue_timeout": ErrorCode((503,), "No worker took the request within `--queue-timeout-s`.", _WAIT),
+        "rate_limit_exceeded": ErrorCode((429,), "A limit of the API key is reached.", _WAIT),
+        "request_too_large": ErrorCode((413,), "The body, or a text in it, is too large.", "Send less."),
+        "response_not_found": ErrorCode((404,), "No response has this id, or it has expired.", "Create it again."),
+        "response_too_large": ErrorCode((400,), "The response is larger than the store keeps.", "Ask for fewer tokens."),
+        "service_unavailable": ErrorCode((503,), "A service that the request needs has no capacity or is not there.", _WAIT),
+        "session_not_found": ErrorCode((404,), "No session has this id, or it has ended.", "Open a session."),
+        "session_refused": ErrorCode(
+            (400,), "The worker cannot open the session.", "Close other sessions, or ask for less capacity."
+        ),
+        "session_unavailable": ErrorCode(
+            (503,), "The worker of the session is away, or has new weights.", "Open a session at another worker."
+        ),
+        "shutting_down": ErrorCode((503,), "This gateway stops.", _WAIT),
+        "store_full": ErrorCode((400, 429), "The API key may keep no more in the store.", "Delete what is not needed."),
+        "store_unavailable": ErrorCode((503,), "The store cannot be reached.", _WAIT),
+        "stream_expired": ErrorCode((400,), "The events of the response are not kept any more.", "Ask for it without `stream`."),
+        "streams_full": ErrorCode((429,), "The API key follows too many responses.", "Wait until a stream ends."),
+        "timeout": ErrorCode(
+            (408, 504),
+            "408: head or body did not arrive in time. 504: the deadline has passed.",
+            "Send it again, or ask for fewer tokens.",
+        ),
+        "too_many_connections": ErrorCode((503,), "The gateway has as many connections as it can.", _WAIT),
+        "unsupported_model": ErrorCode(
+            (400,), "The model cannot do this: some give only vectors, some none.", "Ask another model."
+        ),
+        "unsupported_operation": ErrorCode((400,), "The response is not in the background.", _CORRECT),
+        "unsupported_parameter": ErrorCode(
+            (400,), "This server does not serve the field or its value; `param` names it.", "Leave the field out."
+        ),
+        "weights_not_served": ErrorCode(
+            (503,), "No worker has the weights with which the answer began.", "Send the request again for a new answer."
+        ),
+        "worker_lost": ErrorCode((503,), "The worker was lost, and no other one could go on.", _WAIT),
+        "worker_not_found": ErrorCode((404,), "Admin port: no worker has this name.", "Take a name that the message lists."),
+        "worker_unknown": ErrorCode(
+            (409,), "Admin port: this gateway does not know the id of the worker yet.", "Name the worker by its id."
+        ),
+    }
+)
+# Codes in the `errors` of a batch, and in the result of a line that was not executed.
+BATCH_CODES: Mapping[str, ErrorCode] = MappingProxyType(
+    {
+        "batch_cancelled": ErrorCode(
+            (), "The batch was cancelled before the line was executed.", "Send the line in another batch."
+        ),
+        "batch_expired": ErrorCode(
+            (), "The completion window ended before the line was executed.", "Send the line in another batch."
+        ),
+        "duplicate_custom_id": ErrorCode((), "Two lines have one `custom_id`.", "Correct the file."),
+        "empty_file": ErrorCode((), "The file has no lines.", "Correct the file."),
+        "input_file_gone": ErrorCode((), "The input file is not there any more.", "Upload it again."),
+        "invalid_body": ErrorCode((), "`body` is not an object.", "Correct the file."),
+        "invalid_custom_id": ErrorCode((), "`custom_id` is not a string of the allowed length.", "Correct the file."),
+        "invalid_json_line": ErrorCode((), "The line is not a JSON object.", "Correct the file."),
+        "invalid_method": ErrorCode((), "`method` is not POST.", "Correct the file."),
+        "line_too_large": ErrorCode((), "The line is too long.", "Shorten it."),
+        "mismatched_endpoint": ErrorCode((), "`url` is not the endpoint of the batch.", "Correct the file."),
+        "result_too_large": ErrorCode((), "The answer is larger than the store keeps.", "Ask for fewer tokens."),
+        "server_error": ErrorCode((), "The line could not be executed.", "Send the line in another batch."),
+        "store_full": ErrorCode((), "The API key may keep no more in the store.", "Delete what is not needed."),
+        "too_many_lines": ErrorCode((), "The file has more lines than `--max-batch-lines`.", "Split the file."),
+    }
+)
 
 
 class ApiError(Exception):
@@ -31,6 +173,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
+        assert code is None or status in CODES[code].statuses, "the table of codes has each code with its statuses"
         self.status = status
         self.message = message
         self.param = param

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.api.document.operation import JSON, ErrorFamily
+from services.gateway.request.errors import CODES
 
 HEADERS: dict[str, dict[str, Any]] = {
     "x-request-id": {"description": "The request's own, or one that was made.", "schema": {"type": "string", "minLength": 1}},
@@ -40,7 +41,14 @@ _RATE_LIMITS: dict[str, dict[str, Any]] = {
     )
     for unit in ("requests", "tokens")
 }
-ERRORS = {
+
+
+def _codes_of(status: int) -> str:
+    codes = sorted(code for code, row in CODES.items() if status in row.statuses)
+    return f"Codes: {', '.join(codes)}." if codes else ""
+
+
+_STATUSES = {
     400: ("BadRequest", "The request is wrong, or was aborted before it had anything to show."),
     401: ("Unauthorized", "No valid API key was shown."),
     403: ("Forbidden", "It is for operators, or for keys that may use the model."),
@@ -56,6 +64,7 @@ ERRORS = {
     504: ("DeadlineExceeded", "It took longer than the server allows."),
     529: ("Overloaded", "There is no room, or nobody to serve it, for now."),
 }
+ERRORS = {status: (name, f"{said} {_codes_of(status)}".strip()) for status, (name, said) in _STATUSES.items()}
 _OF_FAMILIES = frozenset((529,))  # of APIs that say so
 # A connection refuses what it cannot read, or has no room for, before the request has an id.
 _WITHOUT_ID = frozenset((400, 408, 431, 503))
