@@ -37,6 +37,7 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
         "aborted": ErrorCode(
             (400,), "An abort ended the request before it had any output.", "Send it again if the abort was not yours."
         ),
+        "api_key_expired": ErrorCode((401,), "The API key has expired.", "Ask the operator for a new key."),
         "api_key_not_here": ErrorCode((503,), "This gateway does not know the API key yet.", _WAIT),
         "background_full": ErrorCode((429,), "The API key has too many responses in the background.", "Wait until one is over."),
         "bad_http": ErrorCode(
@@ -70,6 +71,7 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
         "lease_lost": ErrorCode((503,), "Another gateway goes on with the response in the background.", "None: it goes on."),
         "method_not_allowed": ErrorCode((405,), "The path does not take this method; `Allow` lists the others.", _CORRECT),
         "missing_required_parameter": ErrorCode((400,), "A required field is missing; `param` names it.", _CORRECT),
+        "model_not_allowed": ErrorCode((403,), "The API key may not use this model.", "Take a name that `/v1/models` lists."),
         "model_not_found": ErrorCode((404,), "No model has this name.", "Take a name that `/v1/models` lists."),
         "model_replaced": ErrorCode((503,), "The model is being replaced by another one.", _WAIT),
         "no_store": ErrorCode(
@@ -117,6 +119,7 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
             "Send it again, or ask for fewer tokens.",
         ),
         "too_many_connections": ErrorCode((503,), "The gateway has as many connections as it can.", _WAIT),
+        "unsupported_endpoint": ErrorCode((400,), "The path is not served yet.", "Use the path that the message names."),
         "unsupported_model": ErrorCode(
             (400,), "The model cannot do this: some give only vectors, some none.", "Ask another model."
         ),

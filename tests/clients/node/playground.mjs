@@ -70,8 +70,22 @@ async function seen(page, name) {
   await page.screenshot({ path: join(process.env.PICTURES, `${name}.png`) });
 }
 
+/** The temperature in effect stands beside the composer and with each answer. */
+async function showsTemperature(page, width) {
+  const shown = page.getByRole("note", { name: "Sampling" });
+  await shown.filter({ hasText: "Temperature 0 (the server's default): each token is the likeliest one" }).waitFor();
+  await ask(page, "What is 1 + 1?");
+  assert.equal(await fact(await answered(page, "1 + 1 = 2."), "temperature"), "0");
+  await settings(page, width, () => page.getByLabel("Temperature", { exact: true }).fill("0.25"));
+  await shown.filter({ hasText: "Temperature 0.25 (set here): tokens are drawn, and answers differ" }).waitFor();
+  await ask(page, "What is 17 + 25?");
+  assert.equal(await fact(await answered(page, "17 + 25"), "temperature"), "0.25");
+  await settings(page, width, () => page.getByLabel("Temperature", { exact: true }).fill(""));
+  await page.getByRole("button", { name: "New chat" }).click();
+}
+
 async function chats(page, width) {
-  await settings(page, width, () => page.getByLabel("Temperature").fill("0"));
+  await settings(page, width, () => page.getByLabel("Temperature", { exact: true }).fill("0"));
   await ask(page, "What is 17 + 25?");
   await answered(page, "17 + 25 = 42.");
   await ask(page, "Count from 3 to 60.");
@@ -250,6 +264,11 @@ async function reference(browser, width) {
   await page.getByText("/v1/chat/completions").click();
   await page.getByText("x-rootstock-report (header)").waitFor();
   await page.getByText("max_completion_tokens", { exact: true }).waitFor();
+  const names = await page.locator(".operation[open] .inside > dl").nth(1).locator("> .member > dt > code").allInnerTexts();
+  assert.deepEqual(names.slice(0, 3), ["messages", "model", "max_completion_tokens"], "common fields come first");
+  const example = await page.locator(".operation[open] .example").innerText();
+  assert.match(example, new RegExp(`^curl ${url}/v1/chat/completions `));
+  assert.equal(await page.getByText(/e-\d/).count(), 0, "numbers are decimal");
   await page.locator(".answer", { hasText: "200" }).first().click();
   await page.getByText("ChatCompletionChunk", { exact: true }).first().click();
   await inside(page);
@@ -264,6 +283,7 @@ try {
     page.setDefaultTimeout(60_000);
     await isLabelled(page);
     await page.locator(".reference:not([hidden])").first().waitFor({ state: "attached" });
+    await showsTemperature(page, width);
     await chats(page, width);
     await callsTools(page, width);
     await stops(page, width);

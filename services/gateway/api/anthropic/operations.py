@@ -24,6 +24,7 @@ OPERATIONS = (
         named=True,
         errors=_ERRORS,
         takes_tools=True,
+        example={"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64, "temperature": 0},
     ),
     Operation(
         "post",
@@ -35,5 +36,6 @@ OPERATIONS = (
         statuses=(404, 504),
         errors=_ERRORS,
         takes_tools=True,
+        example={"messages": [{"role": "user", "content": "What is 17 + 25?"}]},
     ),
 )

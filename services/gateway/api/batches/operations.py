@@ -18,12 +18,34 @@ _FILE = {"file_id": "Of a file that is kept."}
 _BATCH = {"batch_id": "Of a batch."}
 _KEPT = (404, 503)
 OPERATIONS = (
-    Operation("post", FILES, _TAG, "Upload a file", {JSON: FileCard}, FileForm, statuses=(429,), media=FORM),
+    Operation(
+        "post",
+        FILES,
+        _TAG,
+        "Upload a file",
+        {JSON: FileCard},
+        FileForm,
+        statuses=(429,),
+        media=FORM,
+        example={
+            "purpose": "batch",
+            "file": '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Count from 3 to 9."}}',
+        },
+    ),
     Operation("get", FILES, _TAG, "Files, the newest first", {JSON: FileList}, statuses=(503,)),
     Operation("get", FILE, _TAG, "A file", {JSON: FileCard}, statuses=_KEPT, parameters=_FILE),
     Operation("delete", FILE, _TAG, "Forget it", {JSON: FileDeleted}, statuses=(404, 409, 503), parameters=_FILE),
     Operation("get", CONTENT, _TAG, "Its content", {BINARY: str}, statuses=_KEPT, parameters=_FILE),
-    Operation("post", BATCHES, _TAG, "Begin a batch", {JSON: BatchCard}, BatchRequest, statuses=(404, 429)),
+    Operation(
+        "post",
+        BATCHES,
+        _TAG,
+        "Begin a batch",
+        {JSON: BatchCard},
+        BatchRequest,
+        statuses=(404, 429),
+        example={"input_file_id": f"file-{'0' * 32}", "endpoint": "/v1/completions", "completion_window": "24h"},
+    ),
     Operation("get", BATCHES, _TAG, "Batches, the newest first", {JSON: BatchList}, statuses=(503,)),
     Operation("get", BATCH, _TAG, "A batch", {JSON: BatchCard}, statuses=_KEPT, parameters=_BATCH),
     Operation("post", CANCEL, _TAG, "Cancel it", {JSON: BatchCard}, statuses=(404, 409, 503), parameters=_BATCH),

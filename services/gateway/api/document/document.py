@@ -37,6 +37,24 @@ _REPORT = {
     "schema": {"type": "string"},
 }
 
+# Ids as the paths of examples have them.
+_IDS = {
+    "model_id": "demo",
+    "response_id": f"resp_{'0' * 32}",
+    "conversation_id": f"conv_{'0' * 48}",
+    "item_id": f"msg_{'0' * 48}",
+    "file_id": f"file-{'0' * 32}",
+    "batch_id": f"batch_{'0' * 32}",
+}
+# Fields of bodies that most requests have. They come behind the required ones and before all others.
+_COMMON = (
+    *("model", "messages", "input", "prompt", "text", "input_ids", "instructions", "system", "sampling_params"),
+    *("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "stream", "stream_options"),
+    *("temperature", "top_p", "top_k", "seed", "sampling_seed", "n", "stop", "stop_sequences"),
+    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "output_config", "reasoning", "reasoning_effort"),
+    *("thinking", "previous_response_id", "store", "logprobs", "top_logprobs", "frequency_penalty", "presence_penalty"),
+)
+
 Schemas = Mapping[Any, Any]  # JSON schema by type
 
 
@@ -78,7 +96,16 @@ def _schemas_of(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any
             types += content.values()
     inputs = [(each, "validation", TypeAdapter(each)) for each in dict.fromkeys(types)]
     by_key, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)  # type: ignore[arg-type]
-    return {each: schema for (each, _), schema in by_key.items()}, definitions["$defs"]
+    bodies = {each.__name__ for operation in operations for each in (operation.body, *operation.within) if each is not None}
+    ordered = {name: _common_first(each) if name in bodies else each for name, each in definitions["$defs"].items()}
+    return {each: schema for (each, _), schema in by_key.items()}, ordered
+
+
+def _common_first(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a body with its required and its common fields before all others."""
+    fields, required = schema.get("properties", {}), schema.get("required", ())
+    first = dict.fromkeys(name for name in (*required, *_COMMON) if name in fields)
+    return {**schema, "properties": {name: fields[name] for name in (*first, *(each for each in fields if each not in first))}}
 
 
 def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) -> dict[str, Any]:
@@ -90,7 +117,10 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) 
         "responses": _answers(operation, schemas, keys),
     }
     if operation.body is not None:
-        found["requestBody"] = {"required": True, "content": _content({operation.media: operation.body}, schemas)}
+        content = _content({operation.media: operation.body}, schemas)
+        if operation.example is not None:
+            content[operation.media]["example"] = operation.example
+        found["requestBody"] = {"required": True, "content": content}
     return found | _security(operation, keys)
 
 
@@ -121,7 +151,14 @@ def _content(content: Content, schemas: Schemas) -> dict[str, Any]:
 
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
     found = [
-        {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": description,
+            "schema": {"type": "string"},
+            "example": _IDS[name],
+        }
         for name, description in operation.parameters.items()
     ]
     generates = [_ROUTING_KEY] if operation.generates else []

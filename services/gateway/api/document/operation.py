@@ -37,7 +37,7 @@ class Operation:
     that the body's schema refers to by name alone. named: its stream's events have their types as names, and the last one is no
     [DONE]. errors: where they are not as OpenAI's. headers: that its answers have. reports: it says what became of a request,
     where asked to. served: it has answers of its own, and is not refused whatever is asked. takes_tools: its body may have tools,
-    of which hosted ones are left out."""
+    of which hosted ones are left out. example: a body that any model of this kind can serve; its ids stand for real ones."""
 
     method: str
     path: str
@@ -58,6 +58,7 @@ class Operation:
     reports: bool = False
     served: bool = True
     takes_tools: bool = False
+    example: Mapping[str, Any] | None = None
     media: str = JSON
 
     def answers(self, keys: bool) -> list[int]:

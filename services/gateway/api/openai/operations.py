@@ -32,6 +32,11 @@ OPERATIONS = (
         generates=True,
         reports=True,
         takes_tools=True,
+        example={
+            "messages": [{"role": "user", "content": "What is 17 + 25?"}],
+            "max_completion_tokens": 64,
+            "temperature": 0,
+        },
     ),
     Operation(
         "post",
@@ -42,8 +47,18 @@ OPERATIONS = (
         CompletionRequest,
         generates=True,
         reports=True,
+        example={"prompt": "Count from 3 to 9.", "max_tokens": 32, "temperature": 0},
     ),
-    Operation("post", EMBEDDINGS, _TAG, "Embeddings", {JSON: EmbeddingList}, EmbeddingRequest, generates=True),
+    Operation(
+        "post",
+        EMBEDDINGS,
+        _TAG,
+        "Embeddings",
+        {JSON: EmbeddingList},
+        EmbeddingRequest,
+        generates=True,
+        example={"input": ["What is 17 + 25?", "Count from 3 to 9."]},
+    ),
     Operation("get", MODELS, _TAG, "Models that are served", {JSON: ModelList}, statuses=(503,)),
     Operation(
         "get",

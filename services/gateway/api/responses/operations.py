@@ -41,6 +41,7 @@ OPERATIONS = (
         named=True,
         sometimes=("x-rootstock-stored",),
         takes_tools=True,
+        example={"input": "Count from 3 to 9.", "max_output_tokens": 64, "temperature": 0},
     ),
     Operation(
         "post",
@@ -51,6 +52,7 @@ OPERATIONS = (
         ResponsesRequest,
         statuses=(404, 504),
         takes_tools=True,
+        example={"input": "Count from 3 to 9."},
     ),
     Operation(
         "get",
@@ -66,7 +68,14 @@ OPERATIONS = (
     Operation("post", CANCEL, _TAG, "Cancel one in the background", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE),
     Operation("get", INPUT_ITEMS, _TAG, "Its input", {JSON: ItemList}, statuses=_KEPT, parameters=_RESPONSE),
     Operation(
-        "post", CONVERSATIONS, _TAG, "Begin a conversation", {JSON: ConversationAnswer}, ConversationRequest, statuses=(429,)
+        "post",
+        CONVERSATIONS,
+        _TAG,
+        "Begin a conversation",
+        {JSON: ConversationAnswer},
+        ConversationRequest,
+        statuses=(429,),
+        example={"items": [{"role": "user", "content": "Count from 3 to 9."}], "metadata": {"topic": "numbers"}},
     ),
     Operation("get", CONVERSATION, _TAG, "A conversation", {JSON: ConversationAnswer}, statuses=_KEPT, parameters=_CONVERSATION),
     Operation(
@@ -78,6 +87,7 @@ OPERATIONS = (
         ConversationUpdate,
         statuses=(404, 409, 429),
         parameters=_CONVERSATION,
+        example={"metadata": {"topic": "counting"}},
     ),
     Operation("delete", CONVERSATION, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_CONVERSATION),
     Operation("get", ITEMS, _TAG, "Its items", {JSON: ItemList}, statuses=_KEPT, parameters=_CONVERSATION),
@@ -90,6 +100,7 @@ OPERATIONS = (
         ItemsRequest,
         statuses=(404, 409, 429),
         parameters=_CONVERSATION,
+        example={"items": [{"role": "user", "content": "And on to 12?"}]},
     ),
     Operation("get", ITEM, _TAG, "One item", {JSON: Item}, statuses=_KEPT, parameters=_ITEM),
     Operation("delete", ITEM, _TAG, "Remove it", {JSON: ConversationAnswer}, statuses=(404, 409, 503), parameters=_ITEM),

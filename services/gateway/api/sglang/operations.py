@@ -44,17 +44,54 @@ OPERATIONS = (
             NativeGenerateRequest,
             generates=True,
             within=(NativeSampling,),
+            example={"text": "Count from 3 to 9.", "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
         )
         for method in ("post", "put")
     ),
-    Operation("post", ENCODE, _TAG, "Vectors of texts or ids", {JSON: EncodeAnswers}, NativeEncodeRequest, generates=True),
+    Operation(
+        "post",
+        ENCODE,
+        _TAG,
+        "Vectors of texts or ids",
+        {JSON: EncodeAnswers},
+        NativeEncodeRequest,
+        generates=True,
+        example={"text": ["What is 17 + 25?", "Count from 3 to 9."]},
+    ),
     *(
-        Operation("post", path, _TAG, "Scores of items behind a query", {JSON: Scoring}, ScoreRequest, generates=True)
+        Operation(
+            "post",
+            path,
+            _TAG,
+            "Scores of items behind a query",
+            {JSON: Scoring},
+            ScoreRequest,
+            generates=True,
+            example={
+                "query": "Is this a number?",
+                "items": ["42", "blue"],
+                "label_token_ids": [10, 20],
+                "apply_softmax": True,
+            },
+        )
         for path in SCORE
     ),
-    Operation("post", ABORT, _TAG, "End requests by rid", {JSON: AbortReport}, AbortRequest, (403,)),
-    Operation("post", OPEN_SESSION, _TAG, "Open a session", {JSON: SessionId}, OpenSessionRequest, (404, 504)),
-    Operation("post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504)),
+    Operation(
+        "post", ABORT, _TAG, "End requests by rid", {JSON: AbortReport}, AbortRequest, (403,), example={"rid": "a-request"}
+    ),
+    Operation(
+        "post",
+        OPEN_SESSION,
+        _TAG,
+        "Open a session",
+        {JSON: SessionId},
+        OpenSessionRequest,
+        (404, 504),
+        example={"session_id": "a-session", "capacity_of_str_len": 1000},
+    ),
+    Operation(
+        "post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504), example={"session_id": "a-session"}
+    ),
     Operation("get", HEALTH_GENERATE, _TAG, "Whether a token can be made from end to end", {}, statuses=(503,), keyed=False),
     *(
         Operation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))

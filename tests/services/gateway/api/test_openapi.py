@@ -440,3 +440,37 @@ def test_document_prints_short_decimal_numbers(shared: System) -> None:
     text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', shared.get("/openapi.json").text)
     numbers = re.findall(r"[-+.0-9eE]*\d[-+.0-9eE]*", text)
     assert numbers and [each for each in numbers if "e" in each.lower() or len(each.partition(".")[2]) > 3] == []
+
+
+def test_every_body_has_an_example_of_its_schema(shared: System) -> None:
+    document = shared.get("/openapi.json").json()
+    found = []
+    for path, item in document["paths"].items():
+        for method in ("post", "put"):
+            for content in item.get(method, {}).get("requestBody", {}).get("content", {}).values():
+                schema = {**content["schema"], "components": document["components"]}
+                assert not list(Draft202012Validator(schema).iter_errors(content["example"])), path
+                found.append(path)
+    assert len(found) > 15
+
+
+def test_paths_have_examples_of_their_ids(shared: System) -> None:
+    document = shared.get("/openapi.json").json()
+    parameters = [each for item in document["paths"].values() for each in item.get("get", {}).get("parameters", ())]
+    assert all(each["example"] for each in parameters if each["in"] == "path")
+
+
+@pytest.mark.parametrize(
+    ("schema", "first"),
+    [
+        ("ChatCompletionRequest", ["messages", "model", "max_completion_tokens", "max_tokens", "stream"]),
+        ("CompletionRequest", ["prompt", "model", "max_completion_tokens", "max_tokens", "stream"]),
+        ("ResponsesRequest", ["model", "input", "text", "instructions", "max_output_tokens", "stream"]),
+        ("MessagesRequest", ["messages", "max_tokens", "model", "system", "stream"]),
+        ("NativeGenerateRequest", ["model", "text", "input_ids", "sampling_params", "stream"]),
+        ("NativeSampling", ["max_new_tokens", "temperature", "top_p"]),
+    ],
+)
+def test_common_fields_come_first(shared: System, schema: str, first: list[str]) -> None:
+    document = shared.get("/openapi.json").json()
+    assert list(document["components"]["schemas"][schema]["properties"])[: len(first)] == first
