@@ -64,7 +64,9 @@ def may_end(walker: XgrammarMatcher) -> bool:
     return walker.terminated or EOS[0] in allowed_ids(walker.mask(), 1280)
 
 
-def write(grammar: Compiled, chooser: random.Random, loose: int = 40, most: int = 3000) -> str | None:
+def write(
+    grammar: Compiled, chooser: random.Random, loose: int = 40, most: int = 3000, closers: frozenset[bytes] = CLOSERS
+) -> str | None:
     """What a model of no sense writes: `loose` tokens of its own, then those that close something wherever it can.
     None if it comes to no end within `most` tokens."""
     walker = matcher(grammar)
@@ -76,14 +78,14 @@ def write(grammar: Compiled, chooser: random.Random, loose: int = 40, most: int 
         allowed = allowed_ids(walker.mask(), 1280)
         if EOS[0] in allowed and (count >= loose or chooser.random() < 0.1):
             return written.decode()
-        token = _choose([token for token in allowed if token not in EOS], chooser, count >= loose)
+        token = _choose([token for token in allowed if token not in EOS], chooser, closers if count >= loose else None)
         assert walker.accept(token), f"masked in, then refused: {tokens[token]!r} after {written!r}"
         written += tokens[token]
     return None
 
 
-def _choose(allowed: list[int], chooser: random.Random, closing: bool) -> int:
+def _choose(allowed: list[int], chooser: random.Random, closers: frozenset[bytes] | None) -> int:
     assert allowed, "nothing may follow, and the output is not complete"
     tokens = vocabulary().tokens
-    liked = [token for token in allowed if tokens[token] in (CLOSERS if closing else TEMPTING)]
-    return chooser.choice(liked if liked and chooser.random() < (0.8 if closing else 0.4) else allowed)
+    liked = [token for token in allowed if tokens[token] in (closers or TEMPTING)]
+    return chooser.choice(liked if liked and chooser.random() < (0.8 if closers else 0.4) else allowed)

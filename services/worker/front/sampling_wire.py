@@ -19,6 +19,7 @@ from services.worker.core.contracts.sampling import (
     DryParams,
     EmbeddingParams,
     GrammarKind,
+    GrammarPart,
     GrammarSpec,
     SamplingParams,
     ScoreParams,
@@ -196,7 +197,9 @@ def _grammar(message: pb.SamplingParams) -> GrammarSpec | None:
     if not source:
         raise InvalidRequest("grammar", f"the grammar's {kind} is empty")
     within(len(source.encode()), limits.MAX_GRAMMAR_BYTES, "grammar")
-    return GrammarSpec(GrammarKind(kind), source)
+    parts = tuple(GrammarPart(part.pointer, part.within, part.partial) for part in message.grammar.parts)
+    within(sum(len(part.pointer) + len(part.within) + 1 for part in parts), limits.MAX_GRAMMAR_BYTES, "grammar")
+    return GrammarSpec(GrammarKind(kind), source, parts)
 
 
 def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:

@@ -236,8 +236,9 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
         reason=int(finish.reason),  # type: ignore[arg-type]
         matched_stop=finish.matched_stop,
         error=int(finish.error),  # type: ignore[arg-type]
-        message=worded(finish.field, None, finish.message),
+        message=worded(finish.field, finish.element, finish.message),
         field=finish.field,
+        element=finish.element,
         prompt_tokens=finish.prompt_tokens,
         cached_tokens=finish.cached_tokens,
         completion_tokens=finish.completion_tokens,

@@ -103,7 +103,7 @@ class CompiledBook:
             return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._bears(spec, found))
         except Exception:  # of the library's: this grammar's end, and not the loop's
             logger.exception("a matcher could not be made")
-            reason = f"{spec.kind}: it cannot be started"
+            reason = f"{spec.label}: it cannot be started"
             self._condemn(spec, reason)
             self._on_failed(spec, reason, False)
             return None
@@ -123,12 +123,12 @@ class CompiledBook:
     def _begin(self, spec: GrammarSpec, tenant: bytes) -> tuple[str, bool]:
         """Starts a compilation, or says why not and whether that is for want of room. Holds the lock."""
         if len(spec.source) > MAX_GRAMMAR_BYTES or len(spec.source.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            return f"{spec.kind}: longer than {MAX_GRAMMAR_BYTES} bytes", False
+            return f"{spec.label}: longer than {MAX_GRAMMAR_BYTES} bytes", False
         until, reason = self._failed.get(_digest(spec), (0.0, ""))
         if reason and self._clock() < until:
             return reason, False
         if not self._pool.submit(spec, tenant):
-            return f"{spec.kind}: {QUEUE_FULL}", True
+            return f"{spec.label}: {QUEUE_FULL}", True
         self._pending[spec] = self._clock()
         return "", False
 
@@ -154,7 +154,7 @@ class CompiledBook:
             kept.borne = True
             logger.info("a grammar has taken too long once, the next time it is refused: %s", spec.kind)
             return True
-        self._condemn(spec, f"{spec.kind}: {TOO_SLOW}")
+        self._condemn(spec, f"{spec.label}: {TOO_SLOW}")
         return False
 
     def _condemn(self, spec: GrammarSpec, reason: str) -> None:
@@ -185,4 +185,4 @@ class CompiledBook:
 
 def _digest(spec: GrammarSpec) -> bytes:
     """Stands for a refused spec, whose text would be kept for nothing but comparison."""
-    return hashlib.sha256(f"{spec.kind}\0{spec.source}".encode(errors="surrogatepass")).digest()
+    return hashlib.sha256(f"{spec.kind}\0{spec.source}\0{spec.parts}".encode(errors="surrogatepass")).digest()

@@ -11,6 +11,17 @@ from typing import Protocol
 from services.worker.core.contracts.sampling import GrammarSpec
 
 
+class Reason(str):
+    """Why a grammar is refused, for the client."""
+
+    part: int | None  # index in GrammarSpec.parts; None for the whole grammar
+
+    def __new__(cls, text: str, part: int | None = None) -> Reason:
+        reason = super().__new__(cls, text)
+        reason.part = part
+        return reason
+
+
 class Matcher(Protocol):
     """One request's place in its grammar. Owned by the request from the moment it is given out; the caller of `accept`
     is its only writer. Survives retraction, as the output does."""

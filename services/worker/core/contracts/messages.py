@@ -178,6 +178,7 @@ class Finish:
     embedding: NDArray[np.float32] | None = None
     label_logprobs: NDArray[np.float32] | None = None
     field: str = ""
+    element: int | None = None  # index of the value of a repeated `field`
     room: Room | None = None
     room_pages: int = 0
 

@@ -18,11 +18,26 @@ class GrammarKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarPart:
+    """A part of a structural tag that was made of a schema or pattern of the client's."""
+
+    pointer: str  # JSON pointer into the tag, such as #/format/tags/0
+    within: str = ""  # where the part's schema is in the client's one: a JSON pointer without the #
+    partial: bool = False  # keywords that are not supported are left out of it
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output must be. source: the schema, pattern or grammar as text. Equal specs share one compiled grammar."""
+    """What the output must be. Equal specs share one compiled grammar."""
 
     kind: GrammarKind
-    source: str
+    source: str  # the schema, pattern or grammar as text
+    parts: tuple[GrammarPart, ...] = ()  # of a structural tag that the client has not seen
+
+    @property
+    def label(self) -> str:
+        """The word for the grammar in a refusal. The client knows the kind unless a gateway has made the tag."""
+        return "the grammar" if self.parts else self.kind
 
 
 @dataclass(frozen=True, slots=True)

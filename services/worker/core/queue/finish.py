@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.grammar import Reason
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.queue.request import Request
@@ -53,13 +54,15 @@ class FinishDecision:
     embedding: NDArray[np.float32] | None = None
     label_logprobs: NDArray[np.float32] | None = None
     field: str = ""
+    element: int | None = None
 
 
 _HANDED_OVER = FinishDecision(FinishReason.HANDED_OVER)
 
 
 def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_ARGUMENT) -> FinishDecision:
-    return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field)
+    element = message.part if isinstance(message, Reason) and field else None
+    return FinishDecision(FinishReason.ABORT, error=error, message=message, field=field, element=element)
 
 
 def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDecision | None:

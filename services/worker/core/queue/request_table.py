@@ -405,6 +405,7 @@ class RequestTable:
             error=ending.error,
             message=ending.message,
             field=ending.field,
+            element=ending.element,
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=request.num_cached_tokens,
             cached_from=request.cached_from,

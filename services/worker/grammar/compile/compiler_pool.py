@@ -20,9 +20,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 
+from services.worker.core.contracts.grammar import Reason
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.grammar.compile.compiled import Compiled
 from services.worker.grammar.compile.fair_lane import FairLane
@@ -233,21 +234,21 @@ class CompilerPool:
         try:
             compiled = self._compile(spec, min(seconds, self._limits.compile_s), niceness)
         except GrammarRefused as refused:
-            reason = str(refused)
+            reason = Reason(str(refused), refused.part)
         except CompilerGone as gone:
             reason, busy = f"{gone}, try again later", True
         except _Slow:
             if lane is self._slow or seconds >= self._limits.compile_s:
                 with self._late:
                     self.timeouts += 1
-                reason = f"{spec.kind}: compiling it took longer than {self._limits.compile_s:g} s"
+                reason = f"{spec.label}: compiling it took longer than {self._limits.compile_s:g} s"
             elif self._slow.offer(spec, tenant):
                 return
             else:
-                reason, busy = f"{spec.kind}: {QUEUE_FULL}", True
+                reason, busy = f"{spec.label}: {QUEUE_FULL}", True
         except Exception:  # a fault of ours must not end the thread that all grammars wait for
             logger.exception("compiling a grammar failed")
-            reason = f"{spec.kind}: an internal error, see the worker's log"
+            reason = f"{spec.label}: an internal error, see the worker's log"
         if not self._closed:
             self._done(spec, compiled, reason, busy)
 
@@ -268,7 +269,8 @@ class CompilerPool:
             started = time.monotonic()
             ours.settimeout(seconds + MARGIN_S)
             try:
-                send_message(ours, {"kind": spec.kind, "source": spec.source, "seconds": seconds, "niceness": niceness})
+                request = {"kind": spec.kind, "source": spec.source, "parts": [astuple(part) for part in spec.parts]}
+                send_message(ours, {**request, "seconds": seconds, "niceness": niceness})
                 reply = receive_message(ours)
                 text = receive_frame(ours).decode() if reply["error"] is None else ""
             except TimeoutError:
@@ -276,7 +278,7 @@ class CompilerPool:
             except (OSError, EOFError):
                 raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
         if reply["error"] is not None:
-            raise GrammarRefused(reply["error"])
+            raise GrammarRefused(reply["error"], part=reply["part"])
         return self._library.compiler().compile(Prepared(reply["is_tag"], text))
 
     def _why_gone(self, spec: GrammarSpec, forker: int, late: bool) -> Exception:
@@ -284,7 +286,7 @@ class CompilerPool:
             return _Slow()
         if not self._nursery.is_alive(forker):
             return CompilerGone("the grammar compiler has ended")
-        return GrammarRefused(f"{spec.kind}: compiling it ended the compiler: too much memory, or nested too deep")
+        return GrammarRefused(f"{spec.label}: compiling it ended the compiler: too much memory, or nested too deep")
 
 
 def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:

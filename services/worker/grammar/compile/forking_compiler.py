@@ -3,8 +3,8 @@
 It loads xgrammar and the vocabulary once, then forks a child for every grammar: a child that loops, swells or overruns its
 stack dies alone, by its own alarm and limits, and the next one starts in milliseconds with clean memory.
   setup     {"limits": GrammarLimits' fields, "jumps"}, one frame with the vocabulary → {"ready": true}
-  a grammar one byte with a socket attached; over that socket {"kind", "source", "seconds", "niceness"}
-            → {"error": null or one line, "is_tag"}, and without an error one frame: the text that was compiled
+  a grammar one byte with a socket attached; over that socket {"kind", "source", "parts", "seconds", "niceness"}
+            → {"error": null or one line, "part" or "is_tag"}, and without an error one frame: the text that was compiled
 The worker compiles that text once more, knowing by then that it is good, and what it costs: xgrammar writes a compiled grammar
 as text of a hundred times its size (440 MB for a schema of 500 properties), which costs more than compiling does.
 Single-threaded throughout, or forking would not be safe. It ends with its input.
@@ -23,7 +23,7 @@ from typing import Any
 
 import xgrammar
 
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.sampling import GrammarKind, GrammarPart, GrammarSpec
 from services.worker.grammar.compile.frames import receive_frame, receive_message, send_frame, send_message
 from services.worker.grammar.compile.grammar_compiler import GrammarCompiler, Prepared, warning_in
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
@@ -86,26 +86,26 @@ def _serve(bench: Workbench, link: socket.socket) -> None:
     try:
         prepared = _compile(bench, request, log)
     except GrammarRefused as refused:
-        send_message(link, {"error": str(refused)})
+        send_message(link, {"error": str(refused), "part": refused.part})
     except (MemoryError, RecursionError):
-        send_message(link, {"error": f"{request['kind']}: needs too much memory to compile"})
+        send_message(link, {"error": f"{request['kind']}: needs too much memory to compile", "part": None})
     else:
         send_message(link, {"error": None, "is_tag": prepared.is_tag})
         send_frame(link, prepared.text.encode())
 
 
 def _compile(bench: Workbench, request: dict[str, Any], log: int) -> Prepared:
-    spec = GrammarSpec(GrammarKind(request["kind"]), request["source"])
+    spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
     prepared = prepare(spec)
     try:
         compiled = bench.compiler.compile(prepared)
     except GrammarRefused as refused:
-        raise GrammarRefused(f"{spec.kind}: {refused}") from None
+        raise GrammarRefused(f"{spec.label}: {refused}") from None
     warning = warning_in(os.pread(log, MAX_LOG_BYTES, 0).decode(errors="replace"))
     if warning:
-        raise GrammarRefused(f"{spec.kind}: {warning}")
+        raise GrammarRefused(f"{spec.label}: {warning}")
     if compiled.size > bench.limits.compiled_mib * MIB:
-        raise GrammarRefused(f"{spec.kind}: larger than {bench.limits.compiled_mib} MiB when compiled")
+        raise GrammarRefused(f"{spec.label}: larger than {bench.limits.compiled_mib} MiB when compiled")
     try_out(compiled, bench.tokens, bench.limits)
     return prepared
 

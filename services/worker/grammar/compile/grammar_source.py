@@ -18,8 +18,8 @@ from services.worker.grammar.schema.structural_tag import structural_tag
 def prepare(spec: GrammarSpec) -> Prepared:
     """Checks and translates. Raises GrammarRefused. Runs in the compiling process: it may be slow on purpose."""
     if spec.kind is GrammarKind.STRUCTURAL_TAG:
-        _bounded(parse_json(spec.source, spec.kind), spec.kind)
-        return Prepared(True, structural_tag(spec.source))
+        _bounded(parse_json(spec.source, spec.kind), spec.label)
+        return Prepared(True, structural_tag(spec.source, spec.parts))
     return Prepared(False, ebnf_of(spec))
 
 
@@ -38,7 +38,7 @@ def ebnf_of(spec: GrammarSpec) -> str:
             raise ValueError("a structural tag is no EBNF")
 
 
-def _bounded(document: Any, kind: GrammarKind) -> Any:
+def _bounded(document: Any, kind: str) -> Any:
     """The document itself. Raises GrammarRefused for one whose size alone is too much."""
     why = too_large(document)
     if why:

@@ -8,6 +8,7 @@ endless.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from services.worker.grammar.schema.ebnf import (
@@ -27,6 +28,7 @@ from services.worker.grammar.schema.ebnf import (
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_INDENT = 16
+MAX_SPELLED = 16  # characters that are written one by one
 ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 SAFE = Chars(complement(ESCAPED))  # characters that stand for themselves in a JSON string
 _HEX = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
@@ -53,7 +55,8 @@ def base_rules() -> dict[str, Node]:
     digits = Repeat(Chars(((0x30, 0x39),)), 1, None)
     natural = Alternatives((Text("0"), Seq((Chars(((0x31, 0x39),)), Repeat(Chars(((0x30, 0x39),)), 0, None)))))
     minus = Repeat(Text("-"), 0, 1)
-    exponent = Seq((Chars(((0x45, 0x45), (0x65, 0x65))), Repeat(Chars(((0x2B, 0x2B), (0x2D, 0x2D))), 0, 1), digits))
+    power = Repeat(Chars(((0x30, 0x39),)), 1, 2)  # above 308 a double is infinite
+    exponent = Seq((Chars(((0x45, 0x45), (0x65, 0x65))), Repeat(Chars(((0x2B, 0x2B), (0x2D, 0x2D))), 0, 1), power))
     pair = Seq((STRING, WS, Text(":"), WS, VALUE))
     return {
         "ws": Alternatives((Text(""), Text(" "), Seq((Text("\n"), Repeat(Chars(((0x09, 0x09), (0x20, 0x20))), 0, MAX_INDENT))))),
@@ -82,9 +85,15 @@ def finished(rules: dict[str, Node], imported: dict[str, str], root: Node) -> Gr
     return Grammar(reached, imported)
 
 
-def string_of(low: int, high: int | None) -> Node:
-    """A string of so many characters. None of them escaped: counting what has two spellings is slow to mask."""
-    return Seq((QUOTE, Repeat(SAFE, low, high), QUOTE))
+def string_of(low: int, high: int | None, define: Callable[[Node], Ref]) -> Node:
+    """A string of so many characters. None is escaped if there is a most, or a fewest above MAX_SPELLED: counting characters of
+    two spellings is slow to mask. define: makes a rule of a node."""
+    if high is not None or low > MAX_SPELLED:
+        return Seq((QUOTE, Repeat(SAFE, low, high), QUOTE))
+    rest = Ref("text")
+    for _ in range(low):
+        rest = define(Alternatives((Seq((SAFE, rest)), Seq((Text("\\"), Ref("escape"), rest)))))
+    return Seq((QUOTE, rest))
 
 
 def literal(value: Any, where: str) -> Text:

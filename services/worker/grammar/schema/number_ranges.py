@@ -1,14 +1,22 @@
-"""Numbers within bounds, as rules: digit arithmetic that xgrammar's own schema converter does well, taken over as text."""
+"""Numbers within bounds, as rules: digit arithmetic that xgrammar's own schema converter does well, taken over as text.
+
+Multiples within bounds, and multiples of fractions, are an automaton of ours: it follows the remainder of the digits so far and
+compares them with those of both bounds.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from typing import Any
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, TypeVar
 
 import xgrammar
 
+from services.worker.grammar.schema.automaton import TooLarge, explored, rules_of
+from services.worker.grammar.schema.ebnf import Chars, Node, Text
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.schema_support import Schema, child, number, refuse
 
@@ -16,14 +24,14 @@ _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")
 MAX_MULTIPLE = 1000
 INT64 = 1 << 63
+MAX_SCALED = 10**15 - 1  # a multiple without its decimal point: binary fractions of so many digits are exact
+_DIGIT = ord("0")
+Digits = TypeVar("Digits", int, str)  # a number of digits, or one digit
 
 
 def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | int]:
     """The schema's bounds as the converter takes them: at most one at each end, whole numbers for integers. {}: no bounds."""
     low, high = _bound(schema, "minimum", max, path), _bound(schema, "maximum", min, path)
-    multiple = number(schema, "multipleOf", path)
-    if multiple is not None:
-        return _multiple(multiple, kind, bool(low or high), path)
     found: dict[str, float | int] = {}
     for side, name in ((low, "minimum"), (high, "maximum")):
         if side is None:
@@ -68,10 +76,135 @@ def _whole(value: float | int, name: str, strict: bool) -> int:
     return math.ceil(value) - 1 if strict else math.floor(value)
 
 
-def _multiple(value: float | int, kind: str, bounded: bool, path: str) -> dict[str, float | int]:
+def whole_multiple(schema: Schema, kind: str, path: str) -> int | None:
+    """The divisor if the schema asks for nothing but multiples of a whole number. Otherwise None."""
+    value = number(schema, "multipleOf", path)
+    is_bounded = any(key in schema for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+    if value is None or kind != "integer" or is_bounded or value != int(value) or not 1 <= value <= MAX_MULTIPLE:
+        return None
+    return int(value)
+
+
+def multiples(schema: Schema, kind: str, prefix: str, path: str) -> dict[str, Node]:
+    """Rules of the multiples within the bounds; the rule `prefix` is where the number begins. Raises GrammarRefused."""
     where = child(path, "multipleOf")
-    if kind != "integer" or bounded:
-        raise refuse(where, "supported for type integer without bounds only")
-    if value != int(value) or not 1 <= value <= MAX_MULTIPLE:
-        raise refuse(where, f"must be a whole number from 1 to {MAX_MULTIPLE}")
-    return {"multipleOf": int(value)}
+    value = number(schema, "multipleOf", path)
+    if value is None or value <= 0:
+        raise refuse(where, "must be greater than 0")
+    divisor = Fraction(str(value))
+    decimals = 0 if kind == "integer" else divisor.denominator.bit_length() - 1
+    if kind == "number" and divisor.denominator != 1 << decimals:
+        raise refuse(where, f"{value} has no exact binary fraction, so validators differ about its multiples")
+    scale = 10**decimals
+    step = divisor.numerator if kind == "integer" else int(divisor * scale)
+    low = _scaled(_bound(schema, "minimum", max, path), scale, 1, -MAX_SCALED)
+    high = _scaled(_bound(schema, "maximum", min, path), scale, -1, MAX_SCALED)
+    low, high = max(low, -MAX_SCALED), min(high, MAX_SCALED)
+    if -(-low // step) * step > high:
+        raise refuse(path, "no multiple is within the bounds and 15 digits")
+    try:
+        sides = (_Side.of(max(low, 0), high, decimals), _Side.of(max(-high, 1), -low, decimals))
+        found = explored(_Number(), lambda number: _step(number, sides, step, decimals))
+        return rules_of(found, Chars, Text(""), prefix)
+    except TooLarge as error:
+        raise refuse(where, f"too large, together with the bounds: {error}") from None
+
+
+def _scaled(bound: tuple[float | int, bool] | None, scale: int, inwards: int, default: int) -> int:
+    """The last whole number within a bound. inwards: the direction away from the bound."""
+    if bound is None:
+        return default
+    value, strict = Fraction(str(bound[0])) * scale, bound[1]
+    if value.denominator == 1:
+        return int(value) + (inwards if strict else 0)
+    return math.ceil(value) if inwards > 0 else math.floor(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Magnitudes of the numbers of one sign, from low to high, as digits before and behind the decimal point."""
+
+    low: tuple[str, str]
+    high: tuple[str, str]
+
+    @classmethod
+    def of(cls, low: int, high: int, decimals: int) -> _Side | None:
+        return cls(_parts(low, decimals), _parts(high, decimals)) if low <= high else None
+
+
+def _parts(magnitude: int, decimals: int) -> tuple[str, str]:
+    whole, fraction = divmod(magnitude, 10**decimals)
+    return str(whole), str(fraction).zfill(decimals) if decimals else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """The state behind the digits so far."""
+
+    side: int = 0  # 0 positive, 1 negative
+    begun: bool = False  # a sign or a digit was written
+    digits: int = 0  # before the decimal point
+    places: int = -1  # digits behind the decimal point; -1 before it
+    remainder: int = 0
+    low: int = 0  # -1, 0 or 1: the digits are below, equal to or above those of the lower bound
+    high: int = 0  # the same for the upper bound
+    is_zero: bool = False  # the digit before the decimal point is 0
+
+
+def _step(
+    number: _Number, sides: tuple[_Side | None, _Side | None], step: int, decimals: int
+) -> tuple[bool, list[tuple[int, int, _Number]]]:
+    found: list[tuple[int, int, _Number]] = []
+    if not number.begun and sides[1] is not None:
+        found.append((ord("-"), ord("-"), _Number(side=1, begun=True)))
+    side = sides[number.side]
+    if side is None:
+        return False, found
+    for digit in range(10):
+        onward = _with_digit(number, str(digit), side, step, decimals)
+        if onward is not None:
+            found.append((_DIGIT + digit, _DIGIT + digit, onward))
+    if decimals and number.digits and number.places < 0:
+        found.append((ord("."), ord("."), _settled(number, side)))
+    return _ends(number, side, step, decimals), found
+
+
+def _with_digit(number: _Number, digit: str, side: _Side, step: int, decimals: int) -> _Number | None:
+    behind = number.places >= 0
+    at = number.places if behind else number.digits
+    if (number.is_zero and not behind) or at >= (decimals if behind else len(side.high[0])):
+        return None
+    low, high = side.low[behind], side.high[behind]
+    return replace(
+        number,
+        begun=True,
+        digits=number.digits + (not behind),
+        places=number.places + behind,
+        remainder=(number.remainder * 10 + int(digit)) % step,
+        low=number.low or (_sign(digit, low[at]) if at < len(low) else 0),
+        high=number.high or _sign(digit, high[at]),
+        is_zero=number.is_zero or (not behind and number.digits == 0 and digit == "0"),
+    )
+
+
+def _settled(number: _Number, side: _Side) -> _Number:
+    """Behind the decimal point: the number of digits before it counts more than the digits."""
+    low = _sign(number.digits, len(side.low[0])) or number.low
+    high = _sign(number.digits, len(side.high[0])) or number.high
+    return replace(number, places=0, digits=0, low=low, high=high, is_zero=False)
+
+
+def _ends(number: _Number, side: _Side, step: int, decimals: int) -> bool:
+    if number.places < 0:
+        if not number.digits:
+            return False
+        number = _settled(number, side)
+        for place in range(decimals):
+            padded = _with_digit(number, "0", side, step, decimals)
+            assert padded is not None, f"a number has {decimals} places, and {place} are taken"
+            number = padded
+    return number.places == decimals and number.remainder == 0 and number.low >= 0 and number.high <= 0
+
+
+def _sign(left: Digits, right: Digits) -> int:
+    return 0 if left == right else 1 if left > right else -1

@@ -6,10 +6,17 @@ MAX_REASON_CHARS = 400
 
 
 class GrammarRefused(ValueError):
-    """The grammar is malformed, unsupported or too expensive. The message is one line and holds no stack trace."""
+    """The grammar is malformed, unsupported or too expensive. The message is one line and holds no stack trace.
 
-    def __init__(self, reason: str) -> None:
+    path: JSON pointer of the schema's keyword that is refused; empty if the reason lies elsewhere. why: the reason without it.
+    part: index of the part of a structural tag that is refused; None for the whole grammar.
+    """
+
+    def __init__(self, reason: str, path: str = "", why: str = "", part: int | None = None) -> None:
         super().__init__(one_line(reason))
+        self.path = path
+        self.why = why or reason
+        self.part = part
 
 
 def one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Regular expressions (the part of ECMA 262 that is regular) read into grammar nodes.
+"""Regular expressions (the part of ECMA 262 that is regular) read into a tree.
 
 Read by us, not by the compiler, because it drops what it does not know (anchors, lookaheads) with a warning, and knows
 nothing of how JSON writes a character. What is not regular, or means different things in different dialects, is refused.
@@ -7,21 +7,9 @@ nothing of how JSON writes a character. What is not regular, or means different 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.grammar.schema.ebnf import (
-    MAX_CODE_POINT,
-    Alternatives,
-    Chars,
-    Node,
-    Ranges,
-    Repeat,
-    choice,
-    complement,
-    normalized,
-    seq,
-)
+from services.worker.grammar.schema.ebnf import MAX_CODE_POINT, Ranges, complement, normalized
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_GROUP_DEPTH = 64
@@ -31,60 +19,110 @@ DIGITS: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
-ASCII: Ranges = ((0x00, 0x7F),)
+LINE_FEED: Ranges = ((0x0A, 0x0A),)
+BEYOND_ASCII: Ranges = ((0x80, MAX_CODE_POINT),)
+# White space of ECMA 262 and of Python beyond SPACE.
+OTHER_SPACE: Ranges = (
+    *((0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
+# Decimals of other scripts, which Python's \d has.
+OTHER_DIGITS = normalized((code, code) for code in range(0x80, MAX_CODE_POINT + 1) if chr(code).isdecimal())
 _NAMED: dict[str, Ranges] = {"d": DIGITS, "w": WORD, "s": SPACE}
+_BEYOND: dict[str, Ranges] = {"d": OTHER_DIGITS, "w": BEYOND_ASCII, "s": OTHER_SPACE}  # members in some dialects
 _CONTROL = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
 _COUNT = re.compile(r"\{(\d+)(?:(,)(\d+)?)?\}", re.ASCII)
+_ESCAPED_NAME = re.compile(r"\\[dwsDWS]")
 _GROUP_NAME = re.compile(r"\?<([A-Za-z_$][\w$]*)>", re.ASCII)
 _HEX = {"x": re.compile(r"[0-9A-Fa-f]{2}"), "u": re.compile(r"[0-9A-Fa-f]{4}|\{[0-9A-Fa-f]{1,6}\}")}
 
-MakeChars = Callable[[Ranges, bool], Node]
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """One character."""
+
+    ranges: Ranges  # characters that every dialect takes for members
+    wide: Ranges  # characters that any dialect takes for members
+    vague: bool = False  # the pattern names it only by its exceptions (`.`, [^…], \\D \\W \\S)
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """One alternative of the whole pattern, and whether `^` and `$` stood at its ends."""
+class Sequence:
+    items: tuple[Tree, ...]
 
-    node: Node
-    starts: bool
-    ends: bool
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the options, of which there is at least one."""
+
+    options: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """low to high times; high None: without end."""
+
+    item: Tree
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A lookahead: text from here on begins, or does not begin, with the body."""
+
+    body: Tree
+    negative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """`^`, or `$` if at_end."""
+
+    at_end: bool
+
+
+Tree = Class | Sequence | Choice | Times | Look | Anchor
+START, END = Anchor(False), Anchor(True)
 
 
 @dataclass(slots=True)
 class _Level:
     """An open group: its finished options and the items of the one being read."""
 
-    options: list[Node] = field(default_factory=list)
-    items: list[Node] = field(default_factory=list)
+    options: list[Tree] = field(default_factory=list)
+    items: list[Tree] = field(default_factory=list)
+    look: bool | None = None  # of a lookahead: whether it is negative
+
+    def closed(self) -> Tree:
+        found = (*self.options, sequence(self.items))
+        return found[0] if len(found) == 1 else Choice(found)
 
 
-def parse(pattern: str, make_chars: MakeChars) -> list[Branch]:
-    """The pattern's alternatives. make_chars(ranges, vague) makes the node of one character; vague: the pattern names it
-    only by what it is not (`.`, [^…], \\D \\W \\S). Raises GrammarRefused with the position."""
-    return _Parser(pattern, make_chars).parse()
+def parse(pattern: str) -> Tree:
+    """The pattern's tree: a Choice of its alternatives if it has several. Raises GrammarRefused with the position."""
+    return _Parser(pattern).parse()
+
+
+def sequence(items: list[Tree]) -> Tree:
+    return items[0] if len(items) == 1 else Sequence(tuple(items))
 
 
 class _Parser:
-    def __init__(self, pattern: str, make_chars: MakeChars) -> None:
+    def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._make = make_chars
         self._at = 0
         self._levels = [_Level()]
-        self._branches: list[Branch] = []
-        self._starts = self._ends = False
         self._repeatable = False  # the last item may take a quantifier
 
-    def parse(self) -> list[Branch]:
+    def parse(self) -> Tree:
         while self._at < len(self._pattern):
             self._step(self._pattern[self._at])
         if len(self._levels) > 1:
             raise self._refuse("a group is not closed")
-        self._end_branch()
-        return self._branches
+        return self._levels[0].closed()
 
     def _step(self, char: str) -> None:
-        if self._ends and char != "|":
-            raise self._refuse("'$' is supported at the end of the pattern, or of one of its alternatives, only")
         count = _COUNT.match(self._pattern, self._at) if char == "{" else None
         if count is not None or char in "*+?":
             self._quantify(char, count)
@@ -96,21 +134,23 @@ class _Parser:
             self._at += 1
             self._bar()
         elif char in "^$":
-            self._anchor(char)
+            self._at += 1
+            self._levels[-1].items.append(START if char == "^" else END)
+            self._repeatable = False
         else:
             self._add(self._atom(char))
 
-    def _atom(self, char: str) -> Node:
+    def _atom(self, char: str) -> Tree:
         self._at += 1
         if char == ".":
-            return self._make(complement(LINE_ENDS), True)
+            return Class(complement(LINE_ENDS), complement(LINE_FEED), True)
         if char == "[":
             return self._class()
-        ranges, vague = self._escape(in_class=False) if char == "\\" else (((ord(char), ord(char)),), False)
-        return self._make(normalized(ranges), vague)
+        found = self._escape(in_class=False) if char == "\\" else _one(ord(char))
+        return Class(normalized(found.ranges), normalized(found.wide), found.vague)
 
-    def _add(self, node: Node) -> None:
-        self._levels[-1].items.append(node)
+    def _add(self, tree: Tree) -> None:
+        self._levels[-1].items.append(tree)
         self._repeatable = True
 
     def _quantify(self, char: str, count: re.Match[str] | None) -> None:
@@ -127,21 +167,25 @@ class _Parser:
         if self._pattern.startswith("?", self._at):  # lazy: the same texts match
             self._at += 1
         items = self._levels[-1].items
-        items[-1] = Repeat(items[-1], low, high)
+        items[-1] = Times(items[-1], low, high)
         self._repeatable = False
 
     def _open(self) -> None:
         self._at += 1
         name = _GROUP_NAME.match(self._pattern, self._at)
+        look = None
         if name is not None:
             self._at += len(name[0])
         elif self._pattern.startswith("?:", self._at):
             self._at += 2
+        elif self._pattern.startswith(("?=", "?!"), self._at):
+            look = self._pattern[self._at + 1] == "!"
+            self._at += 2
         elif self._pattern.startswith("?", self._at):
-            raise self._refuse("lookaround and flags are not supported")
+            raise self._refuse("lookbehind and flags are not supported")
         if len(self._levels) > MAX_GROUP_DEPTH:
             raise self._refuse(f"groups are nested more than {MAX_GROUP_DEPTH} deep")
-        self._levels.append(_Level())
+        self._levels.append(_Level(look=look))
         self._repeatable = False
 
     def _close(self) -> None:
@@ -149,84 +193,73 @@ class _Parser:
             raise self._refuse("')' closes no group")
         level = self._levels.pop()
         self._at += 1
-        self._add(choice([*level.options, seq(*level.items)]))
+        if level.look is None:
+            self._add(level.closed())
+        else:
+            self._levels[-1].items.append(Look(level.closed(), level.look))
+            self._repeatable = False
 
     def _bar(self) -> None:
-        if len(self._levels) == 1:
-            self._end_branch()
-        else:
-            level = self._levels[-1]
-            level.options.append(seq(*level.items))
-            level.items = []
-        self._repeatable = False
-
-    def _end_branch(self) -> None:
-        level = self._levels[0]
-        self._branches.append(Branch(seq(*level.items), self._starts, self._ends))
+        level = self._levels[-1]
+        level.options.append(sequence(level.items))
         level.items = []
-        self._starts = self._ends = False
-
-    def _anchor(self, char: str) -> None:
-        at_start = char == "^" and not self._levels[-1].items and not self._starts
-        if len(self._levels) > 1 or (char == "^" and not at_start):
-            raise self._refuse(f"'{char}' is supported at the ends of the pattern, or of one of its alternatives, only")
-        self._at += 1
         self._repeatable = False
-        if char == "^":
-            self._starts = True
-        else:
-            self._ends = True
 
-    def _class(self) -> Node:
+    def _class(self) -> Tree:
         negated = self._pattern.startswith("^", self._at)
         self._at += negated
         ranges: list[tuple[int, int]] = []
+        wide: list[tuple[int, int]] = []
         vague = negated
+        names: set[str] = set()
         while True:
             if self._at >= len(self._pattern):
                 raise self._refuse("a character class is not closed")
             if self._pattern[self._at] == "]":
                 break
-            item, item_vague = self._class_item()
-            ranges.extend(item)
-            vague = vague or item_vague
+            if _ESCAPED_NAME.match(self._pattern, self._at):
+                names.add(self._pattern[self._at + 1])
+            item = self._class_item()
+            ranges.extend(item.ranges)
+            wide.extend(item.wide)
+            vague = vague or item.vague
         self._at += 1
-        if not ranges:
+        if not wide:
             raise self._refuse("empty character class")
-        return self._make(complement(ranges) if negated else normalized(ranges), vague)
+        if any({name, name.upper()} <= names for name in _NAMED):  # [\s\S] is any character in every dialect
+            ranges = wide = [(0, MAX_CODE_POINT)]
+        if negated:
+            return Class(complement(wide), complement(ranges), vague)
+        return Class(normalized(ranges), normalized(wide), vague)
 
-    def _class_item(self) -> tuple[Ranges, bool]:
-        low, vague = self._class_char()
+    def _class_item(self) -> Class:
+        low = self._class_char()
         is_range = self._pattern.startswith("-", self._at) and not self._pattern.startswith("-]", self._at)
         if not is_range:
-            return low, vague
+            return low
         self._at += 1
         if self._at >= len(self._pattern):
             raise self._refuse("a character class is not closed")
-        high, _ = self._class_char()
-        single = len(low) == len(high) == 1 and low[0][0] == low[0][1] and high[0][0] == high[0][1]
-        if not single or high[0][0] < low[0][0]:
+        first, last = _single(low), _single(self._class_char())
+        if first is None or last is None or last < first:
             raise self._refuse("not a range of characters")
-        return ((low[0][0], high[0][0]),), False
+        return Class(((first, last),), ((first, last),))
 
-    def _class_char(self) -> tuple[Ranges, bool]:
+    def _class_char(self) -> Class:
         char = self._pattern[self._at]
         self._at += 1
-        return self._escape(in_class=True) if char == "\\" else (((ord(char), ord(char)),), False)
+        return self._escape(in_class=True) if char == "\\" else _one(ord(char))
 
-    def _escape(self, in_class: bool) -> tuple[Ranges, bool]:
-        """What stands behind a backslash. Negated names stay within ASCII: dialects differ on what lies beyond."""
+    def _escape(self, in_class: bool) -> Class:
+        """What stands behind a backslash. Names surely mean ASCII alone: dialects differ beyond it."""
         if self._at >= len(self._pattern):
             raise self._refuse("the pattern ends in a backslash")
         char = self._pattern[self._at]
         self._at += 1
-        if char in _NAMED:
-            return _NAMED[char], False
         if char.lower() in _NAMED:
-            inside = complement(_NAMED[char.lower()])
-            return tuple((a, min(b, ASCII[0][1])) for a, b in inside if a <= ASCII[0][1]), True
-        code = self._code(char, in_class)
-        return ((code, code),), False
+            sure, wide = _NAMED[char.lower()], (*_NAMED[char.lower()], *_BEYOND[char.lower()])
+            return Class(sure, wide) if char.islower() else Class(complement(wide), complement(sure), True)
+        return _one(self._code(char, in_class))
 
     def _code(self, char: str, in_class: bool) -> int:
         if char == "0" and self._pattern[self._at : self._at + 1].isdigit():
@@ -262,16 +295,11 @@ class _Parser:
         return GrammarRefused(f"pattern, position {self._at}: {why}")
 
 
-def whole(branches: list[Branch]) -> Node:
-    """The node that the whole text must match; anchors change nothing then."""
-    return choice(branch.node for branch in branches)
+def _one(code: int) -> Class:
+    return Class(((code, code),), ((code, code),))
 
 
-def anywhere(branches: list[Branch], filler: Chars) -> Node:
-    """The node of a text in which the pattern is found; filler: the characters that may stand around it."""
-    any_text = Repeat(filler, 0, None)
-    return Alternatives(
-        tuple(
-            seq(*([] if branch.starts else [any_text]), branch.node, *([] if branch.ends else [any_text])) for branch in branches
-        )
-    )
+def _single(found: Class) -> int | None:
+    """The character of a class that is one character."""
+    ranges = found.ranges
+    return ranges[0][0] if ranges == found.wide and len(ranges) == 1 and ranges[0][0] == ranges[0][1] else None

@@ -7,10 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.shared.limits import MAX_OPTIONAL_PROPERTIES
+from services.shared.schema_annotations import is_annotation
 from services.worker.grammar.schema import json_rules
 from services.worker.grammar.schema.ebnf import Chars, Node, Ref, Repeat, Seq, Text, choice, without
 from services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS
-from services.worker.grammar.schema.schema_support import Schema, bounds, check_keywords, child, listing, mapping, names, refuse
+from services.worker.grammar.schema.schema_support import (
+    Schema,
+    bounds,
+    check_keywords,
+    child,
+    listing,
+    mapping,
+    names,
+    refuse,
+    types_of,
+)
 
 MAX_COUNTED_STATES = 2000
 MANY_PROPERTIES = 64  # of an object
@@ -27,6 +39,12 @@ class Builder(Protocol):
 
     def matching(self, pattern: str, path: str) -> Node:
         """A string in which the pattern is found. Raises GrammarRefused."""
+
+    def text(self, schema: Any, path: str) -> Node:
+        """A string that satisfies the schema. Raises GrammarRefused for a schema of anything else."""
+
+    def followed(self, schema: Any, path: str) -> Any:
+        """The schema behind references. Raises GrammarRefused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +117,8 @@ def _rest_of_array(rest: Node | None, end: Node, low: int, high: int | None, fir
 def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
     """None: any object will do."""
     low, high = bounds(schema, "minProperties", "maxProperties", path)
+    written = mapping(schema, "properties", path)
+    schema = _with_named(builder, schema, path)
     properties = mapping(schema, "properties", path)
     required = set(names(schema, "required", path))
     extra = _extra_pair(builder, schema, path, properties)
@@ -108,7 +128,8 @@ def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
     pairs = []
     for name, member in properties.items():
         if member is not False:
-            pair = _pair(_key(name, where), builder.node(member, child(where, name)))
+            at = child(where, name) if name in written else child(path, "additionalProperties")
+            pair = _pair(_key(name, where), builder.node(member, at))
             # One that may be left out stands in several rules: a rule of its own costs a tenth where there are hundreds.
             shared = len(properties) > MANY_PROPERTIES and name not in required
             pairs.append((builder.define(pair) if shared else pair, name in required))
@@ -157,14 +178,14 @@ def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping
     if "patternProperties" in limits:
         return _pattern_pair(builder, schema, path, properties, additional)
     declared = [*properties, *names(schema, "required", path)]
-    closed = declared and additional is None and not limits
-    if additional is False or closed:
+    says = bool(declared) or ("properties" in schema and not schema.get("minProperties"))
+    if additional is False or (says and additional is None and not limits):
         return None
     value = VALUE if additional is None else builder.node(additional, child(path, "additionalProperties"))
     if "propertyNames" in limits:
         if declared:
             raise refuse(child(path, "propertyNames"), "not supported together with properties")
-        return _pair(_named(builder, schema["propertyNames"], child(path, "propertyNames")), value)
+        return _pair(builder.text(schema["propertyNames"], child(path, "propertyNames")), value)
     return _pair(_key_except(builder, set(declared)) if declared else STRING, value)
 
 
@@ -192,23 +213,32 @@ def _found(pattern: str, name: str, path: str) -> bool:
         raise refuse(path, f"pattern: {error}") from None
 
 
-def _named(builder: Builder, schema: Any, path: str) -> Node:
-    """A key that satisfies `propertyNames`."""
-    found = check_keywords(schema, path)
-    if "enum" in found or "const" in found:
-        values = listing(found, "enum", path) if "enum" in found else [found["const"]]
-        keys = [_key(value, path) for value in values if isinstance(value, str)]
-        if keys:
-            return choice(keys)
-        raise refuse(path, "no string among the names")
-    limits = [key for key in found if key in ("minLength", "maxLength", "pattern")]
-    if not limits or found.get("type", "string") != "string" or set(limits) >= {"pattern", "minLength"} or len(limits) > 2:
-        raise refuse(path, "supported with enum, const, pattern, or minLength and maxLength")
-    if "pattern" in found:
-        if limits != ["pattern"] or not isinstance(found["pattern"], str):
-            raise refuse(child(path, "pattern"), "must be a string, and stand alone")
-        return builder.matching(found["pattern"], child(path, "pattern"))
-    return json_rules.string_of(*bounds(found, "minLength", "maxLength", path))
+def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
+    """Names that `propertyNames` lists are declared properties, each of which comes once. Names without a limit are left out."""
+    where = child(path, "propertyNames")
+    found = builder.followed(schema.get("propertyNames", True), where)
+    if found is True or (isinstance(found, dict) and _says(found) <= {"type"} and "string" in types_of(found, where)):
+        return {key: value for key, value in schema.items() if key != "propertyNames"}
+    if not isinstance(found, dict) or not ("enum" in found or "const" in found) or schema.get("patternProperties"):
+        return schema
+    check_keywords(found, where)
+    listed = listing(found, "enum", where) if "enum" in found else [found["const"]]
+    allowed = dict.fromkeys(value for value in listed if isinstance(value, str))
+    if not 0 < len(allowed) <= MAX_OPTIONAL_PROPERTIES:
+        raise refuse(where, f"{len(allowed)} of the names are strings; supported are 1 to {MAX_OPTIONAL_PROPERTIES}")
+    for name in names(schema, "required", path):
+        if name not in allowed:
+            raise refuse(child(path, "required"), f"'{name}' is not among the names")
+    additional = _additional(schema)
+    member = True if additional is None else additional
+    properties = mapping(schema, "properties", path)
+    declared = {name: properties.get(name, member) for name in allowed if name in properties or additional is not False}
+    rest = {key: value for key, value in schema.items() if key not in ("propertyNames", "unevaluatedProperties")}
+    return {**rest, "properties": declared, "additionalProperties": False}
+
+
+def _says(schema: Schema) -> set[str]:
+    return {key for key in schema if not is_annotation(key)}
 
 
 def _key(name: str, path: str) -> Node:

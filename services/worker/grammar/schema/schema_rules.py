@@ -9,24 +9,30 @@ from __future__ import annotations
 from typing import Any
 
 from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.ebnf import Grammar, Node, Ref, choice
-from services.worker.grammar.schema.formats import PATTERNS
-from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, STRING, VALUE
-from services.worker.grammar.schema.number_ranges import import_rules, numeric_keywords
-from services.worker.grammar.schema.refusal import GrammarRefused
-from services.worker.grammar.schema.regex_rules import string_matching
+from services.worker.grammar.schema.automaton import TooLarge
+from services.worker.grammar.schema.ebnf import Grammar, Node, Ref, Seq, choice
+from services.worker.grammar.schema.formats import ANY_TEXT, BESIDE_PATTERN, PATTERNS
+from services.worker.grammar.schema.json_rules import BOOLEAN, INTEGER, NULL, NUMBER, QUOTE, STRING, VALUE
+from services.worker.grammar.schema.number_ranges import import_rules, multiples, numeric_keywords, whole_multiple
+from services.worker.grammar.schema.refusal import GrammarRefused, one_line
+from services.worker.grammar.schema.regex_rules import StringLimits, string_of
 from services.worker.grammar.schema.schema_containers import array_node, object_node
 from services.worker.grammar.schema.schema_disjoint import disjoint
 from services.worker.grammar.schema.schema_support import (
-    KEYWORDS_OF_TYPE,
+    COMBINERS,
+    TYPED,
+    TYPES,
     Schema,
     bounds,
     check_keywords,
     child,
+    follow,
     is_of,
+    keyword_below,
     listing,
     refuse,
     resolve,
+    text,
     types_of,
 )
 from services.worker.grammar.schema.shared_beginnings import any_of
@@ -34,15 +40,24 @@ from services.worker.grammar.schema.shared_beginnings import any_of
 MAX_RULES = 20_000
 
 
-def schema_grammar(document: Any) -> Grammar:
-    """The grammar of a parsed schema. Raises GrammarRefused with the place of what is not supported."""
-    builder = RuleBuilder(document)
-    root = builder.node(document, "#")
+def schema_grammar(document: Any, partial: bool = False) -> Grammar:
+    """The grammar of a parsed schema. Raises GrammarRefused with the place of what is not supported.
+
+    partial: keywords that are not supported are left out, and all others are enforced.
+    """
+    grammar = _grammar(PartialRuleBuilder(document) if partial else RuleBuilder(document))
+    if grammar.can_end():
+        return grammar
+    if partial:  # the keywords together leave nothing to write: only the kind of value is kept
+        kind = document.get("type") if isinstance(document, dict) else None
+        return _grammar(PartialRuleBuilder({"type": kind} if isinstance(kind, str) else True))
+    raise refuse("#", "no finite value satisfies it")
+
+
+def _grammar(builder: RuleBuilder) -> Grammar:
+    root = builder.node(builder.document, "#")
     builder.build_referenced()
-    grammar = json_rules.finished(builder.rules, builder.imported, root)
-    if not grammar.can_end():
-        raise refuse("#", "no finite value satisfies it")
-    return grammar
+    return json_rules.finished(builder.rules, builder.imported, root)
 
 
 class RuleBuilder:
@@ -51,9 +66,10 @@ class RuleBuilder:
     def __init__(self, document: Any) -> None:
         self.rules: dict[str, Node] = {}
         self.imported: dict[str, str] = {}
-        self._document = document
+        self.document = document
         self._referenced: dict[str, str] = {}  # pointer -> rule
         self._waiting: list[tuple[str, str, Any]] = []
+        self._strings: dict[StringLimits, Node] = {}
 
     def node(self, schema: Any, path: str) -> Node:
         if schema is True:
@@ -79,10 +95,49 @@ class RuleBuilder:
 
     def matching(self, pattern: str, path: str) -> Node:
         """A string in which the pattern is found. Raises GrammarRefused."""
+        return self._limited(StringLimits((pattern,)), path)
+
+    def text(self, schema: Any, path: str) -> Node:
+        """A string that satisfies the schema. Raises GrammarRefused for a schema of anything else."""
+        schema = self.followed(schema, path)
+        found = check_keywords(schema, path)
+        if any(key in COMBINERS for key in found) or types_of({"type": "string", **found}, path) != ("string",):
+            raise refuse(path, "supported with enum, const, and keywords of strings")
+        return self._string(found, path)
+
+    def followed(self, schema: Any, path: str) -> Any:
+        """The schema behind references. Raises GrammarRefused."""
+        return follow(self.document, schema, path)
+
+    def _limited(self, limits: StringLimits, path: str) -> Node:
+        """Strings within the limits. Equal limits share their rules."""
+        known = self._strings.get(limits)
+        if known is None:
+            try:
+                known = self._strings[limits] = self.define(self._limited_string(limits))
+            except GrammarRefused as error:
+                raise refuse(path, str(error)) from None
+            except TooLarge as error:
+                raise refuse(path, f"too large, together with the other limits on the string: {error}") from None
+        return known
+
+    def _limited_string(self, limits: StringLimits) -> Node:
+        """As an automaton, which loops by recursion: masks of a pattern's own repetitions without end take a hundred times as
+        long. One of too many states is written as the pattern stands, if that is possible."""
+        own = limits.as_it_stands(self.define)
+        if own is not None and limits.has_end:
+            return own
+        prefix = f"a{len(self._strings)}"
         try:
-            return string_matching(pattern)
-        except GrammarRefused as error:
-            raise refuse(path, str(error)) from None
+            rules = string_of(limits.automaton(), prefix)
+        except TooLarge:
+            if own is None:
+                raise
+            return own
+        self.rules.update(rules)
+        if len(self.rules) > MAX_RULES:
+            raise TooLarge(f"more than {MAX_RULES} rules")
+        return Seq((QUOTE, Ref(prefix)))
 
     def build_referenced(self) -> None:
         while self._waiting:
@@ -90,7 +145,7 @@ class RuleBuilder:
             self.rules[name] = self.node(schema, path)
 
     def _ref(self, schema: Schema, path: str) -> Node:
-        pointer, target = resolve(self._document, schema["$ref"], path)
+        pointer, target = resolve(self.document, schema["$ref"], path)
         name = self._referenced.get(pointer)
         if name is None:
             name = self._referenced[pointer] = f"ref{len(self._referenced)}"
@@ -105,7 +160,7 @@ class RuleBuilder:
         where = child(path, "oneOf")
         for index, option in enumerate(options):
             for other in range(index):
-                if not disjoint(self._document, options[other], option, where):
+                if not disjoint(self.document, options[other], option, where):
                     raise refuse(
                         where,
                         f"options {other} and {index} may both hold; supported are options that types, constants or a "
@@ -149,7 +204,12 @@ class RuleBuilder:
         return self._number(name, schema, path)
 
     def _number(self, kind: str, schema: Schema, path: str) -> Node:
-        keywords = numeric_keywords(schema, kind, path)
+        divisor = whole_multiple(schema, kind, path)
+        if "multipleOf" in schema and divisor is None:
+            prefix = f"m{len(self.rules)}"
+            self.rules.update(multiples(schema, kind, prefix, path))
+            return Ref(prefix)
+        keywords: dict[str, float | int] = {"multipleOf": divisor} if divisor else numeric_keywords(schema, kind, path)
         if not keywords:
             return INTEGER if kind == "integer" else NUMBER
         prefix = f"n{len(self.imported)}"
@@ -158,19 +218,71 @@ class RuleBuilder:
 
     def _string(self, schema: Schema, path: str) -> Node:
         low, high = bounds(schema, "minLength", "maxLength", path)
-        kinds = [key for key in ("pattern", "format") if key in schema]
-        if not KEYWORDS_OF_TYPE["string"] & schema.keys() or (not kinds and low == 0 and high is None):
-            return STRING
-        if not kinds:
-            return self.define(json_rules.string_of(low, high))
-        if len(kinds) > 1 or high is not None or low > (1 if kinds == ["format"] else 0):
-            raise refuse(child(path, kinds[0]), "not supported together with other limits on the string")
-        return self.define(self._pattern_or_format(schema, kinds[0], path))
+        pattern, format_name = text(schema, "pattern", path), text(schema, "format", path)
+        encoding = text(schema, "contentEncoding", path)
+        if encoding is not None and pattern is None and format_name is None:
+            if encoding not in ("base64", "base64url"):
+                raise refuse(child(path, "contentEncoding"), "supported are base64 and base64url, and any beside a pattern")
+            format_name = encoding
+        if pattern is None and format_name is not None and format_name not in (*PATTERNS, *ANY_TEXT):
+            known = ", ".join(BESIDE_PATTERN)
+            why = f"'{one_line(format_name)}' is not supported; supported are {known}, and some of zod and pydantic"
+            raise refuse(child(path, "format"), why)
+        if pattern is not None:
+            beside = BESIDE_PATTERN.get(format_name or "")
+            patterns = (pattern,) if beside is None else (pattern, beside)
+            return self._limited(StringLimits(patterns, low, high), child(path, "pattern"))
+        if format_name is not None and format_name in PATTERNS:
+            return self._limited(StringLimits((PATTERNS[format_name],), low, high), child(path, "format"))
+        return STRING if low == 0 and high is None else self.define(json_rules.string_of(low, high, self.define))
 
-    def _pattern_or_format(self, schema: Schema, key: str, path: str) -> Node:
-        value = schema[key]
-        if not isinstance(value, str):
-            raise refuse(child(path, key), "must be a string")
-        if key == "format" and value not in PATTERNS:
-            raise refuse(child(path, key), f"'{value}' is not supported; supported are {', '.join(PATTERNS)}")
-        return self.matching(PATTERNS[value] if key == "format" else value, child(path, key))
+
+class PartialRuleBuilder(RuleBuilder):
+    """Leaves out the keywords that it cannot enforce.
+
+    Nodes are kept by their paths. A schema that is tried again without a keyword costs no second look at its members.
+    """
+
+    def __init__(self, document: Any) -> None:
+        super().__init__(document)
+        self._made: dict[str, Node] = {}
+
+    def node(self, schema: Any, path: str) -> Node:
+        made = self._made.get(path)
+        while made is None:
+            try:
+                made = super().node(_enforceable(schema), path)
+            except GrammarRefused as refused:
+                if schema is True:
+                    raise
+                schema = _without(schema, keyword_below(path, refused.path))
+        self._made[path] = made
+        return made
+
+
+def _enforceable(schema: Any) -> Any:
+    """The schema without what excludes its other keywords: types and constants go before combiners, and combiners alone before
+    one another. `oneOf` is enforced as anyOf where its options are not told apart."""
+    if not isinstance(schema, dict):
+        return True
+    combiners = [key for key in COMBINERS if key in schema]
+    limits = [key for key in schema if key in TYPED]
+    if not combiners or (not limits and len(combiners) == 1 and "type" not in schema):
+        return schema
+    kept = next((key for key in ("const", "enum") if key in combiners), combiners[0] if not limits else "")
+    dropped = {*combiners} - {kept} | ({*limits} if kept in ("const", "enum") else set())
+    if kept and kept not in ("const", "enum"):
+        dropped.add("type")
+    return {key: value for key, value in schema.items() if key not in dropped}
+
+
+def _without(schema: Any, keyword: str) -> Any:
+    """A schema that says less: without a keyword, or nothing but its type if no keyword is at fault."""
+    if not isinstance(schema, dict):
+        return True
+    if keyword == "oneOf" and isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
+        return {**{key: value for key, value in schema.items() if key != "oneOf"}, "anyOf": schema["oneOf"]}
+    if keyword in schema:
+        return {key: value for key, value in schema.items() if key != keyword}
+    kind = schema.get("type")
+    return {"type": kind} if isinstance(kind, str) and kind in TYPES and len(schema) > 1 else True

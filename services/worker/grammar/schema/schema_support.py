@@ -17,7 +17,7 @@ from services.worker.grammar.schema.refusal import GrammarRefused
 Schema = Mapping[str, Any]
 
 KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = {
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format", "contentEncoding"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
     "object": frozenset(
@@ -31,18 +31,25 @@ KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = {
 }
 TYPES = (*KEYWORDS_OF_TYPE, "integer")
 COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
-_KNOWN = _TYPED | {"type", *COMBINERS}
+TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
+_KNOWN = TYPED | {"type", *COMBINERS}
 MAX_REFERENCES = 64  # followed from one schema to the next before anything else is said
 
 
 def refuse(path: str, why: str) -> GrammarRefused:
-    return GrammarRefused(f"json_schema: {path}: {why}")
+    return GrammarRefused(f"json_schema: {path}: {why}", path, why)
 
 
 def child(path: str, key: str | int) -> str:
     """The JSON pointer of a member."""
     return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+def keyword_below(path: str, refused: str) -> str:
+    """The keyword of the schema at `path` that a refused pointer leads through; empty if it leads elsewhere, or no further."""
+    if not refused.startswith(f"{path}/"):
+        return ""
+    return refused[len(path) + 1 :].partition("/")[0].replace("~1", "/").replace("~0", "~")
 
 
 def check_keywords(schema: Any, path: str) -> Schema:
@@ -55,7 +62,7 @@ def check_keywords(schema: Any, path: str) -> Schema:
     if "$id" in schema and path != "#":
         raise refuse(child(path, "$id"), "supported at the root only")
     combiners = [key for key in COMBINERS if key in schema]
-    beside = [key for key in schema if key in _TYPED or key in COMBINERS or key == "type"]
+    beside = [key for key in schema if key in TYPED or key in COMBINERS or key == "type"]
     if combiners:
         allowed = {combiners[0], "type"} if combiners[0] in ("enum", "const") else {combiners[0]}
         for key in beside:
@@ -123,6 +130,13 @@ def number(schema: Schema, key: str, path: str) -> float | int | None:
     value = schema.get(key)
     if key in schema and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
         raise refuse(child(path, key), "must be a number")
+    return value
+
+
+def text(schema: Schema, key: str, path: str) -> str | None:
+    value = schema.get(key)
+    if key in schema and not isinstance(value, str):
+        raise refuse(child(path, key), "must be a string")
     return value
 
 

@@ -7,9 +7,10 @@ elsewhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from services.worker.core.contracts.sampling import GrammarPart
 from services.worker.grammar.schema.json_text import parse_json
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.regex_rules import regex_ebnf
@@ -34,17 +35,20 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "repeat": frozenset({"content", "min", "max"}),
 }
 _LISTS = ("elements", "tags")
+DEFINITIONS = ("#/$defs/", "#/definitions/")  # where a part's schema has them, the client's schema does, too
+Parts = Mapping[str, tuple[int, GrammarPart]]  # by pointer, with their indices
 
 
-def structural_tag(source: str) -> str:
-    """The tag as xgrammar takes it. Raises GrammarRefused."""
+def structural_tag(source: str, parts: Sequence[GrammarPart] = ()) -> str:
+    """Returns the tag as xgrammar takes it. Raises GrammarRefused, with the index of a part if its schema is at fault."""
     document = parse_json(source, KIND)
     if not isinstance(document, dict):
         raise _refuse("#", "must be an object")
     layout = document.get("format") if "format" in document else _legacy(document)
     known = {"type", "format"} if "format" in document else {"type", "structures", "triggers"}
     _no_others(document, known, "#")
-    return json.dumps({"type": KIND, "format": _format(layout, "#/format")})
+    known_parts = {part.pointer: (index, part) for index, part in enumerate(parts)}
+    return json.dumps({"type": KIND, "format": _format(layout, "#/format", known_parts)})
 
 
 def _legacy(document: dict[str, Any]) -> Any:
@@ -64,38 +68,44 @@ def _legacy(document: dict[str, Any]) -> Any:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _format(layout: Any, path: str) -> dict[str, Any]:
+def _format(layout: Any, path: str, parts: Parts) -> dict[str, Any]:
     """Recursion follows the document's nesting, which is bounded."""
     kind = layout.get("type") if isinstance(layout, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise _refuse(path, f"must be a format of one of the types {', '.join(_FIELDS)}")
     _no_others(layout, _FIELDS[kind] | {"type"}, path)
     if kind == "json_schema":
-        return {"type": "grammar", "grammar": _schema(layout, path)}
+        return {"type": "grammar", "grammar": _schema(layout, path, parts)}
     if kind == "regex":
-        return {"type": "grammar", "grammar": _inside(lambda: regex_ebnf(_text(layout, "pattern", path)), path)}
+        return {"type": "grammar", "grammar": _inside(lambda: regex_ebnf(_text(layout, "pattern", path)), path, parts)}
     if kind == "tag":
         _tag_ends(layout, path)
     changed = dict(layout)
     for key in _LISTS:
         if key in layout:
             items = layout[key] if isinstance(layout[key], list) else []
-            changed[key] = [_format(item, child(child(path, key), index)) for index, item in enumerate(items)]
+            where = child(path, key)
+            changed[key] = [_format(item, child(where, index), parts) for index, item in enumerate(items)]
     if "content" in layout:
-        changed["content"] = _format(layout["content"], child(path, "content"))
+        changed["content"] = _format(layout["content"], child(path, "content"), parts)
     return changed
 
 
-def _schema(layout: dict[str, Any], path: str) -> str:
+def _schema(layout: dict[str, Any], path: str, parts: Parts) -> str:
     schema = layout.get("json_schema")
-    return _inside(lambda: schema_grammar(schema).render(), path)
+    is_partial = path in parts and parts[path][1].partial
+    return _inside(lambda: schema_grammar(schema, is_partial).render(), path, parts)
 
 
-def _inside(build: Callable[[], str], path: str) -> str:
+def _inside(build: Callable[[], str], path: str, parts: Parts) -> str:
     try:
         return build()
     except GrammarRefused as error:
-        raise _refuse(path, str(error)) from None
+        if path not in parts:
+            raise _refuse(path, str(error)) from None
+        index, part = parts[path]
+        place = error.path if error.path.startswith(DEFINITIONS) else f"#{part.within}{error.path[1:]}"
+        raise GrammarRefused(f"{place}: {error.why}" if error.path else str(error), part=index) from None
 
 
 def _tag_ends(layout: dict[str, Any], path: str) -> None:
