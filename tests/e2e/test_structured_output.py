@@ -138,6 +138,74 @@ class TestPydantic:
         assert answer.choices[0].message.parsed == Person(name="Ada", age=36)
 
 
+ROUTES = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+
+
+def ask_for_call(system: System, route: str, parameters: Any, strict: bool, **more: Any) -> tuple[int, dict[str, Any]]:
+    """A forced call of the function `f`. Without parameters if they are `...`."""
+    given = {} if parameters is ... else {"input_schema" if route == "/v1/messages" else "parameters": parameters}
+    function = {"name": "f", "strict": strict, **given}
+    body: dict[str, Any] = {"model": "demo", "temperature": 1, **more}
+    if route == "/v1/chat/completions":
+        tool = {"type": "function", "function": function}
+        return system.post(route, {**body, "messages": ADA, "tools": [tool], "tool_choice": "required", "max_tokens": 200})
+    if route == "/v1/messages":
+        return system.post(
+            route, {**body, "messages": ADA, "tools": [function], "tool_choice": {"type": "any"}, "max_tokens": 200}
+        )
+    tool = {"type": "function", **function}
+    return system.post(route, {**body, "input": ADA, "tools": [tool], "tool_choice": "required", "max_output_tokens": 200})
+
+
+def arguments_of(route: str, answer: dict[str, Any]) -> Any:
+    """Arguments of the first call."""
+    if route == "/v1/chat/completions":
+        return json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+    if route == "/v1/messages":
+        return next(block["input"] for block in answer["content"] if block["type"] == "tool_use")
+    return json.loads(next(item["arguments"] for item in answer["output"] if item["type"] == "function_call"))
+
+
+def objects(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+class TestForcedCalls:
+    @pytest.mark.parametrize("route", ROUTES)
+    @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
+    def test_call_has_no_arguments_when_function_has_no_parameters(self, system: System, route: str, strict: bool) -> None:
+        for parameters in (..., None, {}, {"type": "object", "properties": {}}):
+            status, answer = ask_for_call(system, route, parameters, strict)
+            assert status == 200, answer
+            assert arguments_of(route, answer) == {}, parameters
+
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_loose_call_is_served_when_a_keyword_is_not_supported(self, system: System, route: str) -> None:
+        small = {"type": "integer", "minimum": 0, "maximum": 9}
+        keywords = {"uniqueItems": True, "nullable": True, "contains": {}}
+        parameters = objects(a={"type": "array", "items": small, "maxItems": 2, **keywords}, b=small)
+        status, answer = ask_for_call(system, route, parameters, strict=False)
+        assert status == 200, answer
+        jsonschema.validate(arguments_of(route, answer), objects(a={"type": "array", "items": small, "maxItems": 2}, b=small))
+
+    @pytest.mark.parametrize("route", ROUTES)
+    @pytest.mark.parametrize("keyword", ["uniqueItems", "nullable"])
+    def test_strict_function_is_refused_in_the_clients_terms(self, system: System, route: str, keyword: str) -> None:
+        parameters = objects(a={"type": "array", "items": {"type": "string"}, keyword: True})
+        status, answer = ask_for_call(system, route, parameters, strict=True)
+        field = {"/v1/chat/completions": ".function.parameters", "/v1/messages": ".input_schema"}.get(route, ".parameters")
+        assert status == 400
+        assert answer["error"]["message"] == f"tools[0]{field}: #/properties/a/{keyword}: this keyword is not supported"
+        assert answer["error"].get("param", f"tools[0]{field}") == f"tools[0]{field}"
+
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_strict_function_is_held_to_a_lookahead(self, system: System, route: str) -> None:
+        parameters = objects(a={"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{2,4}$"})
+        status, answer = ask_for_call(system, route, parameters, strict=True)
+        assert status == 200, answer
+        jsonschema.validate(arguments_of(route, answer), parameters)
+
+
 def schema(**properties: Any) -> dict[str, Any]:
     return {"guided_json": {"type": "object", "properties": properties}}
 

@@ -14,7 +14,13 @@ GRAMMAR = pb.SamplingParams.DESCRIPTOR.fields_by_name["grammar"].name
 
 
 def of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
-    """finish: with reason ABORT, or with none."""
+    """Returns the client's error. `finish` has the reason ABORT, or no reason."""
+    error = _of_finish(finish, choice, retry_after_s)
+    reworded = choice.generation.reworded
+    return error if reworded is None else reworded(error)
+
+
+def _of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: int) -> ApiError:
     code, text, asked = finish.error, _why(finish), choice.generation
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
         return ApiError(404, text or "There is no such session.", param=asked.fields.of(SESSION_ID), code="session_not_found")
@@ -45,7 +51,15 @@ def _refused(finish: worker_pb2.Finish, text: str, asked: Generation) -> ApiErro
     if not finish.field:
         return bad_request(None, text or "The worker refused the request.")
     if finish.field == GRAMMAR and asked.grammar_field is not None:
-        return bad_request(asked.grammar_field, text)  # says itself what is wrong in which sort of grammar
+        return _of_grammar(asked.grammar_field, text, finish.element if finish.HasField("element") else None, asked)
     own = asked.fields.of(finish.field)
     element = f"[{finish.element}]" if finish.HasField("element") else ""
     return bad_request(own, f"{own}{element}: {text or 'The worker refused it.'}")
+
+
+def _of_grammar(field: str, text: str, part: int | None, asked: Generation) -> ApiError:
+    """Returns the refusal of a grammar. A client has not seen a structural tag that the gateway made: the message names the field
+    that a part of it was made of, or all tools."""
+    if part is not None and part < len(asked.grammar_fields):
+        return bad_request(asked.grammar_fields[part], f"{asked.grammar_fields[part]}: {text}")
+    return bad_request(field, f"{field}: {text}" if asked.grammar_fields else text)

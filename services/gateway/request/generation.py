@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from services.gateway.parsers.output_parser import Parsing
 from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.caller import Caller
 from services.gateway.request.client_fields import ClientFields
+from services.gateway.request.errors import ApiError
 from services.shared.index.block_hash import root_hash
 from services.shared.index.cache_namespace import cache_namespace
 from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefaults
@@ -124,6 +125,8 @@ class Generation:
     session: worker_pb2.SessionTurn | None = None
     fields: ClientFields = field(default_factory=ClientFields)
     grammar_field: str | None = None
+    grammar_fields: Sequence[str] = ()  # the client's, of the grammar's parts in their order
+    reworded: Callable[[ApiError], ApiError] | None = None  # a worker's refusal in the words of the API that was asked
     vector_as_base64: bool = False
     hidden: bool = False
     answer: AnswerBody = TEXT_ALONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.api.anthropic.render import MessageRenderer
-from services.gateway.api.anthropic.translation import chat_of, parse, renamed, thinks
+from services.gateway.api.anthropic.translation import chat_of, own_words, parse, renamed, thinks
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.chat_preparer import ChatPreparer
 from services.gateway.api.strict_json import parse_json
@@ -34,7 +34,7 @@ class MessagesCall:
             origin.wants_stream()
         chat = chat_of(request, omits)
         try:
-            return await self._preparer.of_chat(chat, origin)
+            return own_words(await self._preparer.of_chat(chat, origin))
         except ApiError as error:
             raise renamed(error) from None
 

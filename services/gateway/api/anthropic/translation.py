@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -14,6 +15,7 @@ from services.gateway.api.anthropic.types import CountTokensRequest, MessagesReq
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
 from services.gateway.request.errors import ApiError, bad_request
+from services.gateway.request.generation import Plan
 from services.shared import limits
 
 Json = dict[str, Any]
@@ -82,6 +84,12 @@ def renamed(error: ApiError) -> ApiError:
     for pattern, name in _NAMES:
         said = pattern.sub(name, said)
     return ApiError(error.status, said, param=error.param, code=error.code, retry_after_s=error.retry_after_s)
+
+
+def own_words(plan: Plan) -> Plan:
+    """The plan, whose refusals by workers are in the words of this API."""
+    parts = [replace(part, generation=replace(part.generation, reworded=renamed)) for part in plan.parts]
+    return Plan(plan.model, parts)
 
 
 def thinks(request: CountTokensRequest) -> bool:

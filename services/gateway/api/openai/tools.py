@@ -14,7 +14,7 @@ from services.gateway.api.known_fields import hosted_type, own_name
 from services.gateway.parsers.output_parser import MakeParsing, ParserSetup, Parsing
 from services.gateway.parsers.tags.demand import CallDemand, TagRefused, ToolSpec
 from services.gateway.parsers.tags.layouts import Layout
-from services.gateway.parsers.tags.structural_tags import call_tag, calls_or_answer
+from services.gateway.parsers.tags.structural_tags import Tag, call_tag, calls_or_answer
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
 from services.shared.output_formats import NONE, OutputFormats
@@ -23,6 +23,24 @@ from services.shared.schema_size import too_large
 FALLBACK = "hermes"  # for calls that are forced out of a model that no format is known of
 _NAME = re.compile(f"[a-zA-Z0-9_.:-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")
 _CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A grammar that holds an output to calls, or to calls and answers."""
+
+    grammar: pb.Grammar
+    fields: Sequence[str]  # of the request, that the grammar's parts were made of
+
+
+def held(tag: Tag, field: str) -> Held:
+    """Returns the grammar of a tag that was made of a field. Raises ApiError if it is too large."""
+    grammar = structural_tag(str(tag), field)
+    if sum(len(pointer) + len(origin.within) + 1 for pointer, origin in tag.origins.items()) > limits.MAX_GRAMMAR_BYTES:
+        raise bad_request(field, f"'{field}' may come to at most {limits.MAX_GRAMMAR_BYTES} bytes. Give fewer tools.")
+    for pointer, origin in tag.origins.items():
+        grammar.parts.add(pointer=pointer, within=origin.within, partial=origin.partial)
+    return Held(grammar, [origin.field for origin in tag.origins.values()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +66,25 @@ class ToolUse:
         most = limits.MAX_CALLS if self.parallel else 1
         return make(formats, ParserSetup(schemas, most, hidden))
 
-    def or_answer(self, formats: OutputFormats, answer: Layout, field: str) -> pb.Grammar | None:
+    def or_answer(self, formats: OutputFormats, answer: Layout, field: str) -> Held | None:
         """What holds the output to calls, or to an answer that follows the layout; None where no call may come, or one has to.
         field: the client's, of the answer. Raises ApiError."""
         if not self.callable or self.forced or formats.tools == NONE:
             return None
         try:
-            return structural_tag(calls_or_answer(formats, CallDemand(self.callable, False, self.parallel), answer), field)
+            return held(calls_or_answer(formats, CallDemand(self.callable, False, self.parallel), answer), field)
         except TagRefused as error:
-            raise bad_request("tools", f"'tools': {error}") from None
+            raise bad_request(error.field, f"'{error.field}': {error}.") from None
 
-    def grammar(self, formats: OutputFormats) -> pb.Grammar | None:
+    def grammar(self, formats: OutputFormats) -> Held | None:
         """What holds the output to calls that are forced or strict; None where nothing has to. Raises ApiError."""
         if not self.callable or formats.tools == NONE:
             return None
         try:
             tag = call_tag(formats, CallDemand(self.callable, self.forced, self.parallel))
         except TagRefused as error:
-            raise bad_request("tools", f"'tools': {error}") from None
-        return None if tag is None else structural_tag(tag, "tools")
+            raise bad_request(error.field, f"'{error.field}': {error}.") from None
+        return None if tag is None else held(tag, "tools")
 
 
 def parameters_of(tools: Sequence[Any]) -> Mapping[str, Mapping[str, Any] | None]:
@@ -118,7 +136,8 @@ def _spec(tool: Any, where: str) -> ToolSpec:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise bad_request(f"{where}.strict", f"'{where}.strict' must be true or false.")
-    return ToolSpec(name, _parameters(function.get("parameters"), f"{where}.parameters"), bool(strict))
+    field = f"{where}.parameters"
+    return ToolSpec(name, _parameters(function.get("parameters"), field), bool(strict), field)
 
 
 def _parameters(schema: Any, where: str) -> Mapping[str, Any] | None:

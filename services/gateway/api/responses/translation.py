@@ -19,7 +19,7 @@ from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.request import client_fields
 from services.gateway.request.client_fields import ClientFields
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.request.generation import Plan
+from services.gateway.request.generation import Generation, Plan
 from services.gateway.state.metadata import check_metadata
 
 Json = dict[str, Any]
@@ -126,11 +126,12 @@ def renamed(error: ApiError) -> ApiError:
 
 def own_fields(plan: Plan, streams: bool = False) -> Plan:
     """What workers refuse is named as this API names it. streams: its text is wanted as it comes, whatever the body says."""
-    parts = [
-        replace(part, generation=replace(part.generation, fields=_FIELDS, stream=part.generation.stream or streams))
-        for part in plan.parts
-    ]
+    parts = [replace(part, generation=_own(part.generation, streams)) for part in plan.parts]
     return Plan(plan.model, parts)
+
+
+def _own(generation: Generation, streams: bool) -> Generation:
+    return replace(generation, fields=_FIELDS, stream=generation.stream or streams, reworded=renamed)
 
 
 def _tool(tool: Mapping[str, Any]) -> Json:

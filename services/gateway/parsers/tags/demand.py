@@ -6,23 +6,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.parsers.tags.layouts import Layout, schema
+from services.gateway.parsers.tags.layouts import Layout, Origin, schema
+from services.shared.schema_annotations import is_annotation
 
-_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_NO_MEMBERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const", "properties")
+_OF_NO_MEMBERS = {"type", "properties", "required"}
 
 
 class TagRefused(ValueError):
-    """What a strict tool asks for cannot be held in this format; the message is for the client, and names no value of its own."""
+    """A strict tool asks for arguments that this format cannot hold. The message is for the client, and names no value of its
+    own.
+
+    field: of the request, that asks for them.
+    """
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(why)
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """parameters: a JSON schema, None where the request gives none. strict: it holds even where calls are not asked for."""
+    """A tool of a request."""
 
     name: str
-    parameters: Mapping[str, Any] | None
-    strict: bool = False
+    parameters: Mapping[str, Any] | None  # a JSON schema; None if the request has no schema
+    strict: bool = False  # the schema holds even if calls are not asked for, and all of it
+    field: str = "tools"  # of the request, that holds `parameters`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +48,28 @@ class CallDemand:
 
     def parameters(self, tool: ToolSpec) -> Mapping[str, Any]:
         """The schema that the tool's arguments must follow."""
-        found = tool.parameters if tool.strict or self.forced else None
-        if found is None:
-            return _OBJECT
-        return found if any(key in found for key in _SAYS_TYPE) else {**found, **_OBJECT}
+        if not (tool.strict or self.forced):
+            return ANY_OBJECT
+        found = tool.parameters
+        if found is None or _has_no_members(found):
+            return _NO_MEMBERS
+        if tool.strict:
+            return found if any(key in found for key in _SAYS_TYPE) else {**found, **ANY_OBJECT}
+        return found if "type" in found or "$ref" in found else {**found, **ANY_OBJECT}
 
     def arguments(self, tool: ToolSpec) -> Layout:
-        return schema(self.parameters(tool))
+        return schema(self.parameters(tool), self.origin(tool))
+
+    def origin(self, tool: ToolSpec, parameter: str | None = None) -> Origin:
+        """Returns the origin of the schema of a parameter, or of the whole arguments if `parameter` is None."""
+        name = None if parameter is None else parameter.replace("~", "~0").replace("/", "~1")
+        return Origin(tool.field, "" if name is None else f"/properties/{name}", partial=not tool.strict)
+
+
+def _has_no_members(schema: Mapping[str, Any]) -> bool:
+    """Whether the schema is an empty list of parameters. `{"type": "object"}` has no list, so it allows all parameters."""
+    keywords = {key for key in schema if not is_annotation(key)}
+    if not keywords:
+        return True
+    is_list = keywords <= _OF_NO_MEMBERS and schema.get("type", "object") == "object"
+    return is_list and schema.get("properties") == {} and not schema.get("required")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Layout = Mapping[str, Any]
+ORIGIN = "origin"  # member of a part, for the gateway alone
 
 LINES = r"\n{0,2}"  # what models write between reasoning and answer
 
@@ -18,8 +20,17 @@ def any_text(*excludes: str) -> Layout:
     return {"type": "any_text", "excludes": list(excludes)}
 
 
-def schema(document: Mapping[str, Any] | bool) -> Layout:
-    return {"type": "json_schema", "json_schema": document}
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a part of a layout comes from, in the words of the request."""
+
+    field: str  # of the request, such as tools[0].function.parameters
+    within: str = ""  # JSON pointer into that field's schema, without the #
+    partial: bool = False  # keywords that workers do not support are left out
+
+
+def schema(document: Mapping[str, Any] | bool, origin: Origin | None = None) -> Layout:
+    return {"type": "json_schema", "json_schema": document, **({} if origin is None else {ORIGIN: origin})}
 
 
 def regex(pattern: str) -> Layout:

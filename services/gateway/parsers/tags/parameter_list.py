@@ -27,14 +27,15 @@ def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
     that says more than a list of them does."""
     schema = demand.parameters(tool)
     if tool.strict and not says(schema) <= _OF_A_LIST:
-        raise TagRefused("in this model's format, parameters of a strict tool must be an object with 'properties', and no limits")
+        why = "in this model's format, parameters of a strict tool must be an object with 'properties', and no limits"
+        raise TagRefused(tool.field, why)
     properties, required = schema.get("properties"), schema.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-    if not isinstance(properties, Mapping):
+    rest = schema.get("additionalProperties", True)
+    if not isinstance(properties, Mapping) or (not properties and rest is not False):
         if not names:
             return None
         properties = {}
-    rest = schema.get("additionalProperties", True)
     found = {**properties, **{name: rest for name in names if name not in properties}}
     return [Parameter(name, _whole(each, schema), name in names) for name, each in found.items()]
 

@@ -46,20 +46,20 @@ def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
     if listed is None:
         pair = sequence(regex(r"[a-z_][a-z0-9_]*"), const("="), schema(True))
         return optional(sequence(pair, star(sequence(const(", "), pair))))
-    found = [each for each in listed if _can_be_written(each)]
+    found = [each for each in listed if _can_be_written(each, tool)]
     begun, parts = False, [const("")]
     for each in found:
-        pair = sequence(const(f"{each.name}="), schema(each.schema))
+        pair = sequence(const(f"{each.name}="), schema(each.schema, demand.origin(tool, each.name)))
         part = sequence(const(", "), pair) if begun else pair if each.required else sequence(pair, const(", "))
         begun = begun or each.required
         parts.append(part if each.required else optional(part))
     return sequence(*parts)
 
 
-def _can_be_written(parameter: Parameter) -> bool:
+def _can_be_written(parameter: Parameter, tool: ToolSpec) -> bool:
     """Raises TagRefused for a required one that cannot."""
     if _KEYWORD.fullmatch(parameter.name):
         return True
     if parameter.required:
-        raise TagRefused("a required parameter of a tool has a name that cannot be a keyword")
+        raise TagRefused(tool.field, "in this model's format, the name of a required parameter must be letters, digits and '_'")
     return False

@@ -42,7 +42,7 @@ def _parameters(demand: CallDemand, tool: ToolSpec) -> Layout:
     if listed is None:
         any_of_them = sequence(regex(r"[A-Za-z_][\w.\-]{0,63}"), const(">\n"), any_text())
         return star(_parameter("<parameter=", any_of_them))
-    parts = [_parameter(f"<parameter={each.name}>\n", _value(each, tool)) for each in listed]
+    parts = [_parameter(f"<parameter={each.name}>\n", _value(demand, each, tool)) for each in listed]
     shown = [part if each.required else optional(part) for each, part in zip(listed, parts, strict=True)]
     return sequence(const(""), *shown)
 
@@ -52,7 +52,7 @@ def _parameter(begin: str, value: Layout) -> Layout:
     return sequence(tag(begin, value, _VALUE_END), const("\n"))
 
 
-def _value(parameter: Parameter, tool: ToolSpec) -> Layout:
+def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
     """Raises TagRefused for a strict text whose limits cannot be held without quotes."""
     found = parameter.schema
     if isinstance(found, bool):
@@ -63,10 +63,11 @@ def _value(parameter: Parameter, tool: ToolSpec) -> Layout:
         return either(*(const(f"{text}\n") for text in dict.fromkeys(texts)))
     types = schema_types(found, found)
     if types != ANY and "string" not in types:
-        return sequence(schema(found), const("\n"))
+        return sequence(schema(found, demand.origin(tool, parameter.name)), const("\n"))
     if tool.strict and not all(map(_is_any_text, ways)):
         raise TagRefused(
-            "in this model's format, a strict tool's parameter that may be a string has no limits and no type but null besides"
+            tool.field,
+            "in this model's format, a strict tool's parameter that may be a string has no limits and no type but null besides",
         )
     return any_text()
 

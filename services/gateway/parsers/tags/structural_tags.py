@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
-from services.gateway.parsers.tags.demand import CallDemand
+from services.gateway.parsers.tags.demand import ANY_OBJECT, CallDemand
 from services.gateway.parsers.tags.harmony import harmony, harmony_answer
 from services.gateway.parsers.tags.json_calls import deepseek_v3, deepseek_v31, hermes, llama3_json, mistral
-from services.gateway.parsers.tags.layouts import LINES, Layout, any_text, either, optional, regex, sequence, tag
+from services.gateway.parsers.tags.layouts import LINES, ORIGIN, Layout, Origin, any_text, either, optional, regex, sequence, tag
 from services.gateway.parsers.tags.pythonic import pythonic
 from services.gateway.parsers.tags.qwen3_coder import qwen3_coder
 from services.shared.output_formats import REASONING_FORMATS, OutputFormats
@@ -31,29 +32,40 @@ BUILDERS: Mapping[str, _Builder] = {
 }
 
 
-def call_tag(formats: OutputFormats, demand: CallDemand) -> str | None:
+class Tag(str):
+    """A structural tag's text, as workers take it."""
+
+    origins: Mapping[str, Origin]  # of its parts, by their JSON pointers
+
+    def __new__(cls, text: str, origins: Mapping[str, Origin]) -> Tag:
+        tag = super().__new__(cls, text)
+        tag.origins = origins
+        return tag
+
+
+def call_tag(formats: OutputFormats, demand: CallDemand) -> Tag | None:
     """formats: with a format of tools. None where any output will do: calls are not forced, and no tool is strict.
     Raises TagRefused."""
     if not demand.forced and not any(tool.strict for tool in demand.tools):
         return None
     marks = () if formats.tools == "harmony" else REASONING_FORMATS[formats.reasoning]
-    return _text(_reasoned(formats, BUILDERS[formats.tools](demand, marks)))
+    return _tag(_reasoned(formats, BUILDERS[formats.tools](demand, marks)))
 
 
-def after_reasoning(formats: OutputFormats, answer: Layout) -> str:
+def after_reasoning(formats: OutputFormats, answer: Layout) -> Tag:
     """answer: what begins where the reasoning has ended."""
-    return _text(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
+    return _tag(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
 
 
-def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) -> str:
+def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) -> Tag:
     """formats: with a format of tools. demand: calls are not forced. Behind the reasoning calls alone, one at least, or an answer
     that follows the layout. Raises TagRefused."""
     assert not demand.forced, "an answer may come in their place"
     if formats.tools == "harmony":
-        return _text(harmony(demand, answer))
-    loose = tuple(tool if tool.strict else replace(tool, parameters=None) for tool in demand.tools)
+        return _tag(harmony(demand, answer))
+    loose = tuple(tool if tool.strict else replace(tool, parameters=ANY_OBJECT) for tool in demand.tools)
     calls = BUILDERS[formats.tools](replace(demand, tools=loose, forced=True), ())
-    return _text(_reasoned(formats, either(calls, answer)))
+    return _tag(_reasoned(formats, either(calls, answer)))
 
 
 def _reasoned(formats: OutputFormats, then: Layout) -> Layout:
@@ -65,5 +77,22 @@ def _reasoned(formats: OutputFormats, then: Layout) -> Layout:
     return sequence(optional(sequence(tag(begin, any_text(), end), regex(LINES))), then)
 
 
-def _text(layout: Layout) -> str:
-    return orjson.dumps({"type": "structural_tag", "format": layout}).decode()
+def _tag(layout: Layout) -> Tag:
+    """Returns the text of a layout and the origins of its parts. Recursion follows the parts, which are a few levels deep."""
+    origins: dict[str, Origin] = {}
+    whole = {"type": "structural_tag", "format": _without_origins(layout, "#/format", origins)}
+    return Tag(orjson.dumps(whole).decode(), origins)
+
+
+def _without_origins(layout: Layout, path: str, origins: dict[str, Origin]) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    for key, value in layout.items():
+        if key == ORIGIN:
+            origins[path] = value
+        elif key in ("elements", "tags"):
+            written[key] = [_without_origins(part, f"{path}/{key}/{at}", origins) for at, part in enumerate(value)]
+        elif key == "content":
+            written[key] = _without_origins(value, f"{path}/{key}", origins)
+        else:
+            written[key] = value
+    return written

@@ -92,6 +92,52 @@ def test_schemas_of_other_kinds(name: str) -> None:
                 jsonschema.validate(arguments, parameters or {"type": "object"})
 
 
+NO_PARAMETERS: dict[str, Any] = {
+    "absent": None,
+    "empty": {},
+    "an empty list": {"type": "object", "properties": {}},
+    "an empty list of required names": {"type": "object", "properties": {}, "required": []},
+    "a description": {"description": "Takes nothing."},
+}
+OPEN_PARAMETERS: dict[str, Any] = {
+    "object": {"type": "object"},
+    "additional properties": {"type": "object", "additionalProperties": True},
+    "additional properties beside an empty list": {"type": "object", "properties": {}, "additionalProperties": True},
+}
+
+
+def drawn_arguments(name: str, parameters: Any, strict: bool) -> list[Any]:
+    tool = ToolSpec("f", parameters, strict)
+    formats, setup = OutputFormats(name), ParserSetup({"f": parameters}, 100)
+    if name == "harmony":
+        formats = OutputFormats(name, "harmony")
+    texts_of = drawn(call_tag(formats, demand(tool, forced=True)), 24)
+    return [arguments for text in texts_of for _, arguments in calls_of(events(formats, [text], setup))]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
+def test_forced_call_has_no_arguments_when_function_lists_none(name: str, strict: bool) -> None:
+    for case, parameters in NO_PARAMETERS.items():
+        found = drawn_arguments(name, parameters, strict)
+        assert found and not any(found), case
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_forced_call_may_have_any_arguments_when_object_is_open(name: str) -> None:
+    for case, parameters in OPEN_PARAMETERS.items():
+        assert any(drawn_arguments(name, parameters, False)), case
+
+
+def test_parts_of_a_tag_have_the_fields_of_their_tools() -> None:
+    tools = (ToolSpec("f", {"type": "object"}, True, "tools[0]"), ToolSpec("g", {"type": "object"}, False, "tools[1]"))
+    for name in BUILDERS:
+        tag = call_tag(OutputFormats(name), demand(*tools, forced=True))
+        assert tag is not None and "origin" not in tag
+        strict = {origin.field: not origin.partial for origin in tag.origins.values()}
+        assert strict in ({"tools[0]": True, "tools[1]": False}, {}), name
+
+
 def test_an_answer_begins_where_the_reasoning_ends() -> None:
     for reasoning in REASONING_FORMATS:
         formats = OutputFormats("harmony" if reasoning == "harmony" else "", reasoning)
