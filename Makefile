@@ -120,6 +120,7 @@ docs: dev-env        ## what is written from code: settings, metrics, the client
 	$(PY) -m tests.contracts.picture
 	$(PY) charts/rootstock/dashboards/build.py
 	$(PY) -m charts.rootstock.values_schema > charts/rootstock/values.schema.json
+	$(PY) -m charts.rootstock.empty_keys > charts/rootstock/files/empty-keys.yaml
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock

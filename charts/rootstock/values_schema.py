@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from charts.rootstock import schema_around
 from charts.rootstock.schema_words import (
@@ -41,6 +45,7 @@ DECIDED: dict[str, set[str]] = {
     | {"disaggregation_mode", "disaggregation_host", "disaggregation_port"}
     | {f"disaggregation_tls_{name}_file" for name in ("cert", "key", "ca")},
 }
+FOREIGN = "x-foreign-key"  # marks a key of another chart, which the templates refuse
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
 _REGISTRY = r"^([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$"  # and a folder in it; no scheme
@@ -143,7 +148,8 @@ def _definitions() -> dict[str, Schema]:
 
 def _pod() -> dict[str, Schema]:
     """What values may give to pods. Lists of Kubernetes' own things have names; the API server checks the rest of them."""
-    named: Schema = {"type": "object", "required": ["name"]}
+    name: Schema = {"properties": {"name": string(".")}, "required": ["name"]}
+    named: Schema = {"type": "object", "allOf": [name]}
     mount = closed(
         {
             "name": string("."),
@@ -282,6 +288,7 @@ def _components() -> dict[str, Schema]:
         "kind": choice("Deployment", "StatefulSet", "LeaderWorkerSet"),
         "hosts": integer(1),
         "gpus": integer(0),
+        "gpuMemoryGB": number(0),
         "gpuResource": string(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"),
         "resourceClaims": array(ref("resourceClaim")),
         "executor": choice("", "cpu", "cuda", "fake"),
@@ -306,7 +313,8 @@ def _components() -> dict[str, Schema]:
 def _model() -> Schema:
     overrides = {component: ref(component) for component in ("worker", "tokenizer", "detokenizer")}
     name = {**string(_MODEL_NAME), "maxLength": 128}
-    return closed({"name": name, "path": string("^/."), "source": string(_SOURCE), **overrides}, ("name", "path"))
+    size = closed({"weightsGB": number(0), "kvKiBPerToken": number(0), "contextLen": integer(0)})
+    return closed({"name": name, "path": string("^/."), "source": string(_SOURCE), "size": size, **overrides}, ("name", "path"))
 
 
 def _top() -> dict[str, Schema]:
@@ -314,7 +322,7 @@ def _top() -> dict[str, Schema]:
         "registry": string(_REGISTRY),
         "tag": string(r"^[A-Za-z0-9_.-]*$"),
         "pullPolicy": ref("pullPolicy"),
-        "pullSecrets": array(string()),
+        "pullSecrets": array({"anyOf": [string("."), closed({"name": string(".")}, ("name",))]}),
     }
     return {
         "global": ANY_OBJECT,  # what Helm gives to subcharts
@@ -357,7 +365,52 @@ def _top() -> dict[str, Schema]:
     }
 
 
-def render() -> str:
+def foreign_keys() -> dict[str, Any]:
+    """Returns files/foreign-keys.yaml: keys of other charts, with the key to use here."""
+    rows: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "files/foreign-keys.yaml").read_text())
+    return rows
+
+
+def _admit(rows: dict[str, Any], schema: Schema, definitions: dict[str, Schema]) -> None:
+    """Admits keys of other charts into a block, so that templates/validate.yaml can fail with their sentences."""
+    found = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    if found.get("type") == "array":
+        return _admit(rows, found["items"], definitions)
+    for key, row in rows.items():
+        if key in found["properties"] and isinstance(row, dict) and FOREIGN not in found["properties"][key]:
+            _admit(row, found["properties"][key], definitions)
+        else:
+            found["properties"][key] = {FOREIGN: True}
+    return None
+
+
+def _nullable(schema: Any, definitions: dict[str, Schema]) -> None:
+    """Admits null for every key that need not be there. Helm removes most empty keys before it asks the schema, but neither those of
+    list entries nor those without a default; rootstock.values removes them."""
+    if isinstance(schema, list):
+        for part in schema:
+            _nullable(part, definitions)
+    if not isinstance(schema, dict):
+        return
+    for part in schema.values():
+        _nullable(part, definitions)
+    optional = [part for key, part in schema.get("properties", {}).items() if key not in schema.get("required", ())]
+    for part in (*optional, schema.get("additionalProperties")):
+        if isinstance(part, dict):
+            _admit_null(part, definitions)
+
+
+def _admit_null(schema: Schema, definitions: dict[str, Schema]) -> None:
+    schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"], "null"]
+    if "enum" in schema:  # a list with null in it would be printed with Go's word for it
+        schema.update({"if": {"type": "null"}, "else": {"enum": schema.pop("enum")}})
+    if "anyOf" in schema and {"type": "null"} not in schema["anyOf"]:
+        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+
+
+def document() -> Schema:
     definitions = {
         **_definitions(),
         "pullPolicy": choice("Always", "IfNotPresent", "Never"),
@@ -366,13 +419,17 @@ def render() -> str:
         "workerEnv": _env("worker"),
         **_components(),
     }
-    schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Values of the rootstock chart",
-        **closed(_top()),
-        "$defs": definitions,
-    }
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    title = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rootstock chart"}
+    # Through JSON, because parts that stand in several places become different: only some of them may be null.
+    found: Schema = json.loads(json.dumps({**title, **closed(_top()), "$defs": definitions}))
+    _admit(foreign_keys(), found, found["$defs"])
+    return found
+
+
+def render() -> str:
+    found = document()
+    _nullable(found, found["$defs"])
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

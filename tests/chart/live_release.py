@@ -13,7 +13,7 @@ import helm_python as helm
 import yaml
 
 from tests.chart.loopback_server import QuietHandler, serving
-from tests.chart.release import CHART, NAME, NAMESPACE, Object, Values
+from tests.chart.release import CHART, INSTALLABLE, NAME, NAMESPACE, Object, Values, merged
 
 PLURALS = {"Secret": "secrets", "Deployment": "deployments", "StatefulSet": "statefulsets"}
 ABSENT: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
@@ -23,7 +23,7 @@ def rendered_over(there: Sequence[Object], values: Values) -> list[Object]:
     """What an upgrade renders where these objects are in the namespace. Raises helm.HelmError."""
     with _api_server(there) as url, helm.Config(kubeconfig_content=_kubeconfig(url), namespace=NAMESPACE) as config:
         about: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "is_install": False, "is_upgrade": True, "revision": 2}
-        found = config.render(helm.Chart.load(CHART), dict(values), **about)
+        found = config.render(helm.Chart.load(CHART), merged(INSTALLABLE, values), **about)
     texts = (text for path, text in sorted(found.items()) if not path.endswith("NOTES.txt"))
     return [each for text in texts for each in yaml.safe_load_all(text) if each]
 

@@ -22,6 +22,8 @@ BACKLOG = "rootstock_backlog_serving_llm_rootstock"  # the external metric: of a
 MINIMAL_KUBE = "1.29"  # of Chart.yaml's kubeVersion; test_objects.py compares them
 
 Values = Mapping[str, Any]
+REGISTRY = "registry.example.com"
+INSTALLABLE: Values = {"image": {"registry": REGISTRY}}  # what every installation has to say
 Object = dict[str, Any]
 
 
@@ -77,8 +79,8 @@ def title(each: Object) -> str:
 
 
 def render(values: Values | None = None, *, chart: Path = CHART, upgrade: bool = False, name: str = NAME) -> Release:
-    """Raises helm.HelmError with the sentence that a user would read."""
-    return _render(json.dumps(values or {}, sort_keys=True), chart, upgrade, name)
+    """With INSTALLABLE below the values. Raises helm.HelmError with the sentence that a user would read."""
+    return _render(json.dumps(merged(INSTALLABLE, values or {}), sort_keys=True), chart, upgrade, name)
 
 
 def render_ci(name: str, over: Values | None = None) -> Release:
@@ -87,7 +89,7 @@ def render_ci(name: str, over: Values | None = None) -> Release:
 
 def render_anew(values: Values) -> Release:
     """Past the renderings that are kept."""
-    return _render.__wrapped__(json.dumps(values, sort_keys=True), CHART, False, NAME)
+    return _render.__wrapped__(json.dumps(merged(INSTALLABLE, values), sort_keys=True), CHART, False, NAME)
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,7 +119,7 @@ def _loaded(chart: Path) -> helm.Chart:
 def refusal(values: Values, name: str = NAME) -> str:
     """Why a user cannot install with these values; empty: they can. `helm install` asks the schema, then the templates."""
     try:
-        _loaded(CHART).validate_schema(dict(values))
+        _loaded(CHART).validate_schema(merged(INSTALLABLE, values))
         render(values, name=name)
     except helm.HelmError as error:
         return str(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.chart.release import BACKLOG, NAME, merged
+from tests.chart.release import BACKLOG, NAME, REGISTRY, merged
 from tests.chart.variants import GPU_RESOURCES, KEDA, VARIANTS, model
 
 
@@ -120,7 +120,7 @@ def where_it_was_placed(name: str) -> Fields:
         "spec template metadata labels app.kubernetes.io/name": "rootstock",  # its own win
         "spec template metadata annotations a": name,
         container(name, "env A= value"): name,
-        container(name, "image"): f"rootstock/{name}:{name}-2",
+        container(name, "image"): f"{REGISTRY}/rootstock/{name}:{name}-2",
     }
 
 
@@ -408,7 +408,7 @@ WORKERS: dict[str, Case] = {
             WORKER: {
                 container("worker", "resources limits nvidia.com/mig-3g.40gb"): 1,
                 container("worker", "resources limits nvidia.com/gpu"): ABSENT,
-                container("worker", "image"): "rootstock/worker:0.1.0-cuda",
+                container("worker", "image"): f"{REGISTRY}/rootstock/worker:0.1.0-cuda",
                 POD + "tolerations 0 key": "nvidia.com/gpu",  # of the whole node
                 "spec strategy rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1},
             },
@@ -420,7 +420,7 @@ WORKERS: dict[str, Case] = {
         {
             WORKER: {
                 container("worker", "resources limits amd.com/gpu"): 1,
-                container("worker", "image"): "rootstock/worker:rocm",
+                container("worker", "image"): f"{REGISTRY}/rootstock/worker:rocm",
                 POD + "tolerations 0 key": "amd.com/gpu",
                 container("worker", "env ROOTSTOCK_NUM_THREADS="): ABSENT,
             },
@@ -880,7 +880,7 @@ BESIDES: dict[str, Case] = {
                 "spec volumeClaimTemplates 0 spec resources requests storage": "5Gi",
                 container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
                 container("redis", "volumeMounts data= mountPath"): "/data",
-                container("redis", "image"): "redis:7.4.2-alpine",  # whose files no other server reads
+                container("redis", "image"): f"{REGISTRY}/redis:7.4.2-alpine",  # whose files no other server reads
             },
             GATEWAY: {
                 container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
@@ -929,7 +929,7 @@ BESIDES: dict[str, Case] = {
         {
             f"StatefulSet/{FULL}-worker-demo": {
                 POD + "initContainers 0 name": "fetch-model",
-                POD + "initContainers 0 image": "rootstock/tokenizer:0.1.0",  # a small one
+                POD + "initContainers 0 image": f"{REGISTRY}/rootstock/tokenizer:0.1.0",  # a small one
                 POD + "initContainers 0 command": ["python", "-m", "services.shared.fetch", "/cache/demo", "org/demo"],
                 POD + "initContainers 0 volumeMounts cache= mountPath": "/cache",
                 POD + "initContainers 0 env MODEL_FILES=": ABSENT,

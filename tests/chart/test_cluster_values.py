@@ -54,7 +54,7 @@ INSTALLED: dict[str, Values] = {
     **{f"ci {name}": overlays.installed(name) for name in overlays.CI if name != "cpu-demo"},
     **{f"broken: {name}": based(test_diagnosis.ONE, fault.values) for name, fault in test_diagnosis.BROKEN.items()},
     "cpu-demo": ci_values("cpu-demo"),
-    "defaults": {},
+    "defaults": overlays.LOADED,
     "two of each": based(TWO, {"drainSeconds": 20}),
     "the fake executor, monitored": based({"worker": {"replicas": 3, "settings": FAKE}, "monitoring": MONITORED}),
     "mTLS": based(test_mtls.VALUES, test_mtls.TLS),
@@ -112,7 +112,7 @@ def test_nothing_waits_for_what_a_node_has_not(releases: dict[str, Release]) -> 
 
 def test_every_image_is_there_and_has_what_is_called_in_it(releases: dict[str, Release]) -> None:
     """The tests' Redis has a shell and few programs."""
-    ours = {f"rootstock/{service}:{images.release()}" for service in images.SERVICES}
+    ours = {f"{images.REGISTRY}/rootstock/{service}:{images.release()}" for service in images.SERVICES}
     redis = {images.redis_image(), images.redis_image("state")}
     given = {*images.REDIS_PROGRAMS, *BUILT_IN}
     absent: set[str] = set()
@@ -121,7 +121,8 @@ def test_every_image_is_there_and_has_what_is_called_in_it(releases: dict[str, R
         for pod in pods(release):
             for each in pod.containers():
                 image = each["image"]
-                whole = image if image.startswith("docker.io/") else f"docker.io/{'' if '/' in image else 'library/'}{image}"
+                bare = image.removeprefix("docker.io/")
+                whole = f"docker.io/{'' if '/' in bare else 'library/'}{bare}"
                 if image not in ours and whole not in redis:
                     absent.add(f"{name}: {image}")
                 if whole in redis and (unknown := called(each) - given):

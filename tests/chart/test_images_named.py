@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.chart.pods import pod, pods
-from tests.chart.release import CHART, Release, Values, merged, render
+from tests.chart.release import CHART, REGISTRY, Release, Values, merged, refusal, render
 from tests.chart.variants import APART, GPU_RESOURCES, SHARED_CACHE, model
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -73,8 +74,9 @@ def test_every_image_may_be_named_by_its_digest() -> None:
     digest = f"sha256:{'ab' * 32}"
     found = images(render(merged(ALL_PODS, everywhere(digest=digest))))
     assert {each.partition("@")[2] for each in found} == {digest}
-    assert {each.partition("@")[0].partition(":")[0] for each in found} == repositories()
-    named = {each.partition("@")[0] for each in found if ":" in each.partition("@")[0]}
+    bare = [each.partition("@")[0].removeprefix(f"{REGISTRY}/") for each in found]
+    assert {each.partition(":")[0] for each in bare} == repositories()
+    named = {each for each in bare if ":" in each}
     assert named == {f"{VALUES[key]['image']['repository']}:{VALUES[key]['image']['tag']}" for key in ("redis", "state")}, (
         "a tag that is said stays beside it, for people; one that is not said would be a guess"
     )
@@ -84,6 +86,46 @@ def test_the_digest_of_a_model_decides_over_the_tag_for_gpus() -> None:
     digest = f"sha256:{'cd' * 32}"
     over = {"gpus": 1, "resources": GPU_RESOURCES, "image": {"digest": digest}}
     release = render({"models": [model("a"), model("b", worker=over)], "image": {"tag": "1.2.3"}})
-    repository = VALUES["worker"]["image"]["repository"]
+    repository = f"{REGISTRY}/{VALUES['worker']['image']['repository']}"
     assert pod(release, "worker", "b").container()["image"] == f"{repository}@{digest}"
     assert pod(release, "worker", "a").container()["image"] == f"{repository}:1.2.3"
+
+
+UNSET: Values = {"image": {"registry": ""}}
+OWN = ("gateway", "tokenizer", "detokenizer", "worker", "modelCache.prefetch", "tests")
+
+
+@pytest.mark.parametrize("left_out", ["", *OWN])
+def test_an_image_of_ours_without_a_registry_is_refused_when_no_other_names_it(left_out: str) -> None:
+    values: Values = UNSET
+    for way in places(VALUES):
+        if ".".join(way).removesuffix(".image") in OWN and ".".join(way) != f"{left_out}.image":
+            over: Values = {"registry": MIRROR} if left_out else {}
+            for key in reversed(way):
+                over = {key: over}
+            values = merged(values, over)
+    assert 'has no registry, because image.registry is "".' in refusal(values)
+    assert "docs/kubernetes/images.md#registry" in refusal(values)
+
+
+def test_an_image_whose_repository_names_its_registry_needs_no_other() -> None:
+    """Skaffold names images in full."""
+    values: Values = UNSET
+    for way in places(VALUES):
+        if ".".join(way).removesuffix(".image") in OWN:
+            over: Values = {"repository": f"registry.example.com:5000/{way[0].lower()}"}
+            for key in reversed(way):
+                over = {key: over}
+            values = merged(values, over)
+    assert refusal(values) == ""
+    for registry in ({}, {"image": {"registry": MIRROR}}):
+        found = images(render(merged(values, registry)))
+        assert {each for each in found if each.startswith(MIRROR)} == {
+            each for each in found if registry and each.startswith(f"{MIRROR}/valkey/")
+        }
+        assert "registry.example.com:5000/gateway:0.1.0" in found
+
+
+def test_pull_secrets_are_names_or_references() -> None:
+    release = render({"image": {"pullSecrets": ["a", {"name": "b"}]}})
+    assert pod(release, "gateway").spec["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]

@@ -84,11 +84,16 @@ def test_every_image_of_the_release_is_a_built_one() -> None:
         values = dict[str, Any]()
         for file in patched(profile)["deploy"]["helm"]["releases"][0]["valuesFiles"]:
             values = merged(values, yaml.safe_load((ROOT / file).read_text()))
-        for key, template in RELEASE["setValueTemplates"].items():
-            values = merged(values, nested(key.split("."), template.strip("{.}").lower()))
-        images = {each["image"] for pod in pods(render(values)) for each in pod.containers()}
-        built = {f"image_repo_rootstock_{each}:image_tag_rootstock_{each}" for each in COMPONENTS}
-        assert {each for each in images if not each.startswith("valkey/")} == built, profile
+        for key, value in RELEASE["setValues"].items():
+            values = merged(values, nested(key.split("."), value))
+        for pushed_to, registry in (("registry.example.com/me/", ""), ("", "docker.io/")):  # with a --default-repo, and without
+            named = values
+            for key, template in RELEASE["setValueTemplates"].items():
+                repository = pushed_to if key.endswith("repository") else ""
+                named = merged(named, nested(key.split("."), repository + template.strip("{.}").lower()))
+            images = {each["image"] for pod in pods(render(named)) for each in pod.containers()}
+            built = {f"{registry}{pushed_to}image_repo_rootstock_{each}:image_tag_rootstock_{each}" for each in COMPONENTS}
+            assert {each for each in images if "/valkey/" not in each} == built, (profile, pushed_to)
 
 
 def nested(way: list[str], value: str) -> dict[str, Any]:

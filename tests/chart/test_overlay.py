@@ -119,7 +119,9 @@ def test_every_setting_of_the_file_is_shown() -> None:
         "state.embedded",
         "state.volume",
         "monitoring.serviceMonitor",
-    } | {"networkPolicy.apiServerPorts"}, "rows for these are in template_fields.py and test_network_policies.py"
+    } | {"networkPolicy.apiServerPorts", "image.registry", "redis.image", "state.image"}, (
+        "rows for these are in template_fields.py, test_network_policies.py and test_images_named.py"
+    )
 
 
 def test_what_comes_of_it_is_valid_and_restricted(release: Release) -> None:

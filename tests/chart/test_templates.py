@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chart.pods import pod, pods
-from tests.chart.release import merged, refusal, render
+from tests.chart.release import REGISTRY, merged, refusal, render
 from tests.chart.template_fields import (
     BESIDES,
     CASES,
@@ -146,7 +146,7 @@ def test_pods_that_end_take_what_all_pods_get() -> None:
     assert [each["name"] for each in tokenizer.spec["containers"]] == ["tokenizer", "mesh"]
     job = pod(release, "prefetch")
     assert (job.spec["nodeSelector"], job.spec["tolerations"][0]["key"]) == ({"disk": "fast"}, "gpu")
-    assert job.container()["image"] == "rootstock/tokenizer:0.1.0"
+    assert job.container()["image"] == f"{REGISTRY}/rootstock/tokenizer:0.1.0"
     assert job.owner["spec"]["backoffLimit"] > 1_000_000, "it tries until its Secret is right"
     told = {each["name"]: each.get("value") for each in job.container()["env"]}
     assert told["HF_ENDPOINT"] == "https://hub.example.com" and told["AWS_ENDPOINT_URL"] == "http://minio.storage.svc:9000"

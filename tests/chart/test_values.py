@@ -27,6 +27,13 @@ def tiers(host_gb: int, **over: Any) -> Values:
     return worker(**{"resources": TIERS_MEMORY, "kvTiers": {"hostGB": host_gb, **parts}, **over})
 
 
+def sized(gpu_memory_gb: float, source: str, **settings: Any) -> Values:
+    """A model of a known size on a GPU of a known memory."""
+    over = {"gpus": 1, "gpuMemoryGB": gpu_memory_gb, "resources": GPU_RESOURCES, "settings": settings}
+    fetched = {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source=source)]}
+    return {**fetched, **worker(**over, cacheVolume={"emptyDir": {}})}
+
+
 def gateway(**over: Any) -> Values:
     return {"gateway": over}
 
@@ -123,6 +130,33 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "several hosts": (worker(kind="LeaderWorkerSet", hosts=2), "worker.hosts is 2, and a worker of this version runs on one GPU"),
     "several GPUs": (worker(gpus=8), "worker.gpus is 8, and a worker of this version runs on one GPU of one host. Set it to 1"),
+    "a key of another chart": ({"replicaCount": 2}, "replicaCount is not a key of this chart: use replicas of a component"),
+    "a block of another chart": (
+        {"servingEngineSpec": {"raySpec": {}}},
+        "servingEngineSpec is not a key of this chart: use worker, models[] and modelCache.",
+    ),
+    "images of nowhere": (
+        {"image": {"registry": ""}},
+        'has no registry, because image.registry is "". Build the images and set image.registry to the host that has them'
+        " (docs/kubernetes/images.md#registry)",
+    ),
+    "a GPU by resources": (
+        worker(resources={"limits": {"nvidia.com/gpu": 1}}),
+        "worker.resources.limits has nvidia.com/gpu, and worker.gpus is 0: image, executor and tolerations of a GPU follow from"
+        " worker.gpus alone. Remove it and set worker.gpus to 1, with worker.gpuResource nvidia.com/gpu.",
+    ),
+    "weights beyond the GPU": (
+        sized(24, "Qwen/Qwen3-32B"),
+        "no page of KV fits on a GPU of 24 GB (gpuMemoryGB): the weights take 65.5 GB",
+    ),
+    "a pool beyond the GPU": (
+        sized(80, "Qwen/Qwen3-32B", max_total_tokens=20000),
+        "worker.settings.max_total_tokens is 20000, and a GPU of 80 GB (gpuMemoryGB) has room for 13344 tokens of KV",
+    ),
+    "a context beyond the pool": (
+        sized(80, "Qwen/Qwen3-32B", context_len=16384),
+        "worker.settings.context_len is 16384, and the KV pool of a GPU of 80 GB (gpuMemoryGB) holds 13344 tokens",
+    ),
     "a GPU with the demo's memory": (worker(gpus=1), "worker.resources are those of the demo model on a CPU"),
     "one digest of two images": (
         {"models": [model("a"), model("b", worker={"gpus": 1, "resources": GPU_RESOURCES})], **worker(image={"digest": DIGEST})},
@@ -464,7 +498,7 @@ def test_right_values_are_taken() -> None:
 def test_values_stay_readable() -> None:
     """One block per component, with the same keys in the same order."""
     text = (CHART / "values.yaml").read_text().splitlines()
-    assert len(text) < 360 and max(map(len, text)) <= 140
+    assert len(text) < 365 and max(map(len, text)) <= 140
 
 
 def test_components_have_the_same_keys_in_the_same_order() -> None:

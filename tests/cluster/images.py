@@ -15,6 +15,7 @@ from tests.cluster.kubernetes import CHART, ROOT, run
 
 SERVICES = ("gateway", "tokenizer", "detokenizer", "worker")  # targets of docker/Dockerfile: all but that for GPUs
 DOCKERFILE = "docker/Dockerfile"
+REGISTRY = "localhost"  # of cpu-demo-values.yaml: for images that are loaded into the nodes
 REDIS_PROGRAMS = ("redis-server", "redis-cli", "sh", "grep", "mv", "touch", "tail")  # what the chart and its values files call
 
 
@@ -63,7 +64,7 @@ def build(service: str, folder: Path) -> Built:
     arguments = _torch_index() if service == "worker" else []
     command = [*mildly, "bud", *fixed, "-f", DOCKERFILE, "--target", service, *arguments, "-t", name, str(ROOT)]
     run(*command, env=env, limit_s=1800)
-    run(*mildly, "push", f"localhost/{name}", f"docker-archive:{archive}:docker.io/{name}", env=env)
+    run(*mildly, "push", f"localhost/{name}", f"docker-archive:{archive}:{REGISTRY}/{name}", env=env)
     return Built(name, archive, time.monotonic() - begun)
 
 

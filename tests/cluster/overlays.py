@@ -9,15 +9,21 @@ from typing import Any
 
 import yaml
 
+from tests.cluster.images import REGISTRY
 from tests.cluster.kubernetes import CHART, Object
 
 CI = {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
 DEMO = "/app/models/demo"
 SMALL: Object = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
 FEW: Object = {"max_total_tokens": 16384, "max_running_requests": 8, "grammar_workers": 1}
-OF_A_GPU = ("gpus", "gpuResource", "resourceClaims")
+LOADED: Object = {  # into the nodes, by the names that tests/cluster/images.py gives
+    "image": {"registry": REGISTRY},
+    "redis": {"image": {"registry": "docker.io"}},
+    "state": {"image": {"registry": "docker.io"}},
+}
+OF_A_GPU = ("gpus", "gpuMemoryGB", "gpuResource", "resourceClaims")
 OWN: dict[str, Object] = {  # beside what all get: where images, models, volumes, GPUs and the hub are not those of the file
-    "air-gapped": {"image": {"registry": "", "pullSecrets": []}, "worker": {"affinity": None}},
+    "air-gapped": {"image": {"pullSecrets": []}, "worker": {"affinity": None}},
     "eight-gpus-two-models": {
         "gateway": {"replicas": 1, "autoscaling": {"minReplicas": 1}, "settings": {"max_concurrent_requests": 64}},
         "worker": {"priorityClassName": ""},
@@ -62,6 +68,7 @@ def _overlay(name: str, values: Object) -> Object:
     tiers = {"kvTiers": TIERS} if "kvTiers" in values["worker"] else {}
     worker = {
         "gpus": 0,
+        "gpuMemoryGB": 0,
         "runtimeClassName": "",
         "nodeSelector": None,
         "resources": SMALL,
@@ -71,6 +78,7 @@ def _overlay(name: str, values: Object) -> Object:
         **tiers,
     }
     common: Object = {
+        **LOADED,
         "models": [_model(each) for each in values["models"]],
         "modelCache": {"type": "none", "prefetch": {"enabled": False, "tokenSecret": ""}},
         "worker": {**worker, "settings": {**few, **FEW}},

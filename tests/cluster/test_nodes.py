@@ -12,6 +12,7 @@ from tests.cluster.conftest import DEMO, Install
 from tests.cluster.connections import known
 from tests.cluster.kubernetes import BrokenNodes, Cluster, Release, until
 from tests.cluster.load import load_on
+from tests.cluster.overlays import LOADED
 from tests.cluster.pulls import METRICS_OPEN
 from tests.cluster.values import FAKE, TWO
 
@@ -25,7 +26,7 @@ def test_installed_it_answers_and_holds_to_the_restricted_standard(
 ) -> None:
     begun = time.monotonic()
     release = Release(cluster, "rootstock", space, (DEMO,))
-    release.install({})
+    release.install(LOADED)
     took = time.monotonic() - begun
     with load_on(release, 4) as load:
         until(lambda: load.ended >= 8, "answers")
@@ -45,7 +46,7 @@ def test_the_defaults_start_on_nodes_of_two_cores(cluster: Cluster, space: str, 
     with load_on(release, 2) as load:
         until(lambda: load.ended >= 2, "answers")
     cores = {each["metadata"]["name"]: each["status"]["capacity"]["cpu"] for each in cluster.get("nodes")["items"]}
-    proved(f"no values at all: up after {took:.0f} s on nodes of {' and '.join(cores.values())} cores; {load.check()}")
+    proved(f"no values but the registry: up after {took:.0f} s on nodes of {' and '.join(cores.values())} cores; {load.check()}")
 
 
 def test_a_rollout_leaves_its_pods_on_several_nodes(install: Install, proved: Callable[[str], None]) -> None:

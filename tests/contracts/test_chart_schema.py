@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from charts.rootstock import values_schema
+from charts.rootstock import empty_keys, values_schema
 from services.local.reference import SERVICES
 
 CHART = Path(__file__).parents[2] / "charts" / "rootstock"
@@ -26,6 +26,10 @@ def test_the_file_is_up_to_date() -> None:
     assert (CHART / "values.schema.json").read_text() == wanted, (
         "python -m charts.rootstock.values_schema > charts/rootstock/values.schema.json"
     )
+
+
+def test_the_meanings_of_empty_keys_are_up_to_date() -> None:
+    assert (CHART / "files/empty-keys.yaml").read_text() == empty_keys.render(), "make docs"
 
 
 @pytest.mark.parametrize("service", values_schema.DECIDED)
@@ -44,7 +48,7 @@ def _unequal(schema: dict[str, Any], value: Any, at: str) -> Iterator[str]:
     parent, _, key = at.rpartition("/")
     if not isinstance(value, dict) or "properties" not in known or key in OPEN or (parent and key in OVER):
         return
-    properties = known["properties"]
+    properties = {key: part for key, part in known["properties"].items() if values_schema.FOREIGN not in part}
     yield from (f"{at}/{key}" for key in (properties.keys() ^ value.keys()) - OPEN)
     for key in properties.keys() & value.keys():
         yield from _unequal(properties[key], value[key], f"{at}/{key}")
@@ -59,7 +63,11 @@ def test_values_and_schema_have_the_same_keys() -> None:
 
 def _open_objects(schema: Any, at: str) -> Iterator[str]:
     if isinstance(schema, dict):
-        if "properties" in schema and schema.get("type") == "object" and schema.get("additionalProperties") is not False:
+        if (
+            "properties" in schema
+            and schema.get("type") in ("object", ["object", "null"])
+            and schema.get("additionalProperties") is not False
+        ):
             yield at
         for key, part in schema.items():
             yield from _open_objects(part, f"{at}/{key}")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.shared.observe.log_fields import FIELDS
 from services.worker.core.contracts.plan import RowFault
+from services.worker.exec import build as build_module
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.executor import DeviceExecutor
@@ -71,6 +73,19 @@ def test_pool_fills_the_given_share_of_memory(folder: Path) -> None:
     assert info.num_pages > 64
     with pytest.raises(PoolTooSmall, match="no room"):
         build(folder, num_pages=None, fraction=0.0)
+
+
+def test_loading_warns_when_the_pool_is_below_the_models_context(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build_module, "free_memory", lambda: 2 * 10 * 4 * (2 * 3 * 2 * 16 * 4))  # half of it holds ten pages
+    executor, info = build_host_executor(str(folder), "auto", 4, 8, None, 0.5, None, 1, lambda _: None)
+    executor.close()
+    assert info.context_len == 40
+    (warning,) = [
+        each for each in caplog.records if each.levelname == "WARNING" and "smaller than the model's context" in each.msg
+    ]
+    assert vars(warning)[FIELDS] == {"context_len": 40, "model_context": 512}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

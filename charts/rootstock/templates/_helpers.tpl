@@ -30,11 +30,14 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- include "rootstock.short" (dict "name" (regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-") "max" 22) -}}
 {{- end }}
 
-{{/* JSON list of {name, slug, path, source, cached, filled, tokenizer, detokenizer, worker}, the overrides merged key by key. cached:
-it lies in the model cache, or is all of it; filled: by whoever made that. */}}
+{{/* JSON list of {name, slug, path, source, size, cached, filled, tokenizer, detokenizer, worker}, the overrides merged key by key.
+cached: it lies in the model cache, or is all of it; filled: by whoever made that; size: of files/model-sizes.yaml, below the entry's. */}}
 {{- define "rootstock.models" -}}
+{{- if not (hasKey . "RootstockModels") -}}
+{{- $keys := .Files.Get "files/empty-keys.yaml" | fromYaml -}}
+{{- $sizes := .Files.Get "files/model-sizes.yaml" | fromYaml -}}
 {{- $models := list -}}
-{{- range $entry := .Values.models -}}
+{{- range $index, $entry := .Values.models -}}
 {{- $slug := include "rootstock.slug" $entry.name -}}
 {{- $cache := $.Values.modelCache -}}
 {{- $filled := or (has $cache.type (list "hostPath" "image")) (and (eq $cache.type "pvc") (ne $cache.pvc.existingClaim "")) -}}
@@ -42,12 +45,19 @@ it lies in the model cache, or is all of it; filled: by whoever made that. */}}
 {{- $cached := and (ne $cache.type "none") (or (hasPrefix (printf "%s/" $cache.mountPath) $entry.path) $whole) -}}
 {{- $model := dict "name" $entry.name "slug" $slug "path" $entry.path "source" (default "" $entry.source) "cached" $cached "filled" $filled -}}
 {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
-{{- $overrides := default (dict) (index $entry $component) -}}
-{{- $_ := set $model $component (mergeOverwrite (deepCopy (index $.Values $component)) (deepCopy $overrides)) -}}
+{{- $values := deepCopy (index $.Values $component) -}}
+{{- include "rootstock.values.over" (dict "values" $values "over" (deepCopy (default dict (index $entry $component))) "name" $component) -}}
+{{- include "rootstock.values.pruned" (dict "map" $values "name" $component "foreign" dict) -}}
+{{- include "rootstock.values.filled" (dict "root" $ "values" $values "empty" (index $keys.empty $component) "required" (index $keys.required $component) "at" (printf "models[%d].%s." $index $component) "blame" "" "off" false) -}}
+{{- $_ := set $model $component $values -}}
 {{- end -}}
+{{- $known := get $sizes (default "" $entry.source | splitList "@" | first | trimSuffix "/" | base | lower) | default dict -}}
+{{- $_ := set $model "size" (mergeOverwrite (deepCopy $known) (default dict $entry.size)) -}}
 {{- $models = append $models $model -}}
 {{- end -}}
-{{- toJson $models -}}
+{{- $_ := set . "RootstockModels" (toJson $models) -}}
+{{- end -}}
+{{- .RootstockModels -}}
 {{- end }}
 
 {{/* JSON list of scopes without `root`, one for each set of workers: a model's, and those that compute prompts for them, if any. */}}
@@ -118,9 +128,14 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Takes {root, image, variant}: image is {registry, repository, tag, digest}; variant, if any, ends a tag that the image does not name itself. */}}
+{{/* Takes {root, image, variant}: image is {registry, repository, tag, digest}; variant, if any, ends a tag that the image does not
+name itself. A repository that begins with a registry is complete, so no registry is put before it. */}}
 {{- define "rootstock.image" -}}
+{{- $host := regexFind "^[^/]+/" .image.repository -}}
+{{- $whole := and $host (or (contains "." $host) (contains ":" $host) (eq $host "localhost/")) -}}
+{{- if or .image.registry (not $whole) -}}
 {{- with default .root.Values.image.registry .image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- end -}}
 {{ .image.repository }}
 {{- if .image.tag -}}
 :{{ .image.tag }}

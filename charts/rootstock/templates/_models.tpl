@@ -27,7 +27,9 @@
   {{- else if eq .type "image" }}
   image:
     reference: {{ .image.reference }}
-    pullPolicy: {{ .image.pullPolicy }}
+    {{- with .image.pullPolicy }}
+    pullPolicy: {{ . }}
+    {{- end }}
   {{- end }}
   {{- end }}
 {{- end }}
@@ -47,7 +49,9 @@ resources, if not those of the Job. */}}
 {{- $prefetch := .root.Values.modelCache.prefetch -}}
 name: {{ .name }}
 image: {{ include "rootstock.image" (dict "root" .root "image" $prefetch.image) }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- with .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
 command:
   - python
   - -m
@@ -172,7 +176,9 @@ volumeMounts:
 {{- else if .model.cached -}}
 name: wait-for-model
 image: {{ include "rootstock.componentImage" . }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- with .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
 command:
   - python
   - -c

@@ -163,12 +163,14 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- define "rootstock.strategy" -}}
 {{- $kind := default "Deployment" .values.kind -}}
 {{- $strategy := .values.strategy -}}
-{{- $pace := dict "maxUnavailable" $strategy.maxUnavailable -}}
-{{- if ne $kind "StatefulSet" }}{{ $_ := set $pace "maxSurge" $strategy.maxSurge }}{{ end -}}
+{{- $pace := dict -}}
+{{- range $key := ternary (list "maxUnavailable") (list "maxUnavailable" "maxSurge") (eq $kind "StatefulSet") -}}
+{{- if hasKey $strategy $key }}{{ $_ := set $pace $key (index $strategy $key) }}{{ end -}}
+{{- end -}}
 {{- $out := dict "type" $strategy.type -}}
 {{- if eq $kind "LeaderWorkerSet" -}}
 {{- $_ := set $out "rollingUpdateConfiguration" $pace -}}
-{{- else if and (eq $strategy.type "RollingUpdate") (or (eq $kind "Deployment") (ne (toString $strategy.maxUnavailable) "1")) -}}
+{{- else if and $pace (eq $strategy.type "RollingUpdate") (or (eq $kind "Deployment") (ne (toString $strategy.maxUnavailable) "1")) -}}
 {{- $_ := set $out "rollingUpdate" $pace -}}
 {{- end -}}
 {{- toYaml $out -}}

@@ -80,7 +80,9 @@ readinessProbe:
 {{- define "rootstock.container" -}}
 name: {{ .component }}
 image: {{ include "rootstock.componentImage" . }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- with .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
 command: [python, -m, services.{{ .component }}]
 envFrom:
   - configMapRef:

@@ -1,5 +1,46 @@
 {{/* Checks that a schema cannot express. Each takes the root and renders to nothing, or fails with what to change. */}}
 
+{{/* Keys of other charts. Takes {at, rows, values}: where the block is, its part of files/foreign-keys.yaml, and what is given. */}}
+{{- define "rootstock.validate.foreign" -}}
+{{- $ctx := . -}}
+{{- range $key, $row := .rows -}}
+  {{- if and $key (hasKey $ctx.values $key) -}}
+    {{- $value := index $ctx.values $key -}}
+    {{- $path := printf "%s%s" $ctx.at $key -}}
+    {{- if kindIs "string" $row -}}
+      {{- fail (printf "%s is not a key of this chart: %s." $path $row) -}}
+    {{- else if kindIs "map" $value -}}
+      {{- include "rootstock.validate.foreign" (dict "at" (printf "%s." $path) "rows" $row "values" $value) -}}
+    {{- else if kindIs "slice" $value -}}
+      {{- range $index, $entry := $value -}}
+        {{- if kindIs "map" $entry -}}
+          {{- include "rootstock.validate.foreign" (dict "at" (printf "%s[%d]." $path $index) "rows" $row "values" $entry) -}}
+        {{- end -}}
+      {{- end -}}
+    {{- end -}}
+    {{- if and (kindIs "map" $row) (hasKey $row "") -}}
+      {{- fail (printf "%s is not a key of this chart: %s." $path (get $row "")) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Images of the chart's own services, which have no public registry. */}}
+{{- define "rootstock.validate.images" -}}
+{{- $images := dict "gateway" .Values.gateway.image "modelCache.prefetch" .Values.modelCache.prefetch.image -}}
+{{- if .Values.tests.enabled }}{{ $_ := set $images "tests" .Values.tests.image }}{{ end -}}
+{{- range $index, $model := include "rootstock.models" . | fromJsonArray -}}
+  {{- range $component := list "tokenizer" "detokenizer" "worker" -}}
+    {{- $_ := set $images (printf "%s of model %s" $component $model.name) (index $model $component).image -}}
+  {{- end -}}
+{{- end -}}
+{{- range $at, $image := $images -}}
+  {{- if not (regexMatch "^([^/]*[.:][^/]*|localhost)/" (include "rootstock.image" (dict "root" $ "image" $image))) -}}
+    {{- fail (printf "%s: its image %s has no registry, because image.registry is %q. Build the images and set image.registry to the host that has them (docs/kubernetes/images.md#registry): the project publishes none." $at $image.repository (default $.Values.image.registry $image.registry)) -}}
+  {{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "rootstock.validate.models" -}}
 {{- if not (regexMatch "^[a-z]" (include "rootstock.fullname" .)) -}}
   {{- fail (printf "objects would be named %q, and a Service's name begins with a letter. Choose another release name, or set fullnameOverride." (include "rootstock.fullname" .)) -}}

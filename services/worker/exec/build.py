@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from kernels.contracts.step_ops import BringPieces
+from services.shared.observe.log_fields import fields
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.exec.attention.backend import AttentionBackend, AttentionShape
 from services.worker.exec.attention.choose import choose_attention
@@ -110,7 +111,8 @@ def build_device_executor(
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
-        progress(f"context_len is {fitting}, what the KV pool holds, and not the model's {loaded.context_len}")
+        told = fields(context_len=fitting, model_context=loaded.context_len)
+        logger.warning("the KV pool is smaller than the model's context, which is cut to it", extra=told)
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
     sizes = info.weight_bytes + draft.weight_bytes, info.kv_bytes_per_token + draft.kv_bytes_per_token
     by_model = draft.model is not None

@@ -21,7 +21,9 @@ annotations:
   containers:
     - name: test
       image: {{ include "rootstock.image" (dict "root" .root "image" .root.Values.tests.image) }}
-      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      {{- with .root.Values.image.pullPolicy }}
+      imagePullPolicy: {{ . }}
+      {{- end }}
       command:
         - python
         - -c

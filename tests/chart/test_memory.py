@@ -1,0 +1,223 @@
+"""KV that fits on a worker's GPU: the chart reckons as the worker does, for every row of sizing.md and every ci file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from services.worker.exec.memory_budget import DeviceMemoryUse, kv_pool_pages
+from services.worker.exec.pools.kv_pool import PoolTooSmall
+from services.worker.settings import WorkerSettings
+from tests.chart.pods import pods
+from tests.chart.release import CHART, CI_FILES, REPO, ci_names, ci_values, merged, refusal, render
+from tests.chart.variants import GPU_RESOURCES, model
+
+PAGE = (REPO / "docs/kubernetes/sizing.md").read_text()
+SIZES: dict[str, dict[str, float]] = yaml.safe_load((CHART / "files/model-sizes.yaml").read_text())
+RESERVE = 512 << 20  # as services/worker/exec/sizing.py has it, which imports torch
+REST = 3_000_000_000  # for activations, graphs and workspaces, as sizing.md assumes
+GPU_FRACTION = 0.9
+MEMORIES = (24, 80, 141)  # GB, the columns of sizing.md
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model as sizing.md shows it."""
+
+    name: str
+    layers: int
+    heads: int
+    head_size: int
+    kv_kib: float
+    weights_gb: float
+    cells: tuple[int | None, ...]  # thousands of tokens, by MEMORIES; None if no page fits
+
+
+def table(columns: int) -> list[list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+    return [cells for cells in lines if len(cells) == columns]
+
+
+def sizing_rows() -> list[Row]:
+    found = []
+    for name, layers, heads_and_size, kib, weights, *pools in table(8):
+        if not re.fullmatch(r"\d+ × \d+", heads_and_size) or "" in pools:
+            continue
+        heads, size = map(int, heads_and_size.split(" × "))
+        cells = tuple(None if cell == "–" else int(cell.replace(",", "")) for cell in pools)
+        found.append(Row(name, int(layers), heads, size, float(kib), float(weights), cells))
+    return found
+
+
+def context_lens() -> dict[str, tuple[int, dict[int, int]]]:
+    """Returns the model's context, and by the GPU's memory the largest context_len where one is needed."""
+    found: dict[str, tuple[int, dict[int, int]]] = {}
+    for names, context, needed in table(3):
+        if re.fullmatch(r"[\d,]+", context):
+            most = {int(gb): int(tokens.replace(",", "")) for gb, tokens in re.findall(r"(\d+) GB: ([\d,]+)", needed)}
+            found |= {name: (int(context.replace(",", "")), most) for name in names.split(", ")}
+    return found
+
+
+ROWS = sizing_rows()
+CASES = [(row, gb) for row in ROWS for gb in MEMORIES]
+
+
+def worker_pages(size: dict[str, float], gpu_gb: float, settings: dict[str, Any]) -> int:
+    """Pages by the worker's own reckoning. Raises PoolTooSmall."""
+    total = round(gpu_gb * GB)
+    use = DeviceMemoryUse(total, total, round(size["weightsGB"] * GB), REST, 0, 0, held_now=())
+    loaded = WorkerSettings.model_validate({"model": "m", **settings})
+    page_bytes = round(size["kvKiBPerToken"] * 1024) * loaded.page_size
+    fraction = loaded.mem_fraction_static or GPU_FRACTION
+    return kv_pool_pages(use, fraction, RESERVE, page_bytes, loaded.page_size, loaded.context_len or loaded.page_size)
+
+
+def values_for(source: str, gpu_gb: float, **settings: Any) -> dict[str, Any]:
+    over = {"gpus": 1, "gpuMemoryGB": gpu_gb, "resources": GPU_RESOURCES, "settings": settings, "cacheVolume": {"emptyDir": {}}}
+    return {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source=source)], "worker": over}
+
+
+def said_context(notes: str) -> list[int]:
+    return [int(found) for found in re.findall(r", context (\d+) tokens", notes)]
+
+
+def test_the_page_has_all_rows() -> None:
+    assert [row.name for row in ROWS][:2] == ["Qwen3-0.6B", "Qwen3-4B"] and len(ROWS) >= 10
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_of_the_page_is_that_of_the_charts_table(row: Row) -> None:
+    size = SIZES[row.name.lower().replace(" ", "-")]
+    assert (size["weightsGB"], size["kvKiBPerToken"]) == (row.weights_gb, row.kv_kib)
+    assert row.kv_kib * 1024 == 2 * row.layers * row.heads * row.head_size * 2
+
+
+@pytest.mark.parametrize(("row", "gpu_gb"), CASES, ids=[f"{row.name} at {gb} GB" for row, gb in CASES])
+def test_chart_says_what_the_worker_reckons(row: Row, gpu_gb: int) -> None:
+    name = row.name.lower().replace(" ", "-")
+    size, cell = SIZES[name], row.cells[MEMORIES.index(gpu_gb)]
+    values = values_for(f"org/{name}@main", gpu_gb)
+    try:
+        tokens = worker_pages(size, gpu_gb, {}) * 16
+    except PoolTooSmall:
+        assert cell is None and "no page of KV fits on a GPU" in refusal(values)
+        return
+    assert refusal(values) == ""
+    assert cell is not None and abs(tokens / 1000 - cell) <= max(1, cell / 500)
+    context, most = context_lens()[row.name]
+    assert context == size["contextLen"] and said_context(render(values).notes) == [min(tokens, context)]
+    assert most.get(gpu_gb) == (tokens if tokens < context else None)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("settings", [{}, {"mem_fraction_static": 0.88}, {"page_size": 64}], ids=["default", "share", "page"])
+def test_context_len_is_taken_up_to_the_workers_pool(settings: dict[str, Any], more: int) -> None:
+    size = SIZES["qwen3-32b"]
+    held = worker_pages(size, 80, settings) * settings.get("page_size", 16)
+    asked = {**settings, "context_len": held + more}
+    said = refusal(values_for("Qwen/Qwen3-32B", 80, **asked))
+    if more:
+        assert f"settings.context_len is {held + 1}, and the KV pool of a GPU of 80 GB (gpuMemoryGB) holds {held} tokens" in said
+        with pytest.raises(PoolTooSmall):
+            worker_pages(size, 80, asked)
+    else:
+        assert said == "" and worker_pages(size, 80, asked)
+
+
+def test_the_values_that_were_short_have_the_pool_that_was_reported() -> None:
+    assert worker_pages(SIZES["qwen3-32b"], 80, {"mem_fraction_static": 0.88}) * 16 == 7232
+    notes = render(values_for("Qwen/Qwen3-32B", 80, mem_fraction_static=0.88)).notes
+    assert "context 7232 tokens of the model's 40960: the KV pool holds no more" in notes
+
+
+@pytest.mark.parametrize("name", [name for name in ci_names() if name != "defaults"])
+def test_workers_of_a_ci_file_have_the_models_whole_context(name: str) -> None:
+    values = ci_values(name)
+    found = []
+    for entry in values.get("models", []):
+        over = merged(values.get("worker", {}), entry.get("worker", {}))
+        if not (over.get("gpus") or over.get("resourceClaims")):
+            continue
+        size = {**SIZES.get(entry.get("source", "").partition("@")[0].rpartition("/")[2].lower(), {}), **entry.get("size", {})}
+        pools = [over.get("settings", {})]
+        if prefill := over.get("prefill"):
+            pools.append(merged(over.get("settings", {}), prefill.get("settings", {})))
+        for settings in pools:
+            known = {key: value for key, value in settings.items() if not key.startswith("hicache")}
+            tokens = worker_pages(size, over["gpuMemoryGB"], known) * 16
+            assert tokens >= size["contextLen"], f"{entry['name']}: a pool of {tokens} tokens"
+            found.append(min(tokens, int(size["contextLen"])))
+    release = render(values)
+    assert said_context(release.notes) == found
+    gpus = [
+        each for each in pods(release) if each.component in ("worker", "prefill") and each.container()["image"].endswith("-cuda")
+    ]
+    assert len(gpus) == len(found), "every worker with a GPU has gpuMemoryGB and a model of known size"
+
+
+def test_every_ci_file_is_looked_at() -> None:
+    assert len(CI_FILES) == len(ci_names()) - 1
+
+
+def test_sizes_of_an_entry_go_before_the_table() -> None:
+    values = values_for("Qwen/Qwen3-8B", 80)
+    values["models"][0]["size"] = {"weightsGB": 70}
+    assert "no page of KV fits on a GPU of 80 GB (gpuMemoryGB): the weights take 70 GB" in refusal(values)
+    values["models"][0] |= {"source": "org/of-ours", "size": {"weightsGB": 30, "kvKiBPerToken": 160, "contextLen": 1_000_000}}
+    size = {"weightsGB": 30.0, "kvKiBPerToken": 160.0}
+    assert said_context(render(values).notes) == [worker_pages(size, 80, {}) * 16]
+
+
+def test_numbers_of_32_bits_take_twice_the_memory() -> None:
+    assert "no page of KV fits" in refusal(values_for("Qwen/Qwen3-14B", 60, dtype="float32"))
+    assert refusal(values_for("Qwen/Qwen3-14B", 60)) == ""
+
+
+def test_prompts_workers_are_checked_with_their_own_settings() -> None:
+    values = merged(
+        values_for("Qwen/Qwen3-32B", 80), {"worker": {"prefill": {"replicas": 1, "settings": {"mem_fraction_static": 0.5}}}}
+    )
+    assert "model demo: worker.prefill: no page of KV fits" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    "resource",
+    [
+        "nvidia.com/gpu",
+        "nvidia.com/gpu.shared",
+        "nvidia.com/mig-1g.5gb",
+        "nvidia.com/mig-3g.40gb.me",
+        "nvidia.com/GRID_V100D-8Q",
+        "amd.com/gpu",
+        "amd.com/cpx_nps4",
+        "gpu.intel.com/i915",
+        "gpu.intel.com/xe",
+        "intel.com/gpu",
+        "aliyun.com/gpu-mem",
+        "volcano.sh/vgpu-number",
+        "tencent.com/vcuda-core",
+        "deviceclass.resource.kubernetes.io/gpu.nvidia.com",
+    ],
+)
+def test_a_gpu_by_resources_alone_is_refused(resource: str) -> None:
+    for kind in ("limits", "requests"):
+        asked = {"resources": {kind: {resource: 1}}}
+        assert f"worker.resources.{kind} has {resource}, and worker.gpus is 0" in refusal({"worker": asked})
+        assert "set worker.gpus to 1" in refusal({"worker": asked})
+        assert "set worker.gpus of this model (models[1].worker.gpus) to 1" in refusal(
+            {"models": [model("a"), model("b", worker=asked)]}
+        )
+        assert f"worker.prefill.resources.{kind} has {resource}, and worker.gpus is 0" in refusal({"worker": {"prefill": asked}})
+
+
+def test_other_devices_and_counted_gpus_are_taken() -> None:
+    for limits in ({"rdma/hca_shared": 1}, {"intel.com/qat": 1}, {"nvidia.com/gpu": 0}, {"hugepages-2Mi": "1Gi"}):
+        assert refusal({"worker": {"resources": {"limits": limits}}}) == "", limits
+    named = merged({"resources": GPU_RESOURCES}, {"gpus": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}})
+    assert refusal({"worker": named}) == ""
