@@ -31,6 +31,7 @@ from services.tokenizer.mapped_blocks import map_large_blocks
 ALARM_MARGIN_S = 1.0  # the parent kills first
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
+SMALL_CHARS = 1 << 18  # of a rendered small chat, beside the template's own text
 MAX_OTHERS = 8  # further ways in which a chat is tried that its template has refused
 OTHERS_SECONDS = 1.0  # after which no further way is tried
 PROBE_TOOL = {
@@ -92,7 +93,7 @@ class Renderer:
         def rendered(messages: list[Message], tools: bool) -> str | None:
             variables = {"tools": [PROBE_TOOL] if tools else None, "add_generation_prompt": False}
             try:
-                found = self._rendered(template, messages, variables)
+                found = self._rendered(template, messages, variables, SMALL_CHARS)
             except TooMuch:
                 return None
             return found if isinstance(found, str) else None
@@ -125,11 +126,21 @@ class Renderer:
         self._rendered(template, [_Watched(message, at, last) for at, message in enumerate(chat)], variables)
         return last[0] if last else None
 
-    def _rendered(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str | Exception:
-        """Returns the text, or the reason why there is none. Raises TooMuch, MemoryError."""
+    def _rendered(
+        self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any], max_chars: int = 0
+    ) -> str | Exception:
+        """Returns the text, or the reason why there is none.
+
+        Args:
+            max_chars: limit of the text; 0 for the limit of requests.
+
+        Raises:
+            TooMuch: the text is longer.
+            MemoryError: the template needs more than the process may have.
+        """
         given = {"documents": None, **self._special_tokens, **variables, "messages": messages}
         try:
-            return template.render(given, self._max_chars)
+            return template.render(given, max_chars or self._max_chars)
         except OutputTooLong:
             raise TooMuch(f"messages: the chat template's output is longer than {self._max_chars} characters") from None
         except MemoryError:

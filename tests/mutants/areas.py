@@ -133,6 +133,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/contracts/test_worker_defaults.py",
         "tests/services/worker/test_engine_config.py",
         "tests/exec/test_weight_stream.py",
+        "tests/services/tokenizer/test_chat_history.py",
         "tests/services/tokenizer/test_chat_template.py",
         "tests/services/tokenizer/test_render_pool.py",
         "tests/services/worker/front/test_outbox.py",

@@ -81,4 +81,20 @@ WORKER = (
         ("time() + AGAIN_S if passes else 0.0", "time() + AGAIN_S if False else 0.0"),
         only="test_render_pool",
     ),
+    *of(
+        "worker",
+        "services/tokenizer/history/template_forms.py",
+        ("if text is None or _prints_nothing_as(way, text, without):", "if text is None:"),
+        ("                    return way\n", "                    rendered = rendered or way\n"),
+        ("best, most = chosen, shown", "best, most = chosen, 0"),
+        ("counts = [0, 1, 2, *range(len(able), 2, -1)]", "counts = [0, 1]"),
+        only="test_chat_history",
+    ),
+    *of(
+        "worker",
+        "services/tokenizer/history/turns.py",
+        ("if given is not None and given in ids:", "if False:"),
+        ("elif waiting is None or turn.role in _TOOLS:", "elif waiting is None:"),
+        only="test_chat_history",
+    ),
 )

@@ -137,6 +137,11 @@ SHAPES: Mapping[str, str] = {
         "{% if m.role == 'assistant' and not m.content and not m.tool_calls %}{{ raise_exception('Text or calls.') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}" + CALLS
     ),
+    "text or thinking beside calls": each(
+        "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('Not both.') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content or m.thinking }}<call>{{ m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    ),
     "roles by branches": each(
         "{% if m.role == 'user' %}<user>{{ m.content }}{% elif m.role == 'assistant' %}<assistant>{{ m.content or '' }}"
         + CALLS

@@ -54,6 +54,7 @@ CHATS: dict[str, list[Message]] = {
     "parts in every role": [in_parts(SYSTEM), in_parts(USER), in_parts(ANSWER), in_parts(USER)],
     "parts in a result": [USER, calls(), in_parts(result())],
     "text beside a call": [USER, calls(content="Let me look."), result()],
+    "text and reasoning beside a call": [USER, calls(content="Let me look.", reasoning_content="Hm."), result()],
     "two calls": [USER, TWO_CALLS, result(1), result(2)],
     "two calls, results in another order": [USER, TWO_CALLS, result(2), result(1)],
     "two calls, then a user": [USER, TWO_CALLS, result(1), result(2), USER],
@@ -124,7 +125,7 @@ def test_random_chats_are_shown_by_template(name: str) -> None:
     """One renderer renders all chats: remembered forms of a chat are right for the other chats too."""
     drawn = random.Random(name)
     child = renderer(SHAPES[name])
-    for _ in range(60):
+    for _ in range(25):
         chat = [message for _ in range(drawn.randint(1, 4)) for message in drawn.choice(list(CHATS.values()))]
         check(name, chat, child.render(HEADER, json.dumps(chat).encode(), b"", b""))
 
@@ -175,6 +176,10 @@ def test_system_messages_are_joined_when_the_template_refuses_them() -> None:
     assert rendered(first, chat) == "<system>system's.<user>user's.<assistant>assistant's.<user>Later.\n\nuser's.<assistant>"
     assert rendered(first, [USER, later]) == "<user>user's.<user>Later.<assistant>"
     assert rendered(SHAPES["strict alternation"], [USER, later]) == "<user>user's.\n\nLater.|<assistant>"
+    between = [USER, calls(), later, result(), USER]
+    assert rendered(first, between) == (
+        '<user>user\'s.<assistant><call>find {"a": "given"}</call><tool>found1<user>Later.\n\nuser\'s.<assistant>'
+    )
     assert rendered(SHAPES["no system messages"], chat) == (
         "<user>system's.\n\nuser's.<assistant>assistant's.<user>Later.\n\nuser's.<assistant>"
     )

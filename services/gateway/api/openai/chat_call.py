@@ -34,7 +34,7 @@ def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.
         template_kwargs_json=dump_json(kwargs, "chat_template_kwargs") if kwargs else b"",
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
-        read_variables=list(switches),
+        read_variables=[*switches, *(["documents"] if request.documents else [])],
     )
 
 

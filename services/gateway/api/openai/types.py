@@ -103,7 +103,9 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
     tools: list[dict[str, Any]] | None = Field(None, description="What the model may call; given to the chat template.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call. Default true.")
     separate_reasoning: bool | None = Field(None, description="false: reasoning stays in the text. Default true.")
-    documents: list[dict[str, Any]] | None = Field(None, description="Given to the chat template.")
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="Given to the chat template, which has to read a variable of this name."
+    )
     reasoning_effort: Effort | None = Field(None, description="Given to the chat template.")
     tool_choice: str | dict[str, Any] | None = Field(
         None,

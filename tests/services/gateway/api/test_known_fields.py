@@ -239,6 +239,12 @@ def test_switches_of_reasoning_are_variables_that_the_template_has_to_read(share
         assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, name), answer.text
 
 
+def test_documents_are_a_variable_that_the_template_has_to_read(shared: System) -> None:
+    for given, read in (([{"title": "a", "text": "b"}], ["documents"]), ([], []), (None, [])):
+        assert shared.chat(documents=given).status_code == 200
+        assert list(shared.tokenizer.calls[-1].read_variables) == read
+
+
 def test_thinking_is_a_switch_when_it_has_a_type(shared: System) -> None:
     for given, value in (("enabled", True), ("adaptive", True), ("disabled", False)):
         assert shared.chat(thinking={"type": given}).status_code == 200
