@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +17,7 @@ from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.rpc.port_guard import PortGuard
-from services.shared.settings import load
+from services.shared.settings import WRONG_SETTINGS, load
 from services.shared.tls.certificate_files import BadTls
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
@@ -54,7 +55,8 @@ def main() -> None:
     try:
         asyncio.run(run(settings))
     except (TokenizerFolderError, BadTls) as error:
-        raise SystemExit(f"{SERVICE}: {error}") from None
+        print(f"{SERVICE}: {error}", file=sys.stderr)
+        raise SystemExit(WRONG_SETTINGS) from None
 
 
 if __name__ == "__main__":

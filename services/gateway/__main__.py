@@ -48,7 +48,7 @@ def main() -> int:
         uvloop.run(_serve(config))
     except http_server.CannotListen as error:
         logger.error("%s", error)
-        return 1
+        return settings.WRONG_SETTINGS
     return 0
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from services.local.faults.ends import Memory, num_memory_kills
 from services.local.faults.model_folder import NoModel, model_folder, weight_bytes
-from services.local.plan import Part, log_folder, num_gpus, num_ports, parts, state_folder, worker_settings
+from services.local.plan import Part, log_folder, num_gpus, num_ports, parts, settings_of, state_folder, worker_settings
 from services.local.ports import free_ports, why_not_listen
 from services.local.settings import LocalSettings
 from services.local.start import Start
 from services.shared.rpc import grpc_server
-from services.shared.settings import load
+from services.shared.settings import WRONG_SETTINGS
 from services.worker.exec.pools.host_memory import free_memory
 from services.worker.text.tokenizer_folder import with_tokenizer
 
@@ -49,7 +49,7 @@ async def run(settings: LocalSettings) -> int:
 
 
 def _check_memory(settings: LocalSettings, model_path: Path, memory: Memory) -> None:
-    """Raises NoModel if the weights alone exceed the free memory. A GPU's memory is not looked at."""
+    """Refuses a model whose weights exceed the free memory of a machine without GPUs. Raises NoModel."""
     workers = len(settings.worker_roles)
     if num_gpus() or memory.model_bytes * workers <= memory.free_bytes:
         return
@@ -61,7 +61,7 @@ def _check_memory(settings: LocalSettings, model_path: Path, memory: Memory) -> 
 
 
 def _check_ports(started: list[Part]) -> None:
-    """Raises ValueError for a port of a user's choice that cannot be listened on."""
+    """Checks that the gateways can listen on the ports that the user chose. Raises ValueError."""
     for part in started:
         given = part.settings
         if given is None:
@@ -73,7 +73,7 @@ def _check_ports(started: list[Part]) -> None:
 
 
 def _make_folders(settings: LocalSettings) -> None:
-    """Raises ValueError naming the setting of a folder that cannot be written."""
+    """Makes the folders of logs and state. Raises ValueError with the name of the setting."""
     folders = {"log_dir": log_folder(settings)} | ({"state_dir": state_folder(settings)} if settings.state_dir else {})
     for name, folder in folders.items():
         flag = f"--{name.replace('_', '-')}"
@@ -86,13 +86,17 @@ def _make_folders(settings: LocalSettings) -> None:
 
 
 def main() -> int:
-    settings = load(LocalSettings, "python -m services.local")
     logging.basicConfig(level="WARNING", format="  %(message)s")
     if sys.platform != "linux":
         print(
             "cannot serve: the services need Linux. On macOS use `docker compose up`; on Windows that, or WSL 2.", file=sys.stderr
         )
         return 1
+    try:
+        settings = settings_of(LocalSettings, "local", sys.argv[1:])
+    except ValueError as error:
+        print(f"cannot serve: {error}", file=sys.stderr)
+        return WRONG_SETTINGS
     try:
         return asyncio.run(run(settings))
     except (ValueError, OSError, RuntimeError) as error:

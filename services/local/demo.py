@@ -62,7 +62,7 @@ class Endpoint:
         connection = http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=TIMEOUT_S, context=checking)
         try:
             connection.connect()
-        except OSError:  # it is for another name, say
+        except OSError:  # the certificate names another host, for example
             return ["--insecure"]
         finally:
             connection.close()
@@ -131,7 +131,7 @@ def _refusal(status: int, body: bytes) -> NoAnswer | BrokenOff:
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    """Raises BrokenOff if the stream ends with an error or without its last event."""
+    """Yields the text of each event. Raises BrokenOff if the stream ends with an error or without its last event."""
     for line in response:
         if line.startswith(b"data: [DONE]"):
             return

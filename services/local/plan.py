@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic_settings import BaseSettings
+
 from services.gateway.config.settings import GatewaySettings
 from services.local.ports import HOST
 from services.local.redis_server import redis_argv
 from services.local.settings import LocalSettings
 from services.local.supervisor import Command
-from services.shared.settings import ServiceSettings, load
+from services.shared.settings import load
 from services.worker.settings import WorkerSettings
 
 GRACE_S = 2.0
 MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers together
 GPU_FRACTION = 0.9  # of a GPU, for all workers on it together
 ANY_HOST = ("0.0.0.0", "::", "")  # addresses that mean every interface
-S = TypeVar("S", bound=ServiceSettings)
+S = TypeVar("S", bound=BaseSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,9 @@ class Part:
     service: str  # name whose gRPC health means ready
     health: int  # port of the gRPC health service; 0: none
     metrics_url: str  # empty: none
-    url: str = ""  # of the HTTP API; empty: none
-    redis: int = 0  # port of a Redis; 0: the process is none
-    settings: GatewaySettings | None = None  # a gateway's, with the user's flags; None for other processes
+    url: str = ""  # base of the HTTP API; empty for other processes than gateways
+    redis: int = 0  # port of a Redis; 0 for other processes
+    settings: GatewaySettings | None = None  # settings of a gateway, with the user's flags
 
 
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:
@@ -121,7 +123,7 @@ def worker_names(settings: LocalSettings) -> list[str]:
 
 
 def served_name(settings: LocalSettings) -> str:
-    """Returns the name that clients use: the one that is set, else a folder's own name or the whole hub id."""
+    """Returns the name that clients use: the setting, else the folder's own name or the whole hub id."""
     if settings.served_model_name:
         return settings.served_model_name
     folder = Path(settings.model)
@@ -149,7 +151,7 @@ def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
 
 
 def settings_of(cls: type[S], service: str, argv: list[str]) -> S:
-    """Returns the settings that a service reads from these flags and the environment. Raises ValueError for wrong ones."""
+    """Returns the settings that a process reads from these flags and the environment. Raises ValueError for wrong ones."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -158,7 +160,7 @@ def settings_of(cls: type[S], service: str, argv: list[str]) -> S:
         if not end.code:  # --help
             raise
     fault = said.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
-    raise ValueError(f"the {service} refuses its settings: {fault}. `python -m services.{service} --help` lists them.")
+    raise ValueError(f"{service} refuses its settings: {fault}. `python -m services.{service} --help` lists them.")
 
 
 def _address(host: str) -> str:

@@ -28,8 +28,10 @@ def is_taken(port: int) -> bool:
 
 
 def why_not_listen(host: str, port: int) -> str:
-    """Returns why a server cannot listen on the port, as the end of a sentence about the port. "" if it can, or if the address is
-    none of this machine's, which the server itself reports."""
+    """Returns why a server cannot listen on the port, as the end of a sentence about the port.
+
+    "" means that it can, or that the address belongs to another machine, which the server itself reports.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.closing(socket.socket(family)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,7 @@ from services.shared.hf_tokenizer import has_chat_template
 from services.shared.rpc import grpc_server
 
 POLL_S = 0.1
-ASKED_AT_MOST = 3  # times, of the first question, if a process ends meanwhile
+ASKED_AT_MOST = 3  # tries of the first question if a process ends during it
 CONTROL_TOKEN = "ROOTSTOCK_CONTROL_TOKEN"
 
 
@@ -53,7 +53,7 @@ class Start:
         self._settings, self._model_path, self._parts, self._memory = settings, model_path, started, memory
         self._view = StartView(sys.stdout)
         self._begun = time.monotonic()
-        self._held: list[str] | None = None  # reports that wait for the end of a line; None outside an answer
+        self._held: list[str] | None = None  # reports that wait while an answer is printed
         self.supervisor = Supervisor(log_folder(settings), self._why, self._report)
 
     def _why(self, child: Child, code: int) -> str:
@@ -109,7 +109,7 @@ class Start:
             ) from None
 
     async def _all_ready(self, children: list[Child]) -> None:
-        """Waits for one process after the other, and once more for all if one was started again meanwhile."""
+        """Waits for one process after the other. Waits for all of them again if one was started again in this time."""
         starts = -1
         while starts != self.supervisor.starts:
             starts = self.supervisor.starts
@@ -150,7 +150,7 @@ class Start:
         """Prints the first question and its answer. A refusal is printed too: the system serves all the same."""
         key = os.environ.get(demo.KEY_VARIABLE, "")
         if endpoint.needs_key and not key:
-            print(f"\n  (no first question: the gateway asks for API keys. Set {demo.KEY_VARIABLE} to one of them.)")
+            print(f"\n  (no first question: the gateway asks for API keys. Set {demo.KEY_VARIABLE} to a key.)")
             return
         print(f"\n  {demo.first_question(kind)}")
         for left in reversed(range(ASKED_AT_MOST)):
@@ -207,7 +207,7 @@ def _endpoint(part: Part) -> Endpoint:
 
 
 def _admin(part: Part) -> str:
-    """A URL of the operators' API that changes nothing. With a token, the command that sends it."""
+    """Returns the URL of a harmless operation of the operators' API. If the API asks for a token, returns a curl command."""
     assert part.settings is not None, "a gateway has settings"
     given = part.settings
     url = f"http://{given.admin_host if given.admin_host != '0.0.0.0' else HOST}:{given.admin_port}/get_load"

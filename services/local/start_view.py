@@ -1,7 +1,7 @@
 """Shows a system that starts: on a terminal one line that changes, elsewhere a line for each step and now and then another one.
 
-A process tells its user something by its log: a step (progress.step()), a bar (progress.Progress), or a warning. All other
-records are for operators and stay in the log.
+A process tells its user something by its log: a step (progress.step()), a bar (progress.Progress), or a warning about the model
+or its device. All other records are for operators and stay in the log: a connection that is late is no fault of a start.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TextIO
 
 from services.shared.observe import progress
 
-EVERY_S = 5.0  # between two lines that say nothing new, where nothing can be overwritten
+EVERY_S = 5.0  # between two lines without news, if the output is no terminal
 WIDTH = 78
-WARNINGS = ("warning", "error", "critical")
+LOADERS = ("kernels", "services.worker.engine", "services.worker.exec")  # loggers of the model and its kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LogReader:
         self.last_step = ""
 
     def news(self) -> list[Told]:
-        """Returns what was written since the last call for users to see. A line that is not whole is read the next time."""
+        """Returns the news for users since the last call. A line without its end is read by a later call."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._position)
@@ -108,6 +108,6 @@ def _told(line: bytes) -> Told | None:
     text = str(record.get("msg", ""))
     if (found := progress.read(text)) is not None:
         return Told(found.bar(), is_bar=True)
-    if record.get("level") in WARNINGS:
+    if record.get("level") == "warning" and str(record.get("logger", "")).startswith(LOADERS):
         return Told(text, is_warning=True)
     return Told(text) if record.get(progress.STEP) else None

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from services.shared.settings import WRONG_SETTINGS
+
 logger = logging.getLogger(__name__)
 
 STOP_S = 4.0  # from SIGTERM to SIGKILL
 RESTART_S = 0.5
-MOST_ENDS = 2  # of a process before it was ready, after which the start fails
-WRONG_SETTINGS = 2  # status of a process that refuses its flags: it would refuse them again
+MOST_ENDS = 2  # ends before a process was ready that fail the start
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 

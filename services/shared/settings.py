@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "ROOTSTOCK_"
+WRONG_SETTINGS = 2  # exit status if settings, or the files that they name, are refused: another start would refuse them again
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -76,7 +77,7 @@ def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
     except ValidationError as error:
         for sentence in _wrong_fields(error):
             print(f"{prog}: {sentence}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(WRONG_SETTINGS) from None
 
 
 def of_values(cls: type[S], values: Mapping[str, Any]) -> S:

@@ -22,7 +22,7 @@ from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.rpc.port_guard import PortGuard
 from services.shared.served_name import served_name
-from services.shared.settings import load
+from services.shared.settings import WRONG_SETTINGS, load
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
@@ -363,7 +363,7 @@ def main() -> int:
         asyncio.run(serve(settings))
     except (ValueError, OSError, RuntimeError) as error:
         logger.error("cannot serve: %s", error)
-        return 1
+        return WRONG_SETTINGS if isinstance(error, ValueError) else 1
     return 0
 
 

@@ -56,7 +56,7 @@ def measured(name: str, runs: int) -> str:
 
 
 def peak_bytes(process: psutil.Process) -> int:
-    """Largest resident memory that the process has had; 0 for one that has ended."""
+    """Returns the largest resident memory that the process has had. 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     except OSError:
@@ -69,7 +69,7 @@ def hide_compilers(folder: Path) -> None:
     for place in map(Path, os.environ["PATH"].split(os.pathsep)):
         for program in place.iterdir() if place.is_dir() else ():
             link = folder / program.name
-            if not link.exists() and not any(name in program.name for name in COMPILERS):
+            if not os.path.lexists(link) and not any(name in program.name for name in COMPILERS):
                 link.symlink_to(program)
     os.environ["PATH"] = str(folder)
     os.environ["XDG_CACHE_HOME"] = str(folder)

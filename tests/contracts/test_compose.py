@@ -24,7 +24,7 @@ ADDRESSES = ("tokenizers", "detokenizers", "workers")
 
 
 def settings_of(name: str) -> BaseSettings:
-    """What the service makes of its environment. Raises ValueError for a variable that is no setting, or a wrong value."""
+    """Returns the settings that the service reads from its environment. Raises ValueError for an unknown or wrong variable."""
     given = {str(variable): str(value) for variable, value in PARTS[name]["environment"].items()}
     unknown = [variable for variable in given if not variable.startswith("ROOTSTOCK_")]
     assert not unknown, unknown
@@ -60,7 +60,7 @@ def test_compose_builds_the_target_of_the_service(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_compose_sets_what_the_service_reads_and_asks_its_own_port_for_health(name: str) -> None:
+def test_compose_sets_known_settings_and_probes_the_port_of_the_service(name: str) -> None:
     settings: Any = settings_of(name)
     assert settings.host == "0.0.0.0", "other containers reach it"
     *_, address, option, service = PARTS[name]["healthcheck"]["test"]

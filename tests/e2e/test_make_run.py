@@ -1,4 +1,4 @@
-"""What a newcomer types first, what is printed then, and what it gives when it is pasted."""
+"""`make run`: the output, and the results of the printed commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from services.local.ports import free_ports
 from tests.certificates import Authority
 from tests.e2e.launcher import Launcher, paste
-from tests.e2e.system import DEMO, make_run, processes_with
+from tests.e2e.system import DEMO, ROOT, make_run, processes_with
 from tests.services.redis_server import EITHER_SERVER
 
 OUTPUT = Path(__file__).with_name("make_run_output.txt")
@@ -27,7 +27,7 @@ LAST = "Ctrl-C stops everything."
 KEY = "a-key-of-this-test"
 TOKEN = "a-token-of-this-test"
 BY_TIME = re.compile(r"^  \S+ +\d+ s  .*\n", re.MULTILINE)  # a line that time alone decides about
-MASKS = {  # what differs from run to run
+MASKS = {  # parts of the output that differ between runs
     r"after +[\d.]+ s": "after TIME s",
     r"processes in [\d.]+ s": "processes in TIME s",
     r"pid \d+": "pid NUMBER",
@@ -67,13 +67,13 @@ def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
         assert f"port {port} is taken" in second.communicate(timeout=60)[0]
         assert second.returncode != 0
     finally:
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
+        os.killpg(process.pid, signal.SIGINT)  # the signal of a terminal at Ctrl-C
         process.communicate(timeout=60)
     assert not processes_with(f"ROOTSTOCK_TEST_MARKER={marker}")
 
 
 def test_output_of_a_start_is_that_of_the_file(tmp_path: Path) -> None:
-    """To write the file anew: ROOTSTOCK_WRITE_OUTPUT=1."""
+    """ROOTSTOCK_WRITE_OUTPUT=1 writes the file."""
     with Launcher(tmp_path, "--admin-port", str(free_ports(1)[0])) as launcher:
         launcher.read_until(LAST)
     said = masked(launcher.output, tmp_path)
@@ -83,7 +83,7 @@ def test_output_of_a_start_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def vectors_of(folder: Path) -> None:
-    """The demo model without its vocabulary projection, which gives embeddings alone."""
+    """Takes the vocabulary projection from the demo model, which then gives embeddings only."""
     tensors = load_file(DEMO / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((DEMO / "config.json").read_text()) | {"architectures": ["Qwen3Model"]}
@@ -101,7 +101,7 @@ def keys_file(folder: Path) -> Path:
 
 
 def tls_flags(folder: Path, *names: str) -> list[str]:
-    """Of a certificate for these names, in a folder whose name has a space."""
+    """Returns flags with a certificate for these names, in a folder whose name has a space."""
     made = folder / "my files"
     made.mkdir()
     signed = Authority(folder / "authority").signed(*names)
@@ -111,7 +111,7 @@ def tls_flags(folder: Path, *names: str) -> list[str]:
 
 
 def answer_of(launcher: Launcher, env: Mapping[str, str] | None = None) -> dict[str, object]:
-    """What the printed curl command gives."""
+    """Returns the response to the printed curl command."""
     answer = json.loads(paste(launcher.curl(), env))
     assert "error" not in answer, answer
     return dict(answer)
@@ -155,7 +155,7 @@ def test_pasted_commands_send_the_key_and_the_token(key: str, tmp_path: Path) ->
         if key:
             assert "  17 + 25 = 42.\n" in text
         else:
-            assert "(no first question: the gateway asks for API keys. Set ROOTSTOCK_API_KEY to one of them.)" in text
+            assert "(no first question: the gateway asks for API keys. Set ROOTSTOCK_API_KEY to a key.)" in text
         assert f"# with ROOTSTOCK_API_KEY set to an API key of {tmp_path}/keys.json" in text
         assert "3, 4, 5, 6, 7, 8, 9" in str(answer_of(launcher, {"ROOTSTOCK_API_KEY": KEY}))
         admin = next(line.removeprefix("  admin API ").strip() for line in text.splitlines() if line.startswith("  admin API "))
@@ -210,7 +210,7 @@ def test_pasted_command_completes_when_the_model_has_no_chat_template(tmp_path: 
 
 def test_start_is_one_sentence_when_the_model_does_not_fit_into_memory(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "large"))
-    size = 1 << 43  # of a file that has no content
+    size = 1 << 43  # bytes of a sparse file
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -219,6 +219,24 @@ def test_start_is_one_sentence_when_the_model_does_not_fit_into_memory(tmp_path:
         text = launcher.read_all()
     assert launcher.process.returncode == 1 and text.count("\n") == 1
     assert text.startswith(f"cannot serve: {folder}: its weights take 8796.09 GB for each of 1 workers, and ")
+
+
+def test_terminal_names_cost_and_package_without_a_compiler(tmp_path: Path) -> None:
+    """The checkout has no compiled kernels."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for path in ROOT.iterdir():
+        if path.name != "build":
+            (checkout / path.name).symlink_to(path)
+    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with Launcher(tmp_path, "--workers", "2", env=env, checkout=checkout) as launcher:
+        text = launcher.read_until(LAST)
+    (line,) = [line for line in text.splitlines() if "compiler" in line]
+    assert line.endswith(
+        "the model runs on torch's own kernels, 2 to 7 times slower than on C++ kernels: no C++ compiler (g++, c++, clang++) is"
+        " installed; Debian's and Ubuntu's package is build-essential"
+    )
+    assert "  17 + 25 = 42.\n" in text
 
 
 @pytest.mark.parametrize("setting", ["log-dir", "state-dir"])

@@ -1,17 +1,19 @@
-"""A process that ends while the system starts is started again; one that cannot run is named with its cause."""
+"""The launcher starts a process again that ends during the start, and names the cause if the process cannot run."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from services.local.ports import free_ports
 from tests.e2e.launcher import Launcher
-from tests.e2e.system import wait_until
+from tests.e2e.system import DEMO, wait_until
 
 KINDS = ("redis", "state", "tokenizer", "detokenizer", "worker-0", "worker-1", "gateway")
 PHASES = ("just started", "ready while others are awaited", "all ready")
@@ -20,7 +22,7 @@ LAST = "Ctrl-C stops everything."
 
 
 def wait_until_ready(launcher: Launcher, name: str) -> None:
-    """While a worker is held. The launcher waits for that one before it names a second worker or the gateway."""
+    """Waits for a process while a worker is held. The launcher names the other worker and the gateway after that one."""
     if name in ("worker-1", "gateway"):
         said = "a step may take" if name == "worker-1" else '"listening"'
         wait_until(lambda: said in launcher.log(name), 120, f"{name} to be up")
@@ -72,18 +74,53 @@ def test_start_names_the_cause_when_a_process_ends_twice(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
-        (("--worker-flags", "--no-such-flag 1"), "the worker refuses its settings: unrecognized arguments: --no-such-flag 1"),
-        (("--worker-flags", "--page-size 0"), "the worker refuses its settings: page_size: Input should be greater than"),
-        (("--gateway-flags", "--retry-after-s x"), "the gateway refuses its settings: retry_after_s: Input should"),
-        (("--gateway-flags", "--tls-cert-file a.pem"), "the gateway refuses its settings: tls_cert_file and tls_key_file go"),
+        (("--worker-flags", "--no-such-flag 1"), "worker refuses its settings: unrecognized arguments: --no-such-flag 1"),
+        (("--worker-flags", "--page-size 0"), "worker refuses its settings: page_size: Input should be greater than"),
+        (("--gateway-flags", "--retry-after-s x"), "gateway refuses its settings: retry_after_s: Input should"),
+        (("--gateway-flags", "--tls-cert-file a.pem"), "gateway refuses its settings: tls_cert_file and tls_key_file go"),
+        (("--no-such-flag", "1"), "local refuses its settings: unrecognized arguments: --no-such-flag 1"),
     ],
-    ids=["unknown flag", "range", "type", "pair"],
+    ids=["unknown flag", "range", "type", "pair", "launcher's"],
 )  # fmt: skip
 def test_start_refuses_wrong_flags_before_any_process(flags: tuple[str, ...], fault: str, tmp_path: Path) -> None:
     with Launcher(tmp_path, *flags) as launcher:
         text = launcher.read_all()
-    assert launcher.process.returncode == 1 and text.startswith("cannot serve: ") and text.count("\n") == 1
+    assert launcher.process.returncode and text.startswith("cannot serve: ") and text.count("\n") == 1
     assert fault in text, text
+
+
+def broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"a": ')
+
+
+def unknown_kind(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "no-such-model"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def wrong_value(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": "many"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (broken_tokenizer, "tokenizer.json: "),
+        (unknown_kind, "has model_type 'no-such-model', which transformers"),
+        (wrong_value, "Field 'hidden_size' expected int, got str"),
+    ],
+)
+def test_start_names_the_fault_once_when_a_service_refuses_the_model(
+    change: Callable[[Path], None], fault: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    change(folder)
+    with Launcher(tmp_path, "--model", str(folder)) as launcher:
+        text = launcher.read_all()
+    assert launcher.process.returncode == 1 and "is started again" not in text and "Traceback" not in text
+    (line,) = [line for line in text.splitlines() if str(folder) in line]
+    assert line.startswith("cannot serve: ") and fault in line and "ended with status 2: " in line, line
 
 
 @pytest.fixture
@@ -106,7 +143,7 @@ def small_memory() -> Iterator[Path]:
     pytest.skip("no memory cgroup can be made here")
 
 
-def test_start_names_want_of_memory_when_the_system_kills_the_worker(small_memory: Path, tmp_path: Path) -> None:
+def test_start_names_memory_when_the_system_kills_the_worker(small_memory: Path, tmp_path: Path) -> None:
     with Launcher(tmp_path) as launcher:
         first = launcher.wait_for("worker-0")
         (small_memory / "cgroup.procs").write_text(str(first.pid))
@@ -114,5 +151,5 @@ def test_start_names_want_of_memory_when_the_system_kills_the_worker(small_memor
         (small_memory / "cgroup.procs").write_text(str(second.pid))
         text = launcher.read_all()
     assert launcher.process.returncode == 1
-    assert "worker-0 was killed by the system for want of memory. The model's weights take 0.01 GB, and " in text, text
+    assert "worker-0 was killed by the system because memory ran out. The model's weights take 0.01 GB, and " in text, text
     assert "of memory was free at the start." in text

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local.ports import HOST, free_ports
+from services.shared.settings import WRONG_SETTINGS
 from tests.services.ip_families import EVERYWHERE, LOOPBACKS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -90,7 +91,7 @@ def test_a_folder_without_a_model_is_one_clear_line(service: str, tmp_path: Path
     process = start(service, *free_ports(2), model=tmp_path)
     try:
         stderr = process.communicate(timeout=30)[1]
-        assert process.returncode == 1
+        assert process.returncode == WRONG_SETTINGS
         assert str(tmp_path) in stderr and "Traceback" not in stderr
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""Why a process ended: its exit code, the last error in its log, and the memory that the machine had."""
+"""Says why a process ended, by its exit code, the last error in its log, and the memory that the machine had."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
-PREFIXES = ("cannot serve: ", "cannot start: ")  # of messages that are quoted
+PREFIXES = ("cannot serve: ", "cannot start: ")  # words before the fault in a message
 # A log line of Redis or Valkey: process, role, time, level. The level # is a warning or an error.
 REDIS_LINE = re.compile(r"^\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ (?P<level>[.*#-]) (?P<text>.+)$")
 OUT_OF_MEMORY = re.compile(r"MemoryError|can(?:no|')t allocate memory|bad_alloc|out of memory", re.IGNORECASE)
 ERRORS = ("error", "critical")
+MOST_CHARS = 400  # longest cause
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Memory of the machine and of the model when the start began."""
 
-    model_bytes: int  # of the weights' files; 0 for a process that loads none
+    model_bytes: int  # size of the weights' files; 0 for a process without weights
     free_bytes: int  # that a process could take
-    kills: int  # processes that the kernel had killed for want of memory
+    kills: int  # processes that the kernel had killed because memory ran out
 
     def sentence(self) -> str:
         if not self.model_bytes:
@@ -34,7 +35,7 @@ class Memory:
 
 
 def num_memory_kills(vmstat: Path = VMSTAT) -> int:
-    """Returns how many processes the kernel has killed for want of memory. 0 where the kernel does not count them."""
+    """Returns how many processes the kernel has killed because memory ran out. 0 if the kernel does not count them."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -53,9 +54,9 @@ def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, k
     said = cause(output)
     where = f"Its log is {log}."
     if code == -signal.SIGKILL and kills > memory.kills:
-        return f"{name} was killed by the system for want of memory. {memory.sentence()} {where}"
+        return f"{name} was killed by the system because memory ran out. {memory.sentence()} {where}"
     if OUT_OF_MEMORY.search(said):
-        return f"{name} ended for want of memory: {_ended(said)} {memory.sentence()} {where}"
+        return f"{name} ended because memory ran out: {_ended(said)} {memory.sentence()} {where}"
     if code == -signal.SIGKILL:
         takes = f" {memory.sentence()}" if memory.model_bytes else ""
         return f"{name} was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out.{takes} {where}"
@@ -69,8 +70,16 @@ def cause(output: str) -> str:
     for found in (_json_error, _redis_error, _plain_line):
         said = next(filter(None, map(found, reversed(lines))), "")
         if said:
-            return said
+            return shortened(said)
     return ""
+
+
+def shortened(said: str) -> str:
+    """Returns the words on one line, without those behind the last sentence that ends within MOST_CHARS."""
+    line = " ".join(said.split())
+    if len(line) <= MOST_CHARS:
+        return line
+    return f"{line[:MOST_CHARS].rpartition('. ')[0] or line[:MOST_CHARS]} …"
 
 
 def _json_error(line: str) -> str:

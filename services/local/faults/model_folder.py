@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
+
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-COPIES = ["consolidated*.safetensors"]  # of the same weights, for other loaders
+COPIES = ["consolidated*.safetensors"]  # the same weights for other loaders
 LAYOUT = "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors)"
 EXAMPLE = "Qwen/Qwen3-0.6B"
 LFS = b"version https://git-lfs"  # begins a pointer that Git LFS has in place of a large file
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER = 8  # bytes of a safetensors file that give the length of its header
@@ -39,12 +40,12 @@ def model_folder(model: str, needs_weights: bool = True) -> Path:
         needs_weights: Whether the workers read weights.
 
     Raises:
-        NoModel: the folder cannot be served, or there is none.
+        NoModel: the model cannot be served.
     """
     path = Path(model).expanduser()
     try:
         folder = path if path.exists() else None
-    except OSError as error:  # of the folders above it
+    except OSError as error:  # a folder above the path is closed to this user
         raise NoModel(_unreadable(path, error)) from None
     if folder is None and not _may_be_hub_id(model):
         raise NoModel(f"{model}: there is no such folder.{_near(path)} Give {LAYOUT}, or a hub id such as {EXAMPLE}.")
@@ -113,7 +114,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _near(path: Path) -> str:
-    """A sentence with names beside the path that are like it."""
+    """Returns a question that names the folder whose path is most like this one. "" if no folder is like it."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -144,15 +145,14 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 
 def _check(folder: Path, needs_weights: bool) -> None:
-    """Raises NoModel, and OSError for what cannot be read."""
+    """Checks the files of a folder. Raises NoModel, and OSError for an unreadable file."""
     names = {path.name for path in folder.iterdir()}
     if "config.json" not in names:
         raise NoModel(_without_config(folder, names))
     _check_config(folder)
-    if not names.intersection(TOKENIZERS):
+    if TOKENIZER_FILE not in names and not vocabulary_files(folder):
         raise NoModel(
-            f"{folder} holds no tokenizer ({', '.join(TOKENIZERS[:3])} …)."
-            " Copy the tokenizer's files of the model's publisher into it."
+            f"{folder} holds no tokenizer ({TOKENIZER_FILE}). Copy the tokenizer's files of the model's publisher into it."
         )
     if needs_weights:
         _check_weights(folder)
@@ -175,7 +175,7 @@ def _without_config(folder: Path, names: set[str]) -> str:
 
 
 def _json(path: Path) -> Any:
-    """Raises NoModel for what is no JSON, and OSError."""
+    """Reads a JSON file. Raises NoModel for other content, and OSError."""
     text = path.read_bytes()
     if text.startswith(LFS):
         raise NoModel(f"{path} is a pointer of Git LFS, not the file. Run `git lfs pull` in {path.parent}.")

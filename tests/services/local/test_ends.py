@@ -1,4 +1,4 @@
-"""Why a process ended, from its exit code, its log and the machine's memory."""
+"""The sentence about the end of a process, by its exit code, its log and the machine's memory."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def test_cause_is_the_last_error_of_a_log(output: str, said: str) -> None:
         (1, record("error", "cannot serve: a is quantised"), 3, "worker-0 ended with status 1: a is quantised. Its log is"),
         (2, "", 3, "worker-0 ended with status 2. Its log is"),
         (-signal.SIGSEGV, "", 3, "worker-0 ended by SIGSEGV. Its log is"),
-        (-signal.SIGKILL, "", 4, f"worker-0 was killed by the system for want of memory. {TAKES}"),
+        (-signal.SIGKILL, "", 4, f"worker-0 was killed by the system because memory ran out. {TAKES}"),
         (-signal.SIGKILL, "", 3, f"worker-0 was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out. {TAKES}"),
-        (1, TRACEBACK + "MemoryError\n", 3, f"worker-0 ended for want of memory: MemoryError. {TAKES}"),
+        (1, TRACEBACK + "MemoryError\n", 3, f"worker-0 ended because memory ran out: MemoryError. {TAKES}"),
         (
             1,
             record("error", "cannot serve: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
             3,
-            "worker-0 ended for want of memory: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. "
+            "worker-0 ended because memory ran out: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. "
             + TAKES,
         ),
-        (-signal.SIGABRT, "terminate called\n  what():  std::bad_alloc\n", 3, "worker-0 ended for want of memory: what():"),
+        (-signal.SIGABRT, "terminate called\n  what():  std::bad_alloc\n", 3, "worker-0 ended because memory ran out: what():"),
     ],
     ids=["refusal", "flags", "crash", "killed by the kernel", "killed", "python", "torch", "c++"],
 )
-def test_end_is_named_with_its_cause(code: int, output: str, kills: int, said: str) -> None:
+def test_sentence_names_the_end_and_the_cause(code: int, output: str, kills: int, said: str) -> None:
     sentence = why_it_ended("worker-0", code, output, LOG, MEMORY, kills)
     assert sentence.startswith(said), sentence
     assert sentence.endswith(f"Its log is {LOG}.") and "\n" not in sentence
@@ -68,7 +68,7 @@ def test_end_of_a_process_without_weights_does_not_name_the_model() -> None:
         f"redis was killed (SIGKILL), as by `kill -9` or by a system whose memory ran out. Its log is {LOG}."
     )
     assert why_it_ended("redis", -signal.SIGKILL, "", LOG, without, 4) == (
-        "redis was killed by the system for want of memory. 0.90 GB of memory was free at the start."
+        "redis was killed by the system because memory ran out. 0.90 GB of memory was free at the start."
         f" End other programs, or choose a smaller model. Its log is {LOG}."
     )
 

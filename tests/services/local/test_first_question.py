@@ -1,4 +1,4 @@
-"""The first question of `make run`: its form by the kind of model, its key, and what becomes of it when a process ends."""
+"""The first question of `make run`: the form by the kind of model, the API key, and the second try after a failure."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_first_question_has_the_form_that_the_model_takes(kind: Kind, path: str,
 @pytest.mark.parametrize(
     "end", [b"", b'data: {"error": {"message": "gone"}}\n\n', b"data: {"], ids=["cut", "error", "half an event"]
 )
-def test_first_question_may_be_asked_again_when_its_stream_breaks_off(end: bytes) -> None:
+def test_ask_raises_broken_off_when_the_stream_is_cut(end: bytes) -> None:
     with api() as server:
         server.end = end
         with pytest.raises(BrokenOff):
@@ -99,7 +99,7 @@ def test_first_question_may_be_asked_again_when_its_stream_breaks_off(end: bytes
 
 
 @pytest.mark.parametrize(("status", "error"), [(503, BrokenOff), (500, BrokenOff), (401, NoAnswer), (400, NoAnswer)])
-def test_first_question_is_asked_again_when_the_server_failed(status: int, error: type[Exception]) -> None:
+def test_ask_tells_a_failed_server_from_a_refusal(status: int, error: type[Exception]) -> None:
     with api() as server:
         server.status = status
         with pytest.raises(error, match=f"the gateway answered {status}: so it is"):

@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[Change, str, str]] = {  # change, fault, remedy
     "pointer as config": (holding("config.json", LFS), "is a pointer of Git LFS", "git lfs pull"),
     "quantised": (lambda f: config_with(f, quantization_config={"quant_method": "fp8"}), "is quantised", "Give the model that"),
     "quantised by a tool": (holding("hf_quant_config.json", "{}"), "is quantised", "Give the model that"),
-    "no tokenizer": (without("tokenizer.json"), "holds no tokenizer (tokenizer.json, tokenizer.model", "Copy the tokenizer's"),
+    "no tokenizer": (without("tokenizer.json"), "holds no tokenizer (tokenizer.json)", "Copy the tokenizer's"),
     "no weights": (without("model.safetensors"), "holds no weights", "Download the model's *.safetensors"),
     "pickled weights": (pickled, "has weights in pytorch_model.bin alone", "save_pretrained"),
     "missing shards": (sharded, "lacks 2 of 2 weights files, the first of them model-00001-of-00002", "Finish the download"),
@@ -151,7 +151,7 @@ def test_model_folder_names_a_near_folder_when_a_path_is_misspelt(folder: Path) 
 
 @pytest.mark.parametrize("locked", ["model", "model/config.json", "model/model.safetensors"])
 def test_model_folder_names_the_path_when_a_permission_is_missing(locked: str, folder: Path, tmp_path: Path) -> None:
-    """As another user where the test is root, whom no permission stops."""
+    """Root may read everything, so a test of root becomes another user first."""
     for path in (tmp_path, *tmp_path.parents):
         if path.stat().st_uid == os.geteuid() and os.geteuid() == 0 and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o055)
@@ -196,7 +196,7 @@ def hub() -> Iterator[HubServer]:
 
 
 def refusal_of_the_hub(url: str, cache: Path, model: str = "somebody/some-model", setup: str = "") -> str:
-    """In a process of its own: the library reads its environment when it is imported."""
+    """Runs in a new process, because the library reads the environment at import."""
     code = f"from services.local.faults.model_folder import *\n{setup}\n"
     code += f"try: model_folder({model!r})\nexcept NoModel as error: print(error)"
     env = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}

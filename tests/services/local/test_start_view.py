@@ -1,4 +1,4 @@
-"""What is shown while a system starts: one changing line on a terminal, a line for each step elsewhere."""
+"""The view of a start: one changing line on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def test_log_reader_returns_steps_bars_and_warnings_once(tmp_path: Path) -> None
     path.write_text(record("for operators") + record("a step", step=True) + "a library's own line\n" + '{"msg": "cut')
     assert reader.news() == [Told("a step")] and reader.last_step == "a step"
     with path.open("a") as file:
-        file.write('", "step": true}\n' + record(HALF.line()) + record("slow", level="warning"))
+        file.write(
+            '", "step": true}\n'
+            + record(HALF.line())
+            + record("slow", level="warning", logger="kernels.cpu")
+            + record("late", level="warning", logger="services.gateway")
+        )
     bar = "weights [##########          ]  50 %  2.00 of 4.00 GB, 0.50 GB/s, 4 s left"
     assert reader.news() == [Told("cut"), Told(bar, is_bar=True), Told("slow", is_warning=True)]
     assert reader.news() == [] and reader.last_step == bar == HALF.bar()
@@ -70,11 +75,11 @@ def test_view_keeps_one_line_on_a_terminal_and_prints_each_step_elsewhere(tmp_pa
     ]
 
 
-def test_view_keeps_a_warning_and_shows_it_once_for_all_workers(tmp_path: Path) -> None:
+def test_view_shows_equal_warnings_of_workers_once(tmp_path: Path) -> None:
     for stream in (Screen(), io.StringIO()):
         view = StartView(stream)
         for name in ("worker-0", "worker-1"):
-            (tmp_path / name).write_text(record("no compiler", level="warning"))
+            (tmp_path / name).write_text(record("no compiler", level="warning", logger="kernels.cpu"))
             view.waiting(name, tmp_path / name)
         view.clear()
         assert stream.getvalue().count("  worker-0      no compiler\n") == 1 and stream.getvalue().count("no compiler") == 1

@@ -78,14 +78,14 @@ def ended(tmp_path: Path, code: str, *, ready: bool = False, is_started: bool = 
     return asyncio.run(run()), lines
 
 
-def test_start_fails_when_a_process_ends_twice_before_it_was_ready(tmp_path: Path) -> None:
+def test_start_fails_when_a_process_ends_twice_before_readiness(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(1)") == (
         "child ended with code 1.",
         ["child ended with code 1. It is started again."],
     )
 
 
-def test_start_fails_at_once_when_a_process_refuses_its_settings(tmp_path: Path) -> None:
+def test_start_fails_at_once_when_a_process_refuses_flags(tmp_path: Path) -> None:
     assert ended(tmp_path, "raise SystemExit(2)") == ("child ended with code 2.", [])
 
 
@@ -99,7 +99,7 @@ def test_supervisor_starts_every_process_again_after_the_start(tmp_path: Path) -
     assert not error and len(lines) == 2
 
 
-def test_output_of_a_child_is_that_since_its_last_start(tmp_path: Path) -> None:
+def test_output_of_a_child_begins_at_the_last_start(tmp_path: Path) -> None:
     ended(tmp_path, "import os; print('one'); raise SystemExit(1)", is_started=True)
     child = Child(Command("child", [sys.executable, "-c", "print('two')"]), tmp_path)
     child.start()

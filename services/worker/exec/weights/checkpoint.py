@@ -44,10 +44,15 @@ def read_json_list(path: Path) -> list[Any]:
 
 def read_config(folder: Path) -> Any:
     """The transformers config of the folder. Raises CheckpointError if there is none or it is quantised."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json")
+    kind = read_json(folder / "config.json").get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder} has model_type {kind!r}, which transformers {__version__} does not know; docs/models.md lists models"
+        )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if hasattr(config, "standardize_rope_params"):  # as each model's code does again: what the config says by itself counts
