@@ -102,6 +102,27 @@ class TestEveryKind:
         assert all(satisfies(choice.text) for choice in ended)
 
 
+@pytest.mark.parametrize("stop_ids", [[], [0, 7]], ids=["no-stop-ids", "stop-ids"])
+def test_answer_has_no_stop_reason_when_a_grammar_ends(system: System, stop_ids: list[int]) -> None:
+    """No stop token ends it, so none is named, on any API."""
+    more = {"temperature": 0, "stop_token_ids": stop_ids} if stop_ids else {"temperature": 0}
+    grammar = {**more, "regex": "ab{2}"}
+    _, generated = system.post("/generate", {"text": "Hi", "sampling_params": {**grammar, "max_new_tokens": 9}})
+    assert (generated["text"], generated["meta_info"]["finish_reason"]) == ("abb", {"type": "stop", "matched": None})
+    for path, asked in (("/v1/chat/completions", {"messages": ADA}), ("/v1/completions", {"prompt": "Hi"})):
+        _, answer = system.post(path, {"model": "demo", "max_tokens": 9, **asked, **grammar})
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("stop", None)
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    asked = {
+        "model": "demo",
+        "messages": ADA,
+        "max_tokens": 90,
+        "output_config": {"format": {"type": "json_schema", "schema": schema}},
+    }
+    _, message = system.post("/v1/messages", asked)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
 class Address(BaseModel):
     street: Annotated[str, Field(max_length=12)]
     number: Annotated[int, Field(ge=1, le=999)] | None

@@ -21,7 +21,7 @@ TIERS = ("device", "host", "storage")
 class Ending:
     """A complete answer. Counts are the worker's own: in a session prompt_tokens are the whole context's.
 
-    stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence.
+    stop_reason: the matched stop string, stop pattern or stop token id; None for the end of sequence or of a grammar.
     matched: the same, but with the end of sequence's token id. retractions: how often it lost its memory to others.
     verified_rows, drafted_tokens, accepted_tokens: see worker.proto. accepted_prediction_tokens, rejected_prediction_tokens: at
     all workers that it was on, up to the tokens that came. cached_by_tier: cached_tokens by where they were; None where none
@@ -169,7 +169,7 @@ def _ending_of(finish: worker_pb2.Finish, stop_token_ids: frozenset[int], predic
     matched: str | int | None = None
     if finish.reason in (pb.FINISH_REASON_MATCHED_STRING, pb.FINISH_REASON_MATCHED_REGEX):
         matched = finish.matched_stop
-    elif finish.reason == pb.FINISH_REASON_MATCHED_TOKEN:
+    elif finish.reason == pb.FINISH_REASON_MATCHED_TOKEN and finish.HasField("matched_token"):
         matched = finish.matched_token
     is_end_of_sequence = isinstance(matched, int) and matched not in stop_token_ids
     return Ending(
