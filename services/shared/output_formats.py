@@ -5,6 +5,7 @@ Sources are the models' own chat templates and, for harmony, https://github.com/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,12 @@ REASONING_FORMATS: Mapping[str, tuple[str, ...]] = {
     NONE: (),
 }
 _GENERATION = "add_generation_prompt"
+# Calls as instructions show them, with words where a call has its values.
+_WORDS = r"[A-Za-z][\w .\-]*"
+_OBJECT_EXAMPLE = re.compile(
+    rf'\[?\{{\s*"name":\s*(?:"{_WORDS}"|<{_WORDS}>|\[{_WORDS}\]|{_WORDS}),\s*"(?:parameters|arguments)":'
+)
+_PYTHON_EXAMPLE = re.compile(r"\[func(?:tion)?_?name\w*\(\w+=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def known(tools: str, reasoning: str) -> OutputFormats:
 
 
 def detect(chat_template: str) -> OutputFormats:
-    """By the marks in the template's source. Formats that are not known here are none."""
+    """By the marks in the template's source, else by its instruction to the model. Formats that are not known here are none."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return OutputFormats("harmony", "harmony")
     return OutputFormats(_tools(chat_template), _reasoning(chat_template))
@@ -92,7 +99,21 @@ def _tools(template: str) -> str:
         return "mistral"
     if "<|python_start|>" in template:
         return "pythonic"
-    return "llama3_json" if "<|python_tag|>" in template else NONE
+    return "llama3_json" if "<|python_tag|>" in template else _in_words(template)
+
+
+def _in_words(template: str) -> str:
+    """The format that an instruction shows to the model, e.g. `{"name": function name, "parameters": …}`.
+
+    An example behind a mark or a word of its own belongs to a format that is not known here.
+    """
+    text = template.replace('\\"', '"').replace("\\n", "\n")
+    for example, name in ((_OBJECT_EXAMPLE, "llama3_json"), (_PYTHON_EXAMPLE, "pythonic")):
+        for found in example.finditer(text):
+            before = text[: found.start()]
+            if not before[-1:].isalnum() and not before.rstrip().endswith((">", "]", "```", "```json")):
+                return name
+    return NONE
 
 
 def _between_call_marks(template: str) -> str:

@@ -38,7 +38,9 @@ class TokenizerSettings(ServiceSettings):
     served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
     chat_template: str = Field("", description="File of a Jinja chat template that replaces the model's own. Empty: the model's.")
     tool_call_parser: ToolParser = Field(
-        "auto", description="How the model writes calls of tools; auto: by the marks in its chat template, none: calls are text."
+        "auto",
+        description="How the model writes calls of tools; auto: by the marks or the instruction in its chat template, none: calls"
+        " are text.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto", description="How the model marks its reasoning; auto: by its chat template, none: reasoning is text."

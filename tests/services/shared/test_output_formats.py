@@ -21,6 +21,23 @@ TEMPLATES = {
         "",
         "think",
     ),
+    "an object in words": (
+        """{{ 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}"""
+        """{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}""",
+        "llama3_json",
+        "",
+    ),
+    "an object in words, escaped": ('{{ "Write\\n{\\"name\\": \\"<function-name>\\"}" }}', "", ""),
+    "a list of objects in words": (
+        'calls in an array: \n\n[{"name": "tool_name", "arguments": {"a": "b"}}, ...]',
+        "llama3_json",
+        "",
+    ),
+    "objects that are rendered": ("""{{ '{"name": "' + call.name + '", "parameters": ' + call.arguments }}""", "", ""),
+    "an object behind a word": ('functools[{"name": [function name], "arguments": [arguments]}]', "", ""),
+    "an object behind a mark": ('<function_call> {"name": "no_function", "arguments": {}}', "", ""),
+    "Python in words": ("in the format [func_name1(params_name1=params_value1, ...), func_name2(params)]", "pythonic", ""),
+    "Python behind a mark": ("<tool>[func_name1(params_name1=params_value1)]</tool>", "", ""),
     "thoughts in marks of their own": ("[THINK]{{ thought }}[/THINK]", "", "mistral_think"),
 }
 
