@@ -20,7 +20,7 @@ class ChoiceEvents:
         """Of its deltas in turn."""
         events = list(self._parser.feed(delta.text))
         if delta.ending is not None:
-            events += self._parser.finish()
+            events += self._parser.finish(cut=delta.ending.finish_reason == "length")
         if self._parsing is not None:
             for event in events:
                 if isinstance(event, CallDropped):

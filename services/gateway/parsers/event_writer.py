@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from services.gateway.parsers.events import CallArguments, CallDropped, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.parsers.output_parser import ParserSetup
+from services.gateway.parsers.source import Marks
 
 BLANKS = " \t\r\n"
+_TAIL_CHARS = 31  # more than the beginning of any mark
 
 
 class EventLog:
@@ -63,6 +66,10 @@ class HeldBlanks:
         self._held = [text[len(body) :]]
         return shown
 
+    @property
+    def held(self) -> str:
+        return "".join(self._held)
+
     def take(self) -> str:
         """What was held."""
         found, self._held = "".join(self._held), []
@@ -70,42 +77,64 @@ class HeldBlanks:
 
 
 class EventWriter:
-    """One output's. A call is open from start to end, or until it is abandoned; no text comes meanwhile."""
+    """One output's. A call is open from start to end, or until it is abandoned; no text comes meanwhile.
 
-    def __init__(self, setup: ParserSetup) -> None:
+    marks: of the format. No text shows one.
+    """
+
+    def __init__(self, setup: ParserSetup, marks: Marks) -> None:
         self.log = EventLog()
         self._setup = setup
+        self._marks = marks
         self._blanks = HeldBlanks()
         self._thought = HeldBlanks()
         self._thinking = False  # whether this thought has shown anything
         self._text_since_call = False
-        self._begun = 0  # calls, those that were dropped too
-        self._given = 0  # calls that have an index
+        self._tail = deque[str](maxlen=_TAIL_CHARS)  # the last pieces of the text
+        self._at_seam = False  # hidden text follows the tail
+        self._seam = ""  # text behind the hidden text; it may complete a mark
+        self.begun = 0  # calls, dropped ones included
+        self.given = 0  # calls that have an index
         self._open: int | None = None  # index of the open call
-        self.calling = False  # a call is open, perhaps a dropped one
 
     @property
     def wrote_text(self) -> bool:
         """Whether the last call, or the beginning, is followed by more than blanks."""
         return self._text_since_call
 
-    @property
-    def called(self) -> bool:
-        return self._begun > 0
-
     def knows(self, name: str) -> bool:
         return name in self._setup.tools
 
     def text(self, text: str) -> None:
+        if self._at_seam:
+            text = self._joined(text)
         shown = self._blanks.add(text)
         if shown:
             self._text_since_call = True
+            self._tail.append(shown)
             self.log.grow(Text, Text, shown)
 
     def stray(self, text: str) -> None:
-        """What turned out to be no call: text, without the marks that no text may show."""
-        for mark in self._setup.hidden:
-            text = text.replace(mark, "")
+        """Writes what turned out to be no call as text, without marks."""
+        rest = self._marks.without(text)
+        self._at_seam = self._at_seam or len(rest) < len(text)
+        if rest:
+            self.text(rest)
+
+    def _joined(self, text: str) -> str:
+        """The next text behind something that is not shown. A blank goes between if both would make a mark together."""
+        text, before = self._seam + text, "".join(self._tail)[-_TAIL_CHARS:] + self._blanks.held
+        joint, size = before + text, len(before)
+        found = self._marks.find(joint, 0, len(joint))
+        if not found and self._marks.begun(joint, 0, len(joint)) < size:
+            self._seam = text
+            return ""
+        self._at_seam, self._seam = False, ""
+        return f" {text}" if found and found.start() < size else text
+
+    def _end_seam(self) -> None:
+        """Writes text that no more text can make a mark of."""
+        text, self._at_seam, self._seam = self._seam, False, ""
         if text:
             self.text(text)
 
@@ -121,14 +150,14 @@ class EventWriter:
         self._thinking = False
 
     def start(self, name: str) -> None:
+        self._end_seam()
         self._blanks.take()
-        self._text_since_call = False
-        self._begun += 1
-        self.calling = True
-        if not self.knows(name) or self._given >= self._setup.max_calls:
+        self._text_since_call, self._at_seam = False, True
+        self.begun += 1
+        if not self.knows(name) or self.given >= self._setup.max_calls:
             self.log.add(CallDropped(name))
             return
-        self._open, self._given = self._given, self._given + 1
+        self._open, self.given = self.given, self.given + 1
         self.log.add(CallStart(self._open, name))
 
     def arguments(self, fragment: str) -> None:
@@ -142,12 +171,13 @@ class EventWriter:
 
     def abandon(self) -> None:
         """What has been given of the open call stays."""
-        self._open, self.calling = None, False
+        self._open = None
 
     def finish(self) -> None:
         """Blanks that end a text are its own; those after a call are nobody's."""
+        self._end_seam()
         thought, blanks = self._thought.take(), self._blanks.take()
         if thought and self._thinking:
             self.log.grow(Reasoning, Reasoning, thought)
-        if blanks and (self._text_since_call or not self.called):
+        if blanks and (self._text_since_call or not self.begun):
             self.log.grow(Text, Text, blanks)

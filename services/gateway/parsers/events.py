@@ -29,8 +29,8 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a JSON object's text. The pieces of an index together are valid JSON wherever the model's own text is and
-    its CallEnd has come; those of a call that was cut off are a beginning."""
+    """A piece of a JSON object's text. The pieces of an index together are a JSON object where its CallEnd has come, and else the
+    beginning of one."""
 
     index: int
     fragment: str
@@ -38,7 +38,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is whole. One that broke off, or went wrong after its name, has none."""
+    """The call's arguments are complete. Only a call that the output's limit of tokens cuts off has none."""
 
     index: int
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from services.gateway.parsers import json_text
-from services.gateway.parsers.event_writer import BLANKS
+from services.gateway.parsers.json_text import Breaks
 from services.gateway.parsers.reading import Reading
-from services.gateway.parsers.source import Malformed, Steps
+from services.gateway.parsers.source import Malformed, Source, Steps
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCall:
-    """marked: whether a mark has said already that it is a call. Otherwise an object is one only if it has arguments, and no
-    members that calls have not."""
+    """One object, which ends its call in the writer also where it breaks off.
+
+    marked: whether a mark has said already that it is a call. Otherwise an object is one only if it has arguments, and no
+    members that calls have not. A marked object whose arguments are no object is a call without arguments.
+    """
 
     MEMBERS = ("name", *_ARGUMENTS, "type", "id")
 
-    def __init__(self, reading: Reading, marked: bool) -> None:
+    def __init__(self, reading: Reading, marked: bool, breaks: Breaks) -> None:
         self._reading = reading
         self._marked = marked
+        self._breaks = breaks
         self._name: str | None = None
         self._before: list[str] = []  # arguments that came before the name
         self._began = False  # the arguments
@@ -26,30 +30,45 @@ class JsonCall:
 
     def read(self) -> Steps[None]:
         """The object from its opening brace. Raises Malformed."""
-        source = self._reading.source
-        yield from source.expect("{")
-        yield from source.space()
-        yield from self.members((yield from json_text.string(source)))
+        yield from self._reading.source.expect("{")
+        yield from self.members(None)
 
-    def members(self, key: str) -> Steps[None]:
-        """The same from after its first key."""
+    def members(self, key: str | None) -> Steps[None]:
+        """The same from after the brace, or from after the first key. Raises Malformed."""
+        try:
+            yield from self._members(key)
+        except Malformed:
+            self._break_off()
+            raise
+        if self._name is None or not (self._whole or self._marked):
+            raise Malformed
+        if not self._began:
+            self._give("{}")
+        self._reading.writer.end()
+
+    def _members(self, key: str | None) -> Steps[None]:
+        """Up to the brace that closes the object, which may lack behind the arguments."""
         source = self._reading.source
         while True:
             yield from source.space()
+            if key is None:
+                if (yield from source.choose(("}",))):
+                    return
+                key = yield from json_text.string(source, self._breaks)
+                yield from source.space()
             yield from source.expect(":")
             yield from source.space()
             yield from self._member(key)
             yield from source.space()
+            key = None
             if not (yield from source.choose((",",))):
                 break
-            yield from source.space()
-            key = yield from json_text.string(source)
-        yield from source.expect("}")
-        self._close()
+        if not (yield from source.choose(("}",))) and not (self._whole and self._name):
+            raise Malformed
 
     def _member(self, key: str) -> Steps[None]:
         if key == "name" and self._name is None:
-            self._name = yield from json_text.string(self._reading.source)
+            self._name = yield from json_text.string(self._reading.source, self._breaks)
             self._catch_up()
         elif key in _ARGUMENTS and not self._began:
             yield from self._arguments()
@@ -58,29 +77,53 @@ class JsonCall:
         elif not self._marked and key not in self.MEMBERS:
             raise Malformed
         else:
-            yield from json_text.skip(self._reading.source)
+            yield from json_text.skip(self._reading.source, self._breaks)
 
     def _arguments(self) -> Steps[None]:
-        """An object, the text of one in a string, or nothing: null."""
+        """An object, the text of one in a string, or nothing."""
         source = self._reading.source
         first = yield from source.peek()
         if first == "{":
-            yield from json_text.verbatim(source, self._give)
+            if not (yield from json_text.mended(source, self._give, self._breaks)):
+                raise Malformed
         elif first == '"':
             yield from source.take()
-            yield from json_text.decoded(source, self._give)
+            yield from self._text_of_arguments()
+        elif self._marked:
+            if first not in (",", "}"):
+                yield from json_text.skip(source, self._breaks)
         elif (yield from json_text.scalar(source)) != "null":
             raise Malformed
         if not self._began:
             self._give("{}")
 
+    def _text_of_arguments(self) -> Steps[None]:
+        """A string that holds an object."""
+        source, inner = self._reading.source, Source()
+        reading = self._object_in(inner)
+        next(reading)
+
+        def sink(text: str) -> None:
+            inner.add(text)
+            next(reading, None)
+
+        try:
+            yield from json_text.decoded(source, sink, self._breaks)
+        finally:
+            inner.close(source.was_cut)
+            next(reading, None)
+
+    def _object_in(self, source: Source) -> Steps[None]:
+        """Reads an object. Other text raises Malformed, unless a mark announced the call."""
+        yield from source.space()
+        first = yield from source.peek()
+        if first == "{":
+            yield from json_text.mended(source, self._give)
+        elif first and not self._marked:
+            raise Malformed
+
     def _give(self, text: str) -> None:
         if not self._began:
-            text = text.lstrip(BLANKS)
-            if not text:
-                return
-            if text[0] != "{":
-                raise Malformed
             self._began = True
             if self._name is not None:
                 self._reading.begin(self._name)
@@ -96,9 +139,14 @@ class JsonCall:
             self._reading.writer.arguments("".join(self._before))
             self._before = []
 
-    def _close(self) -> None:
-        if self._name is None or not (self._whole or self._marked):
-            raise Malformed
-        if not self._whole:
-            self._give("{}")
-        self._reading.writer.end()
+    def _break_off(self) -> None:
+        """Ends the call, if it is one. Its arguments are an object, unless the output was cut off within them."""
+        if self._name is None:
+            return
+        if self._whole:
+            self._reading.writer.end()
+        elif self._began:
+            self._reading.end()
+        elif self._marked and self._reading.writer.knows(self._name):
+            self._reading.begin(self._name)
+            self._reading.end("{}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.gateway.parsers.events import Event, Text
@@ -19,20 +19,22 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> Sequence[Event]:
         """text: what comes next. Holds back what may be the beginning of a mark, and blanks that a mark would drop."""
 
-    def finish(self) -> Sequence[Event]:
-        """What was held back. Called once, after the last feed."""
+    def finish(self, cut: bool = False) -> Sequence[Event]:
+        """Returns the events of held text. Called once, after the last feed.
+
+        Args:
+            cut: the output has reached its limit of tokens. The arguments of a call then end where they stand; else they are
+                closed, and are a JSON object.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ParserSetup:
     """tools: the JSON schema of each tool's parameters by its name; None where the request gives none.
-    max_calls: how many calls are let through.
-    hidden: marks that no text may show: those that reach the parser for its own sake alone, because the client has special
-    tokens skipped."""
+    max_calls: how many calls are let through."""
 
     tools: Mapping[str, Schema | None]
     max_calls: int
-    hidden: frozenset[str] = field(default_factory=frozenset)
 
 
 class PlainText:
@@ -41,7 +43,7 @@ class PlainText:
     def feed(self, text: str) -> Sequence[Event]:
         return [Text(text)] if text else []
 
-    def finish(self) -> Sequence[Event]:
+    def finish(self, cut: bool = False) -> Sequence[Event]:
         return []
 
 

@@ -32,35 +32,104 @@ class Marks:
     def __init__(self, *texts: str) -> None:
         assert all(texts) and not any(one != other and other.startswith(one) for one in texts for other in texts)
         beginnings = {text[:size] for text in texts for size in range(1, len(text))}
-        self._whole = re.compile("|".join(map(re.escape, texts)))
+        self._whole = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._begun = re.compile(f"(?:{'|'.join(map(re.escape, beginnings)) or '(?!)'})\\Z")
-        self._most_begun = max(map(len, texts)) - 1
+        self._most_begun = max(map(len, texts), default=1) - 1
 
-    def find(self, text: str, at: int) -> re.Match[str] | None:
-        return self._whole.search(text, at)
+    def find(self, text: str, at: int, stop: int) -> re.Match[str] | None:
+        return self._whole.search(text, at, stop)
 
-    def begun(self, text: str, at: int) -> int:
-        """Where a mark may have begun that the text does not complete; the text's end if none has."""
-        found = self._begun.search(text, max(at, len(text) - self._most_begun))
-        return found.start() if found else len(text)
+    def begun(self, text: str, at: int, stop: int) -> int:
+        """Returns the index at which an incomplete mark begins at the end of the text, or `stop`."""
+        found = self._begun.search(text, max(at, stop - self._most_begun), stop)
+        return found.start() if found else stop
+
+    def without(self, text: str) -> str:
+        """Removes marks until the text has no mark."""
+        while (rest := self._whole.sub("", text)) != text:
+            text = rest
+        return text
+
+
+class Record:
+    """Text that was read from some point on, up to a number of characters."""
+
+    def __init__(self, most: int, text: str = "") -> None:
+        self._pieces = [text] if text else []
+        self.free = most - len(text)
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+        self.free -= len(text)
+
+    def give_back(self, count: int) -> None:
+        """Forgets the last characters, or all if there are fewer."""
+        while count > 0 and self._pieces:
+            last = self._pieces.pop()
+            if len(last) > count:
+                self._pieces.append(last[: len(last) - count])
+            self.free += min(count, len(last))
+            count -= len(last)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
 
 
 class Source:
-    """One owner adds text and closes it, one coroutine reads. What is read can be recorded, and then given back."""
+    """One owner adds text and closes it, one coroutine reads. What is read can be recorded, and then given back.
+
+    While the source is bound to marks, it ends in front of the first of them.
+    """
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._stop = 0  # end of the text that may be read
+        self._ends = False  # no text comes behind `_stop`
         self._closed = False
-        self._record: list[str] | None = None
-        self._room = 0  # characters that the record still takes
+        self.was_cut = False  # the text has ended because the model had to stop
+        self._bounds: Marks | None = None
+        self._record: Record | None = None
+        self._held: Record | None = None
+        self._records: tuple[Record, ...] = ()  # the active ones
 
     def add(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
+        if self._bounds is None:
+            self._stop = len(self._text)
+        else:
+            self._settle()
 
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._closed = True
+    def close(self, cut: bool = False) -> None:
+        """Ends the text.
+
+        Args:
+            cut: whether the model had to stop at a limit of tokens.
+        """
+        self._closed, self.was_cut = True, cut
+        self._settle()
+
+    @property
+    def unread(self) -> str:
+        """The text that may be read."""
+        return self._text[self._at : self._stop]
+
+    def bind(self, marks: Marks | None) -> None:
+        """Ends the source in front of the next of these marks. None removes the bound."""
+        self._bounds = marks
+        self._settle()
+
+    def hold(self, text: str) -> None:
+        """Starts a second record with `text`. Reading more than MAX_HELD_CALL_CHARS then raises Malformed."""
+        self._held = Record(MAX_HELD_CALL_CHARS, text)
+        self._list_records()
+
+    def release(self) -> str:
+        """Ends the record of hold() and returns its text."""
+        held, self._held = self._held, None
+        self._list_records()
+        return held.text if held is not None else ""
 
     @property
     def recording(self) -> bool:
@@ -68,12 +137,14 @@ class Source:
 
     def record(self, most: int = MAX_HELD_CALL_CHARS) -> None:
         """From here on, what is read is kept; a reader that goes on for more than so many characters is Malformed."""
-        self._record, self._room = [], most
+        self._record = Record(most)
+        self._list_records()
 
     def forget(self) -> str:
         """What was recorded; the record ends."""
-        found, self._record = "".join(self._record or ()), None
-        return found
+        found, self._record = self._record, None
+        self._list_records()
+        return found.text if found is not None else ""
 
     def give_back(self, text: str) -> None:
         """text: what was read last, to be read again. What is unread behind it is not copied, where the text is still there."""
@@ -82,12 +153,15 @@ class Source:
             self._at = before
         else:
             self._text, self._at = text + self._text[self._at :], 0
+            self._settle()
+        for record in self._records:
+            record.give_back(len(text))
 
     def peek(self) -> Steps[str]:
         """The next character, which stays; empty at the end."""
-        while self._at == len(self._text) and not self._closed:
+        while self._at == self._stop and not self._ends:
             yield
-        return self._text[self._at : self._at + 1]
+        return self._text[self._at] if self._at < self._stop else ""
 
     def take(self) -> Steps[str]:
         """The next character. Raises Malformed at the end."""
@@ -97,13 +171,13 @@ class Source:
 
     def choose(self, options: Sequence[str]) -> Steps[str]:
         """The option that comes next, taken; empty, with nothing taken, if none does. None begins another."""
-        longest = max(map(len, options))
+        longest = max(map(len, options), default=0)
         while True:
-            ahead = self._text[self._at : self._at + longest]
+            ahead = self._text[self._at : min(self._at + longest, self._stop)]
             for option in options:
                 if ahead.startswith(option):
                     return self._read(self._at + len(option))
-            if self._closed or not any(option.startswith(ahead) for option in options):
+            if self._ends or not any(option.startswith(ahead) for option in options):
                 return ""
             yield
 
@@ -115,11 +189,11 @@ class Source:
     def run(self, chars: re.Pattern[str], sink: Sink) -> Steps[None]:
         """chars: matches as many characters of a kind as there are, or none; whether one belongs depends on it alone."""
         while True:
-            found = chars.match(self._text, self._at)
+            found = chars.match(self._text, self._at, self._stop)
             assert found, "a run may be empty"
             if found.end() > self._at:
                 sink(self._read(found.end()))
-            if self._at < len(self._text) or self._closed:
+            if self._at < self._stop or self._ends:
                 return
             yield
 
@@ -129,27 +203,42 @@ class Source:
     def until(self, marks: Marks, sink: Sink) -> Steps[str]:
         """Passes on what stands before the next mark, and takes the mark; empty at the end."""
         while True:
-            found = marks.find(self._text, self._at)
+            found = marks.find(self._text, self._at, self._stop)
             stop = found.start() if found else self._undecided(marks)
             if stop > self._at:
                 sink(self._read(stop))
             if found:
                 return self._read(self._at + len(found[0]))
-            if self._closed:
+            if self._ends:
                 return ""
             yield
 
     def _undecided(self, marks: Marks) -> int:
-        return len(self._text) if self._closed else marks.begun(self._text, self._at)
+        return self._stop if self._ends else marks.begun(self._text, self._at, self._stop)
+
+    def _settle(self) -> None:
+        """Finds out how far the text may be read, and whether it ends there."""
+        end = len(self._text)
+        found = self._bounds.find(self._text, self._at, end) if self._bounds else None
+        if found:
+            self._stop, self._ends = found.start(), True
+        elif self._bounds and not self._closed:
+            self._stop, self._ends = self._bounds.begun(self._text, self._at, end), False
+        else:
+            self._stop, self._ends = end, self._closed
+
+    def _list_records(self) -> None:
+        self._records = tuple(record for record in (self._record, self._held) if record is not None)
 
     def _read(self, end: int) -> str:
-        """All reading is done here. Raises Malformed where the record is full: at the same character however text comes."""
-        if self._record is not None:
-            fits = min(end - self._at, self._room)
-            self._record.append(self._text[self._at : self._at + fits])
-            self._room -= fits
-            if self._at + fits < end:
-                self._at += fits
-                raise Malformed
-        found, self._at = self._text[self._at : end], end
+        """All reading is done here. Raises Malformed where a record is full: at the same character however text comes."""
+        if not self._records:
+            found, self._at = self._text[self._at : end], end
+            return found
+        fits = min([end, *(self._at + record.free for record in self._records)])
+        found, self._at = self._text[self._at : fits], fits
+        for record in self._records:
+            record.add(found)
+        if fits < end:
+            raise Malformed
         return found

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import orjson
+from pydantic_core import from_json
 
 from services.gateway.api.anthropic.errors import ANTHROPIC
-from services.gateway.api.anthropic.tool_input import ToolInput
 from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.request.choice_output import Ending
@@ -89,7 +90,6 @@ class _Blocks:
     def __init__(self, shows_thinking: bool | None) -> None:
         self._shows_thinking = shows_thinking
         self._texts: list[str] | None = None  # of the block that is open
-        self._input = ToolInput()  # of it
         self.whole: list[Json] = []
         self.called = False
 
@@ -104,19 +104,19 @@ class _Blocks:
             yield from self.close()
             yield from self._open({"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": event.name, "input": {}})
         elif isinstance(event, CallArguments):
-            let_through = self._input.feed(event.fragment)
-            if let_through:
-                yield self._delta({"type": "input_json_delta", "partial_json": let_through})
+            assert self._texts is not None
+            self._texts.append(event.fragment)
+            yield self._delta({"type": "input_json_delta", "partial_json": event.fragment})
         elif isinstance(event, CallEnd):
-            yield from self.close()
+            yield from self.close(is_whole=True)
 
-    def close(self) -> Iterator[Json]:
-        """The block that is open."""
+    def close(self, is_whole: bool = False) -> Iterator[Json]:
+        """Closes the block that is open. The input of a call that was cut off has its complete members, as in a client."""
         if self._texts is None:
             return
         block, text = self.whole[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = orjson.Fragment(self._input.text())
+            block["input"] = orjson.Fragment(text if is_whole else json.dumps(from_json(text or "{}", allow_partial=True)))
         elif block["type"] == "text":
             block["text"] = text
         else:
@@ -143,7 +143,7 @@ class _Blocks:
 
     def _open(self, block: Json) -> Iterator[Json]:
         self.whole.append(block)
-        self._texts, self._input = [], ToolInput()
+        self._texts = []
         yield {"type": "content_block_start", "index": len(self.whole) - 1, "content_block": dict(block)}
 
     def _said(self, kind: str, text: str) -> Json:

@@ -18,7 +18,7 @@ from services.shared.output_formats import NONE, OutputFormats
 
 def parsed_generation(generation: Generation, use: ToolUse, formats: OutputFormats, make: MakeParsing) -> Generation:
     """formats: of this prompt. Raises ApiError."""
-    parsing = use.parsing(formats, generation.skip_special_tokens, make)
+    parsing = use.parsing(formats, make)
     field = generation.grammar_field or "response_format"
     answer = _answer(generation.sampling.grammar, Origin(field))
     if answer is not None and not use.forced:

@@ -57,14 +57,13 @@ class ToolUse:
             return known if known.tools == "harmony" else OutputFormats(NONE, known.reasoning)
         return OutputFormats(FALLBACK, known.reasoning) if self.forced and known.tools == NONE else known
 
-    def parsing(self, formats: OutputFormats, skips_special: bool, make: MakeParsing) -> Parsing | None:
-        """None: the output is its text. skips_special: the client wants none of the special tokens."""
+    def parsing(self, formats: OutputFormats, make: MakeParsing) -> Parsing | None:
+        """None: the output is its text."""
         if not formats.tools and not formats.reasoning:
             return None
         schemas = {tool.name: tool.parameters for tool in self.callable}
-        hidden = frozenset(formats.kept) if skips_special else frozenset()
         most = limits.MAX_CALLS if self.parallel else 1
-        return make(formats, ParserSetup(schemas, most, hidden))
+        return make(formats, ParserSetup(schemas, most))
 
     def or_answer(self, formats: OutputFormats, answer: Layout, field: str) -> Held | None:
         """What holds the output to calls, or to an answer that follows the layout; None where no call may come, or one has to.

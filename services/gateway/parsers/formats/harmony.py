@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.gateway.parsers import json_text
+from services.gateway.parsers.json_text import Breaks
 from services.gateway.parsers.reading import Outcome, Reading
 from services.gateway.parsers.source import Malformed, Marks, Sink, Steps, discard
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
-_ENDS = Marks(END, RETURN, CALL, START, CHANNEL)
+_MESSAGE_ENDS = (END, RETURN, CALL, START, CHANNEL)
+_ENDS = Marks(*_MESSAGE_ENDS)
+_BREAKS = Breaks((END, RETURN, CALL), (START, CHANNEL))
 _ALL = Marks(*MARKS)
 _HEADER_ENDS = Marks(MESSAGE, END, RETURN, CALL)
 _HEADER_BEGINS = (START, CHANNEL, MESSAGE, " to=", "to=")
@@ -29,6 +31,11 @@ MAX_HEADER_CHARS = 1024
 class _Header:
     channel: str
     recipient: str
+
+    @property
+    def calls(self) -> bool:
+        """Whether the message calls a function."""
+        return self.recipient.startswith("functions.")
 
 
 def read(reading: Reading) -> Steps[None]:
@@ -51,29 +58,38 @@ class _Messages:
                 mark = yield from source.until(_ALL, writer.text)
                 if not mark:
                     return
+                writer.stray(mark)
                 begun = mark if mark in (START, CHANNEL, MESSAGE) else ""
                 continue
             header = yield from self._header(begun)
             mark = (yield from self._message(header)) if header else ""
+            writer.stray(mark)
             begun = mark if mark in (START, CHANNEL) else ""
 
     def _header(self, begun: str) -> Steps[_Header | None]:
-        """None for what ends without a message, or is longer than any header."""
-        source, pieces = self._reading.source, [begun]
+        """None for what ends without a message and calls nothing, or is longer than any header."""
+        source = self._reading.source
         if begun == MESSAGE:
             return _Header("", "")
         source.record(MAX_HEADER_CHARS)
         try:
-            mark = yield from source.until(_HEADER_ENDS, pieces.append)
+            mark = yield from source.until(_HEADER_ENDS, discard)
         except Malformed:
             mark = ""
         read = source.forget()
-        if not mark and begun not in MARKS:
-            self._reading.writer.text(begun + read)
-        return _parsed("".join(pieces)) if mark == MESSAGE else None
+        found = _parsed(begun + read)
+        if mark == MESSAGE:
+            return found
+        body = read.find("{") if found.calls else -1
+        if body >= 0 or (mark and found.calls):
+            source.give_back(read[body:] if body >= 0 else mark)
+            return found
+        if begun not in MARKS:
+            self._reading.writer.stray(begun + read)
+        return None
 
     def _message(self, header: _Header) -> Steps[str]:
-        """The message's content; the mark after it."""
+        """Reads the message's content and returns the mark behind it."""
         writer = self._reading.writer
         if header.recipient:
             return (yield from self._call(header.recipient.removeprefix("functions.")))
@@ -85,7 +101,9 @@ class _Messages:
         if kind in self._said:
             sink("\n")
         self._said.add(kind)
-        return (yield from self._reading.source.until(_ENDS, sink))
+        while (mark := (yield from self._reading.source.until(_ALL, sink))) in (MESSAGE, CONSTRAIN):
+            self._reading.writer.stray(mark)
+        return mark
 
     def _call(self, name: str) -> Steps[str]:
         """What is no JSON object is text."""
@@ -95,13 +113,12 @@ class _Messages:
         return (yield from self._reading.source.until(_ENDS, discard))
 
     def _arguments(self, name: str) -> Steps[None]:
-        source, writer = self._reading.source, self._reading.writer
-        yield from source.space()
-        if (yield from source.peek()) != "{":
+        """An object, or nothing. Raises Malformed for any other text."""
+        yield from self._reading.source.space()
+        if not (yield from self._reading.body_comes(_MESSAGE_ENDS)):
             raise Malformed
         self._reading.begin(name)
-        yield from json_text.verbatim(source, writer.arguments)
-        writer.end()
+        yield from self._reading.arguments(_BREAKS, _MESSAGE_ENDS)
 
 
 def _parsed(header: str) -> _Header:

@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several with semicolons between them.
+"""Llama 3: `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several with semicolons between them, or in a list.
 
 Where no mark says that an object is a call, its members do: any `{` may be one until something comes that a call has not.
 """
@@ -6,23 +6,37 @@ Where no mark says that an object is a call, its members do: any `{` may be one 
 from __future__ import annotations
 
 from services.gateway.parsers.json_call import JsonCall
-from services.gateway.parsers.reading import Outcome, Reading
-from services.gateway.parsers.source import Malformed, Marks, Steps
+from services.gateway.parsers.json_text import Breaks
+from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.source import Malformed, Steps
 
 MARK = "<|python_tag|>"
-_MARKS = Marks(MARK, "{")
+_BREAKS = Breaks((), (MARK,))
 _KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
 
 
-def read(reading: Reading) -> Steps[None]:
-    source, writer = reading.source, reading.writer
-    while mark := (yield from source.until(_MARKS, writer.text)):
-        outcome = yield from reading.attempt(mark, _marked(reading) if mark == MARK else _call(reading))
-        if outcome is Outcome.WHOLE:
-            yield from reading.closed_by(";")
+def _read(reading: Reading, mark: str) -> Steps[None]:
+    outcome = yield from reading.attempt(mark, _call(reading) if mark == "{" else _behind_mark(reading))
+    if outcome is not Outcome.WHOLE:
+        return
+    if mark != "[":
+        yield from reading.closed_by(";")
+        return
+    while (yield from _another(reading)):
+        if (yield from reading.attempt("{", _call(reading))) is not Outcome.WHOLE:
+            return
 
 
-def _marked(reading: Reading) -> Steps[None]:
+def _another(reading: Reading) -> Steps[bool]:
+    """Takes the text between two objects of a list. Returns False behind the bracket that ends the list."""
+    source = reading.source
+    yield from source.space()
+    yield from source.choose((",",))
+    yield from source.space()
+    return (yield from source.choose(("{", "]"))) == "{"
+
+
+def _behind_mark(reading: Reading) -> Steps[None]:
     yield from reading.source.space()
     yield from reading.source.expect("{")
     yield from _call(reading)
@@ -34,4 +48,7 @@ def _call(reading: Reading) -> Steps[None]:
     key = yield from reading.source.choose(_KEYS)
     if not key:
         raise Malformed
-    yield from JsonCall(reading, marked=False).members(key.strip('"'))
+    yield from JsonCall(reading, False, _BREAKS).members(key.strip('"'))
+
+
+LLAMA3_JSON = CallFormat((MARK, "{", "["), (MARK,), _read)

@@ -7,70 +7,75 @@ from __future__ import annotations
 
 import re
 
-from services.gateway.parsers import json_text
 from services.gateway.parsers.json_call import JsonCall
-from services.gateway.parsers.reading import Outcome, Reading
-from services.gateway.parsers.source import SPACE, Malformed, Marks, Steps, discard
+from services.gateway.parsers.json_text import Breaks
+from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.source import Malformed, Marks, Steps, discard
 
 BEGIN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_MARKS = Marks(BEGIN, ARGUMENTS, ID)
+_MARKS = (BEGIN, ARGUMENTS, ID)
+_ENDS = (BEGIN,)  # texts that may follow a call without arguments
+_AFTER_ID = Marks(ARGUMENTS, BEGIN, "{")
+_BREAKS = Breaks((), (BEGIN,))
 _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
-def read(reading: Reading) -> Steps[None]:
-    source, writer = reading.source, reading.writer
-    mark = yield from source.until(_MARKS, writer.text)
-    while mark:
-        opening, another = [mark], ""
-        if mark == BEGIN:
-            yield from source.run(SPACE, opening.append)
-            another = yield from source.choose((BEGIN, ARGUMENTS, ID))
-        if mark != BEGIN or another:
-            writer.stray("".join(opening))
-        elif (yield from source.choose(("[",))):
-            yield from _list(reading, "".join([*opening, "["]))
-        else:
-            yield from _alone(reading, "".join(opening))
-        mark = another or (yield from source.until(_MARKS, writer.text))
+def _read(reading: Reading, mark: str) -> Steps[None]:
+    yield from _Calls(reading).read(mark)
 
 
-def _list(reading: Reading, opening: str) -> Steps[None]:
-    """From after its bracket. opening: what has been read of it."""
-    source = reading.source
-    while True:
-        outcome = yield from reading.attempt(opening, _element(reading))
+class _Calls:
+    """The calls behind one mark."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._in_list = False
+
+    def read(self, mark: str) -> Steps[None]:
+        outcome = yield from self._reading.attempt(mark, self._first())
+        while self._in_list and outcome is Outcome.WHOLE and (yield from self._another()):
+            outcome = yield from self._reading.attempt("", self._object())
         if outcome is Outcome.BROKEN:
-            yield from reading.skip_rest(("]",), (BEGIN,))
-        if outcome is not Outcome.WHOLE:
-            return
+            yield from self._reading.skip_rest(("]",) if self._in_list else (), (BEGIN,))
+
+    def _first(self) -> Steps[None]:
+        source = self._reading.source
         yield from source.space()
-        if not (yield from source.choose((",",))):
-            yield from source.choose(("]",))
-            return
-        opening = ""
+        if (yield from source.choose(_MARKS)):
+            raise Malformed
+        self._in_list = bool((yield from source.choose(("[",))))
+        yield from source.space()
+        is_object = self._in_list or (yield from source.peek()) == "{"
+        yield from (self._object() if is_object else _named(self._reading))
 
+    def _another(self) -> Steps[bool]:
+        """Takes the text between two objects of a list. Returns False behind the bracket that ends the list."""
+        source = self._reading.source
+        yield from source.space()
+        yield from source.choose((",",))
+        yield from source.space()
+        return not (yield from source.choose(("]",))) and (yield from source.peek()) == "{"
 
-def _element(reading: Reading) -> Steps[None]:
-    yield from reading.source.space()
-    yield from JsonCall(reading, marked=True).read()
-
-
-def _alone(reading: Reading, opening: str) -> Steps[None]:
-    first = yield from reading.source.peek()
-    call = JsonCall(reading, marked=True).read() if first == "{" else _named(reading)
-    if (yield from reading.attempt(opening, call)) is Outcome.BROKEN:
-        yield from reading.skip_rest((), (BEGIN,))
+    def _object(self) -> Steps[None]:
+        yield from JsonCall(self._reading, True, _BREAKS).read()
 
 
 def _named(reading: Reading) -> Steps[None]:
-    source, writer, name = reading.source, reading.writer, list[str]()
-    yield from source.run(_NAME, name.append)
+    """A name and arguments. Without a mark between them, or with arguments that are no object, only a tool's name is one."""
+    source, pieces = reading.source, list[str]()
+    yield from source.run(_NAME, pieces.append)
     yield from source.space()
-    if (yield from source.choose((ID, ARGUMENTS))) == ID:
-        yield from source.until(Marks(ARGUMENTS), discard)
+    name, mark = "".join(pieces), (yield from source.choose((ID, ARGUMENTS)))
+    if mark == ID:
+        mark = yield from source.until(_AFTER_ID, discard)
+        if mark != ARGUMENTS:
+            source.give_back(mark)
     yield from source.space()
-    if not name or (yield from source.peek()) != "{":
+    has_body, is_known = (yield from reading.body_comes(_ENDS)), reading.writer.knows(name)
+    if not name or not (has_body or (mark and is_known)) or not (mark or is_known or (yield from source.peek()) == "{"):
         raise Malformed
-    reading.begin("".join(name))
-    yield from json_text.verbatim(source, writer.arguments)
-    writer.end()
+    reading.begin(name)
+    yield from reading.arguments(_BREAKS, _ENDS)
+
+
+MISTRAL = CallFormat((BEGIN,), _MARKS, _read)

@@ -8,70 +8,103 @@ from __future__ import annotations
 
 import re
 
+from services.gateway.parsers.json_text import OpenText
 from services.gateway.parsers.parameter_types import quoted
-from services.gateway.parsers.python_literal import literal
-from services.gateway.parsers.reading import Outcome, Reading
-from services.gateway.parsers.source import SPACE, Malformed, Marks, Steps
+from services.gateway.parsers.python_literal import literal, skip_brackets
+from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.source import Malformed, Steps
 
 START, STOP = "<|python_start|>", "<|python_end|>"
-_MARKS = Marks(START, STOP, "[")
+_MARKS = (START, STOP)
 _NAME = re.compile(r"[\w.\-]*")
 _TOOL = re.compile(r"[\w.:\-]*")
 
 
-def read(reading: Reading) -> Steps[None]:
-    source, writer = reading.source, reading.writer
-    while mark := (yield from source.until(_MARKS, writer.text)):
-        if mark == STOP:
-            writer.stray(STOP)
-        elif mark == START:
-            yield from _marked(reading)
-        else:
-            yield from _list(reading, "[", not writer.wrote_text)
-
-
-def _marked(reading: Reading) -> Steps[None]:
-    opening = [START]
-    yield from reading.source.run(SPACE, opening.append)
-    bracket = yield from reading.source.choose(("[",))
-    opening.append(bracket)
-    if not bracket:
-        reading.writer.stray("".join(opening))
-        return
-    yield from _list(reading, "".join(opening), True)
-    yield from reading.closed_by(STOP)
-
-
-def _list(reading: Reading, opening: str, any_name: bool) -> Steps[None]:
-    """From after its bracket. opening: what has been read of it."""
-    source = reading.source
-    while True:
-        outcome = yield from reading.attempt(opening, _call(reading, any_name))
-        if outcome is Outcome.BROKEN:
-            yield from reading.skip_rest(("]",), (START,))
-        if outcome is not Outcome.WHOLE:
-            return
-        yield from source.space()
-        yield from source.choose((",",))
-        yield from source.space()
-        if (yield from source.choose(("]",))):
-            return
-        opening, any_name = "", True
-
-
-def _call(reading: Reading, any_name: bool) -> Steps[None]:
-    yield from reading.source.space()
-    name = yield from _name(reading, _TOOL)
-    yield from reading.source.expect("(")
-    if reading.writer.knows(name):
-        reading.begin(name)
-        yield from _arguments(reading)
-    elif any_name:
-        yield from _arguments(reading)
-        reading.begin(name)
+def _read(reading: Reading, mark: str) -> Steps[None]:
+    if mark == "[":
+        yield from _List(reading).read(mark, not reading.writer.wrote_text)
     else:
-        raise Malformed
-    reading.writer.end()
+        yield from _List(reading).read(mark, True)
+        yield from reading.closed_by(STOP)
+
+
+class _List:
+    """A list of calls, from after its bracket or the mark before it."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._depth = 0  # number of open brackets where a call broke off; 0 if another list begins there
+
+    def read(self, opening: str, any_name: bool) -> Steps[None]:
+        """Reads calls until the list ends.
+
+        Args:
+            opening: the bracket or mark before the list, which has been taken.
+            any_name: whether an unknown name begins a call too.
+        """
+        source = self._reading.source
+        while True:
+            outcome = yield from self._reading.attempt(opening, self._call(opening == START, any_name))
+            if outcome is Outcome.NONE:
+                return
+            if outcome is Outcome.BROKEN and (not self._depth or (yield from skip_brackets(source, self._depth, _MARKS)) != ")"):
+                return
+            yield from source.space()
+            yield from source.choose((",",))
+            yield from source.space()
+            if (yield from source.choose(("]",))) or (yield from source.choose(_MARKS)):
+                return
+            opening, any_name = "", True
+
+    def _call(self, bracket_first: bool, any_name: bool) -> Steps[None]:
+        reading = self._reading
+        if bracket_first:
+            yield from reading.source.space()
+            yield from reading.source.expect("[")
+        yield from reading.source.space()
+        name = yield from _name(reading, _TOOL)
+        yield from reading.source.expect("(")
+        if reading.writer.knows(name):
+            reading.begin(name)
+            yield from self._arguments()
+        elif any_name:
+            yield from self._arguments()
+            reading.begin(name)
+        else:
+            raise Malformed
+        reading.writer.end()
+
+    def _arguments(self) -> Steps[None]:
+        """Reads the arguments and the closing bracket. Raises Malformed if they break off; the call has then ended."""
+        source, writer = self._reading.source, self._reading.writer
+        out = OpenText(writer.arguments)
+        out.open("{", "}")
+        try:
+            yield from source.space()
+            while not (yield from source.choose((")",))):
+                yield from self._argument(out)
+                out.hold(", ")
+                yield from source.choose((",",))
+                yield from source.space()
+        except Malformed:
+            depth = len(out.closers)
+            self._depth = 0 if depth == 1 and (yield from source.peek()) == "[" else depth
+            if not source.was_cut:
+                out.close()
+                writer.end()
+            raise
+        out.shut("}")
+
+    def _argument(self, out: OpenText) -> Steps[None]:
+        source = self._reading.source
+        key = yield from _name(self._reading, _NAME)
+        yield from source.expect("=")
+        yield from source.space()
+        out.hold(f"{quoted(key)}: ")
+        yield from literal(source, out)
+        yield from source.space()
+        if (yield from source.peek()) not in (",", ")"):
+            raise Malformed
 
 
 def _name(reading: Reading, chars: re.Pattern[str]) -> Steps[str]:
@@ -84,30 +117,4 @@ def _name(reading: Reading, chars: re.Pattern[str]) -> Steps[str]:
     return "".join(pieces)
 
 
-def _arguments(reading: Reading) -> Steps[None]:
-    """From after the bracket to the one that closes it. Raises Malformed."""
-    source, writer, before = reading.source, reading.writer, "{"
-    yield from source.space()
-    while not (yield from source.choose((")",))):
-        yield from _argument(reading, before)
-        before = ", "
-        yield from source.choose((",",))
-        yield from source.space()
-    writer.arguments("{}" if before == "{" else "}")
-
-
-def _argument(reading: Reading, before: str) -> Steps[None]:
-    source, pieces = reading.source, list[str]()
-    held = source.recording
-    if not held:
-        source.record()
-    key = yield from _name(reading, _NAME)
-    yield from source.expect("=")
-    yield from source.space()
-    yield from literal(source, pieces.append, 1)
-    yield from source.space()
-    if (yield from source.peek()) not in (",", ")"):
-        raise Malformed
-    if not held:
-        source.forget()
-    reading.writer.arguments("".join([before, quoted(key), ": ", *pieces]))
+PYTHONIC = CallFormat((START, "["), _MARKS, _read)

@@ -1,95 +1,107 @@
 """Qwen3-Coder: a function and its parameters between XML's marks, each value as bare text on lines of its own.
 
-Texts are passed on as they come; a value of another type is passed on when it is whole.
+Texts are passed on as they come; a value of another type is passed on when it is whole. A value ends at the next mark of the
+format, whichever it is; but an end of a call is part of the value if `</parameter>` comes before another call does.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from services.gateway.parsers import json_text
+from services.gateway.parsers.json_text import mended_text
 from services.gateway.parsers.parameter_types import as_json, parameter_types, quoted
-from services.gateway.parsers.reading import Outcome, Reading
-from services.gateway.parsers.source import Malformed, Marks, Sink, Steps, discard
+from services.gateway.parsers.reading import CallFormat, Outcome, Reading
+from services.gateway.parsers.source import SPACE, Malformed, Marks, Sink, Steps, discard
+from services.shared.limits import MAX_HELD_CALL_CHARS
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-_MARKS = Marks(BEGIN, END, FUNCTION, FUNCTION_END)
-_PARTS = Marks(PARAMETER, FUNCTION_END, END)
-_VALUE_ENDS = Marks(f"\n{PARAMETER_END}", PARAMETER_END)
+_MARKS = (BEGIN, END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
+_ALL = Marks(*_MARKS)
+_CALL_ENDS = (FUNCTION_END, END)
+_INSIDE_ENDS = Marks(f"\n{PARAMETER_END}", PARAMETER_END, FUNCTION)
+_VALUE_END_TEXTS = (*(f"\n{mark}" for mark in _MARKS), *_MARKS)
+_VALUE_ENDS = Marks(*_VALUE_END_TEXTS)
 _NAME = re.compile(r"[^<>\n]*")
 _STRING = frozenset({"string"})
+_OUTSIDE = re.compile(r'[^"\[\]{}<\n]*')
+_INSIDE = re.compile(r'[^"\\\n]*')
 
 
-def read(reading: Reading) -> Steps[None]:
+def _read(reading: Reading, mark: str) -> Steps[None]:
     """Some of the models leave `<tool_call>` out: a function alone is a call too."""
-    source, writer = reading.source, reading.writer
-    while mark := (yield from source.until(_MARKS, writer.text)):
-        if mark not in (BEGIN, FUNCTION):
-            writer.stray(mark)
-            continue
-        outcome = yield from reading.attempt(mark, _call(reading, mark))
-        if outcome is Outcome.WHOLE:
-            yield from reading.closed_by(END)
-        elif outcome is Outcome.BROKEN:
-            yield from reading.skip_rest((END,), (BEGIN,))
+    outcome = yield from reading.attempt(mark, _call(reading, mark))
+    if outcome is Outcome.WHOLE:
+        yield from reading.closed_by(END)
+    elif outcome is Outcome.BROKEN:
+        yield from reading.skip_rest((END,), (BEGIN, FUNCTION))
 
 
 def _call(reading: Reading, mark: str) -> Steps[None]:
     if mark == BEGIN:
         yield from reading.source.space()
         yield from reading.source.expect(FUNCTION)
-    name = yield from _name(reading)
+    name = yield from _name(reading, reading.writer.knows)
     reading.begin(name)
     yield from _Parameters(reading, name).read()
-    reading.writer.end()
 
 
-def _name(reading: Reading) -> Steps[str]:
-    """Of a function or a parameter, and the bracket after it. Raises Malformed if there is none."""
+def _name(reading: Reading, is_known: Callable[[str], bool]) -> Steps[str]:
+    """Reads the name of a function or a parameter, and the bracket after it. Raises Malformed without a name.
+
+    Args:
+        is_known: whether a name is one also without the bracket.
+    """
     pieces: list[str] = []
     yield from reading.source.run(_NAME, pieces.append)
-    yield from reading.source.expect(">")
+    bracket = yield from reading.source.choose((">",))
     name = "".join(pieces).strip()
-    if not name:
+    if not name or not (bracket or is_known(name)):
         raise Malformed
     return name
 
 
 class _Parameters:
-    """Of one call; what is written of them is one JSON object."""
+    """Reads the parameters of one call and writes them as a JSON object."""
 
     def __init__(self, reading: Reading, function: str) -> None:
         self._reading = reading
-        self._schema = reading.schemas.get(function)
-        self._before = "{"  # what stands before the next one
+        self._schema = reading.schema(function)
+        self._closing = "{}"  # text that completes the object
 
     def read(self) -> Steps[None]:
+        """Ends the call. Raises Malformed if neither a mark nor the next call ends it."""
         source = self._reading.source
-        while (part := (yield from source.until(_PARTS, discard))) == PARAMETER:
-            source.record()
-            key = yield from _name(self._reading)
-            source.forget()
-            yield from source.choose(("\n",))
-            yield from self._parameter(key)
+        try:
+            while (part := (yield from source.until(_ALL, discard))) in (PARAMETER, PARAMETER_END):
+                if part == PARAMETER:
+                    yield from self._parameter()
+        finally:
+            self._reading.end(self._closing)
         if not part:
             raise Malformed
-        if part == END:
-            source.give_back(END)
-        self._reading.writer.arguments("{}" if self._before == "{" else "}")
+        if part != FUNCTION_END:
+            source.give_back(part)
 
-    def _parameter(self, key: str) -> Steps[None]:
+    def _parameter(self) -> Steps[None]:
+        source = self._reading.source
+        source.record()
+        key = yield from _name(self._reading, bool)
+        source.forget()
+        yield from source.choose(("\n",))
         types = parameter_types(self._schema, key)
-        begun = f"{self._before}{quoted(key)}: "
-        self._before = ", "
+        begun = f"{'{' if self._closing == '{}' else ', '}{quoted(key)}: "
         yield from (self._text(begun) if types == _STRING else self._value(begun, types))
 
     def _text(self, begun: str) -> Steps[None]:
         writer = self._reading.writer
         writer.arguments(f'{begun}"')
+        self._closing = '"}'
         yield from self._until_end(lambda piece: writer.arguments(quoted(piece)[1:-1]))
         writer.arguments('"')
+        self._closing = "}"
 
     def _value(self, begun: str, types: frozenset[str]) -> Steps[None]:
         pieces: list[str] = []
@@ -98,14 +110,133 @@ class _Parameters:
             yield from self._brackets(pieces.append)
         yield from self._until_end(pieces.append)
         self._reading.source.forget()
-        self._reading.writer.arguments(begun + as_json("".join(pieces), types))
+        self._reading.writer.arguments(begun + _json("".join(pieces), types))
+        self._closing = "}"
 
     def _brackets(self, sink: Sink) -> Steps[None]:
-        """An object or array, if there is one: texts inside it may hold the marks that end a value."""
-        yield from self._reading.source.space()
-        if (yield from self._reading.source.peek()) in ("{", "["):
-            yield from json_text.verbatim(self._reading.source, sink)
+        """An object or array, if there is one: texts inside it may hold marks, but none at the beginning of a line."""
+        source, depth, in_string = self._reading.source, 0, False
+        yield from source.space()
+        if (yield from source.peek()) not in ("{", "["):
+            return
+        while depth >= 0:
+            yield from source.run(_INSIDE if in_string else _OUTSIDE, sink)
+            if (yield from self._at_mark()):
+                return
+            char = yield from source.take()
+            sink(char)
+            if char == '"':
+                in_string = not in_string
+            elif in_string:
+                if char == "\\":
+                    sink((yield from source.choose(("\\", '"'))))
+            elif char in "[{":
+                depth += 1
+            elif char in "]}":
+                depth -= 1
+                if not depth:
+                    return
+
+    def _at_mark(self) -> Steps[bool]:
+        """Whether the value ends here, at a mark or with the output."""
+        source = self._reading.source
+        mark = yield from source.choose(_VALUE_END_TEXTS)
+        source.give_back(mark)
+        return bool(mark) or not (yield from source.peek())
 
     def _until_end(self, sink: Sink) -> Steps[None]:
-        if not (yield from self._reading.source.until(_VALUE_ENDS, sink)):
+        """A value, without the line's end behind it. Raises Malformed where the output was cut off in it."""
+        source, held = self._reading.source, _HeldLine(sink)
+
+        def add(text: str) -> None:
+            if source.was_cut:  # the last piece, which may end with the beginning of a mark
+                text = text[: _VALUE_ENDS.begun(text, 0, len(text))]
+            if text:
+                held.add(text)
+
+        while end := (yield from source.until(_VALUE_ENDS, add)):
+            held.flush()
+            mark = end.lstrip("\n")
+            if mark == PARAMETER_END:
+                return
+            inside = (yield from self._inside(end)) if mark in _CALL_ENDS else (yield from self._no_begin(end))
+            if not inside:
+                return
+            held.add(inside)
+        if source.was_cut:
             raise Malformed
+
+    def _no_begin(self, mark: str) -> Steps[str]:
+        """Returns the text of a mark that begins neither a parameter nor a call. Returns "" before a mark that does."""
+        source, read = self._reading.source, [mark]
+        if mark.endswith(BEGIN):
+            yield from source.run(SPACE, read.append)
+            read.append((yield from source.choose((FUNCTION,))))
+        name: list[str] = []
+        if read[-1]:
+            yield from source.run(_NAME, name.append)
+            name.append((yield from source.choose((">",))))
+        begun, text = "".join(name), "".join([*read, *name])
+        is_parameter = mark.endswith(PARAMETER) and len(begun) > 1
+        if begun.endswith(">") and (is_parameter or self._reading.writer.knows(begun[:-1].strip())):
+            source.give_back(text)
+            return ""
+        return text
+
+    def _inside(self, end: str) -> Steps[str]:
+        """Returns the text up to the next `</parameter>`, because the end of a call in front of it is part of the value.
+
+        Returns "" and reads nothing if the output ends, or another call begins, before such a mark.
+        """
+        source, read, room = self._reading.source, [end], MAX_HELD_CALL_CHARS
+
+        def keep(text: str) -> None:
+            nonlocal room
+            read.append(text)
+            room -= len(text)
+            if room < 0:
+                raise Malformed
+
+        try:
+            while found := (yield from source.until(_INSIDE_ENDS, keep)):
+                text = "" if found != FUNCTION else (yield from self._no_begin(FUNCTION))
+                if not text:
+                    break
+                keep(text)
+        except Malformed:
+            found = ""
+        if found and found != FUNCTION:
+            source.give_back(found)
+            return "".join(read)
+        source.give_back("".join(read))
+        return ""
+
+
+class _HeldLine:
+    """Passes text on, except for a final line end, which waits for more text."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._held = ""
+
+    def add(self, text: str) -> None:
+        self.flush()
+        self._held = "\n" if text[-1] == "\n" else ""
+        if len(text) > len(self._held):
+            self._sink(text[: len(text) - len(self._held)])
+
+    def flush(self) -> None:
+        if self._held:
+            self._sink(self._held)
+            self._held = ""
+
+
+def _json(text: str, types: frozenset[str]) -> str:
+    """A value that is no text, as JSON: mended where its brackets allow it, else the text."""
+    found = as_json(text, types)
+    if found[0] == '"' and types and "string" not in types and text.lstrip()[:1] in ("{", "["):
+        return mended_text(text) or found
+    return found
+
+
+QWEN3_CODER = CallFormat((BEGIN, FUNCTION), _MARKS, _read)

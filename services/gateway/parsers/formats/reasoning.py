@@ -1,51 +1,85 @@
-"""Reasoning between two marks at the beginning of an output, taken off what another parser then reads."""
+"""An output that may begin with reasoning between two marks, and goes on with text and calls.
+
+A model that ends with a whole call in its reasoning has made the call. So the text is held from a call's opening mark on, and
+read as a call beside that. It becomes reasoning as soon as the closing mark or any other text follows.
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
-from services.gateway.parsers.output_parser import OutputParser, ParserSetup
-from services.gateway.parsers.reading import Reading
-from services.gateway.parsers.source import SPACE, Marks, Steps
-
-_ALL = re.compile(r"[\s\S]*")
+from services.gateway.parsers.reading import CallFormat, Reading
+from services.gateway.parsers.source import SPACE, Malformed, Marks, Steps
 
 
-class ReasoningReader:
-    """What comes before another parser's output, whose events stand behind its own. opened: the prompt ends with the opening
-    mark. One for one output."""
+class OutputReader:
+    """Reads one output.
 
-    def __init__(self, marks: tuple[str, str], opened: bool, inner: OutputParser, setup: ParserSetup) -> None:
-        self._begin, self._end = marks
+    Args:
+        calls: the format of calls.
+        marks: the opening and the closing mark of reasoning; empty if the format has none.
+        opened: whether the prompt ends with the opening mark.
+    """
+
+    def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
+        self._calls = calls
+        self._marks = marks
         self._opened = opened
-        self._inner = inner
-        self._strays = [mark for mark in marks if mark in setup.hidden]
+        self._options = tuple(dict.fromkeys((*calls.opens, *calls.marks)))
 
     def read(self, reading: Reading) -> Steps[None]:
-        self._source, self._writer = reading.source, reading.writer
+        if self._marks:
+            yield from self._begin(reading)
+        opens, text = self._calls.opens, reading.writer.text
+        longer = tuple(mark for mark in self._marks if mark.startswith(opens))  # marks that begin like a call
+        marks = Marks(*dict.fromkeys((*self._options, *(mark for mark in self._marks if mark not in longer))))
+        while mark := (yield from reading.source.until(marks, text)):
+            rest = yield from reading.source.choose([each[len(mark) :] for each in longer if each.startswith(mark)])
+            if mark in opens and not rest:
+                yield from self._calls.read(reading, mark)
+            else:
+                reading.writer.stray(mark + rest)
+
+    def _begin(self, reading: Reading) -> Steps[None]:
         blanks: list[str] = []
-        yield from self._source.run(SPACE, blanks.append)
-        begun = yield from self._source.choose((self._begin,))
+        yield from reading.source.run(SPACE, blanks.append)
+        begun = yield from reading.source.choose(self._marks[:1])
         if begun or self._opened:
-            yield from self._reasoning()
+            yield from self._reasoning(reading)
         else:
-            self._pass("".join(blanks))
-        yield from self._rest()
-        self._writer.finish()
-        self._writer.log.extend(self._inner.finish())
+            reading.writer.text("".join(blanks))
 
-    def _reasoning(self) -> Steps[None]:
-        if (yield from self._source.until(Marks(self._end), self._writer.reasoning)):
-            self._writer.end_reasoning()
-            yield from self._source.space()
+    def _reasoning(self, reading: Reading) -> Steps[None]:
+        """Up to behind the closing mark, or to the end."""
+        source, writer, end = reading.source, reading.writer, self._marks[1]
+        marks, closing = Marks(end, *(each for each in self._calls.opens if not end.startswith(each))), Marks(end)
+        while mark := (yield from source.until(marks, writer.reasoning)):
+            if mark == end:
+                writer.end_reasoning()
+                yield from source.space()
+                return
+            source.hold(mark)
+            source.bind(closing)
+            trial = reading.trial()
+            try:
+                ends_in_calls = yield from self._only_calls(trial, mark)
+            except Malformed:  # longer than may be held
+                ends_in_calls = False
+            source.bind(None)
+            held = source.release()
+            if ends_in_calls and not (yield from source.peek()) and not source.was_cut:
+                writer.end_reasoning()
+                writer.log.extend(trial.writer.log.take())
+            else:
+                writer.reasoning(held)
 
-    def _rest(self) -> Steps[None]:
-        """All that follows, without marks that no text may show."""
-        if not self._strays:
-            yield from self._source.run(_ALL, self._pass)
-            return
-        while (yield from self._source.until(Marks(*self._strays), self._pass)):
-            pass
-
-    def _pass(self, text: str) -> None:
-        self._writer.log.extend(self._inner.feed(text))
+    def _only_calls(self, trial: Reading, mark: str) -> Steps[bool]:
+        """Whether there are calls of tools and nothing else up to the source's bound."""
+        while mark:
+            if mark in self._calls.opens:
+                yield from self._calls.read(trial, mark)
+            if trial.failed or trial.writer.wrote_text:
+                return False
+            yield from trial.source.space()
+            mark = yield from trial.source.choose(self._options)
+        return trial.writer.given > 0 and not (yield from trial.source.peek())

@@ -81,6 +81,11 @@ def whole(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
         pytest.param("<think>Hm.</think>" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="reasoning and a call"),
         pytest.param(CALL.replace("weather", "unknown") + "\nOh.", "\nOh.", "", [], id="a tool that is not there"),
         pytest.param("<tool_call>\n{oops", "{oops", "", [], id="no call"),
+        pytest.param("<think>Hm.\n" + CALL, "", "Hm.", [["weather", '{"city": "Bonn"}']], id="a call in open reasoning"),
+        pytest.param(f"<think>{CALL} or not", "", f"{CALL} or not", [], id="a call within reasoning"),
+        pytest.param(CALL.replace('{"city": "Bonn"}', ""), "", "", [["weather", "{}"]], id="an empty call"),
+        pytest.param(CALL.replace('"Bonn"', '"a\n",'), "", "", [["weather", r'{"city": "a\n"}']], id="damaged arguments"),
+        pytest.param(CALL[:-16], "", "", [["weather", '{"city": "Bonn"}']], id="an open call"),
     ],
 )
 def test_a_stream_says_what_a_document_says(
@@ -95,6 +100,15 @@ def test_a_stream_says_what_a_document_says(
     streamed = gathered(events(system.chat(stream=True, **TOOLS).text))
     streamed[0]["content"] = streamed[0]["content"].strip()
     assert streamed == (expected, reason)
+
+
+@pytest.mark.parametrize("size", range(len(CALL) - 30, len(CALL) - 15, 3))
+def test_call_is_cut_off_when_the_output_reaches_max_tokens(system: System, says: Any, size: int) -> None:
+    says(CALL)
+    asked = {**TOOLS, "max_tokens": size}
+    message, reason = whole(system.chat(**asked).json())
+    assert reason == "length" and '{"city": "Bonn"}'.startswith(message["calls"][0][1]) and message["content"] == ""
+    assert gathered(events(system.chat(stream=True, **asked).text)) == (message, reason)
 
 
 def test_logprobs_and_ids_of_a_stream_with_calls_are_complete(system: System, says: Any) -> None:

@@ -32,15 +32,19 @@ PING: dict[str, Any] = {"type": "object", "properties": {}, "additionalPropertie
 TOOLS: Mapping[str, dict[str, Any]] = {"get_weather": WEATHER, "search": SEARCH, "ping": PING}
 
 
-def setup_of(max_calls: int = 100, hidden: Iterable[str] = ()) -> ParserSetup:
-    return ParserSetup(TOOLS, max_calls, frozenset(hidden))
+def setup_of(max_calls: int = 100) -> ParserSetup:
+    return ParserSetup(TOOLS, max_calls)
 
 
-def events(formats: OutputFormats, pieces: Iterable[str], setup: ParserSetup | None = None) -> list[Event]:
-    """Merged."""
+def events(formats: OutputFormats, pieces: Iterable[str], setup: ParserSetup | None = None, cut: bool = False) -> list[Event]:
+    """Returns merged events.
+
+    Args:
+        cut: whether the output has reached its limit of tokens.
+    """
     parser = output_parser(formats, setup or setup_of())
     found = [event for piece in pieces for event in parser.feed(piece)]
-    return merged([*found, *parser.finish()])
+    return merged([*found, *parser.finish(cut)])
 
 
 def merged(found: Sequence[Event]) -> list[Event]:

@@ -12,7 +12,7 @@ from services.gateway.parsers.formats.harmony import MAX_HEADER_CHARS
 from services.gateway.parsers.parameter_types import ANY, parameter_types
 from services.shared import limits
 from services.shared.output_formats import OutputFormats
-from tests.services.gateway.parsers.outputs import at_random, events, in_characters, setup_of
+from tests.services.gateway.parsers.outputs import at_random, calls_of, events, in_characters, setup_of
 
 HERMES, CODER, LLAMA = OutputFormats("hermes"), OutputFormats("qwen3_coder"), OutputFormats("llama3_json")
 PYTHONIC, MISTRAL, HARMONY = OutputFormats("pythonic"), OutputFormats("mistral"), OutputFormats("harmony", "harmony")
@@ -30,40 +30,36 @@ def call(name: str, arguments: str = "{}", index: int = 0) -> list[Event]:
     return [CallStart(index, name), CallArguments(index, arguments), CallEnd(index)]
 
 
-def broken(name: str, arguments: str) -> list[Event]:
-    return [CallStart(0, name), CallArguments(0, arguments)]
-
-
 # By case: format, output, and what it means.
 ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "no format": (OutputFormats(), "a <tool_call> b\n", [Text("a <tool_call> b\n")]),
     "hermes: a mark that never comes": (HERMES, "a <tool_c", [Text("a <tool_c")]),
-    "hermes: no call": (HERMES, f"<tool_call> oops {PING}", [Text("<tool_call> oops"), *call("ping")]),
-    "hermes: a list": (HERMES, "<tool_call>[1]</tool_call>", [Text("<tool_call>[1]</tool_call>")]),
-    "hermes: an empty object": (HERMES, "<tool_call>{}</tool_call>", [Text("<tool_call>{}</tool_call>")]),
+    "hermes: no call": (HERMES, f"<tool_call> oops {PING}", [Text(" oops"), *call("ping")]),
+    "hermes: a list": (HERMES, "<tool_call>[1]</tool_call>", [Text("[1]")]),
+    "hermes: an empty object": (HERMES, "<tool_call>{}</tool_call>", [Text("{}")]),
     "pythonic: a colon in a name": (PYTHONIC, "[fs:read(a=1)]", [CallDropped("fs:read")]),
     "pythonic: JSON's escapes": (PYTHONIC, '[ping(a="https:\\/\\/x")]', call("ping", '{"a": "https://x"}')),
     "mistral: a mark twice": (
         MISTRAL,
         '[TOOL_CALLS][TOOL_CALLS] ping[ARGS]{"a": 1}',
-        [Text("[TOOL_CALLS]"), *call("ping", '{"a": 1}')],
+        call("ping", '{"a": 1}'),
     ),
-    "hermes: no name": (HERMES, '<tool_call>{"arguments": {}}</tool_call>', [Text('<tool_call>{"arguments": {}}</tool_call>')]),
-    "hermes: cut off before its name": (HERMES, 'a <tool_call>\n{"name": "pi', [Text('a <tool_call>\n{"name": "pi')]),
+    "hermes: no name": (HERMES, '<tool_call>{"arguments": {}}</tool_call>', [Text('{"arguments": {}}')]),
+    "hermes: cut off before its name": (HERMES, 'a <tool_call>\n{"name": "pi', [Text('a \n{"name": "pi')]),
     "hermes: cut off in its arguments": (
         HERMES,
         '<tool_call>{"name": "search", "arguments": {"query": "x',
-        broken("search", '{"query": "x'),
+        call("search", '{"query": "x"}'),
     ),
     "hermes: brackets that do not match": (
         HERMES,
         f'<tool_call>{{"name": "ping", "arguments": {{"a": ]}}}}</tool_call> b {PING}',
-        [*broken("ping", '{"a": '), Text(" b"), *call("ping", index=1)],
+        [*call("ping"), Text(" b"), *call("ping", index=1)],
     ),
     "hermes: broken, and the next without an end before it": (
         HERMES,
         f'<tool_call>{{"name": "ping", "arguments": {{]{PING}',
-        [*broken("ping", "{"), *call("ping", index=1)],
+        [*call("ping"), *call("ping", index=1)],
     ),
     "hermes: unknown": (
         HERMES,
@@ -84,22 +80,22 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "hermes: no object in a text": (
         HERMES,
         '<tool_call>{"name": "ping", "arguments": "x"}',
-        [Text('<tool_call>{"name": "ping", "arguments": "x"}')],
+        call("ping"),
     ),
     "hermes: no escapes": (
         HERMES,
         r'<tool_call>{"arguments": "{\q"}<tool_call>{"arguments": "{\u00g0"}',
-        [Text(r'<tool_call>{"arguments": "{\q"}<tool_call>{"arguments": "{\u00g0"}')],
+        [Text(r'{"arguments": "{\q"}{"arguments": "{\u00g0"}')],
     ),
     "hermes: halves of a character": (
         HERMES,
-        r'<tool_call>{"arguments": "{\ud83d\ud83d\ude42\ude42\ud83d\u0041", "name": "ping"}',
-        call("ping", "{\ufffd🙂\ufffd\ufffdA"),
+        r'<tool_call>{"arguments": "{\"a\": \"\ud83d\ud83d\ude42\ude42\ud83d\u0041\"}", "name": "ping"}',
+        call("ping", '{"a": "\ufffd🙂\ufffd\ufffdA"}'),
     ),
     "hermes: members without values": (
         HERMES,
         '<tool_call>{"id": , "name": "ping"}<tool_call>{"id": 7, "name": "ping"}',
-        [Text('<tool_call>{"id": , "name": "ping"}'), *call("ping")],
+        [Text('{"id": , "name": "ping"}'), *call("ping")],
     ),
     "hermes: null, and nothing, for arguments": (
         HERMES,
@@ -109,13 +105,13 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "hermes: a number for arguments": (
         HERMES,
         '<tool_call>{"name": "ping", "arguments": 1}',
-        [Text('<tool_call>{"name": "ping", "arguments": 1}')],
+        call("ping"),
     ),
     "hermes: blanks": (HERMES, f" a \n\n{PING}\n \n{PING}\n\n", [Text(" a"), *call("ping"), *call("ping", index=1)]),
     "hermes: blanks without a call": (HERMES, " a \n\n", [Text(" a \n\n")]),
     "hermes: no end": (HERMES, PING.removesuffix("</tool_call>") + " b", [*call("ping"), Text(" b")]),
-    "coder: no call": (CODER, "<tool_call>\n{}</tool_call>", [Text("<tool_call>\n{}</tool_call>")]),
-    "coder: no name": (CODER, "<function=>\n</function>", [Text("<function=>\n</function>")]),
+    "coder: no call": (CODER, "<tool_call>\n{}</tool_call>", [Text("\n{}")]),
+    "coder: no name": (CODER, "<function=>\n</function>", [Text(">\n")]),
     "coder: without a frame": (CODER, "a <function=ping></function> b", [Text("a"), *call("ping"), Text(" b")]),
     "coder: no end of the function": (CODER, "<tool_call><function=ping></tool_call> b", [*call("ping"), Text(" b")]),
     "coder: types": (
@@ -137,18 +133,18 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "coder: cut off in a text": (
         CODER,
         "<function=search><parameter=query>\nab\n</param",
-        broken("search", '{"query": "ab\\n</param'),
+        call("search", '{"query": "ab\\n</param"}'),
     ),
     "coder: cut off in a value": (
         CODER,
         "<function=search><parameter=query>a</parameter><parameter=tags>[",
-        broken("search", '{"query": "a"'),
+        call("search", '{"query": "a", "tags": []}'),
     ),
-    "coder: cut off between parameters": (CODER, "<function=ping> ", [CallStart(0, "ping")]),
+    "coder: cut off between parameters": (CODER, "<function=ping> ", call("ping")),
     "coder: a parameter without a name": (
         CODER,
         "<function=ping><parameter=\n>1</parameter></function></tool_call> b",
-        [CallStart(0, "ping"), Text(" b")],
+        [*call("ping"), Text(" b")],
     ),
     "coder: unknown": (CODER, "<function=nope><parameter=a>1</parameter></function>\nb", [CallDropped("nope"), Text("\nb")]),
     "llama: objects that are no calls": (
@@ -167,8 +163,8 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         '{"name": "nope", "parameters": {}}; {"name": "ping", "parameters": {}}',
         [CallDropped("nope"), *call("ping")],
     ),
-    "llama: code after the tag": (LLAMA, "<|python_tag|>print({1})", [Text("<|python_tag|>print({1})")]),
-    "llama: broken": (LLAMA, '{"name": "ping", "parameters": {] b', [*broken("ping", "{"), Text(" b")]),
+    "llama: code after the tag": (LLAMA, "<|python_tag|>print({1})", [Text("print({1})")]),
+    "llama: broken": (LLAMA, '{"name": "ping", "parameters": {]}} b', [*call("ping"), Text(" b")]),
     "pythonic: brackets that are no calls": (
         PYTHONIC,
         "a [b](c) [nope(a=1)] [1, 2] [ping x",
@@ -185,33 +181,39 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         PYTHONIC,
         "[ping(a=.5, b=-1_0)] [ping(a=+1., b=(), c={'k': \"it's\", }, d='\\x41\\u00e9\\'\\q', e=[True, None,],)]",
         [
-            *broken("ping", '{"a": 0.5'),
+            *call("ping", '{"a": 0.5}'),
             *call("ping", '{"a": 1.0, "b": [], "c": {"k": "it\'s"}, "d": "Aé\'\\\\q", "e": [true, null]}', 1),
         ],
     ),
     "pythonic: no literals": (
         PYTHONIC,
         "".join(f"[ping({each})]" for each in ("=1", "a={1: 2}", "a=(1 2)", "a=nil", r"a='\xg0'", r"a='\U00110000'", "a=1 b=2")),
-        [CallStart(index, "ping") for index in range(7)],
+        [
+            event
+            for index, arguments in enumerate(
+                ("{}", '{"a": {}}', '{"a": [1]}', "{}", r'{"a": "\\xg0"}', '{"a": "\ufffd"}', '{"a": 1}'),
+            )
+            for event in call("ping", arguments, index)
+        ],
     ),
-    "pythonic: code": (PYTHONIC, "<|python_start|>[ping(a=__import__('os'))]<|python_end|>", [CallStart(0, "ping")]),
-    "pythonic: no calls after the mark": (PYTHONIC, "<|python_start|>print(1)", [Text("<|python_start|>print(1)")]),
-    "mistral: no call": (MISTRAL, "[TOOL_CALLS] maybe", [Text("[TOOL_CALLS] maybe")]),
-    "mistral: a list that ends in none": (MISTRAL, '[TOOL_CALLS][{"name": "ping"}, 5] b', [*call("ping"), Text(" 5] b")]),
+    "pythonic: code": (PYTHONIC, "<|python_start|>[ping(a=__import__('os'))]<|python_end|>", call("ping")),
+    "pythonic: no calls after the mark": (PYTHONIC, "<|python_start|>print(1)", [Text("print(1)")]),
+    "mistral: no call": (MISTRAL, "[TOOL_CALLS] maybe", [Text(" maybe")]),
+    "mistral: a list that ends in none": (MISTRAL, '[TOOL_CALLS][{"name": "ping"}, 5] b', [*call("ping"), Text("5] b")]),
     "mistral: a list that breaks": (
         MISTRAL,
         '[TOOL_CALLS][{"name": "ping", "arguments": {]}}] b',
-        [*broken("ping", "{"), Text(" b")],
+        [*call("ping"), Text(" b")],
     ),
     "mistral: one object": (MISTRAL, '[TOOL_CALLS]{"name": "ping", "arguments": {}}', call("ping")),
     "mistral: no mark before arguments": (MISTRAL, '[TOOL_CALLS]ping {"a": 1}', call("ping", '{"a": 1}')),
     "mistral: broken": (
         MISTRAL,
         "[TOOL_CALLS]ping[ARGS]{] x [TOOL_CALLS]nope[ARGS]{}[TOOL_CALLS]ping{}",
-        [*broken("ping", "{"), CallDropped("nope"), *call("ping", index=1)],
+        [*call("ping"), CallDropped("nope"), *call("ping", index=1)],
     ),
-    "deepseek: no call": (BARE, f"{SECTION} no", [Text(f"{SECTION} no")]),
-    "deepseek: no name": (BARE, f"{CALL}{SEP}{{}}", [Text(f"{CALL}{SEP}{{}}")]),
+    "deepseek: no call": (BARE, f"{SECTION} no", [Text(" no")]),
+    "deepseek: no name": (BARE, f"{CALL}{SEP}{{}}", [Text("{}")]),
     "deepseek: unknown": (
         BARE,
         f"{SECTION}{CALL}nope{SEP}{{}}{CALL_END}{CALL}ping{SEP}{{}}{CALL_END}",
@@ -220,7 +222,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "deepseek: broken": (
         FENCED,
         f"{CALL}function{SEP}ping\n```json\n{{]\n```{CALL_END}{CALL}function{SEP}ping\n```json\n{{}}",
-        [*broken("ping", "{"), *call("ping", index=1)],
+        [*call("ping"), *call("ping", index=1)],
     ),
     "harmony: no channel": (HARMONY, "Hello <|end|>", [Text("Hello ")]),
     "harmony: cut off in its header": (HARMONY, "<|channel|>anal", []),
@@ -247,10 +249,10 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "harmony: broken": (
         HARMONY,
         "<|channel|>commentary to=functions.ping<|message|>{]<|call|><|start|>assistant<|channel|>final<|message|>a",
-        [*broken("ping", "{"), Text("a")],
+        [*call("ping"), Text("a")],
     ),
     "think: blanks": (THINK, "\n<think>\n a\n b\n\n</think>\n\n c ", [Reasoning("a\n b"), Text("c ")]),
-    "think: none": (THINK, "\n a <think>", [Text("\n a <think>")]),
+    "think: none": (THINK, "\n a <think>", [Text("\n a ")]),
     "think: cut off": (THINK, "<think>a</thi", [Reasoning("a</thi")]),
     "think: cut off at a blank": (THINK, "<think> a\n", [Reasoning("a\n")]),
     "think: a call within": (THINK, f"<think>{PING}</think>{PING}", [Reasoning(PING), *call("ping")]),
@@ -273,7 +275,7 @@ def test_calls_beyond_the_number_allowed_are_dropped() -> None:
     assert found == [Text("a"), *call("ping"), CallDropped("ping"), Text(" b")]
 
 
-# By format: an output of stray marks, and what is shown of it where they are hidden.
+# By format: an output of stray marks, and its content.
 STRAY: dict[OutputFormats, tuple[str, str]] = {
     HERMES: ("a</tool_call> <tool_call>b</tool_call>", "a b"),
     THINK: ("<think></think>a</think>b<tool_call>c", "abc"),
@@ -281,15 +283,16 @@ STRAY: dict[OutputFormats, tuple[str, str]] = {
     PYTHONIC: ("<|python_start|>x<|python_end|>", "x"),
     MISTRAL: ("[TOOL_CALLS][ARGS][TOOL_CALLS][TOOL_CALLS]x" + "y" * 200 + "[ARGS]z[CALL_ID]", "x" + "y" * 200 + "z"),
     BARE: (f"{SECTION}x{SEP}y{CALL_END}", "xy"),
-    CODER: ("<tool_call>x</tool_call>", "x"),
+    CODER: ("<tool_call>x</tool_call><function=</parameter>", "x"),
+    OutputFormats("hermes", "think_open"): ("</think><tool_<tool_call>call>", "<tool_ call>"),
+    OutputFormats("pythonic", "mistral_think"): ("a [/THINK][THINK] b", "a  b"),
 }
 
 
-def test_hidden_marks_are_never_text() -> None:
-    """Those that reach the parser for its own sake alone."""
+def test_text_shows_no_mark() -> None:
     for formats, (output, shown) in STRAY.items():
         for pieces in ([output], in_characters(output)):
-            assert events(formats, pieces, setup_of(hidden=formats.kept)) == [Text(shown)], formats
+            assert events(formats, pieces) == [Text(shown)], formats
 
 
 def nested(depth: int, first: str = "[", last: str = "]") -> str:
@@ -302,13 +305,13 @@ def test_depth_is_bounded() -> None:
         (HERMES, '<tool_call>{"name": "ping", "arguments": {"a": ', "}}</tool_call>"),
         (PYTHONIC, "[ping(a=", ")]"),
     ):
-        assert isinstance(events(formats, [begin + allowed + end])[-1], CallEnd)
-        assert not [event for event in events(formats, [begin + deeper + end]) if isinstance(event, CallEnd)]
+        assert calls_of(events(formats, [begin + allowed + end])) == [("ping", {"a": json.loads(allowed)})]
+        assert calls_of(events(formats, [begin + deeper + end])) == [("ping", {"a": json.loads(allowed)})]
     assert events(PYTHONIC, ["[ping(a=" + "[" * 100_000])[0] == CallStart(0, "ping")
 
 
 def test_what_is_held_is_bounded() -> None:
-    """Longer than MAX_HELD_CALL_CHARS, arguments before a name are text, and a value without quotes breaks its call off."""
+    """Longer than MAX_HELD_CALL_CHARS, arguments before a name are text, and a value without quotes is left out."""
     for size in (-64, 1):
         long = "x" * (limits.MAX_HELD_CALL_CHARS + size)
         arguments = json.dumps({"a": long})
@@ -316,9 +319,10 @@ def test_what_is_held_is_bounded() -> None:
         late = f'<tool_call>{{"name": "ping", "arguments": {arguments}}}</tool_call>'
         value = f"<function=search><parameter=tags>{json.dumps([long])}</parameter></function>"
         for cut in (lambda text: [text], lambda text: [text[at : at + 999] for at in range(0, len(text), 999)]):
-            assert events(HERMES, cut(early)) == ([Text(early)] if size > 0 else call("ping", arguments))
+            bare = early.removeprefix("<tool_call>").removesuffix("</tool_call>")
+            assert events(HERMES, cut(early)) == ([Text(bare)] if size > 0 else call("ping", arguments))
             assert events(HERMES, cut(late)) == call("ping", arguments)
-            assert (CallEnd(0) in events(CODER, cut(value))) == (size < 0)
+            assert calls_of(events(CODER, cut(value))) == [("search", {"tags": [long]} if size < 0 else {})]
 
 
 def test_types_of_a_parameter() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 from collections.abc import Mapping
 from types import FrameType
@@ -13,7 +12,6 @@ import pytest
 
 from services.gateway.api.texts.parsing import calls_in
 from services.gateway.parsers.formats.families import output_parser
-from services.gateway.parsers.formats.reasoning import ReasoningReader
 from services.gateway.parsers.output_parser import OutputParser
 from services.gateway.parsers.reading import ReadingParser
 from services.gateway.parsers.source import Source
@@ -74,9 +72,7 @@ MARK_CHARS = 32  # the longest mark has fewer
 def unread(parser: OutputParser) -> int:
     """Characters that the next call looks at again."""
     assert isinstance(parser, ReadingParser)
-    reader = inspect.getgeneratorlocals(parser._steps).get("self")
-    within = unread(reader._inner) if isinstance(reader, ReasoningReader) else 0
-    return len(parser._source._text) - parser._source._at + within
+    return len(parser._source._text) - parser._source._at
 
 
 def calls_made(formats: OutputFormats, text: str) -> int:
