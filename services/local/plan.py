@@ -143,10 +143,10 @@ def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
     argv = ["--port", str(port), "--health-port", str(health_port), *flags]
     command = Command(name, [sys.executable, "-m", "services.gateway", *argv])
     effective = settings_of(GatewaySettings, "gateway", argv)
-    url = f"{'https' if effective.tls_cert_file else 'http'}://{_address(effective.host)}:{effective.port}"
+    url = f"{'https' if effective.tls_cert_file else 'http'}://{address(effective.host)}:{effective.port}"
     metrics = f"{url}/metrics" if effective.metrics_on_http else ""
     if effective.metrics_port:
-        metrics = f"http://{_address(effective.metrics_host)}:{effective.metrics_port}/metrics"
+        metrics = f"http://{address(effective.metrics_host)}:{effective.metrics_port}/metrics"
     return Part(command, "gateway", effective.health_port, metrics, url, settings=effective)
 
 
@@ -163,7 +163,7 @@ def settings_of(cls: type[S], service: str, argv: list[str]) -> S:
     raise ValueError(f"{service} refuses its settings: {fault}. `python -m services.{service} --help` lists them.")
 
 
-def _address(host: str) -> str:
+def address(host: str) -> str:
     """The host part of a URL by which this machine reaches a server that listens on `host`."""
     if host in ANY_HOST:
         return HOST

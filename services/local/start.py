@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.local import demo
 from services.local.demo import BrokenOff, Endpoint, Kind, NoAnswer
 from services.local.faults.ends import Memory, num_memory_kills, why_it_ended
-from services.local.plan import Part, log_folder, served_name
+from services.local.plan import Part, address, log_folder, served_name
 from services.local.ports import HOST
 from services.local.settings import LocalSettings
 from services.local.start_view import StartView
@@ -122,7 +122,8 @@ class Start:
 
     async def _until_ready(self, part: Part, child: Child) -> None:
         """Polls the process's health service, the Redis, or the gateway's readiness."""
-        async with grpc_server.channel(f"{HOST}:{part.health}") as channel:
+        host = HOST if part.settings is None else address(part.settings.host)
+        async with grpc_server.channel(f"{host}:{part.health}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while not (child.running and await self._is_ready(part, health) and child.running):
                 self._view.waiting(part.command.name, child.log)
@@ -210,7 +211,7 @@ def _admin(part: Part) -> str:
     """Returns the URL of a harmless operation of the operators' API. If the API asks for a token, returns a curl command."""
     assert part.settings is not None, "a gateway has settings"
     given = part.settings
-    url = f"http://{given.admin_host if given.admin_host != '0.0.0.0' else HOST}:{given.admin_port}/get_load"
+    url = f"http://{address(given.admin_host)}:{given.admin_port}/get_load"
     if given.control_token_file:
         return f'curl -H "authorization: Bearer $(cat {shlex.quote(given.control_token_file)})" {url}'
     return f'curl -H "authorization: Bearer ${CONTROL_TOKEN}" {url}' if given.control_token else url

@@ -180,6 +180,23 @@ def test_every_gateway_serves_the_playground(served: bool) -> None:
     assert ["--playground" in part.command.argv for part in plan if part.url] == [served] * 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "url", "metrics"),
+    [
+        ("", "http://127.0.0.1:8000", "http://127.0.0.1:8000/metrics"),
+        ("--host 0.0.0.0 --port 81", "http://127.0.0.1:81", "http://127.0.0.1:81/metrics"),
+        ("--host ::1", "http://[::1]:8000", "http://[::1]:8000/metrics"),
+        ("--host 10.0.0.1 --metrics-port 82", "http://10.0.0.1:8000", "http://127.0.0.1:82/metrics"),
+        ("--tls-cert-file a --tls-key-file b --no-metrics-on-http", "https://127.0.0.1:8000", ""),
+    ],
+    ids=["default", "any address", "IPv6", "metrics port", "TLS"],
+)
+def test_plan_has_the_urls_of_the_gateways_own_flags(flags: str, url: str, metrics: str) -> None:
+    settings = load(LocalSettings, "rootstock-local", ["--gateway-flags", flags])
+    (gateway,) = [part for part in parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings)))) if part.url]
+    assert (gateway.url, gateway.metrics_url) == (url, metrics)
+
+
 @pytest.mark.parametrize("role", ["--prefill-workers", "--decode-workers"])
 def test_one_role_without_the_other_is_refused(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
