@@ -77,6 +77,10 @@ def _env(service: str) -> Schema:
 def _field(field: Schema, definitions: dict[str, Schema]) -> Schema:
     reference = field.get("$ref") or next((part["$ref"] for part in field.get("allOf", ()) if "$ref" in part), "")
     known = {**definitions.get(reference.rpartition("/")[2], {}), **field}
+    given = [part for part in field.get("anyOf", ()) if part.get("type") != "null"]  # a setting that may be unset
+    if len(given) == 1:
+        known |= given[0]
+        del known["anyOf"], known["default"]
     schema = {key: known[key] for key in _KEPT if key in known}
     if schema.get("type") == "array":  # comma separated in the environment
         del schema["type"]

@@ -23,6 +23,7 @@ from services.worker.settings import WorkerSettings
 
 GRACE_S = 2.0
 MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers together
+HOST_FRACTION = 0.25  # of the free memory, for the host tiers of all workers together
 GPU_FRACTION = 0.9  # of a GPU, for all workers on it together
 ANY_HOST = ("0.0.0.0", "::", "")  # addresses that mean every interface
 S = TypeVar("S", bound=BaseSettings)
@@ -188,12 +189,13 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def memory_flags(workers: int, index: int, gpus: int) -> list[str]:
-    """Each worker's share; on a machine with GPUs, workers take turns at them."""
+    """Returns each worker's share of the memory. On a machine with GPUs, workers take turns at them."""
+    host = ["--hicache-memory-fraction", str(HOST_FRACTION / workers)] if workers > 1 else []
     if not gpus:
-        return ["--mem-fraction-static", str(MEM_FRACTION / workers)]
+        return ["--mem-fraction-static", str(MEM_FRACTION / workers), *host]
     on_its_gpu = len(range(index % gpus, workers, gpus))
     share = ["--mem-fraction-static", str(GPU_FRACTION / on_its_gpu)] if on_its_gpu > 1 else []
-    return ["--device", f"cuda:{index % gpus}", *share]
+    return ["--device", f"cuda:{index % gpus}", *share, *host]
 
 
 def _worker_flags(settings: LocalSettings, model_path: str, index: int, name: str, redis_port: int) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.worker.settings import BY_DEVICE, BY_DEVICE_CHUNK, WorkerSettings
+from services.worker.settings import BY_DEVICE, WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ def limits_of(device_bytes: int | None) -> StepLimits:
 
 
 def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettings:
-    """With both limits given; those that were given before are kept."""
+    """Returns the settings with both limits, found by the device where they are not set. No chunks are 0 tokens then."""
     limits, found = limits_of(device_bytes), {}
     if settings.max_running_requests == BY_DEVICE:
         found["max_running_requests"] = limits.max_running_requests
-    if settings.chunked_prefill_size == BY_DEVICE_CHUNK:
-        found["chunked_prefill_size"] = limits.chunked_prefill_size
+    chunk = settings.chunked_prefill_size
+    found["chunked_prefill_size"] = limits.chunked_prefill_size if chunk is None else max(chunk, 0)
     return settings.model_copy(update=found)
 
 

@@ -119,7 +119,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     if info.kv_bytes_per_token:
         told = "a request may have %d tokens; memory holds %d tokens of all requests together (%.2f GB)"
         logger.info(told, info.context_len, tokens, size, extra=step())
-    logger.info("scheduler: %s", config)
+    logger.info("scheduler configured", extra=fields(**asdict(config)))
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
     own = settings.hicache_storage_backend != "redis"  # what others may read as well is no reason to come here

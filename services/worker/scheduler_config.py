@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.exec.contracts.model_info import LoadedInfo
-from services.worker.settings import BY_DEVICE, BY_DEVICE_CHUNK, WorkerSettings
+from services.worker.settings import BY_DEVICE, WorkerSettings
 
 RANDOM_SEED = 0  # of the random policy: it has to differ from arrival to arrival, not from worker to worker
 
@@ -18,7 +18,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
     Raises ValueError for values that do not go together.
     """
     assert settings.max_running_requests != BY_DEVICE, "the device's limits are found before the core is made"
-    assert settings.chunked_prefill_size != BY_DEVICE_CHUNK, "the device's limits are found before the core is made"
+    assert settings.chunked_prefill_size is not None, "the device's limits are found before the core is made"
     whole = info.needs_whole_prompt  # in one row of one step, behind no other's prefix
     return SchedulerConfig(
         num_pages=info.num_pages,

@@ -7,12 +7,11 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from services.shared.settings import ServiceSettings
-from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy
+from services.worker.core.contracts.config import UNCHUNKED, EvictionPolicy, SchedulePolicy
 from services.worker.core.contracts.transfers import WritePolicy
 from services.worker.identity.sampling_defaults import parse_preferences
 
 BY_DEVICE = 0  # of max_running_requests: see services/worker/device_limits.py
-BY_DEVICE_CHUNK = -1  # of chunked_prefill_size, whose 0 says something else
 
 
 class WorkerSettings(ServiceSettings):
@@ -73,11 +72,11 @@ class WorkerSettings(ServiceSettings):
         2048, ge=0, description="Requests that wait at once; one more is refused. 0: every request is refused."
     )
     max_prefill_tokens: int = Field(16384, ge=1, description="Prompt tokens of one step.")
-    chunked_prefill_size: int = Field(
-        BY_DEVICE_CHUNK,
-        ge=-1,
-        description="Tokens after which a prompt is cut into chunks; 0: never; -1: 2048 on a CPU, 2048 to 16384 by the memory"
-        " of a GPU.",
+    chunked_prefill_size: int | None = Field(
+        None,
+        ge=UNCHUNKED,
+        description="Tokens after which a prompt is cut into chunks; 0 and -1: never. Unset: 2048 on a CPU, 2048 to 16384 by the"
+        " memory of a GPU.",
     )
     adaptive_chunk_rows: int = Field(256, ge=0, description="Decode rows at which chunks are half as long; 0: never shorter.")
     adaptive_chunk_s: float = Field(
@@ -157,6 +156,9 @@ class WorkerSettings(ServiceSettings):
     )
     hicache_ratio: float = Field(2.0, gt=0, description="Pages of the host tier for each page of the pool.")
     hicache_size: int = Field(0, ge=0, description="Size of the host tier in GB, in place of hicache_ratio; 0: by the ratio.")
+    hicache_memory_fraction: float = Field(
+        0.25, gt=0, le=0.8, description="Share of the machine's free memory that the host tier takes at most by hicache_ratio."
+    )
     hicache_salt_quota: float = Field(
         0.0,
         ge=0,

@@ -58,7 +58,8 @@ def _options(
     settings: WorkerSettings, open_storage: OpenStore | None, secret: bytes, names_file: Path | None = None
 ) -> TierOptions:
     names_file = names_file if settings.redis_url and settings.enable_prefix_index else None
-    return TierOptions(settings.hicache_ratio, settings.hicache_size * GB, open_storage, secret, names_file)
+    share = settings.hicache_memory_fraction
+    return TierOptions(settings.hicache_ratio, settings.hicache_size * GB, open_storage, secret, names_file, share)
 
 
 def _shared(settings: WorkerSettings) -> TierOptions:

@@ -214,6 +214,20 @@ class TestRoutingKey:
         assert line.order([line.request([1])]) == [0, 1, 2]
 
 
+def test_stats_count_requests_by_routing_key_until_they_end() -> None:
+    engine = make(max_running_requests=2)
+    for handle, key in enumerate(("a", "b", "a", "", "c")):
+        engine.submit(handle, [handle] * 4, max_new_tokens=20, ignore_eos=True, routing_key=key)
+    for _ in range(3):
+        engine.turn()
+    stats = engine.core.stats()
+    assert (sorted(stats.running_by_key), sorted(stats.requests_by_key)) == ([1, 1], [1, 1, 2])
+    engine.abort(4)
+    assert sorted(engine.core.stats().requests_by_key) == [1, 2]
+    engine.drain()
+    assert engine.core.stats().running_by_key == engine.core.stats().requests_by_key == ()
+
+
 class TestPriorityWithinPolicies:
     @each_value(policy=list(SchedulePolicy), low_first=[False, True])
     def test_every_policy_orders_within_equal_priorities_only(self, policy: SchedulePolicy, low_first: bool) -> None:

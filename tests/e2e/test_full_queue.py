@@ -89,6 +89,30 @@ def test_equal_priorities_are_served_in_the_order_of_arrival(system: System) -> 
     assert crowd.ended == ["running", "first", "second"]
 
 
+def test_worker_counts_routing_keys_in_its_metrics(system: System) -> None:
+    def ask(key: str, tokens: int) -> None:
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+        httpx.post(f"{system.url}/generate", json={"text": "x", "routing_key": key, "sampling_params": sampling}, timeout=60)
+
+    def keys(name: str, **bucket: str) -> float:
+        return system.metric("worker-0", f"sglang:{name}", **bucket)
+
+    threads = [threading.Thread(target=ask, args=("first", LONG))]
+    threads[0].start()
+    wait_until(gauge(system, "running", 1), 60, "the first to run")
+    threads += [threading.Thread(target=ask, args=(key, 4)) for key in ("first", "second")]
+    for thread in threads[1:]:
+        thread.start()
+    wait_until(gauge(system, "queue", 2), 60, "the others to wait")
+    assert (keys("num_unique_running_routing_keys"), keys("routing_keys_active")) == (1, 2)
+    assert (keys("routing_key_running_req_count", gt="0", le="1"), keys("routing_key_running_req_count")) == (1, 1)
+    assert (keys("routing_key_all_req_count", gt="0", le="1"), keys("routing_key_all_req_count", gt="1", le="2")) == (1, 1)
+    for thread in threads:
+        thread.join(120)
+    wait_until(lambda: keys("routing_keys_active") == 0, 60, "no key to be left")
+    assert keys("routing_key_all_req_count") == keys("num_unique_running_routing_keys") == 0
+
+
 class TestFull:
     @pytest.fixture
     def full(self, system: System) -> Iterator[System]:

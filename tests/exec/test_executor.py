@@ -16,9 +16,11 @@ from services.shared.observe.log_fields import FIELDS
 from services.worker.core.contracts.plan import RowFault
 from services.worker.exec import build as build_module
 from services.worker.exec.contracts.model_info import LoadedInfo
+from services.worker.exec.contracts.options import DeviceOptions, TierOptions
 from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.pools.kv_pool import PoolTooSmall
+from services.worker.exec.tiers import make_tiers
 from services.worker.exec.weights.checkpoint import CheckpointError
 from services.worker.exec.weights.families import UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32
@@ -85,7 +87,20 @@ def test_loading_warns_when_the_pool_is_below_the_models_context(
     (warning,) = [
         each for each in caplog.records if each.levelname == "WARNING" and "smaller than the model's context" in each.msg
     ]
+    assert "set context_len" in warning.msg and "mem_fraction_static" in warning.msg
     assert vars(warning)[FIELDS] == {"context_len": 40, "model_context": 512}
+
+
+def test_worker_tells_the_size_of_a_host_tier_beside_the_free_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for module in (build_module, make_tiers):
+        monkeypatch.setattr(module, "free_memory", lambda: 1 << 30)
+    options = DeviceOptions(device="cpu", num_threads=1, tiers=TierOptions(1e9, 0, None, bytes(32), host_share=0.01))
+    executor, info = build_module.build_device_executor(str(folder), "auto", 4, 8, 64, 0.5, 64, options, said.append)
+    executor.close()
+    assert info.host_pages == (1 << 30) // 100 // info.page_bytes
+    told = next(line for line in said if line.startswith("host tier"))
+    assert "10 MiB" in told and "of 1024 MiB of memory that are free; by hicache_ratio it takes 1% of that at most" in told
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -5,6 +5,7 @@ A field that is a metric by itself says so with Told. The core knows no Promethe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
@@ -40,6 +41,8 @@ class StepStats:
     batch_is_full: bool
     paused: bool
     refuses_new: bool  # max_queued_requests is 0
+    running_by_key: tuple[int, ...]  # requests that run, of each routing key that has any
+    requests_by_key: tuple[int, ...]  # the same of all requests that are here
     num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Sessions that are open.")]
     session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions hold.")]
     requests_total: Annotated[int, Told("sglang:num_requests", "Requests that have come.")]
@@ -193,6 +196,8 @@ def stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, pa
         batch_is_full=table.batch_is_full,
         paused=paused,
         refuses_new=table.config.max_queued_requests == 0,
+        running_by_key=_running_by_key(table),
+        requests_by_key=tuple(table.by_routing_key.values()),
         num_sessions=len(table.sessions),
         session_tokens=table.sessions.num_tokens,
         requests_total=table.requests_total,
@@ -217,6 +222,13 @@ def stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, pa
         expired_rooms_total=table.rooms.expired_total,
         **_of_tiers(table),
     )
+
+
+def _running_by_key(table: RequestTable) -> tuple[int, ...]:
+    if not table.by_routing_key:
+        return ()
+    running = (*table.extending, *table.decoding)
+    return tuple(Counter(request.routing_key for request in running if request.routing_key).values())
 
 
 _OF_TIERS = tuple(field.name for field in fields(TierStats))

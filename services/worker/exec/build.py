@@ -111,8 +111,11 @@ def build_device_executor(
     pages = made.finish(num_pages, mem_fraction_static, context_len)
     fitting = loaded.context_len if context_len or num_pages else min(loaded.context_len, pages * page_size)
     if fitting < loaded.context_len:
-        told = fields(context_len=fitting, model_context=loaded.context_len)
-        logger.warning("the KV pool is smaller than the model's context, which is cut to it", extra=told)
+        logger.warning(
+            "the KV pool is smaller than the model's context, which is cut to it: set context_len to accept that, or raise"
+            " mem_fraction_static",
+            extra=fields(context_len=fitting, model_context=loaded.context_len),
+        )
     info = loaded.info(request, pages, made.graph_rows, made.runner.graph_limits, fitting)
     sizes = info.weight_bytes + draft.weight_bytes, info.kv_bytes_per_token + draft.kv_bytes_per_token
     by_model = draft.model is not None

@@ -7,8 +7,11 @@ What requests took is in RequestTimes. `collect` is called by scrapes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
@@ -50,11 +53,47 @@ def _paused(counts: LoopCounts) -> Value:
     return counts.stats.num_running if counts.stats is not None and counts.stats.paused else 0
 
 
+KEY_BOUNDS = (1, 2, 3, 5, 7, 10, 20, 50, 100, 200)  # SGLang's, of requests of a routing key
+
+
+def _keys_by_requests(requests: Sequence[int]) -> Value:
+    """Number of routing keys by their requests: of each bucket alone, above `gt` and up to `le`."""
+    edges = [*map(str, KEY_BOUNDS), "+Inf"]
+    keys = Tally(bisect_left(KEY_BOUNDS, each) for each in requests)
+    return {(lower, upper): keys[at] for at, (lower, upper) in enumerate(pairwise(["0", *edges]))}
+
+
 BLOCKS = "rootstock_worker_cache_blocks_"
 ROWS: tuple[Reading[LoopCounts], ...] = (
     *(_of_stats(field, mark) for field, mark in told().items()),
     Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait to run.", _waiting),
     Reading(Gauge, "sglang:num_paused_reqs", "Requests that run and keep their memory over a pause.", _paused),
+    Reading(
+        Gauge,
+        "sglang:num_unique_running_routing_keys",
+        "Routing keys with a request that runs.",
+        lambda c: len(c.stats.running_by_key) if c.stats is not None else None,
+    ),
+    Reading(
+        Gauge,
+        "sglang:routing_keys_active",
+        "Routing keys with a request here.",
+        lambda c: len(c.stats.requests_by_key) if c.stats is not None else None,
+    ),
+    Reading(
+        Gauge,
+        "sglang:routing_key_running_req_count",
+        "Routing keys by their requests that run: above gt, up to le.",
+        lambda c: _keys_by_requests(c.stats.running_by_key) if c.stats is not None else None,
+        ("gt", "le"),
+    ),
+    Reading(
+        Gauge,
+        "sglang:routing_key_all_req_count",
+        "Routing keys by their requests that run or wait: above gt, up to le.",
+        lambda c: _keys_by_requests(c.stats.requests_by_key) if c.stats is not None else None,
+        ("gt", "le"),
+    ),
     Reading(
         Gauge,
         "sglang:decode_sum_seq_lens",

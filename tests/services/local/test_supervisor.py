@@ -110,11 +110,12 @@ def test_output_of_a_child_begins_at_the_last_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workers", "index", "gpus", "flags"),
     [
-        (3, 1, 0, ["--mem-fraction-static", str(0.5 / 3)]),
+        (1, 0, 0, ["--mem-fraction-static", "0.5"]),
+        (3, 1, 0, ["--mem-fraction-static", str(0.5 / 3), "--hicache-memory-fraction", str(0.25 / 3)]),
         (1, 0, 1, ["--device", "cuda:0"]),
-        (2, 1, 2, ["--device", "cuda:1"]),
-        (3, 2, 2, ["--device", "cuda:0", "--mem-fraction-static", "0.45"]),
-        (3, 1, 2, ["--device", "cuda:1"]),
+        (2, 1, 2, ["--device", "cuda:1", "--hicache-memory-fraction", "0.125"]),
+        (4, 2, 2, ["--device", "cuda:0", "--mem-fraction-static", "0.45", "--hicache-memory-fraction", "0.0625"]),
+        (4, 1, 4, ["--device", "cuda:1", "--hicache-memory-fraction", "0.0625"]),
     ],
 )
 def test_workers_take_turns_at_the_gpus(workers: int, index: int, gpus: int, flags: list[str]) -> None:

@@ -44,6 +44,12 @@ def test_what_is_given_is_kept() -> None:
     assert (found.max_running_requests, found.chunked_prefill_size) == (7, 8192)
 
 
+@pytest.mark.parametrize("off", [0, -1])
+def test_limits_have_no_chunks_when_these_are_disabled(off: int) -> None:
+    found = resolved(WorkerSettings(chunked_prefill_size=off), 140 * GIB)
+    assert (found.chunked_prefill_size, most_step_tokens(found)) == (0, 16384)
+
+
 def test_memory_is_kept_for_one_chunk() -> None:
     h200 = resolved(WorkerSettings(), 140 * GIB)
     assert (h200.max_prefill_tokens, most_step_tokens(h200)) == (16384, 8192)

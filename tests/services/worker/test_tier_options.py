@@ -166,11 +166,18 @@ class TestSizeOfTheHostTier:
     def test_by_the_ratio_or_by_its_own_size(self) -> None:
         assert self.sized() == 200 and self.sized(size=50 * PAGE) == 50
 
-    def test_by_the_ratio_it_takes_what_is_free_and_no_more(self) -> None:
-        assert self.sized(ratio=20.0) == 800
+    def test_host_tier_takes_a_quarter_of_the_free_memory_by_the_ratio(self) -> None:
+        assert self.sized(ratio=20.0) == 250
+
+    @pytest.mark.parametrize(("share", "pool", "pages"), [(0.125, 100, 125), (0.25, 500, 250), (0.25, 900, 80)])
+    def test_host_tier_keeps_to_its_share_beside_a_pool_in_the_same_memory(self, share: float, pool: int, pages: int) -> None:
+        options = TierOptions(20.0, 0, None, bytes(SECRET_BYTES), host_share=share)
+        assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 
     def test_what_was_asked_for_and_is_not_free_is_refused(self) -> None:
-        with pytest.raises(NoRoomForTiers, match="more than this machine has free"):
+        with pytest.raises(
+            NoRoomForTiers, match=r"asks for \d+ MiB; \d+ MiB are free beside the KV pool.* Set it to \d+ or less"
+        ):
             self.sized(size=900 * PAGE)
 
     def test_its_memory_is_there_before_a_page_is_written(self) -> None:

@@ -71,7 +71,8 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
 def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
     """flags: a parser, or a group of it. name: of one of the worker's settings."""
     field = WorkerSettings.model_fields[name]
-    about = f"{field.description} (default {field.default})".replace("%", "%%")
+    default = "unset" if field.default is None else field.default
+    about = f"{field.description} (default {default})".replace("%", "%%")
     flags.add_argument(f"--{name.replace('_', '-')}", dest=name, default=field.default, help=about, **_options(name, field))
 
 
@@ -107,6 +108,8 @@ def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimit
 def _options(name: str, field: FieldInfo) -> dict[str, Any]:
     """What argparse needs for a setting of this type."""
     kind = field.annotation
+    if kind == int | None:
+        kind = int
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind is int or kind is float:

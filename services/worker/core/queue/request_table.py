@@ -5,6 +5,8 @@ Every request that comes in leaves through `end`, which frees what it holds and 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,6 +63,7 @@ class RequestTable:
         self.shares = Shares()
         self.rooms = Rooms(config.disaggregation_hold_s)
         self.by_key: dict[tuple[int, int], Request] = {}
+        self.by_routing_key: Counter[str] = Counter()  # requests of each routing key, in every phase
         self.extending: list[Request] = []
         self.decoding: list[Request] = []
         self.batch_is_full = False
@@ -105,6 +108,8 @@ class RequestTable:
         self.requests_total += 1
         self.resumed_total += request.num_given > 0
         self.by_key[request.peer, request.handle] = request
+        if request.routing_key:
+            self.by_routing_key[request.routing_key] += 1
         if request.session is not None:
             self.sessions.begin(request)
         admitted = self.gate.admits(request)
@@ -302,6 +307,10 @@ class RequestTable:
         if request.flow is not None:
             self._unshare(request)
         del self.by_key[request.peer, request.handle]
+        if request.routing_key:
+            self.by_routing_key[request.routing_key] -= 1
+            if not self.by_routing_key[request.routing_key]:
+                del self.by_routing_key[request.routing_key]
         if self.tiers is not None:
             self.tiers.leave(request.seq)
         self._leave_source(request)

@@ -22,7 +22,8 @@ Raises ValueError."""
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Of KV that leaves the pool. host_bytes: of the host's memory; 0: host_ratio times the pool's. open_storage: of the tier
+    """Of KV that leaves the pool. host_bytes: of the host's memory; 0: host_ratio times the pool's, at most host_share of what
+    is free. open_storage: of the tier
     below it, None for none. secret: of the keys, see PageKeys. names_file: where the names of its blocks are kept, for the prefix
     index; None: nowhere."""
 
@@ -31,6 +32,7 @@ class TierOptions:
     open_storage: OpenStore | None
     secret: bytes = field(repr=False)
     names_file: Path | None = None
+    host_share: float = 0.25
 
 
 OpenServer = Callable[[bytes, int, ReadPages], RoomServer]

@@ -24,22 +24,40 @@ from services.worker.exec.tiers.page_mover import PageMover
 
 logger = logging.getLogger(__name__)
 PATTERN = 251  # a prime: few pieces of a page begin alike
-MOST_FREE = 0.8  # of the memory that is free, which the host tier may take
+MOST_FREE = 0.8  # of the memory that is free beside the pool, which a host tier of a given size may take
 
 
 class NoRoomForTiers(ValueError):
     """The host's memory has no room for a page beside what is there."""
 
 
-def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_bytes: int) -> int:
-    """free_bytes: of the host's memory, beside the pool. Raises NoRoomForTiers."""
-    asked = options.host_bytes // page_bytes if options.host_bytes else int(options.host_ratio * pool_pages)
-    most = int(free_bytes * MOST_FREE) // page_bytes
-    if options.host_bytes and asked > most:
-        raise NoRoomForTiers(f"a host tier of {options.host_bytes >> 20} MiB is more than this machine has free")
-    if min(asked, most) < 1:
-        raise NoRoomForTiers(f"the host tier has no room for a page of {page_bytes} bytes")
-    return min(asked, most)
+def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_bytes: int, pool_bytes: int = 0) -> int:
+    """Returns the pages of the host tier.
+
+    Args:
+        free_bytes: of the host's memory, with the pool's.
+        pool_bytes: of the pool, if its pages are in the same memory.
+
+    Raises:
+        NoRoomForTiers: the memory has no room for a page, or for the size that is asked for.
+    """
+    beside = max(0, free_bytes - pool_bytes)
+    if options.host_bytes:
+        most = int(beside * MOST_FREE)
+        if options.host_bytes > most:
+            raise NoRoomForTiers(
+                f"hicache_size asks for {options.host_bytes >> 20} MiB; {beside >> 20} MiB are free beside the KV pool, of which"
+                f" the host tier takes {most >> 20} MiB at most. Set it to {most // 10**9} or less"
+            )
+        pages = options.host_bytes // page_bytes
+    else:
+        most = min(int(free_bytes * options.host_share), int(beside * MOST_FREE))
+        pages = min(int(options.host_ratio * pool_pages), most // page_bytes)
+    if pages < 1:
+        raise NoRoomForTiers(
+            f"the host tier has no room for a page of {page_bytes} bytes: {free_bytes >> 20} MiB of the memory are free"
+        )
+    return pages
 
 
 def make_mover(
@@ -58,11 +76,12 @@ def make_mover(
     if options is None:
         return PageMover(streams, copier, arrivals, torch.empty((0, page_bytes), dtype=torch.uint8), None, peers), 0
     on_host = streams.device.type == "cpu"  # where the pool's pages are taken from the system only when they are written
-    free = free_memory() - (pool_pages * page_bytes if on_host else 0)
-    pages = host_pages(options, pool_pages, page_bytes, free)
+    free = free_memory()
+    pages = host_pages(options, pool_pages, page_bytes, free, pool_pages * page_bytes if on_host else 0)
+    is_cut = not options.host_bytes and pages < int(options.host_ratio * pool_pages)
+    why = f"; by hicache_ratio it takes {options.host_share:.0%} of that at most, by hicache_size more" if is_cut else ""
+    progress(f"host tier: {pages * page_bytes >> 20} MiB in {pages} pages, of {free >> 20} MiB of memory that are free{why}")
     memory = host_slab(pages, page_bytes)
-    cut = "" if options.host_bytes or pages == int(options.host_ratio * pool_pages) else ", which is all that is free"
-    progress(f"host tier: {pages} pages, {pages * page_bytes >> 20} MiB{cut}")
     store = None if options.open_storage is None else options.open_storage(page_bytes, _identity(options, layout))
     log = None
     if store is not None:
