@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import orjson
 import pytest
 
+from services.shared.observe.log import JsonFormatter
+from services.shared.observe.log_fields import FIELDS
 from services.shared.settings import of_values
 from services.worker.engine import build_engine
 from services.worker.loop.inbox import Inbox
@@ -21,3 +24,14 @@ def test_what_is_set_for_a_gpu_stops_no_cpu(attention: str, caplog: pytest.LogCa
     engine = build_engine(of_values(WorkerSettings, values), Inbox(), lambda sentence: None)
     engine.close()
     assert "attention: our kernels" in caplog.text
+
+
+def test_engine_logs_model_and_scheduler_as_fields(caplog: pytest.LogCaptureFixture) -> None:
+    values = {"model": str(DEMO), "executor": "fake", "max_total_tokens": 4096}
+    caplog.set_level("INFO")
+    build_engine(of_values(WorkerSettings, values), Inbox(), lambda sentence: None).close()
+    told = {record.getMessage(): getattr(record, FIELDS, {}) for record in caplog.records}
+    assert told["model ready"]["eos_token_ids"] == (2, 0) and told["scheduler configured"]["num_pages"] == 256
+    for record in caplog.records:
+        orjson.loads(JsonFormatter("worker").format(record))
+        assert "Config(" not in record.getMessage() and "Info(" not in record.getMessage()
