@@ -106,7 +106,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     name = _executor_name(settings)
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
-    pieces = f"long prompts are computed in pieces of {chunk} tokens" if chunk > 0 else "prompts are computed in one piece"
+    pieces = f"long prompts are computed in pieces of {chunk} tokens" if chunk else "prompts are computed in one piece"
     logger.info("up to %d requests run at once; %s", running, pieces, extra=step())
     moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
     tokenizer = load_tokenizer(settings.model, settings.chat_template)  # first: it may be missing, and weights take longer
