@@ -60,6 +60,36 @@ def _keys(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _add_control_flags(parser: argparse.ArgumentParser) -> None:
+    from services.worker.control.flags import OPERATIONS, add_flags
+
+    add_flags(parser)
+    parser.epilog = f"{OPERATIONS}\n\n{parser.epilog}"
+
+
+def _control(args: argparse.Namespace) -> int:
+    from services.worker.control.__main__ import run
+
+    return run(args)
+
+
+def _add_sim_flags(parser: argparse.ArgumentParser) -> None:
+    from services.sim.flags import ACTIONS, add_flags
+
+    add_flags(parser)
+    parser.epilog = f"{ACTIONS}\n\n{parser.epilog}"
+
+
+def _sim(args: argparse.Namespace) -> int:
+    if args.action == "fleet":
+        from services.sim.fleet.__main__ import main as fleet
+
+        return fleet(args.words)
+    from services.sim.core.__main__ import main
+
+    return main(args.words if args.action == "run" else [args.action, *args.words])
+
+
 def _completion(args: argparse.Namespace) -> int:
     print(completion.script(args.shell, build_parser()), end="")
     return Exit.DONE
@@ -105,6 +135,22 @@ COMMANDS: Mapping[str, Command] = {
         ("rootstock keys new team-a --requests-per-minute 600", "rootstock keys list keys.json"),
         _add_keys_flags,
         _keys,
+    ),
+    "control": Command(
+        "call an operation of one worker's control service",
+        ("rootstock control GetInternalState", "rootstock control Pause in_place", "rootstock control Continue"),
+        _add_control_flags,
+        _control,
+    ),
+    "sim": Command(
+        "run the scheduler or a fleet on a trace and a virtual clock",
+        (
+            "rootstock sim generate shared-prefix trace.jsonl",
+            "rootstock sim run trace.jsonl --concurrency 128 --schedule-policy lpm",
+            "rootstock sim fleet --workload chat --workers 4 --rate 20",
+        ),
+        _add_sim_flags,
+        _sim,
     ),
     "completion": Command(
         "print what completes this program's words in a shell",

@@ -12,7 +12,7 @@ HEAD = """\
 # The client
 
 Written by `make docs` from the code. `rootstock` is what `pip install` of this repository puts on the path
-(`.venv/bin/rootstock` after `make env`); `python -m services.cli` is the same. It needs Python's own library alone, and speaks
+(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs Python's own library alone, and speaks
 to any server with OpenAI's API; `status` to Rootstock's gateway. `bench` takes aiohttp and what the services take.
 
 The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](keys.md) comes from
@@ -49,7 +49,14 @@ A line of the file is `{"custom_id": "a", "method": "POST", "url": "/v1/chat/com
 endpoint. With `--wait`, status is 0 where the batch completed and 1 where it did not. `results` prints the lines that were
 answered, `--errors` those that were not.
 """
-FURTHER = {"chat": CHAT, "status": STATUS, "batch": BATCH}
+CONTROL = """
+[What each operation does](control.md). Names and values of flags that are not given come from `ROOTSTOCK_` variables of the
+environment, as `ROOTSTOCK_CONTROL_TOKEN`.
+"""
+SIM = """
+[What is simulated, and the figures](simulator.md). Each action has its own `--help`.
+"""
+FURTHER = {"chat": CHAT, "status": STATUS, "batch": BATCH, "control": CONTROL, "sim": SIM}
 
 
 def render() -> str:

@@ -20,7 +20,7 @@ SERVICES: dict[str, type[BaseSettings]] = {
 HEAD = """# Configuration
 
 Every setting of every process, written by `make docs` from the classes that read them. A flag wins over the environment,
-the environment over the default. `python -m services.NAME --help` says the same.
+the environment over the default. `.venv/bin/python -m services.NAME --help` says the same.
 """
 
 

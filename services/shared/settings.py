@@ -72,8 +72,13 @@ class ServiceSettings(TlsSettings):
 
 def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
     """The settings of a process. Exits with status 2 and one line per wrong field, or prints --help and exits 0."""
+    return load_given(cls, prog, {"_cli_parse_args": sys.argv[1:] if argv is None else argv, "_cli_prog_name": prog})
+
+
+def load_given(cls: type[S], prog: str, values: Mapping[str, Any]) -> S:
+    """Returns these values, and else those of the environment. Exits with status 2 and one line per wrong field."""
     try:
-        return cls(_cli_parse_args=sys.argv[1:] if argv is None else argv, _cli_prog_name=prog)
+        return cls(**values)
     except ValidationError as error:
         for sentence in _wrong_fields(error):
             print(f"{prog}: {sentence}", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from services.cli.commands import COMMANDS, build_parser
+from services.local.ports import free_ports
 from tests.e2e.system import ROOT, System, wait_until
 from tests.night import NIGHTLY
 
@@ -39,7 +40,7 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS.keys() - {"batch", "keys"}:  # these need files
+    for command in COMMANDS.keys() - {"batch", "keys", "control", "sim"}:  # these need files, or a control port
         found = examples(command, capsys)
         assert found and all(f"rootstock {command}" in line for line in found)
         for line in found:
@@ -56,6 +57,20 @@ def test_keys_new_and_list_run_as_their_help_says(system: System, tmp_path: Path
     header, row = typed(listed, system, tmp_path).stdout.splitlines()
     assert header.split()[:3] == ["name", "state", "expires"]
     assert row.split()[:4] == ["team-a", "valid", "never", "all"] and "600" in row
+
+
+def test_sim_commands_run_as_their_help_says(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in examples("sim", capsys):
+        done = typed(line, system, tmp_path)
+        assert done.returncode == 0 and done.stdout, (line, done.stderr)
+
+
+def test_control_commands_run_as_their_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    with System(tmp_path, worker_flags=f"{FAKE} --control-port {port}") as controlled:
+        for line in examples("control", capsys):
+            done = typed(f"{line} --address 127.0.0.1:{port}", controlled)
+            assert done.returncode == 0 and isinstance(json.loads(done.stdout), dict), (line, done.stderr)
 
 
 def asked_of_the_demo() -> dict[str, str]:

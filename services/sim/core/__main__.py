@@ -1,4 +1,4 @@
-"""python -m services.sim.core TRACE | generate KIND | fit SOURCE. Each has --help."""
+"""python -m services.sim.core TRACE | generate KIND | fit SOURCE, or `rootstock sim`. Each has --help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             run_command.main(argv)
     except (ValueError, OSError, ExecutorError, SimulationError, NoPicture) as error:
-        print(f"services.sim.core: {error}", file=sys.stderr)
+        print(f"rootstock sim: {error}", file=sys.stderr)
         return 1
     return 0
 

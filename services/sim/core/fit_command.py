@@ -80,7 +80,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.sim.core fit",
+        prog="rootstock sim fit",
         description="Fits the time model to measured steps and prints it as JSON, for --time-model.",
     )
     parser.add_argument("source", type=Path, help="model folder, whose steps are measured on this machine, or a file of timings")

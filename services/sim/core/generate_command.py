@@ -42,7 +42,7 @@ def _make(args: argparse.Namespace) -> Trace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m services.sim.core generate", description="Writes a trace.")
+    parser = argparse.ArgumentParser(prog="rootstock sim generate", description="Writes a trace.")
     kinds = parser.add_subparsers(dest="kind", required=True)
 
     shared = _kind(kinds, "shared-prefix", "groups of requests that begin alike, in random order")

@@ -53,8 +53,8 @@ def _arrivals(trace: Trace, args: argparse.Namespace) -> Arrivals:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.sim.core",
-        description="Runs the scheduler on a trace and a virtual clock. Also: generate --help, fit --help.",
+        prog="rootstock sim run",
+        description="Runs the scheduler on a trace and a virtual clock.",
     )
     parser.add_argument("trace", type=Path, help="JSON lines: rootstock's own or Mooncake's")
     parser.add_argument(

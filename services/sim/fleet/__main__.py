@@ -1,4 +1,4 @@
-"""python -m services.sim.fleet [TRACE | --workload NAME]: runs a fleet on a trace and compares routing policies."""
+"""python -m services.sim.fleet, or `rootstock sim fleet`: runs a fleet on a trace and compares routing policies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _run(args)
     except (ValueError, OSError, SimulationError) as error:
-        print(f"services.sim.fleet: {error}", file=sys.stderr)
+        print(f"rootstock sim fleet: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -142,7 +142,7 @@ def _kill(text: str) -> Kill:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m services.sim.fleet",
+        prog="rootstock sim fleet",
         description="Runs gateways' routing and workers' schedulers on a trace and a virtual clock, once for each policy.",
     )
     parser.add_argument("trace", type=Path, nargs="?", help="JSON lines: rootstock's own or Mooncake's")

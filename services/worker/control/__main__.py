@@ -1,51 +1,53 @@
-"""python -m services.worker.control OPERATION: asks one worker, prints its answer as JSON."""
+"""python -m services.worker.control, or `rootstock control`: calls an operation of one worker and prints its response as JSON."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 
 import grpc
 from pydantic import Field
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from services.shared.rpc.control_token import read_token
 from services.shared.rpc.dialer import Dialer
-from services.shared.settings import ENV_PREFIX, TlsSettings, load
+from services.shared.settings import ENV_PREFIX, TlsSettings, load_given
 from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
-from services.worker.control.command_line import PARSERS, USAGE, WrongWords, call, failure
+from services.worker.control.command_line import PARSERS, WrongWords, call, failure
+from services.worker.control.flags import OPERATIONS, add_flags
 
-PROG = "rootstock-control"  # how its lines begin
+PROG = "rootstock control"  # begins each line on stderr
 
 
 class ControlSettings(TlsSettings):
     """One operation of one worker's control service."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
-    )
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
-    operation: CliPositionalArg[str] = Field(description=f"One of {', '.join(PARSERS)}.")
-    arguments: CliPositionalArg[list[str]] = Field(default=[], description="What the operation takes; see docs/control.md.")
+    operation: str = Field(description=f"One of {', '.join(PARSERS)}.")
+    arguments: list[str] = Field(default=[], description="What the operation takes; see docs/control.md.")
     address: str = Field("127.0.0.1:9203", description="The worker's control address.")
     timeout_s: float = Field(60.0, gt=0, description="Seconds that the operation may take, waiting included.")
     control_token: str = Field("", repr=False, description="The worker's token; better from the environment or a file.")
     control_token_file: str = Field("", description="File that holds the worker's token.")
 
 
-def main() -> int:
-    settings = load(ControlSettings, "python -m services.worker.control")
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 1 if the worker refuses or cannot be reached, 2 if the command line is wrong."""
+    given = {name: value for name, value in vars(args).items() if name in ControlSettings.model_fields and value is not None}
+    settings = load_given(ControlSettings, PROG, given)
     parse = PARSERS.get(settings.operation)
     if parse is None:
-        print(f"{PROG}: no operation {settings.operation}\n\n{USAGE}", file=sys.stderr)
+        print(f"{PROG}: no operation {settings.operation}\n\n{OPERATIONS}", file=sys.stderr)
         return 2
     try:
         request = parse(settings.arguments)
         token = read_token(settings.control_token, settings.control_token_file)
         dialer = Dialer(mutual_tls(settings, Role.OPERATOR))
     except WrongWords as error:
-        print(f"{PROG}: {settings.operation} {error}\n\n{USAGE}", file=sys.stderr)
+        print(f"{PROG}: {settings.operation} {error}\n\n{OPERATIONS}", file=sys.stderr)
         return 2
     except ValueError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -57,6 +59,18 @@ def main() -> int:
         return 1
     print(answer.decode())
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.worker.control",
+        description="Calls one operation of one worker's control service.",
+        epilog=OPERATIONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser)
+    return run(parser.parse_args())
 
 
 if __name__ == "__main__":

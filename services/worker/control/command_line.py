@@ -112,15 +112,6 @@ PARSERS: Mapping[str, Callable[[Sequence[str]], Message]] = {
     "SetLogLevel": lambda words: pb.SetLogLevelRequest(level=_at_most_one(words, "info")),
     "TraceRequest": lambda words: pb.TraceRequestRequest(request_id=_at_most_one(words, "")),
 }
-USAGE = """python -m services.worker.control [--address HOST:PORT] [--timeout-s S] [--control-token-file FILE] OPERATION ...
-
-  FlushCache [device] [host] [storage] [cache_salt=SALT] [older_than_s=SECONDS]
-  GetInternalState                  StopProfile
-  SetInternalState NAME=VALUE ...   SlowDown [SECONDS]              StartProfile [NAME]
-  Pause [abort|retract|in_place]    Continue                        FreezeGc
-  ReleaseMemory [kv_cache] [weights]    ResumeMemory [kv_cache] [weights]    SetLogLevel [LEVEL]
-  TraceRequest REQUEST_ID
-"""
 
 
 async def call(dialer: Dialer, address: str, token: str, operation: str, request: Message, timeout_s: float) -> bytes:

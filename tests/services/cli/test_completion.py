@@ -24,7 +24,7 @@ def offered(*words: str) -> set[str]:
 
 
 def test_bash_offers_commands_flags_and_values() -> None:
-    assert offered("c") == {"chat", "complete", "completion"}
+    assert offered("c") == {"chat", "complete", "completion", "control"}
     assert offered("bench", "--workload", "m") == {"multi-turn"}
     assert offered("completion", "''") >= {"bash", "fish", "zsh"}
     assert offered("chat", "--url", "''") == set()

@@ -12,7 +12,8 @@ import pytest
 
 from rootstock.v1 import control_pb2 as pb
 from services.local.ports import free_ports
-from services.worker.control.command_line import PARSERS, USAGE, WrongWords
+from services.worker.control.command_line import PARSERS, WrongWords
+from services.worker.control.flags import OPERATIONS
 from services.worker.control.operations import BARRIERS
 from services.worker.control.server import start_control
 from tests.services.worker.control.address import control_at
@@ -51,8 +52,8 @@ def test_a_worker_is_asked_and_its_answer_printed(tmp_path: Path) -> None:
         flushed, changed, stranger, refused = answers
         assert flushed == (0, '{\n  "pages": 12\n}\n', "")
         assert changed[0] == 0 and json.loads(changed[1])["tunables"]["policy"] == "fcfs"
-        assert stranger[:2] == (1, "") and stranger[2].startswith("rootstock-control: UNAUTHENTICATED: ")
-        assert refused == (1, "", "rootstock-control: FAILED_PRECONDITION: nothing is released\n")
+        assert stranger[:2] == (1, "") and stranger[2].startswith("rootstock control: UNAUTHENTICATED: ")
+        assert refused == (1, "", "rootstock control: FAILED_PRECONDITION: nothing is released\n")
         await server.stop(0)
 
     asyncio.run(run())
@@ -60,7 +61,7 @@ def test_a_worker_is_asked_and_its_answer_printed(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_not_there_is_one_line() -> None:
     code, out, err = asyncio.run(shell("--address", f"127.0.0.1:{free_ports(1)[0]}", "FlushCache"))
-    assert (code, out) == (1, "") and err.startswith("rootstock-control: UNAVAILABLE: ") and err.count("\n") == 1
+    assert (code, out) == (1, "") and err.startswith("rootstock control: UNAVAILABLE: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -131,4 +132,4 @@ def test_wrong_words_are_refused(operation: str, words: list[str]) -> None:
 
 def test_every_operation_has_its_words() -> None:
     assert set(PARSERS) == set(BARRIERS)
-    assert all(operation in USAGE for operation in BARRIERS)
+    assert all(operation in OPERATIONS for operation in BARRIERS)
