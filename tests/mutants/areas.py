@@ -127,7 +127,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "parsers": tuple(
         f"tests/services/gateway/parsers/test_{name}.py"
-        for name in ("drawn_calls", "odd_outputs", "rendered_calls", "structural_tags")
+        for name in ("broken_calls", "drawn_calls", "odd_outputs", "rendered_calls", "structural_tags")
     ),
     "worker": (
         "tests/contracts/test_worker_defaults.py",

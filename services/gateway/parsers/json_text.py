@@ -25,8 +25,7 @@ _SCALAR_CHARS = 400  # more than any number that is a float
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {word: word for word in ("true", "false", "null")} | {"True": "true", "False": "false", "None": "null"}
 _CLOSERS = {"{": "}", "[": "]"}
-_HEAD = re.compile(r'[^"\\{}]*')  # a call up to its arguments
-_HEAD_CHARS = 256
+_UNQUOTED = re.compile(r'[^"\\]*')
 _BLANKS = frozenset(" \t\r\n")
 _BEHIND_STRING = frozenset(" \t\r\n,:}]")  # characters that may follow a closing quote
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
@@ -37,8 +36,8 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 class Breaks:
     """Marks of a format that end a call, also inside a string whose closing quote the model left out.
 
-    A string holds such marks too, where the model writes about them. So they end it only if that is certain: the output ends
-    behind them, or an object follows whose first key has an unescaped quote, which no string can have there.
+    A string holds such marks too, where the model writes about them. So text is held from a mark on, up to the next quote. The
+    string has ended at the mark if the output ends first, or if no string can end at that quote.
     """
 
     def __init__(self, ends: Sequence[str] = (), begins: Sequence[str] = ()) -> None:
@@ -47,46 +46,36 @@ class Breaks:
             ends: marks behind a call.
             begins: marks before the next call.
         """
-        self._ends, self._begins = _with_line_ends(ends), _with_line_ends(begins)
         self.marks = (*ends, *begins)
+        self._in_strings = (*self.marks, *(f"\n{mark}" for mark in self.marks))
         self.firsts = frozenset(mark[0] for mark in self.marks)
         firsts = re.escape("".join(sorted(self.firsts)))
         self.plain = re.compile(rf'[^"\\\x00-\x1f{firsts}]*')  # characters of a string
         self.quoted = re.compile(rf'[^"\\{firsts}]*')  # characters of a skipped string
         self.outside = re.compile(rf'[^"\[\]{{}}{firsts}]*')  # skipped characters besides strings
 
-    def ahead(self, source: Source) -> Steps[str]:
-        """Returns the next text of a string, at a line's end or one of `firsts`. Raises Malformed where an open string ends."""
-        read: list[str] = []
-        while mark := (yield from source.choose(self._ends)):
-            read.append(mark)
-            yield from source.run(SPACE, read.append)
-        ends = bool(read) and not (yield from source.peek())
-        if not ends and (begin := (yield from source.choose(self._begins))):
-            read.append(begin)
-            ends = yield from self._object_begins(source, read)
-        if ends:
-            source.give_back("".join(read))
+    def mark_inside(self, source: Source) -> Steps[str]:
+        """Returns the mark that comes next in a string, or "". Raises Malformed in front of a mark that ends an open string."""
+        mark = yield from source.choose(self._in_strings)
+        if mark and (yield from self._ends_string(source)):
+            source.give_back(mark)
             raise Malformed
-        return "".join(read) or (yield from source.take())
+        return mark
 
-    def _object_begins(self, source: Source, read: list[str]) -> Steps[bool]:
-        """Returns whether a call's head and an object come next. Adds the text to `read`."""
-        size = len(read)
-        yield from source.run(_HEAD, read.append)
-        if sum(map(len, read[size:])) > _HEAD_CHARS or not (yield from source.choose(("{",))):
-            return False
-        read.append("{")
-        yield from source.run(SPACE, read.append)
-        if not (yield from source.choose(('"',))):
-            return False
+    def _ends_string(self, source: Source) -> Steps[bool]:
+        """Returns whether no closing quote comes. Reads nothing."""
+        read: list[str] = []
+        while True:
+            yield from source.run(_UNQUOTED, read.append)
+            char = yield from source.peek()
+            if char != "\\":
+                break
+            read.append((yield from source.take()))
+            read.append((yield from source.choose(("\\", '"'))))
+        read.append((yield from source.choose(('"',))))
         behind = yield from source.peek()
-        source.give_back('"')
-        return bool(behind) and behind not in _BEHIND_STRING
-
-
-def _with_line_ends(marks: Sequence[str]) -> tuple[str, ...]:
-    return (*marks, *(f"\n{mark}" for mark in marks))
+        source.give_back("".join(read))
+        return not char or bool(behind and behind not in _BEHIND_STRING)
 
 
 NO_BREAKS = Breaks()
@@ -329,8 +318,9 @@ def _chars(
     while True:
         yield from source.run(breaks.plain, sink)
         char = yield from source.peek()
-        if char in breaks.firsts or char == "\n":
-            sink(raw((yield from breaks.ahead(source))))
+        if (char in breaks.firsts or char == "\n") and (mark := (yield from breaks.mark_inside(source))):
+            sink(raw(mark))
+            breaks = NO_BREAKS  # the closing quote has been seen
             continue
         yield from source.take()
         if char == '"':

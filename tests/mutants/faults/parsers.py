@@ -29,4 +29,16 @@ PARSERS = (
         "services/gateway/parsers/formats/mistral.py",
         ('yield from source.choose((",",))', "pass"),
     ),
+    *of(
+        "parsers",
+        "services/gateway/parsers/formats/reasoning.py",
+        ("if trial.failed or trial.writer.wrote_text:", "if trial.writer.wrote_text:"),
+        ("and not source.was_cut:", "and True:"),
+    ),
+    *of(
+        "parsers",
+        "services/gateway/parsers/json_text.py",
+        ('out.hold(",")', 'out.show(",")'),
+        ("if self._source.was_cut:", "if False:"),
+    ),
 )

@@ -224,8 +224,10 @@ def test_arguments_are_closed_when_the_output_ends_early(name: str) -> None:
     if family.ends:
         for quote in ('{"path": "a', '{"path": "a"', '{"path": "a"}'):
             output = "".join([family.begin, quote, *family.ends[1 if family.ends[0] == "}" else 0 :]])
-            parsed = calls_of(of(name, output))
-            assert parsed[0][1]["path"].rstrip("}") == "a", output
+            for rest in ("", " So.", ' So: "b".') if name != "harmony" else ("",):
+                found = of(name, output + rest if len(family.ends) > 1 else output)
+                assert calls_of(found)[0][1]["path"].rstrip("}") == "a", output
+                assert text_of(found) in ("", rest), output
 
 
 @pytest.mark.parametrize("name", FAMILIES)
