@@ -1,11 +1,19 @@
-"""python -m services.local.models_reference: the list in docs/models.md of what our decoder covers, from its families."""
+"""python -m services.local.models_reference: what docs/models.md and services/shared/served_architectures.json say of models.
+
+The page lists the architectures that our decoder covers, from its families. The table has the worker's verdict on each
+architecture of transformers, for downloads in images without transformers.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from services.worker.exec.weights.families import FAMILIES, HEAD
+from services.shared.served_config import TABLE, TYPE_LISTS, unknown_layers
+from services.worker.exec.weights.families import FAMILIES, HEAD, UnsupportedModel
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- end -->)", re.M | re.S)
@@ -19,5 +27,74 @@ def render(page: str) -> str:
     return written
 
 
+def table() -> str:
+    """Returns the content of served_architectures.json. Takes 20 s: each architecture is tried with its default config."""
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto import modeling_auto
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # default configs are not made for each other
+    verdicts: dict[str, dict[str, Any]] = defaultdict(dict)  # by architecture, then by model type
+    for name, names in vars(modeling_auto).items():
+        if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES"):
+            for model_type, classes in names.items():
+                for architecture in [classes] if isinstance(classes, str) else classes:
+                    verdicts[architecture].setdefault(model_type, _verdict(CONFIG_MAPPING, model_type, architecture))
+    found: dict[str, Any] = {
+        "transformers": __version__,
+        "families": sorted(FAMILIES),
+        "model_types": sorted(CONFIG_MAPPING),
+        "served": [],
+        "fixed_attention": [],
+        "encoder_with_decoder": [],
+        "several_models": {},
+        "layers": {},
+    }
+    for architecture, by_type in sorted(verdicts.items()):
+        kinds = {kind for kind, _ in by_type.values()}
+        kind, detail = next(iter(by_type.values()))
+        if len(kinds) > 1 or kind == "served":  # where model types differ, the worker decides
+            found["served"].append(architecture)
+        elif isinstance(found.get(kind), dict):
+            found[kind][architecture] = detail
+        elif kind != "unsupported":
+            found[kind].append(architecture)
+    return json.dumps(found, indent=0) + "\n"
+
+
+def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, list[str]]:
+    """A key of the table, or "unsupported"; and the layer types or the parts that the worker's sentence names."""
+    from services.worker.exec.models.causal_transformers import auto_class_of
+    from services.worker.exec.models.encoder import is_encoder
+    from services.worker.exec.weights import transformers_checkpoint
+    from services.worker.exec.weights.families import NotCovered, decoder_config
+
+    try:
+        config = configs[model_type]()
+    except Exception:  # a class without a default: the worker decides
+        return "served", []
+    config.architectures = [architecture]
+    try:
+        decoder_config(config)
+        return "served", []
+    except NotCovered:
+        pass
+    if is_encoder(config):
+        return "served", []
+    if not (transformers_checkpoint.is_causal_head(config) or transformers_checkpoint.is_base(config)):
+        return "unsupported", []
+    if types := unknown_layers(getattr(config, each, None) for each in TYPE_LISTS):
+        return "layers", sorted(types)
+    try:
+        if not transformers_checkpoint.class_of(auto_class_of(config), config)._can_set_attn_implementation():
+            return "fixed_attention", []
+    except (UnsupportedModel, ValueError, AttributeError):  # several classes for a config, or none in this version
+        return "served", []
+    if config.is_encoder_decoder:
+        return "encoder_with_decoder", []
+    return ("several_models", sorted(config.sub_configs)) if config.sub_configs else ("served", [])
+
+
 if __name__ == "__main__":
     PAGE.write_text(render(PAGE.read_text()))
+    TABLE.write_text(table())

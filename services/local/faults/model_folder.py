@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.hf_tokenizer import TOKENIZER_FILE, vocabulary_files
+from services.shared.served_config import QUANTISED, QUANTISED_FILE
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 COPIES = ["consolidated*.safetensors"]  # the same weights for other loaders
@@ -25,7 +26,6 @@ LFS = b"version https://git-lfs"  # begins a pointer that Git LFS has in place o
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEADER = 8  # bytes of a safetensors file that give the length of its header
-QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
 
 
 class NoModel(ValueError):
@@ -194,7 +194,7 @@ def _check_config(folder: Path) -> None:
         raise NoModel(f"{path} does not hold a JSON object. Download it again.")
     if not config.get("model_type"):
         raise NoModel(f"{path} has no model_type, which names the kind of model. Use the config.json of the model's publisher.")
-    if any(config.get(key) for key in QUANTISED) or (folder / "hf_quant_config.json").is_file():
+    if any(config.get(key) for key in QUANTISED) or (folder / QUANTISED_FILE).is_file():
         raise NoModel(
             f"{folder} is quantised, and only weights in float32, bfloat16 and float16 are served."
             " Give the model that it was made from."

@@ -2,6 +2,7 @@
 
 SOURCE: a hub id (@revision for one that is not the newest), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or a folder's path. What was
 fetched before stays; what was cut short goes on where it ended. Sums of files are compared with what the source says.
+config.json comes first: if the worker would refuse the model for it, the download ends with the worker's sentence.
 
 Environment:
   MODEL_FILES      tokenizer: all but the weights
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 
 from services.shared.fetch.download import fetch
-from services.shared.fetch.files import Store, Unfetchable
+from services.shared.fetch.files import Store, Unfetchable, Unserved
 from services.shared.fetch.folder import Folder
 from services.shared.fetch.gcs import Gcs
 from services.shared.fetch.hub import Hub
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> None:
     for folder, source in zip(arguments[::2], arguments[1::2], strict=True):
         try:
             fetch(Path(folder), source, store_of(source))
+        except Unserved as error:
+            sys.exit(str(error))
         except (OSError, Unfetchable) as error:
             sys.exit(f"{source}: {error}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
-from services.shared.fetch.files import CHUNK, WANTED, File, Store, Unfetchable
+from services.shared.fetch.files import CHUNK, WANTED, File, Store, Unfetchable, Unserved
 from services.shared.fetch.http_client import ask, patiently
 from services.shared.observe.progress import Progress
+from services.shared.served_config import refusal
 
 AT_ONCE = 4  # files
+CONFIG = "config.json"
 BAR_S = 0.25  # between two looks of a bar
 
 
@@ -131,11 +134,28 @@ def fetch(folder: Path, source: str, store: Store) -> None:
             if mine.fullmatch(other.name) and other != partial:
                 shutil.rmtree(other)
         partial.mkdir(exist_ok=True)
+        refuse_by_config(partial, source, files)
         fill(partial, folder, source, files)
         if store.wanted != wanted:
             raise Unfetchable("it has changed meanwhile. It is fetched anew when this is started again.")
         (partial / store.mark).write_text(wanted)
         publish(partial, folder)
+
+
+def refuse_by_config(partial: Path, source: str, files: list[File]) -> None:
+    """Reads config.json before all else, so that nothing large is downloaded for a model that no worker serves. Raises Unserved,
+    and leaves nothing behind then; Unfetchable, OSError."""
+    about = next((file for file in files if file.name == CONFIG), None)
+    if about is None:
+        return
+    fetch_file(about, partial / CONFIG, lambda _: None)
+    try:
+        config = json.loads((partial / CONFIG).read_bytes())
+    except (ValueError, RecursionError):  # the worker says so
+        return
+    if why := refusal(config, {file.name for file in files}, source):
+        shutil.rmtree(partial)
+        raise Unserved(why)
 
 
 def fill(partial: Path, folder: Path, source: str, files: list[File]) -> None:

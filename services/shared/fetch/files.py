@@ -36,6 +36,10 @@ class Unfetchable(Exception):
     """The text says what is wrong with a model, or with the place for it."""
 
 
+class Unserved(Unfetchable):
+    """A model that no worker serves. The text is the worker's sentence, which names the model."""
+
+
 class Store(Protocol):
     """mark: name of a file in the model's folder that holds `wanted` once all is there. wanted: what is to be there; of a source
     that has changed since it is another."""

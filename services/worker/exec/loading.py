@@ -9,6 +9,7 @@ import torch
 
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels
+from services.shared import served_config
 from services.worker.exec.models.decoder import Decoder
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
@@ -121,10 +122,7 @@ def _through_transformers(opened: _Opened, reason: NotCovered) -> LoadedModel:
         return _encoder(opened)
     if is_base(opened.config):
         return _causal(opened, generates=False)
-    raise UnsupportedModel(
-        f"architecture {architecture_of(opened.config)} is not supported: transformers has no causal model or encoder of that"
-        f" name for {opened.config.model_type}, and {reason}"
-    )
+    raise UnsupportedModel(served_config.unsupported(architecture_of(opened.config), opened.config.model_type, str(reason)))
 
 
 def _causal(opened: _Opened, generates: bool) -> LoadedModel:

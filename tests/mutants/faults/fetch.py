@@ -15,6 +15,7 @@ FETCH = (
         ("fullmatch(other.name) and other != partial:", "fullmatch(other.name) and other == folder:"),
         ("        if mark.is_file() and mark.read_text() == wanted:", "        if mark.is_file():"),
         ("if store.wanted != wanted:", "if False:"),
+        ("        refuse_by_config(partial, source, files)\n", ""),
         ("if not (partial / file.name).resolve().is_relative_to(partial.resolve()):", "if False:"),
     ),
     *of(

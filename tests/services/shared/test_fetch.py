@@ -209,6 +209,53 @@ class TestHub:
 OBJECTS = {f"models/a/{name}": data for name, data in FILES.items()} | {"models/ab/config.json": b"another's"}
 
 
+FP8 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "quantization_config": {"quant_method": "fp8"}}
+MADE_OF_TWO = {"model_type": "clip", "architectures": ["CLIPModel"]}
+
+
+class TestUnservedModels:
+    """config.json comes first, and what no worker serves is not downloaded."""
+
+    @pytest.mark.parametrize("config", [FP8, MADE_OF_TWO], ids=["quantised", "several models"])
+    @pytest.mark.parametrize("store", ["hub", "S3", "Google's", "folder"])
+    def test_the_download_ends_with_the_workers_sentence(self, tmp_path: Path, store: str, config: dict[str, object]) -> None:
+        files = {**FILES, "config.json": json.dumps(config).encode()}
+        objects = {f"models/a/{name}": body for name, body in files.items()}
+        answers = {
+            "hub": Hub({"main": ("c1", files)}),
+            "S3": Bucket(objects, frozenset(), "me"),
+            "Google's": GoogleBucket(objects, "t"),
+        }
+        (tmp_path / "there").mkdir()
+        for name, body in files.items():
+            (tmp_path / "there" / name).write_bytes(body)
+        sources = {
+            "hub": "org/a-FP8",
+            "S3": "s3://store/models/a",
+            "Google's": "gs://store/models/a",
+            "folder": str(tmp_path / "there"),
+        }
+        with (
+            serve(answers.get(store, lambda _: Answer(404))) as server,
+            serve(lambda _: Answer(body=b'{"access_token": "t", "expires_in": 3600}')) as node,
+        ):
+            urls = dict.fromkeys(("HF_ENDPOINT", "AWS_ENDPOINT_URL", "GCS_ENDPOINT"), server.url)
+            host = node.url.removeprefix("http://")
+            said = fetch(
+                tmp_path / "models" / "a",
+                sources[store],
+                GCE_METADATA_HOST=host,
+                AWS_ACCESS_KEY_ID="me",
+                AWS_SECRET_ACCESS_KEY="k",
+                **urls,
+            )
+        subject = f"{sources[store]} is quantised" if config is FP8 else "CLIPModel is made of several models"
+        assert said.returncode == 1 and said.stderr.startswith(subject), said.stderr
+        assert said.stderr.count("\n") == 1, "one sentence"
+        assert not [each.path for each in server.asked if each.path.endswith(".safetensors")]
+        assert {path.name for path in (tmp_path / "models").iterdir()} == {".a.lock"}, "nothing is left"
+
+
 class TestS3:
     def test_a_signature_is_the_one_of_amazons_own_example(self) -> None:
         """https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, GET Bucket Lifecycle."""

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from kernels.contracts.ops import Kernels
+from services.shared import served_config
+from services.shared.served_config import LAYER_TYPES, TYPE_LISTS
 from services.worker.exec.models import paging_check
 from services.worker.exec.models.attention_layers import PROBE_ATTENTION, Held, Probe
 from services.worker.exec.models.paged_layers import PAGED_ATTENTION, PagedLayers
 from services.worker.exec.models.paging_check import Subject, Trial
 from services.worker.exec.models.transformers_model import TransformersModel
 from services.worker.exec.weights import transformers_checkpoint
-from services.worker.exec.weights.families import LAYER_TYPES, UnsupportedModel, architecture_of
+from services.worker.exec.weights.families import UnsupportedModel, architecture_of
 from services.worker.exec.weights.transformers_checkpoint import is_causal_head
-
-TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # of configs: a name for each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +62,20 @@ def refuse_by_config(config: Any, asked_context: int | None) -> None:
     name = architecture_of(config)
     refuse_layer_types(config, name)
     if not transformers_checkpoint.class_of(auto_class_of(config), config)._can_set_attn_implementation():
-        raise UnsupportedModel(f"{name} does not let its attention be replaced in transformers")
+        raise UnsupportedModel(served_config.fixed_attention(name))
     if config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder with a decoder; only decoders and encoders alone are supported")
+        raise UnsupportedModel(served_config.encoder_with_decoder(name))
     if config.sub_configs:
-        raise UnsupportedModel(
-            f"{name} is made of several models ({', '.join(sorted(config.sub_configs))}), not of a decoder alone"
-        )
+        raise UnsupportedModel(served_config.several_models(name, config.sub_configs))
     longest = max_context(config)
     paging_check.refuse_sizes(config, min(asked_context or longest, longest), name)
 
 
 def refuse_layer_types(config: Any, name: str) -> None:
     """Raises UnsupportedModel for a layer whose type is not known to keep keys and values of single tokens alone."""
-    lists = [getattr(config, each, None) or () for each in TYPE_LISTS]
-    unknown = sorted({str(kind) for kinds in lists for kind in kinds} - LAYER_TYPES)
+    unknown = served_config.unknown_layers((getattr(config, each, None) for each in TYPE_LISTS), LAYER_TYPES)
     if unknown:
-        served = " and ".join(sorted(LAYER_TYPES))
-        raise UnsupportedModel(f"{name} has layers of type {', '.join(unknown)}; this server serves {served} alone")
+        raise UnsupportedModel(served_config.unserved_layers(name, unknown))
 
 
 def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int, kernels: Kernels) -> LoadedCausal:

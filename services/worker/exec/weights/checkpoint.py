@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from services.shared import served_config
+
 QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # types of the files; the small floats are quantised wherever they are
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in the files
 NAMED_AT_MOST = 8  # missing tensors that an error message lists
@@ -50,18 +52,16 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{folder} has no config.json")
     kind = read_json(folder / "config.json").get("model_type")
     if isinstance(kind, str) and kind not in CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder} has model_type {kind!r}, which transformers {__version__} does not know; docs/models.md lists models"
-        )
+        raise CheckpointError(served_config.unknown_model_type(str(folder), kind, __version__))
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if hasattr(config, "standardize_rope_params"):  # as each model's code does again: what the config says by itself counts
             config.standardize_rope_params()
     except Exception as error:  # the library raises what its validators and the file's types make of it
         raise CheckpointError(f"cannot read the config of {folder}: {error}") from error
-    said = any(getattr(config, name, None) for name in ("quantization_config", "compression_config"))
-    if said or (folder / "hf_quant_config.json").is_file():
-        raise CheckpointError(f"{folder} is quantised; only float32, bfloat16 and float16 weights are supported")
+    said = any(getattr(config, name, None) for name in served_config.QUANTISED)
+    if said or (folder / served_config.QUANTISED_FILE).is_file():
+        raise CheckpointError(served_config.quantised(str(folder)))
     return config
 
 

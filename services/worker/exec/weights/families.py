@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.shared.served_config import LAYER_TYPES
+
 
 class UnsupportedModel(ValueError):
     """The checkpoint asks for something that this worker does not do; the message names it."""
@@ -92,7 +94,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen3": Family(_attention_bias, _attention_bias, _no, True, _window_by_layer),
 }
 HEAD, NO_HEAD = "ForCausalLM", "Model"  # how an architecture's name ends
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # of transformers' layer_types, those known to be right
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 

@@ -1,0 +1,102 @@
+"""Refuses a model by its config.json, without transformers: the download of a model begins with it.
+
+The worker refuses the same models with the same sentences when it reads the folder (services/worker/exec). Verdicts that only
+transformers can give are in served_architectures.json, which `make docs` writes from the worker's own checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
+QUANTISED_FILE = "hf_quant_config.json"
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # of transformers' layer_types, those known to be right
+TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # of configs: a name for each layer
+TABLE = Path(__file__).with_name("served_architectures.json")
+
+
+def quantised(subject: str) -> str:
+    return f"{subject} is quantised; only float32, bfloat16 and float16 weights are supported"
+
+
+def unknown_model_type(subject: str, model_type: str, version: str) -> str:
+    return f"{subject} has model_type {model_type!r}, which transformers {version} does not know; docs/models.md lists models"
+
+
+def unserved_layers(architecture: str, types: Iterable[str]) -> str:
+    served = " and ".join(sorted(LAYER_TYPES))
+    return f"{architecture} has layers of type {', '.join(sorted(types))}; this server serves {served} alone"
+
+
+def fixed_attention(architecture: str) -> str:
+    return f"{architecture} does not let its attention be replaced in transformers"
+
+
+def encoder_with_decoder(architecture: str) -> str:
+    return f"{architecture} is an encoder with a decoder; only decoders and encoders alone are supported"
+
+
+def several_models(architecture: str, parts: Iterable[str]) -> str:
+    return f"{architecture} is made of several models ({', '.join(sorted(parts))}), not of a decoder alone"
+
+
+def unsupported(architecture: str, model_type: str, reason: str) -> str:
+    return (
+        f"architecture {architecture} is not supported: transformers has no causal model or encoder of that name for"
+        f" {model_type}, and {reason}"
+    )
+
+
+def unknown_layers(lists: Iterable[Any], served: Collection[str] = LAYER_TYPES) -> set[str]:
+    """Returns the layer types that are not served, of a config's lists of them."""
+    return {str(kind) for kinds in lists if isinstance(kinds, list | tuple) for kind in kinds}.difference(served)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(TABLE.read_text())
+    return found
+
+
+def refusal(config: Any, files: Collection[str], subject: str) -> str:
+    """Returns the sentence with which the worker refuses the model, or "" if it may serve it.
+
+    Args:
+        config: the content of config.json. A part that is missing or of a wrong type refuses nothing.
+        files: names in the model's folder.
+        subject: the folder or the download source, for the sentence.
+    """
+    if not isinstance(config, Mapping):
+        return ""
+    table = _table()
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type not in table["model_types"]:
+        return unknown_model_type(subject, model_type, table["transformers"])
+    if any(config.get(key) for key in QUANTISED) or QUANTISED_FILE in files:
+        return quantised(subject)
+    architectures = config.get("architectures")
+    if not (isinstance(architectures, list) and architectures and isinstance(model_type, str)):
+        return ""
+    architecture = str(architectures[0])
+    if types := unknown_layers(config.get(key) for key in TYPE_LISTS):
+        return unserved_layers(architecture, types)
+    return _by_architecture(table, architecture, model_type, {key for key in TYPE_LISTS if config.get(key)})
+
+
+def _by_architecture(table: Mapping[str, Any], architecture: str, model_type: str, given: Collection[str]) -> str:
+    """given: keys of TYPE_LISTS in config.json. Without one, the layers' types are those of transformers' default config."""
+    if not given and (types := table["layers"].get(architecture)):
+        return unserved_layers(architecture, types)
+    if architecture in table["fixed_attention"]:
+        return fixed_attention(architecture)
+    if architecture in table["encoder_with_decoder"]:
+        return encoder_with_decoder(architecture)
+    if parts := table["several_models"].get(architecture):
+        return several_models(architecture, parts)
+    if architecture not in table["served"]:
+        return unsupported(architecture, model_type, f"architecture {architecture} is not one of {', '.join(table['families'])}")
+    return ""

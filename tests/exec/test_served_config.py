@@ -1,0 +1,84 @@
+"""A download refuses a model by its config.json with the worker's sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from services.local import models_reference
+from services.shared.served_config import TABLE, refusal
+from services.worker.exec.loading import load_model
+from services.worker.exec.weights.checkpoint import CheckpointError
+from services.worker.exec.weights.families import FAMILIES, UnsupportedModel
+from tests.exec.host_executors import load_request
+from tests.exec.tiny_models import MODELS
+from tests.night import NIGHTLY
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def of(model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": [architecture], **more}
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "FP8": of("qwen3", "Qwen3ForCausalLM", quantization_config=FP8),
+    "AWQ": of("qwen2", "Qwen2ForCausalLM", quantization_config=AWQ),
+    "GPTQ": of("llama", "LlamaForCausalLM", quantization_config=GPTQ),
+    "compressed tensors": of("llama", "LlamaForCausalLM", compression_config={"quant_method": "compressed-tensors"}),
+    "unknown type": of("nobodys_model", "NobodysModelForCausalLM"),
+    "unknown architecture": of("llama", "LlamaForNothing"),
+    "encoder with decoder": of("bart", "BartModel"),
+    "generation by an encoder with a decoder": of("t5", "T5ForConditionalGeneration"),
+    "several models": of("clip", "CLIPModel"),
+    "images and text": of("llava", "LlavaForConditionalGeneration"),
+    "attention of its own": of("bloom", "BloomForCausalLM"),
+    "layers by name": of("qwen3", "Qwen3ForCausalLM", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]),
+    "layers by the class": of("qwen3_next", "Qwen3NextForCausalLM"),
+    "state spaces": of("mamba", "MambaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusal_is_the_workers_sentence(tmp_path: Path, case: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REFUSED[case]))
+    save_file({"model.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((CheckpointError, UnsupportedModel)) as raised:
+        load_model(load_request(tmp_path, "auto", 16, None))
+    assert refusal(REFUSED[case], {"config.json"}, str(tmp_path)) == str(raised.value)
+
+
+def test_a_quantisation_is_refused_when_a_separate_file_names_it() -> None:
+    served = of("llama", "LlamaForCausalLM")
+    assert refusal(served, {"config.json", "hf_quant_config.json"}, "org/a") == (
+        "org/a is quantised; only float32, bfloat16 and float16 weights are supported"
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_served_model_is_refused(tmp_path: Path, name: str) -> None:
+    MODELS[name].build(tmp_path)
+    assert refusal(json.loads((tmp_path / "config.json").read_text()), {"config.json"}, "org/a") == ""
+
+
+@pytest.mark.parametrize(
+    "config", [{}, [], None, 1, {"architectures": 3}, {"model_type": "llama", "architectures": []}, {"layer_types": 5}]
+)
+def test_a_config_that_says_nothing_refuses_nothing(config: Any) -> None:
+    assert refusal(config, set(), "org/a") == ""
+
+
+def test_the_table_is_of_this_transformers_and_of_these_families() -> None:
+    table = json.loads(TABLE.read_text())
+    assert (table["transformers"], table["families"]) == (transformers.__version__, sorted(FAMILIES)), "make docs"
+    assert table["model_types"] == sorted(transformers.CONFIG_MAPPING)
+    if NIGHTLY:
+        assert TABLE.read_text() == models_reference.table(), "make docs"
