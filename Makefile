@@ -119,6 +119,7 @@ docs: dev-env        ## what is written from code: settings, metrics, the client
 	$(PY) -m services.local.parameter_tables
 	$(PY) -m tests.contracts.picture
 	$(PY) charts/rootstock/dashboards/build.py
+	$(PY) -m charts.rootstock.alerts_page
 	$(PY) -m charts.rootstock.values_schema > charts/rootstock/values.schema.json
 	$(PY) -m charts.rootstock.empty_keys > charts/rootstock/files/empty-keys.yaml
 

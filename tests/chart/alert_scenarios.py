@@ -31,6 +31,18 @@ FOREIGN_UP = 'up{namespace="serving",pod="other-0",component="other"}'
 MOVES = f'rootstock_gateway_moves_total{{{GATEWAY},cause="drain",state='
 BREAKERS = f'rootstock_gateway_breakers{{{GATEWAY},state="open"}}'
 REFUSALS = f'rootstock_gateway_refusals_total{{{GATEWAY},reason="queue_full"}}'
+PAUSED = f'rootstock_gateway_refusals_total{{{GATEWAY},reason="paused"}}'
+STORE_USED, STORE_MAX = (
+    f"rootstock_gateway_store_memory_used_bytes{{{GATEWAY}}}",
+    f"rootstock_gateway_store_memory_max_bytes{{{GATEWAY}}}",
+)
+CLAIM = 'namespace="serving",persistentvolumeclaim="data-rootstock-state-0"'
+VOLUME_USED, VOLUME_MAX = f"kubelet_volume_stats_used_bytes{{{CLAIM}}}", f"kubelet_volume_stats_capacity_bytes{{{CLAIM}}}"
+BATCHES = f"rootstock_gateway_batches_running{{{GATEWAY}}}"
+BATCH_LINES = f'rootstock_gateway_batch_lines_total{{{GATEWAY},outcome="completed"}}'
+BACKGROUND = f"rootstock_gateway_background_responses_total{{{GATEWAY},status="
+DROPPED, WRITTEN = f"rootstock_worker_unstored_tokens_total{{{WORKER}}}", f"sglang:backuped_tokens_total{{{WORKER}}}"
+ACCEPTED, DRAFTED = f"sglang:spec_accept_rate{{{WORKER}}}", f"rootstock_worker_drafted_tokens_total{{{WORKER}}}"
 EXPIRED = 'rootstock_worker_rooms_expired_total{namespace="serving",pod="prefill-0",model_name="demo",engine_type="prefill"}'
 REFUSED_READS = f"rootstock_worker_refused_pulls_total{{{WORKER}}}"
 FILES_VALID, NOT_AFTER = f"rootstock_tls_files_valid{{{GATEWAY}}}", f"rootstock_tls_certificate_not_after_seconds{{{GATEWAY}}}"
@@ -73,6 +85,19 @@ WELL: Mapping[str, str] = {
     f"rootstock_gateway_grace_period_seconds{{{GATEWAY}}}": "120x600",
     BREAKERS: "0x600",
     REFUSALS: "0x600",
+    PAUSED: "0+600x600",
+    STORE_USED: "1000x600",
+    STORE_MAX: "2000x600",
+    VOLUME_USED: "1000x600",
+    VOLUME_MAX: "2000x600",
+    BATCHES: "1x600",
+    BATCH_LINES: "0+1x600",
+    f'{BACKGROUND}"failed"}}': "0+1x600",
+    f'{BACKGROUND}"completed"}}': "0+60x600",
+    DROPPED: "0+10x600",
+    WRITTEN: "0+1000x600",
+    ACCEPTED: "0.6x600",
+    DRAFTED: "0+600x600",
     EXPIRED: "0x5 3x600",  # once, and no more
     REFUSED_READS: "0x5 3x600",
     KEY_FILE: "1x600",
@@ -120,7 +145,13 @@ SCENARIOS = (
     Scenario("RootstockGraceExceeded", {f'{MOVES}"begun"}}': "0x20 2x600"}, before="19m"),
     Scenario("RootstockGraceTooShort", {f'{LATENCY}"60"}}': "0+50x600"}, "60m", before="25m"),
     Scenario("RootstockBreakerOpen", {BREAKERS: "0x10 1x600"}, before="11m"),
-    Scenario("RootstockQueueRefused", {REFUSALS: "0+2x600"}, before="4m"),
+    Scenario("RootstockQueueRefused", {REFUSALS: "0+30x600"}, before="4m"),
+    Scenario("RootstockStoreMemoryHigh", {STORE_USED: "1000x5 1700x600"}, before="18m"),
+    Scenario("RootstockStoreVolumeHigh", {VOLUME_USED: "1000x5 1700x600"}, before="18m"),
+    Scenario("RootstockBatchesStalled", {BATCH_LINES: "0x600"}, "80m", before="29m"),
+    Scenario("RootstockBackgroundFailing", {f'{BACKGROUND}"failed"}}': "0+20x600"}, before="4m"),
+    Scenario("RootstockTierDropsWrites", {DROPPED: "0+500x600"}, "80m", before="29m"),
+    Scenario("RootstockDraftsRejected", {ACCEPTED: "0.05x600"}, "80m", before="29m"),
     Scenario("RootstockKeyFileInvalid", {KEY_FILE: "1x5 0x600"}, before="8m"),
     Scenario("RootstockKeySharesDown", {KEY_SHARES: "1x5 0x600"}, before="8m"),
     Scenario("RootstockStoreDown", {STORE: "1x5 0x600"}, before="8m"),

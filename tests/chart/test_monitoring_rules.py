@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.observe.metrics import BACKGROUND_ENDS, REFUSALS
 from services.local.ports import HOST
+from services.worker.settings import WorkerSettings
 from tests.chart.alert_scenarios import FIRST, FIRSTS, SCENARIOS, WELL, Scenario
 from tests.chart.prometheus import Prometheus
 from tests.chart.release import CHART, REPO, merged, render
@@ -99,11 +104,45 @@ def test_every_alert_has_a_scenario_a_severity_and_a_page() -> None:
     anchors = {heading.strip().lower() for heading in re.findall(r"^## (.+)$", ALERTS_PAGE.read_text(), re.M)}
     for each in alerts():
         assert each["labels"]["severity"] in ("critical", "warning")
-        assert set(each["annotations"]) == {"summary", "description", "runbook", "runbook_url"}
+        assert set(each["annotations"]) == {"summary", "description", "impact", "confirm", "runbook", "runbook_url"}
         page, anchor = each["annotations"]["runbook_url"].split("#")
         assert (REPO / page, anchor) == (ALERTS_PAGE, each["alert"].lower())
         assert anchor in anchors
-        assert each["expr"] in ALERTS_PAGE.read_text()
+    assert ALERTS_PAGE.read_text() == runpy.run_path(str(CHART / "alerts_page.py"))["written"](ALERTS_PAGE.read_text())
+
+
+SETTING = re.compile(r"\b(?:worker|gateway)\.settings\.(\w+)")
+BARE = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")  # a setting, a reason or a metric
+VALUE = re.compile(r"\b(?:[a-z]+[A-Za-z]*\.)+[a-z]\w*\b|\b[a-z]+[A-Z]\w*\b")
+
+
+def test_runbooks_name_settings_and_values_that_exist() -> None:
+    settings = {*WorkerSettings.model_fields, *GatewaySettings.model_fields}
+    values = set(paths(yaml.safe_load((CHART / "values.yaml").read_text())))
+    known = {*REFUSALS, *BACKGROUND_ENDS, "sglang_token_usage", "context_len"} | settings
+    unknown = []
+    for each in alerts():
+        told = " ".join(each["annotations"][name] for name in ("summary", "description", "impact", "runbook"))
+        told = re.sub(r"\{\{.*?\}\}|docs/\S+", "", told)
+        unknown += [name for name in SETTING.findall(told) if name not in settings]
+        told = SETTING.sub("", told)
+        unknown += [name for name in BARE.findall(told) if name not in known]
+        unknown += [name for name in VALUE.findall(told) if name not in values and name != "keys.json"]
+    assert not unknown
+
+
+def paths(values: Any, before: str = "") -> Iterator[str]:
+    """Yields each key of the values, alone and by its path."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        yield name
+        yield before + name
+        yield from paths(value, f"{before}{name}.")
+
+
+def test_confirmations_name_a_namespace() -> None:
+    for each in alerts():
+        for command in re.findall(r"kubectl (.+?)(?:;|$)", each["annotations"]["confirm"]):
+            assert command.startswith(("-n {{ $labels.namespace }} ", "get podmonitor --all-namespaces")), each["alert"]
 
 
 def without_links(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -113,10 +152,49 @@ def without_links(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return groups
 
 
+def of_release(rules: str, namespace: str = "serving", name: str = "llm-rootstock") -> str:
+    """Returns the rules with the objectives limited to a release's gateways."""
+    rules = rules.replace('namespace=~".*",pod=~".*"', f'namespace="{namespace}",pod=~"{name}-gateway-.+"')
+    rules = rules.replace('{release="all"}', f'{{namespace="{namespace}",release="{name}"}}')
+    return rules.replace("labels: {release: all}", f"labels: {{release: {name}}}")
+
+
+@pytest.mark.needs("promtool")
+def test_objectives_hold_for_each_release_alone(tmp_path: Path) -> None:
+    """Two releases, in one namespace and in two: the same share of failures burns one's budget, not the other's."""
+    strict, lenient = {"availability": 0.999}, {"availability": 0.9}
+    for name, namespaces in (("one", ("serving", "serving")), ("two", ("serving", "testing"))):
+        files, series = [], {}
+        for namespace, release, objectives in zip(namespaces, ("strict", "lenient"), (strict, lenient), strict=True):
+            values = {"monitoring": {"rules": {"enabled": True, "objectives": objectives}}}
+            (found,) = render(values, name=release).kind("PrometheusRule")
+            file = tmp_path / f"{name}-{release}.yaml"
+            file.write_text(yaml.safe_dump(found["spec"]).replace('namespace="serving"', f'namespace="{namespace}"'))
+            files.append(file.name)
+            gateway = f'namespace="{namespace}",pod="{release}-rootstock-gateway-0",route="/v1/completions",model="demo"'
+            for code, values_ in (("200", "0+980x600"), ("500", "0+20x600")):
+                series[f'rootstock_gateway_requests_total{{{gateway},code="{code}"}}'] = values_
+        test = {
+            "interval": "1m",
+            "input_series": [{"series": each, "values": values} for each, values in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": 'count by (release) (ALERTS{alertstate="firing",alertname="RootstockErrorBudgetBurnFast"})',
+                    "eval_time": "2h",
+                    "exp_samples": [{"labels": '{release="strict-rootstock"}', "value": 1}],
+                }
+            ],
+        }
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"rule_files": files, "evaluation_interval": "30s", "tests": [test]}))
+        done = promtool("test", "rules", str(file))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_chart_installs_exactly_these_rules() -> None:
     values = {"monitoring": {"rules": {"enabled": True, "labels": {"release": "prometheus"}}}}
     (rule,) = render(merged(values, {"worker": {"prefill": {"replicas": 1}}})).kind("PrometheusRule")
-    assert rule["spec"] == {"groups": without_links(yaml.safe_load(RULES.read_text())["groups"])}
+    assert rule["spec"] == {"groups": without_links(yaml.safe_load(of_release(RULES.read_text()))["groups"])}
     assert rule["metadata"]["labels"]["release"] == "prometheus"
     (usual,) = render(values).kind("PrometheusRule")
     *groups, last = rule["spec"]["groups"]
@@ -136,11 +214,11 @@ def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
     *groups, limits = found["spec"]["groups"]
     by_name = {rule.get("alert") or rule["record"]: rule for group in groups for rule in group["rules"]}
     fast, late = by_name["RootstockErrorBudgetBurnFast"], by_name["RootstockFirstTokenBudgetBurnSlow"]
-    assert fast["expr"].count("14.4 * 0.05") == 2 and "95 % are not" in fast["annotations"]["description"]
+    assert fast["expr"].count("14.4 * 0.05") == 2 and "95 % succeed" in fast["annotations"]["description"]
     assert late["expr"].count("6 * 0.01 ") + late["expr"].count("6 * 0.01\n") == 2
-    assert "after 5 s; that 99 % come" in late["annotations"]["description"]
+    assert "after 5 s; the objective is that 99 % come" in late["annotations"]["description"]
     assert by_name["RootstockTlsCertificateExpires"]["expr"].endswith("< 43200")
-    assert 'bucket{le="5.0"}' in by_name["rootstock:late_requests:ratio_rate6h"]["expr"]
+    assert ',le="5.0"}' in by_name["rootstock:late_requests:ratio_rate6h"]["expr"]
     links = {rule["annotations"]["runbook_url"] for name, rule in by_name.items() if "alert" in rule}
     assert {link.partition("#")[0] for link in links} == {page} and len(links) == len(alerts())
     most = {(each["labels"]["component"], each["labels"].get("model")): each["expr"] for each in limits["rules"]}

@@ -24,7 +24,7 @@ SILENT = {"Scrapes"}  # has no series: it notes when the others were asked for
 DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
 KINDS = {"Readings", "UnlockedHistogram"}  # of collectors, for others to be made of
 # Its own series, those of exporters that may be there, and what the chart records of its values.
-PROMETHEUS = ("process_", "python_", "up", "ALERTS", "kube_", "DCGM_", "rootstock:max_replicas")
+PROMETHEUS = ("kubelet_volume_stats_", "process_", "python_", "up", "ALERTS", "kube_", "DCGM_", "rootstock:max_replicas")
 
 
 def rows() -> list[Row]:

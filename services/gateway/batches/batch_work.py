@@ -11,12 +11,15 @@ from services.gateway.batches.line_call import Endpoint, LineCalls
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.attendance import Attendance
-from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.observe.metrics import GatewayMetrics, StoreSigns
 from services.gateway.request.caller import Caller
 from services.gateway.state.batch_store import BatchStore
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Leases
 from services.gateway.state.state_redis import StateRedis
+from services.gateway.state.state_store import StoreAway
+
+MEMORY_LOOK_S = 5.0  # seconds between two looks at the store's memory
 
 
 class BatchWork:
@@ -35,6 +38,7 @@ class BatchWork:
         access: AccessLog,
     ) -> None:
         """Raises ValueError if the store's URL is none."""
+        self._memory: tuple[int, int] | None = None  # of the store, see StoreSigns
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
         leases = Leases(self._redis, settings.batch_lease_s)
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
@@ -45,7 +49,7 @@ class BatchWork:
         low_first = settings.schedule_low_priority_values_first
         self._runner: BatchRunner | None = None
         if settings.batch_lines:
-            metrics.watch_store(lambda: not self._redis.is_away)
+            metrics.watch_store(StoreSigns(lambda: not self._redis.is_away, lambda: self._memory))
             self._runner = BatchRunner(
                 RunnerStores(self.batches, self.files, leases),
                 LineCalls(endpoints, access),
@@ -58,7 +62,20 @@ class BatchWork:
 
     async def run(self) -> None:
         """Until cancelled."""
-        await (asyncio.Event().wait() if self._runner is None else self._runner.run())
+        if self._runner is None:
+            await asyncio.Event().wait()
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._runner.run())
+            group.create_task(self._watch_memory())
+
+    async def _watch_memory(self) -> None:
+        while True:
+            try:
+                self._memory = await self._redis.memory()
+            except StoreAway:
+                self._memory = None
+            await asyncio.sleep(MEMORY_LOOK_S)
 
     async def drain(self) -> None:
         """No more lines begin. Returns once those that are being answered are, and the store has their answers."""

@@ -64,7 +64,15 @@ class KeyMetrics(Readings[KeySigns]):
     )
 
 
-class StoreMetrics(Readings[Callable[[], bool]]):
+@dataclass(frozen=True, slots=True)
+class StoreSigns:
+    """The store's state, as metrics read it."""
+
+    is_up: Callable[[], bool]
+    memory: Callable[[], tuple[int, int] | None]  # bytes in use and their limit, 0 without one; None while unknown
+
+
+class StoreMetrics(Readings[StoreSigns]):
     """Of a gateway that answers batches, and so asks its store all the time; of others there is nothing to tell."""
 
     rows = (
@@ -72,7 +80,19 @@ class StoreMetrics(Readings[Callable[[], bool]]):
             GaugeMetricFamily,
             f"{PREFIX}store_up",
             "1: the store of files, batches and responses answers; 0: it does not, and batches stand still.",
-            lambda is_up: is_up(),
+            lambda signs: signs.is_up(),
+        ),
+        Reading(
+            GaugeMetricFamily,
+            f"{PREFIX}store_memory_used_bytes",
+            "Memory that the store's Redis uses, in bytes.",
+            lambda signs: None if (memory := signs.memory()) is None else memory[0],
+        ),
+        Reading(
+            GaugeMetricFamily,
+            f"{PREFIX}store_memory_max_bytes",
+            "Memory limit of the store's Redis, in bytes; absent without a limit. At the limit new records are refused.",
+            lambda signs: None if (memory := signs.memory()) is None or not memory[1] else memory[1],
         ),
     )
 
@@ -161,9 +181,9 @@ class GatewayMetrics:
         """Of this gateway, where there are any. running: responses that it has at work, or waiting."""
         self.background_running.set_function(lambda: float(running()))
 
-    def watch_store(self, is_up: Callable[[], bool]) -> None:
-        """Where it is asked all the time."""
-        self.registry.register(StoreMetrics(is_up))
+    def watch_store(self, signs: StoreSigns) -> None:
+        """Adds the store's metrics, at a gateway that calls its store all the time."""
+        self.registry.register(StoreMetrics(signs))
 
     def watch_keys(self, signs: KeySigns) -> None:
         """Where there are keys."""

@@ -39,6 +39,18 @@ class StateRedis:
     async def close(self) -> None:
         await self._client.aclose()
 
+    async def memory(self) -> tuple[int, int]:
+        """Returns the bytes that the store uses and their limit, 0 without one.
+
+        Raises:
+            StoreAway: The store does not answer, or does not tell this user.
+        """
+        try:
+            found = await self._client.info("memory")
+        except (exceptions.RedisError, OSError) as error:
+            raise StoreAway(f"{type(error).__name__}: {str(error)[:200]}") from None
+        return int(found["used_memory"]), int(found.get("maxmemory", 0))
+
     async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again;
         scripts come to the same end then. Raises StoreAway."""

@@ -365,6 +365,7 @@ def test_without_its_store_a_gateway_answers_and_says_what_it_did_not_keep(tmp_p
         stored = client.responses.with_raw_response.create(model=MODEL, input="Hi", previous_response_id=first.id)
         assert "x-rootstock-stored" not in stored.headers and stored.parse().store is True
         wait_until(lambda: system.metric("rootstock_gateway_store_up") == 1, "the store")
+        wait_until(lambda: system.metric("rootstock_gateway_store_memory_used_bytes") > 1 << 16, "a look at its memory")
         server.kill()
     with System() as system:
         for stream in (False, True):
