@@ -187,7 +187,7 @@ ENGINE = Dashboard(
         Panel("Accepted draft tokens", "Share of the draft tokens, lately, and tokens per verification.", "short",
               {"share, {{pod}}": f"sglang:spec_accept_rate{{{WK}}}", "length, {{pod}}": f"sglang:spec_accept_length{{{WK}}}"}),
         Panel("Host tier", "Share of the host memory tier in use.", "percentunit",
-              {"{{pod}}": f"sglang:hicache_host_used_tokens{{{WK}}} / (sglang:hicache_host_total_tokens{{{WK}}} > 0)"}, most=1),
+              {"{{pod}}": f"sglang:hicache_host_used_tokens{{{WK}}} / clamp_min(sglang:hicache_host_total_tokens{{{WK}}}, 1)"}, most=1),
         Panel("Writes to the storage tier", "Tokens of KV per second that were written, and that were dropped.", "short",
               {"written": rate("sglang:backuped_tokens_total", WK), "dropped": rate("rootstock_worker_unstored_tokens_total", WK)}),
         Panel("Retracted tokens", "Of prompts and outputs of requests that lost their memory, per second.", "short",
