@@ -59,9 +59,9 @@ class Dispatcher:
         """weights: shares of keys while requests wait, by their names."""
         self.fleet = Fleet(settings, self, self._ticked, weights, dialer)
         self._settings = settings
-        refusals = Refusals(settings.retry_after_s, metrics)
-        self._waiting = Waiting(settings, refusals, metrics, self._place)
-        self.catalog = ModelCatalog(settings, self.fleet.pools, self.fleet.may_grow, refusals)
+        self._refusals = Refusals(settings.retry_after_s, metrics)
+        self._waiting = Waiting(settings, self._refusals, metrics, self._place)
+        self.catalog = ModelCatalog(settings, self.fleet.pools, self.fleet.may_grow, self._refusals)
         self._placements: dict[Choice, Placement] = {}  # from start to release
         self._detoks = detoks
         self._handles = handles
@@ -92,10 +92,12 @@ class Dispatcher:
 
     def start(self, request: ClientRequest, refused_by: Collection[str] = ()) -> None:
         """Places every choice, or lets it wait. refused_by: addresses of workers that get none of it while there are others.
-        Raises ApiError if the queue is full."""
+        Raises ApiError if the queue is full, or if a score is wanted and every worker is of an earlier version."""
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:
             raise self._replaced()
+        if request.generation.sampling.HasField("score") and pool.lacks_scores:
+            raise self._refusals.no_scores()
         batch = next(self._handles) if request.choices[0].part is not request.choices[-1].part else 0
         home = Home() if batch and request.generation.sampling.HasField("score") else None
         queued: list[Placement] = []

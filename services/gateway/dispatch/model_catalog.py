@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from services.gateway.config.settings import GatewaySettings
@@ -37,9 +37,8 @@ class ModelCatalog:
     @property
     def default(self) -> ModelInfo | None:
         """The one that is meant where none is named: the first of the setting `models` that is known, else the first by name."""
-        known = self._pools
-        name = next((name for name in self.expected if name in known), min(known, default=""))
-        return known[name].model if name else None
+        name = self._first_known(self._pools)
+        return self._pools[name].model if name else None
 
     def models(self) -> list[ModelInfo]:
         return [pool.model for pool in self._pools.values()]
@@ -99,12 +98,19 @@ class ModelCatalog:
         return found
 
     def _allowed(self, name: str | None, caller: Caller) -> str:
-        """Returns the name, or for None that of the first model that the caller may use. Raises ApiError 403."""
+        """Returns the name, or for None that of the caller's default model. Raises ApiError 403."""
         if name is None:
-            name = next((each for each in self.names() if caller.may_use(each)), None)
+            usable = [each for each in self.names() if caller.may_use(each)]
+            name = self._first_known(usable) or next(iter(usable), None)
         if name is None or not caller.may_use(name):
             raise model_not_allowed()
         return name
+
+    def _first_known(self, names: Collection[str]) -> str:
+        """Returns the first of these names in the setting `models` that is known, else the first known one by name; "" if none
+        is known."""
+        known = self._pools.keys() & names
+        return next((name for name in self.expected if name in known), min(known, default=""))
 
     def _find(self, name: str | None) -> ModelInfo | None:
         if name is None:

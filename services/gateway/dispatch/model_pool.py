@@ -166,6 +166,11 @@ class ModelPool(Generic[C]):
         links = [link for row, link in self.links.items() if self.columns.serves[row] and link.ready and not link.draining]
         return bool(links) and all(link.refuses_new for link in links)
 
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether the model has workers and none of them serves scores."""
+        return bool(self.links) and not any(link.info is not None and link.info.ends_with_prompt for link in self.links.values())
+
     def join(self, link: WorkerLink[C], now: float) -> None:
         info = link.info
         assert info is not None

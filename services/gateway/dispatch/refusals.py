@@ -28,6 +28,9 @@ class Refusals:
     def no_worker(self) -> ApiError:
         return self._refused("No worker is connected.", "no_worker")
 
+    def no_scores(self) -> ApiError:
+        return self._refused("Every worker of this model is of a version that serves no scores. Retry later.", "no_worker")
+
     def weights_gone(self) -> ApiError:
         return self._refused("The weights that the answer was begun with are not served any more.", "weights_not_served")
 

@@ -79,7 +79,7 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
             "The server has no store, so that nothing is kept.",
             "Send the whole history, or ask the operator for a store.",
         ),
-        "no_worker": ErrorCode((503,), "No worker of the model is connected.", _WAIT),
+        "no_worker": ErrorCode((503,), "No worker of the model is connected, or none that serves scores.", _WAIT),
         "not_found": ErrorCode((404,), "The path does not exist, or nothing has this id.", _CORRECT),
         "out_of_memory": ErrorCode(
             (400,), "The request alone does not fit the KV pool.", "Shorten the prompt, or ask for fewer tokens."

@@ -29,7 +29,8 @@ class Origin:
 
     def omit(self, tools: Sequence[str]) -> None:
         """Notes hosted tools that the request is served without, each once."""
-        self.omitted_tools.extend(name for name in dict.fromkeys(tools) if name not in self.omitted_tools)
+        noted = frozenset(self.omitted_tools)  # a body may have a hundred thousand tools before their number is checked
+        self.omitted_tools.extend(name for name in dict.fromkeys(tools) if name not in noted)
 
     @property
     def traceparent(self) -> str:

@@ -9,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from services.gateway.request.origin import Origin
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System
 from tests.services.redis_server import RedisServer
@@ -210,3 +211,26 @@ def test_header_is_cut_when_it_names_many_tools(system: System) -> None:
     tools = [{"type": "custom", "name": f"{'x' * 60}{number:03}"} for number in range(100)]
     header = ask(system, RESPONSES, tools).headers[HEADER]
     assert len(header) < 4096 and header.endswith(", and 76 more")
+
+
+class CountedName(str):
+    """A tool's name that counts its comparisons with others."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_origin_compares_no_tool_with_every_other_one() -> None:
+    names = [CountedName(f"tool{number}") for number in range(1000)]
+    origin = Origin("a")
+    for _ in range(2):
+        origin.omit(names)
+    assert origin.omitted_tools == names
+    CountedName.comparisons = 0
+    origin.omit([*names, CountedName("other")])
+    assert len(origin.omitted_tools) == 1001 and CountedName.comparisons < 10 * len(names)

@@ -244,6 +244,16 @@ class TestRouting:
                 assert ask(system).status_code == 200
             assert system.submits() == [0, 6]
 
+    def test_score_is_refused_at_once_when_every_worker_would_sample(self) -> None:
+        def older(workers: list[FakeWorker]) -> None:
+            workers[0].info.ends_with_prompt = False
+
+        with System(configure=older, queue_timeout_s=600) as system:
+            answer = ask(system)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+            assert "serves no scores" in answer.text and "retry-after" in answer.headers
+            assert system.post("/generate", {"text": "Hi"}).status_code == 200
+
     def test_items_move_when_a_worker_is_lost(self) -> None:
         with System(workers=2, configure=lambda workers: [worker.allow(0) for worker in workers] and None) as system:
             body = {"query": "a", "items": ["b", "c", "d"], "label_token_ids": LABELS}

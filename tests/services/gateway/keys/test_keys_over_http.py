@@ -132,6 +132,13 @@ class TestModels:
         assert two_models.post(path, body, headers=ALICE).status_code == 200
         assert two_models.post(path, {**body, "model": "c"}, headers=ALICE).status_code == 403
 
+    def test_key_means_the_same_model_without_a_name_as_other_keys_when_one_has_no_worker(self) -> None:
+        keys = [{"name": "alice", "key": "alice", "models": ["c", "a", "b"]}, "carol"]
+        with System(workers=2, configure=serving("b", "a"), keys=keys, models="c,b", queue_timeout_s=0.3) as system:
+            for key in ("carol", "alice"):
+                answer = system.post("/generate", {"text": "Hi"}, headers={"x-api-key": key})
+                assert (answer.status_code, answer.json().get("text")) == (200, "I am b")
+
     def test_models_lists_those_of_the_key(self, two_models: System) -> None:
         def names(key: str) -> list[str]:
             return [card["id"] for card in two_models.get(MODELS, headers={"x-api-key": key}).json()["data"]]
