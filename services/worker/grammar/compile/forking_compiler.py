@@ -19,7 +19,6 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xgrammar
 
@@ -79,23 +78,23 @@ def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
 def _serve(bench: Workbench, link: socket.socket) -> None:
     """One grammar. Its time begins with the fork."""
     request = receive_message(link)
+    spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is in the middle of
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     give_way(os.getpid(), request["niceness"])
     log = _confine(bench.limits)
     try:
-        prepared = _compile(bench, request, log)
+        prepared = _compile(bench, spec, log)
     except GrammarRefused as refused:
         send_message(link, {"error": str(refused), "part": refused.part})
     except (MemoryError, RecursionError):
-        send_message(link, {"error": f"{request['kind']}: needs too much memory to compile", "part": None})
+        send_message(link, {"error": f"{spec.label}: needs too much memory to compile", "part": None})
     else:
         send_message(link, {"error": None, "is_tag": prepared.is_tag})
         send_frame(link, prepared.text.encode())
 
 
-def _compile(bench: Workbench, request: dict[str, Any], log: int) -> Prepared:
-    spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
+def _compile(bench: Workbench, spec: GrammarSpec, log: int) -> Prepared:
     prepared = prepare(spec)
     try:
         compiled = bench.compiler.compile(prepared)

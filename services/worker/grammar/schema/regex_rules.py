@@ -40,6 +40,7 @@ _FILLER = Times(Class(SAFE.ranges, SAFE.ranges), 0, None)  # any text without es
 Define = Callable[[Node], Ref]
 Pending = frozenset[tuple[int, int]]  # lookaheads by number, each with its state
 Threads = frozenset[tuple[int, Pending]]
+_Known = dict[tuple[Tree, bool, bool, bool], Automaton]  # by body, negative, wide, at_start
 
 
 def regex_ebnf(pattern: str) -> str:
@@ -221,10 +222,12 @@ class _Threads:
 
     wide: classes have their members of any dialect, as within a negative lookahead.
     plain_text: otherwise a vague class has no character that JSON would escape.
+    known: automata of lookaheads, shared with those of nested patterns. Without it each nesting doubles the work.
     """
 
     wide: bool
     plain_text: bool
+    known: _Known
     silent: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])  # target, condition
     reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])
     looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])
@@ -287,8 +290,11 @@ class _Threads:
         wide = self.wide != negative
         numbers = []
         for at_start in (True, False):
-            found = _language(Sequence((body, _ANY)), plain_text=True, wide=wide, at_start=at_start)
-            self.looks.append(inverted(found) if negative else found)
+            look = self.known.get((body, negative, wide, at_start))
+            if look is None:
+                found = _language(Sequence((body, _ANY)), plain_text=True, wide=wide, at_start=at_start, known=self.known)
+                look = self.known[body, negative, wide, at_start] = inverted(found) if negative else found
+            self.looks.append(look)
             numbers.append(len(self.looks) - 1)
         return numbers[0], numbers[1]
 
@@ -365,9 +371,17 @@ class _Threads:
         return spans
 
 
-def _language(tree: Tree, *, plain_text: bool, wide: bool = False, at_start: bool = True) -> Automaton:
-    """The texts that the tree matches from their first to their last character. Recursion follows nested lookaheads, whose depth
-    is bounded. at_start: the text begins where `^` holds."""
-    threads = _Threads(wide, plain_text)
+def _language(
+    tree: Tree, *, plain_text: bool, wide: bool = False, at_start: bool = True, known: _Known | None = None
+) -> Automaton:
+    """Returns the texts that the tree matches from their first to their last character.
+
+    Recursion follows nested lookaheads, whose depth is bounded.
+
+    Args:
+        at_start: the text begins where `^` holds.
+        known: automata of lookaheads that were made before; None for none.
+    """
+    threads = _Threads(wide, plain_text, {} if known is None else known)
     threads.lay(tree, 0, 1)
     return explored(threads.closure([(0, frozenset())], at_start), threads.step)

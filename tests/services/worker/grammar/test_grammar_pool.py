@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from services.shared.limits import MAX_GRAMMAR_BYTES
-from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
+from services.worker.core.contracts.sampling import GrammarKind, GrammarPart, GrammarSpec
 from services.worker.grammar.book import CompiledBook
 from services.worker.grammar.compile.compiler_pool import QUICK_NICENESS, SLOW_NICENESS
 from services.worker.grammar.compile.grammar_limits import MIB, GrammarLimits
@@ -94,6 +94,20 @@ def test_a_grammar_is_ready_by_message(shared: tuple[CompiledBook, News]) -> Non
     (one,) = model.tokenizer().encode_batch(["1"], False)
     assert first.accept(one[0])
     assert not second.accept(model.EOS[0]), "each request has its own place in the grammar"
+
+
+def test_nested_lookaheads_compile(shared: tuple[CompiledBook, News]) -> None:
+    depth = 60
+    assert serves(*shared, f"^{'(?=' * depth}a+{')' * depth}[ab]*$")
+
+
+def test_refusal_for_memory_names_no_tag_when_a_gateway_made_it() -> None:
+    schema = {"type": "string", "pattern": "(?=[ab]*c)" * 40 + "[abc]{1,900}"}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), (GrammarPart("#/format"),))
+    with opened(replace(LIMITS, memory_mib=1)) as (book, news):
+        reason = outcome(book, news, spec)
+    assert reason.startswith("the grammar: ") and "memory" in reason
 
 
 @pytest.mark.parametrize(
