@@ -58,6 +58,7 @@ ALLOWED = (
     ),
     Skip("no network namespace can be made here", ("tests/e2e/",), "root, and Debian's package iproute2"),
     Skip("no memory cgroup can be made here", ("tests/e2e/",), "root, and cgroups with the memory controller"),
+    Skip("no chroot can be made here", ("tests/e2e/",), "root, and Debian's package debootstrap"),
     Skip("takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/services/", "tests/kernels/"), "`make nightly`"),
     Skip("takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1", ("tests/e2e/",), "`make nightly`"),
 )

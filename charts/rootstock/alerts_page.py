@@ -61,7 +61,7 @@ def section(alert: dict[str, Any], names: set[str]) -> str:
         [
             f"## {alert['alert']}",
             linked(f"{notes['summary']} {notes['description']}", names),
-            f"```promql\n{alert['expr'].strip()}\n```",
+            f"<!-- cluster -->\n```promql\n{alert['expr'].strip()}\n```",
             f"- **Customers notice**: {linked(notes['impact'], names)}\n"
             f"- **Confirm**: {commands(linked(notes['confirm'], names))}\n"
             f"- **Do**: {linked(notes['runbook'], names)}",

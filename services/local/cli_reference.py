@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from services.cli.commands import COMMANDS, EXITS, build_parser
@@ -12,8 +13,8 @@ HEAD = """\
 # The client
 
 Written by `make docs` from the code. `rootstock` is what `pip install` of this repository puts on the path
-(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs Python's own library alone, and speaks
-to any server with OpenAI's API; `status` to Rootstock's gateway. `bench` takes aiohttp and what the services take.
+(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs Python's own library alone,
+and speaks to any server with OpenAI's API; `status` to Rootstock's gateway. `bench` takes aiohttp and what the services take.
 
 The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](keys.md) comes from
 `$ROOTSTOCK_API_KEY` or the file that `--api-key-file` names: arguments of a process are seen by all users of a machine, so no
@@ -39,6 +40,7 @@ cluster alone: there it names the check of `helm test` that says more ([which se
 
 While load runs, just after one of three workers was killed:
 
+<!-- output: example -->
 """
 CHAT = """
 Without `-m` and a pipe it is a conversation: `/reset`, `/model [NAME]`, `/system [TEXT]`, `/save FILE`, `/help`, `/exit`.
@@ -56,17 +58,51 @@ environment, as `ROOTSTOCK_CONTROL_TOKEN`.
 SIM = """
 [What is simulated, and the figures](simulator.md). Each action has its own `--help`.
 """
+# Blocks that make what the examples of a command need, and the marks of tests/docs_commands before the examples.
+NEEDED = {
+    "batch": """\
+A file with a line per request:
+
+<!-- run -->
+```
+cat > requests.jsonl <<'END'
+{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", "prompt": "12 + 30 =", "max_tokens": 8}}
+END
+```
+
+""",
+    "keys": """\
+A file with one key, which is printed once, to stderr:
+
+<!-- run -->
+```
+.venv/bin/rootstock keys new team-b > entry.json
+echo "{\\"keys\\": [$(cat entry.json)]}" > keys.json
+```
+
+""",
+}
+SYSTEM = "run: with make run"
+MARKS = {
+    **dict.fromkeys(("chat", "complete", "models", "status", "bench", "batch"), SYSTEM),
+    "control": """run: with make run RUN_FLAGS="--worker-flags='--control-port 9203'\"""",
+}
 FURTHER = {"chat": CHAT, "status": STATUS, "batch": BATCH, "control": CONTROL, "sim": SIM}
 
 
 def render() -> str:
-    parts = [HEAD, _fenced(EXITS)]
+    parts = [HEAD, "<!-- output: format -->\n", _fenced(EXITS)]
     for command in commands_of(build_parser()):
         parts += [f"\n## {command.name}\n\n{COMMANDS[command.name].summary.capitalize()}.\n\n"]
-        parts += [_fenced("\n".join(COMMANDS[command.name].examples)), FURTHER.get(command.name, "")]
+        parts += [NEEDED.get(command.name, ""), f"<!-- {MARKS.get(command.name, 'run')} -->\n"]
+        parts += [_fenced("\n".join(map(_from_a_checkout, COMMANDS[command.name].examples))), FURTHER.get(command.name, "")]
         parts += [_fenced(PICTURE.read_text().rstrip("\n"))] if command.name == "status" else []
         parts += [_table(command)]
     return "".join(parts)
+
+
+def _from_a_checkout(example: str) -> str:
+    return re.sub(r"\brootstock (?=[a-z])", ".venv/bin/rootstock ", example)
 
 
 def _fenced(text: str) -> str:

@@ -14,5 +14,5 @@ actions, each with its own --help:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The words behind the action go to the action's own parser: most of its flags are the worker's settings."""
-    parser.add_argument("action", choices=("run", "generate", "fit", "fleet"), help="what is simulated, made or measured")
+    parser.add_argument("action", choices=("run", "generate", "fit", "fleet"), help="the simulation, or the file that it needs")
     parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="arguments and flags of the action")

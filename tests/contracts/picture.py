@@ -49,7 +49,7 @@ def _diagram(graph: dict[str, frozenset[str]]) -> str:
     root = min(graph, key=len) if len({name.split(".")[1] for name in graph if "." in name}) == 1 else ""
     lines = [f"  {_id(name)}[{_label(name, root)}]" for name in sorted(graph)]
     lines += [f"  {_id(name)} --> {_id(other)}" for name in sorted(graph) for other in sorted(_nearest(graph, name))]
-    return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
+    return "\n".join(["<!-- output: diagram -->", "```mermaid", "flowchart TD", *lines, "```"])
 
 
 def _nearest(graph: dict[str, frozenset[str]], name: str) -> Iterable[str]:

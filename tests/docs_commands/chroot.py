@@ -1,0 +1,112 @@
+"""python -m tests.docs_commands.chroot FOLDER [--nightly]: README and docs on a Debian with the packages that README asks for.
+
+Makes a Debian below FOLDER with debootstrap, clones this checkout's commit into it, runs README from top to bottom with Debian's
+Python, and then all pages. It takes root, debootstrap, and the downloads of `make run`: a quarter of an hour. With `--nightly` it
+also takes the time of README's `make test`. The machine's pip configuration is copied, and the folders that it names are mounted.
+Nothing outside FOLDER changes, and mounts end with the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs_commands.blocks import ROOT
+
+SUITE = "bookworm"
+PIP_FILES = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
+COPIED = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt")
+KEPT = re.compile(
+    r"PIP_\w+|\w+_proxy|TORCH_INDEX|SSL_CERT_FILE|REQUESTS_CA_BUNDLE", re.IGNORECASE
+)  # variables that go with the command
+
+
+def packages() -> list[str]:
+    """Returns the Debian packages that README asks for before its first command."""
+    before = (ROOT / "README.md").read_text().partition("make run\n")[0].rpartition("## Run it")[2]
+    named = re.findall(r"`([a-z0-9][a-z0-9.+-]+)`", before)
+    if "build-essential" not in named:
+        raise ValueError("README names no package build-essential before its first command")
+    return named
+
+
+def is_permitted() -> bool:
+    return os.geteuid() == 0 and shutil.which("debootstrap") is not None
+
+
+def make_debian(root: Path) -> None:
+    """Installs the packages and clones the repository. Raises CalledProcessError if a package cannot be fetched."""
+    names = ",".join(packages())
+    subprocess.run(["debootstrap", "--variant=minbase", f"--include={names}", SUITE, str(root)], check=True)
+    for name in COPIED:
+        if Path(name).exists():
+            (root / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(name, root / name[1:])
+    for name in map(os.path.expanduser, PIP_FILES):
+        if os.path.exists(name):
+            target = root / "etc/pip.conf" if name == PIP_FILES[0] else root / "root/.config/pip/pip.conf"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(name, target)
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(root / "root/rootstock")], check=True)
+
+
+def folders_of_pip() -> Iterator[str]:
+    """Yields the folders of this machine that pip's configuration and environment name."""
+    texts = [value for name, value in os.environ.items() if name.startswith("PIP_")]
+    for name in map(os.path.expanduser, PIP_FILES):
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read(name)
+        texts += [value for section in parser.values() for value in section.values()]
+    for word in " ".join(texts).split():
+        path = Path(word.removeprefix("file://"))
+        if path.is_absolute() and path.is_dir():
+            yield str(path if path.name != "simple" else path.parent)  # an index of files has them beside it
+
+
+def run_in(root: Path, command: str) -> int:
+    """Returns the status of a shell's command in a clone's folder, with mounts and processes of its own."""
+    mounts = [f"mount --rbind /dev {root}/dev", f"mount -t tmpfs tmpfs {root}/dev/shm" if os.path.isdir("/dev/shm") else "true"]
+    mounts += [f"mount -t sysfs -o ro sysfs {root}/sys"]
+    for folder in sorted(set(folders_of_pip())):
+        mounts += [f"mkdir -p {root}{folder}", f"mount --bind -o ro {folder} {root}{folder}"]
+    environment = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
+    environment |= {"HOME": "/root", "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8"}
+    inner = f"cd /root/rootstock && {command}"
+    script = " && ".join([*mounts, f"exec chroot {root} bash -c {shlex.quote(inner)}"])
+    unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", f"--mount-proc={root}/proc"]
+    return subprocess.run([*unshare, "bash", "-c", script], env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder that does not exist yet; it takes 8 GB")
+    parser.add_argument("--nightly", action="store_true", help="run README's blocks that are marked as nightly too")
+    arguments = parser.parse_args()
+    if not is_permitted():
+        parser.error("root and Debian's package debootstrap are needed")
+    if arguments.folder.exists():
+        parser.error(f"{arguments.folder} exists; name another folder")
+    root = arguments.folder.resolve() / "debian"
+    root.mkdir(parents=True)
+    make_debian(root)
+    for command in (
+        f"python3 -m tests.docs_commands README.md {'--nightly' if arguments.nightly else ''}",
+        "make -s dev-env",
+        ".venv/bin/python -m tests.docs_commands",
+    ):
+        print(f"=== {command}", flush=True)
+        if status := run_in(root, command):
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

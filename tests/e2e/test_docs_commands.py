@@ -1,0 +1,56 @@
+"""Runs the commands of README by day, and those of all pages, here and on a fresh Debian, by night."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs_commands import chroot
+from tests.e2e.system import ROOT
+from tests.night import NIGHTLY
+
+LATER = pytest.mark.skipif(not NIGHTLY, reason="takes half an hour: with ROOTSTOCK_TEST_NIGHTLY=1")
+# Pages name port 8000, which is free in a network of the test's own.
+ALONE = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "docs")
+
+
+def in_a_network_of_its_own(*command: str) -> list[str]:
+    """Returns the command as it is where no network can be made: then port 8000 has to be free."""
+    try:
+        subprocess.run([*ALONE, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        return [*command]
+    return [*ALONE, *command]
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-20_000:]
+
+
+def test_readme_commands_succeed_from_top_to_bottom() -> None:
+    run(*in_a_network_of_its_own(sys.executable, "-m", "tests.docs_commands", "README.md"))
+
+
+@LATER
+@pytest.mark.timeout(4 * 3600)
+def test_commands_of_all_pages_succeed() -> None:
+    run(*in_a_network_of_its_own(sys.executable, "-m", "tests.docs_commands"))
+
+
+@LATER
+@pytest.mark.timeout(6 * 3600)
+def test_commands_of_the_night_succeed() -> None:
+    """With the network, from which some of them install."""
+    others = [str(page) for page in sorted((ROOT / "docs").rglob("*.md"))]  # README's are run in the chroot
+    run(sys.executable, "-m", "tests.docs_commands", "--nightly", *others)
+
+
+@LATER
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.skipif(not chroot.is_permitted(), reason="no chroot can be made here")
+def test_all_commands_succeed_on_a_debian_with_readmes_packages(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "tests.docs_commands.chroot", str(tmp_path / "chroot"), "--nightly")
