@@ -469,4 +469,4 @@ def test_a_gateway_that_strangers_could_operate_does_not_start(system: System, f
     process = Process(system, "--admin-port", str(free_ports(1)[0]), "--worker-control-addresses", "127.0.0.1:1", *flags)
     code, log = process.wait()
     problems = [line for line in log if line["level"] == "error"]
-    assert code == 1 and len(problems) == 1 and "control_token" in problems[0]["msg"] and "exception" not in problems[0]
+    assert code == 2 and len(problems) == 1 and "control_token" in problems[0]["msg"] and "exception" not in problems[0]

@@ -100,7 +100,7 @@ def test_a_taken_port_is_one_clear_line(launch: Callable[..., Process], which: s
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, log = launch(**{which: port}).wait()
-    assert code == 1
+    assert code == 2
     problems = [line for line in log if line["level"] not in ("info", "debug")]
     assert len(problems) == 1 and str(port) in problems[0]["msg"] and "exception" not in problems[0]
 
