@@ -173,15 +173,23 @@ class PageRun:
 
 
 def is_printed(shown: str, printed: str) -> bool:
-    """Returns whether the text of a page is part of the printed text. `…` stands for any text."""
-    wanted = ".*?".join(map(re.escape, masked(shown).split("…")))
-    return re.search(wanted, masked(printed), re.DOTALL) is not None
+    """Returns whether the text of a page is part of the printed text, as it is or masked. `…` stands for any text."""
+    return any(_is_part(change(shown), change(printed)) for change in (lined, masked))
+
+
+def _is_part(shown: str, printed: str) -> bool:
+    return re.search(".*?".join(map(re.escape, shown.split("…"))), printed, re.DOTALL) is not None
+
+
+def lined(text: str) -> str:
+    """Returns the text without blanks at the ends of lines and of the whole."""
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
 def masked(text: str) -> str:
     for pattern, word in MASKS.items():
         text = re.sub(pattern, word, text)
-    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+    return lined(text)
 
 
 def _is_ready() -> bool:
