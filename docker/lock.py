@@ -37,7 +37,7 @@ def wanted() -> dict[str, list[Requirement]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     service = project["dependencies"]
     worker = [*service, *project["optional-dependencies"]["worker"]]
-    tools = [line for line in project["optional-dependencies"]["dev"] if line.startswith("grpcio-tools")]
+    tools = [line for line in project["optional-dependencies"]["run"] if line.startswith("grpcio-tools")]
     by_file = {"service.txt": service, "worker-cpu.txt": worker, "worker-cuda.txt": worker, "build.txt": tools}
     return {name: [Requirement(line) for line in lines] for name, lines in by_file.items()}
 

@@ -202,6 +202,7 @@ def test_the_pinned_lists_are_closed(name: str) -> None:
     """Nothing that is installed needs something that is not: pip is told not to look."""
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     needed = set(lock["closure"](lock["wanted"]()[name]))
+    assert needed, f"docker/lock.py finds no requirement for {name}"
     assert needed - set(pins(name)) == ({"triton"} if name == "worker-cpu.txt" else set()), "run docker/lock.py"
 
 

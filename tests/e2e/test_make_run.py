@@ -13,14 +13,18 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor
 
 from services.local.ports import free_ports
 from tests.certificates import Authority
 from tests.e2e.launcher import Launcher, paste
 from tests.e2e.system import DEMO, ROOT, make_run, processes_with
+from tests.exec.tiny_models import TinyModel, greedy_answers
 from tests.services.redis_server import EITHER_SERVER
+from tests.services.tokenizer.model_folders import sentencepiece_model
 
 OUTPUT = Path(__file__).with_name("make_run_output.txt")
 LAST = "Ctrl-C stops everything."
@@ -206,6 +210,29 @@ def test_pasted_command_completes_when_the_model_has_no_chat_template(tmp_path: 
     with Launcher(tmp_path, "--model", str(folder)) as launcher:
         assert "  The capital of France is\n" in launcher.read_until(LAST)
         assert answer_of(launcher)["object"] == "text_completion"
+
+
+def test_make_run_converts_and_serves_a_llama_that_has_tokenizer_model_only(tmp_path: Path) -> None:
+    folder = sentencepiece_model(tmp_path / "tokenizer.model").rename(tmp_path.with_name(f"{tmp_path.name}-llama"))
+    pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    sizes = {"vocab_size": pieces.vocab_size(), "bos_token_id": pieces.bos_id(), "eos_token_id": pieces.eos_id()}
+    model = TinyModel("Llama", sizes).build(folder)
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    prompt = [pieces.bos_id(), *pieces.encode("Hello, world!")]
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    tmp_path.mkdir()
+    try:
+        with Launcher(tmp_path, "--model", str(folder), "--dtype", "float32") as launcher:
+            text = launcher.read_until(LAST)
+            body = {"text": "Hello, world!", "sampling_params": sampling}
+            answer = httpx.post(f"http://127.0.0.1:{launcher.port}/generate", json=body, timeout=60).json()
+    finally:
+        for made in (ROOT / "build" / "models").glob(f"{folder.name}-*"):
+            shutil.rmtree(made)
+    assert f"converting the tokenizer of {folder} (tokenizer.model)" in text
+    assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+    assert [answer["output_ids"]] == greedy_answers(model, [prompt], 8)
 
 
 def test_start_is_one_sentence_when_the_model_does_not_fit_into_memory(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ tokenizer.json alone, because most of their images have no transformers.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from services.shared.hf_tokenizer import load_tokenizer, vocabulary_files
 
 WRITTEN = ("tokenizer.json", "tokenizer_config.json")
 TEXTS = ("", "Hello, world!", "  two  spaces\n\tand a tab", "1234 + 5 = x", "é 你好 😀")  # for the comparison of ids
-LIBRARIES = "sentencepiece, tiktoken"  # that transformers needs for some of these files
+LIBRARIES = ("sentencepiece", "tiktoken")  # that transformers needs for some of these files
 
 
 class NotConverted(ValueError):
@@ -52,8 +53,10 @@ def convert(folder: Path, out: Path) -> None:
 
 def _reason(folder: Path, why: str) -> str:
     found = ", ".join(vocabulary_files(folder)) or "no tokenizer files"
+    absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    first = f"Install {' and '.join(absent)} with pip" if absent else "Correct the files"
     return (
-        f"transformers makes no tokenizer.json of {folder} ({found}): {why}. Install {LIBRARIES} with pip and run"
+        f"transformers makes no tokenizer.json of {folder} ({found}): {why}. {first} and run"
         f" `python -m services.worker.text.convert_tokenizer {folder}` again, or copy a tokenizer.json of this model into it."
     )
 

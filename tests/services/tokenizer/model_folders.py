@@ -1,11 +1,13 @@
-"""Makes the tokenizer files of four small models, one of each kind that serving meets."""
+"""Makes the tokenizer files of small models, one of each kind that serving meets."""
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+from sentencepiece import SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
@@ -120,3 +122,27 @@ def unigram(folder: Path, template: str | None = PLAIN) -> Path:
 
 
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "wordpiece": wordpiece, "unigram": unigram}
+
+
+def sentencepiece_model(path: Path) -> Path:
+    """Writes a file as Llama 2's tokenizer.model: BPE of 400 pieces with byte fallback. Returns its folder."""
+    prefix = str(path.with_suffix(""))
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([line for line in CORPUS if line.isascii()]),
+        model_prefix=prefix,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    Path(f"{prefix}.model").rename(path)
+    Path(f"{prefix}.vocab").unlink()
+    return path.parent
+
+
+def tiktoken_ranks(path: Path) -> Path:
+    """Writes a file as Llama 3's tokenizer.model: a line with bytes in base64 and rank for each token. Returns its folder."""
+    tokens = [bytes([value]) for value in range(256)] + [b"he", b"ll", b"llo", b"hello", b" w", b"or"]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return path.parent

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import transformers
+from sentencepiece import SentencePieceProcessor
 
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
-from services.worker.text import tokenizer_folder
-from services.worker.text.convert_tokenizer import NotConverted, convert
+from services.worker.text import convert_tokenizer, tokenizer_folder
+from services.worker.text.convert_tokenizer import LIBRARIES, NotConverted, convert
 from services.worker.text.tokenizer_folder import with_tokenizer
-from tests.services.tokenizer.model_folders import byte_level
+from tests.services.tokenizer.model_folders import byte_level, sentencepiece_model, tiktoken_ranks
 
 TEXTS = ["", "Hello, world! 你好", "<|im_start|>user\n  two  spaces<|im_end|>"]
 
@@ -44,6 +45,37 @@ def test_convert_writes_a_tokenizer_with_the_ids_of_transformers(tmp_path: Path,
     ours = load_tokenizer(folder)
     assert ours.encode_batch(TEXTS, True) == [theirs(text).input_ids for text in TEXTS]
     assert ours.special_tokens.get("eos_token") == theirs.eos_token
+
+
+def test_convert_gives_the_ids_of_sentencepiece_when_the_folder_has_tokenizer_model_only(tmp_path: Path) -> None:
+    folder = sentencepiece_model(tmp_path / "tokenizer.model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    convert(folder, folder)
+    theirs = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    assert load_tokenizer(folder).encode_batch(TEXTS, False) == [theirs.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize(("name", "model_type"), [("tokenizer.model", "llama"), ("qwen.tiktoken", "qwen2")])
+def test_convert_reads_a_file_of_tiktoken(tmp_path: Path, name: str, model_type: str) -> None:
+    folder = tiktoken_ranks(tmp_path / name)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    convert(folder, folder)
+    assert load_tokenizer(folder).encode_batch(["hello"], False)
+
+
+@pytest.mark.parametrize(
+    ("libraries", "remedy"),
+    [(LIBRARIES, "Correct the files"), (("not_there", "nor_there"), "Install not_there and nor_there with pip")],
+    ids=["present", "absent"],
+)
+def test_convert_names_the_libraries_that_are_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: tuple[str, ...], remedy: str
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr(convert_tokenizer, "LIBRARIES", libraries)
+    with pytest.raises(NotConverted, match=rf"\. {remedy} and run `python"):
+        convert(tmp_path, tmp_path)
 
 
 def test_with_tokenizer_completes_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
