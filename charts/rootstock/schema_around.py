@@ -19,6 +19,7 @@ from charts.rootstock.schema_words import (
 from services.gateway.observe.metrics import LATENCY_BUCKETS_S
 
 _GATEWAY_DURATION = r"^(([0-9]{1,5}(h|m|s|ms)){1,4})?$"
+_NAMESPACE = r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"
 _URL = string(r"^(https?://[^\s/]+[^\s]*)?$")
 
 
@@ -172,11 +173,12 @@ def autoscaling() -> Schema:
         "unsafeSsl": BOOLEAN,
         "metadata": STRINGS,
     }
+    adapter_rules = {"enabled": BOOLEAN, "namespace": string(_NAMESPACE), "name": string(SECRET_NAME)}
     return closed(
         {
             "engine": choice("hpa", "keda"),
             "prometheusUrl": string("^https?://"),
             "prometheusAuth": closed(auth),
-            "adapterRules": BOOLEAN,
+            "adapterRules": {**closed(adapter_rules), "type": ["object", "boolean", "null"]},
         }
     )

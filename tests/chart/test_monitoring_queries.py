@@ -22,7 +22,7 @@ from services.local.ports import HOST
 from tests.chart import adapter
 from tests.chart.prometheus import Prometheus
 from tests.chart.promql import selectors
-from tests.chart.release import BACKLOG, CHART, NAMESPACE, merged, render
+from tests.chart.release import BACKLOG, CHART, NAME, NAMESPACE, merged, refusal, render
 from tests.chart.test_monitoring_rules import RULES, alerts, rules
 from tests.e2e.system import System, wait_until
 
@@ -85,6 +85,13 @@ def adapter_rules(over: dict[str, Any] | None = None) -> dict[str, list[dict[str
     release = render(merged({"autoscaling": {"adapterRules": True}}, over or {}))
     (found,) = [each for each in release.kind("ConfigMap") if each["metadata"]["name"].endswith("-adapter-rules")]
     return dict(yaml.safe_load(found["data"]["config.yaml"]))
+
+
+def adapter_config_map(rules: Any, name: str = NAME) -> dict[str, Any]:
+    """Returns the ConfigMap with the adapter's configuration."""
+    release = render({"autoscaling": {"adapterRules": rules}}, name=name)
+    (found,) = [each for each in release.kind("ConfigMap") if "rules:" in each["data"].get("config.yaml", "")]
+    return found
 
 
 def hpa_metrics() -> list[dict[str, Any]]:
@@ -282,6 +289,52 @@ def test_the_adapter_answers_for_workers_that_compute_prompts(watched: Watched) 
     (backlog,) = [rule for rule in adapter_rules(APART)["externalRules"] if rule["name"]["as"] == BACKLOG]
     query = adapter.external_query(backlog, NAMESPACE, {"model": MODEL})
     assert 'engine_type="decode"' in query and len(watched.prometheus.query(of_no_role(query))) == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "namespace", "name"),
+    [
+        pytest.param(True, None, "llm-rootstock-adapter-rules", id="the boolean form"),
+        pytest.param({"enabled": True}, None, "llm-rootstock-adapter-rules", id="no namespace"),
+        pytest.param({"enabled": True, "namespace": NAMESPACE}, NAMESPACE, "llm-rootstock-adapter-rules", id="the release's"),
+        pytest.param(
+            {"enabled": True, "namespace": "monitoring"}, "monitoring", "serving.llm-rootstock-adapter-rules", id="the adapter's"
+        ),
+        pytest.param({"enabled": True, "namespace": "monitoring", "name": "rules"}, "monitoring", "rules", id="a name"),
+    ],
+)
+def test_adapter_rules_have_the_namespace_and_the_name_of_the_values(rules: Any, namespace: str | None, name: str) -> None:
+    metadata = adapter_config_map(rules)["metadata"]
+    assert (metadata.get("namespace"), metadata["name"]) == (namespace, name)
+
+
+@pytest.mark.parametrize("rules", [False, {"enabled": False}, {"enabled": False, "namespace": "monitoring"}, None, {}])
+def test_adapter_rules_are_left_out_when_disabled(rules: Any) -> None:
+    assert not [
+        each for each in render({"autoscaling": {"adapterRules": rules}}).kind("ConfigMap") if "config.yaml" in each["data"]
+    ]
+
+
+def test_adapter_rules_of_two_releases_have_two_names_in_one_namespace() -> None:
+    into = {"enabled": True, "namespace": "monitoring"}
+    assert adapter_config_map(into, "one")["metadata"]["name"] != adapter_config_map(into, "two")["metadata"]["name"]
+
+
+def test_adapter_rules_have_only_keys_of_the_adapters_configuration() -> None:
+    """prometheus-adapter decodes strictly: an unknown key ends its start."""
+    (text,) = adapter_config_map({"enabled": True, "namespace": "monitoring"})["data"].values()
+    config = yaml.safe_load(text)
+    assert config.keys() == {"rules", "externalRules"}
+    for rule in (*config["rules"], *config["externalRules"]):
+        assert rule.keys() == {"seriesQuery", "resources", "name", "metricsQuery"}
+        assert rule["resources"].keys() == {"overrides"} and rule["name"].keys() == {"as"}
+
+
+@pytest.mark.parametrize(
+    "rules", ["yes", {"enabled": "yes"}, {"namespace": "Monitoring"}, {"namespace": "a.b"}, {"namspace": "monitoring"}]
+)
+def test_adapter_rules_refuse_values_when_the_schema_does_not_know_them(rules: Any) -> None:
+    assert "adapterRules" in refusal({"autoscaling": {"adapterRules": rules}})
 
 
 def test_sglangs_own_dashboard_shows_our_figures(watched: Watched) -> None:

@@ -327,7 +327,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     ),
     "adapter and KEDA": (
         {"autoscaling": {"engine": "keda", "adapterRules": True}},
-        "two autoscalers must not drive the same workers. Set adapterRules to false, or engine to hpa.",
+        "two autoscalers must not drive the same workers. Set adapterRules.enabled to false, or engine to hpa.",
     ),
     "least above most": (
         worker(autoscaling={"enabled": True, "minReplicas": 9}),

@@ -23,7 +23,7 @@ MONITORING: Values = {
         "rules": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboards": {"enabled": True},
     },
-    "autoscaling": {"adapterRules": True},
+    "autoscaling": {"adapterRules": {"enabled": True}},
 }
 ACCESS: Values = {
     "auth": {"apiKeysSecret": "llm-api-keys", "controlTokenSecret": "llm-control"},

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import yaml
 
-from tests.cluster.kubernetes import Release
+from tests.cluster.kubernetes import Cluster, Release
 
 EXTERNAL = "v1beta1.external.metrics.k8s.io"
+NAMESPACE, RULES = "monitoring", "adapter-config"  # the ConfigMap that the addon's Deployment mounts
 
 
-def rules_for_adapter(release: Release) -> None:
-    """The chart's ConfigMap becomes the adapter's, as docs/kubernetes/autoscaling.md has it."""
+def by_adapter(cluster: Cluster) -> dict[str, Any]:
+    """Returns the values of a release that writes the adapter's ConfigMap, after removing the ConfigMap of an earlier release."""
+    cluster.addon("prometheus")
+    cluster.kubectl("delete", "configmap", RULES, "-n", NAMESPACE, "--ignore-not-found")
+    return {"engine": "hpa", "adapterRules": {"enabled": True, "namespace": NAMESPACE, "name": RULES}}
+
+
+def start_adapter(release: Release) -> None:
+    """Starts the adapter, or starts it again, because it reads its ConfigMap once."""
     cluster = release.cluster
-    rules = release.get("configmap", f"{release.name}-adapter-rules")["data"]["config.yaml"]
-    named = yaml.safe_load(rules)
-    assert named["rules"] and named["externalRules"]
-    made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "adapter-config"}, "data": {"config.yaml": rules}}
-    cluster.kubectl("-n", "monitoring", "apply", "-f", "-", given=json.dumps(made))
+    config = yaml.safe_load(cluster.get("configmap", RULES, "-n", NAMESPACE)["data"]["config.yaml"])
+    assert config["rules"] and config["externalRules"]
     cluster.kubectl("delete", "apiservice", EXTERNAL, "--ignore-not-found")  # KEDA's, with its own authority
-    cluster.addon("prometheus", "prometheus-adapter")
-    cluster.kubectl("-n", "monitoring", "rollout", "restart", "deployment/prometheus-adapter")
-    cluster.kubectl("-n", "monitoring", "rollout", "status", "deployment/prometheus-adapter", "--timeout=120s")
+    cluster.addon("prometheus-adapter")
+    cluster.kubectl("-n", NAMESPACE, "rollout", "restart", "deployment/prometheus-adapter")
+    cluster.kubectl("-n", NAMESPACE, "rollout", "status", "deployment/prometheus-adapter", "--timeout=120s")

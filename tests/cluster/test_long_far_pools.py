@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.adapter import rules_for_adapter
+from tests.cluster.adapter import by_adapter, start_adapter
 from tests.cluster.conftest import Install
 from tests.cluster.kubernetes import BrokenNodes, Cluster, Object, Release, until
 from tests.cluster.load import QUESTIONS, Load, load_on
@@ -109,9 +109,9 @@ def test_each_pool_is_scaled_by_its_own_figures(
     prefill = {"autoscaling": {**scaled, "waitingTokens": 128, "busyShare": 0.2}}
     settings = {"max_total_tokens": 32768, "max_running_requests": 16}
     values = places.values(prefill=prefill, autoscaling={**scaled, **PACED}, settings=settings)
-    cluster.addon("prometheus", "metrics-server")
-    release = install(values | {"autoscaling": {"engine": "hpa", "adapterRules": True}, "monitoring": MONITORED})
-    rules_for_adapter(release)
+    cluster.addon("metrics-server")
+    release = install(values | {"autoscaling": by_adapter(cluster), "monitoring": MONITORED})
+    start_adapter(release)
 
     def asked() -> tuple[int, int]:
         return release.replicas("prefill", "demo"), release.replicas("worker", "demo")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.adapter import rules_for_adapter
+from tests.cluster.adapter import by_adapter, start_adapter
 from tests.cluster.conftest import Install
-from tests.cluster.kubernetes import until
+from tests.cluster.kubernetes import Cluster, until
 from tests.cluster.load import load_on
 from tests.cluster.values import FAKE, MONITORED
 
@@ -21,20 +21,22 @@ WITHIN_S = 300.0
 pytestmark = [pytest.mark.alone, pytest.mark.local, pytest.mark.timeout(1500)]  # up, and down again at the pace of HPAs
 
 
-def test_workers_and_gateways_with_their_streams_and_back(install: Install, proved: Callable[[str], None]) -> None:
+def test_workers_and_gateways_with_their_streams_and_back(
+    install: Install, cluster: Cluster, proved: Callable[[str], None]
+) -> None:
     """Clients that wait for each answer send no more than workers take: two do, or three, whatever waits. Sixteen streams are
     four gateways' at four each."""
     scaled = {"enabled": True, "minReplicas": 1, "maxReplicas": 4, **PACED}
     release = install(
         {
-            "autoscaling": {"engine": "hpa", "adapterRules": True},
+            "autoscaling": by_adapter(cluster),
             "monitoring": MONITORED,
             "worker": {"replicas": 1, "settings": SLOW, "autoscaling": {**scaled, "coldStartSeconds": 15}},
             "gateway": {"replicas": 1, "queueTimeoutSeconds": 300, "autoscaling": {**scaled, "targetStreams": 4}},
         }
     )
     release.cluster.addon("metrics-server")
-    rules_for_adapter(release)
+    start_adapter(release)
     with load_on(release, STREAMS, max_tokens=ANSWER_TOKENS) as load:
         workers_s = until(lambda: len(release.ready("worker", "demo")) >= 2, "a second worker", WITHIN_S)
         gateways_s = workers_s + until(lambda: len(release.ready("gateway")) == 4, "four gateways", WITHIN_S)

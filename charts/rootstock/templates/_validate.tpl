@@ -172,8 +172,8 @@
 {{- if and .Values.autoscaling.prometheusAuth.modes (not .Values.autoscaling.prometheusAuth.secret) -}}
   {{- fail (printf "autoscaling.prometheusAuth.modes is %s, and there is no secret to take them from. Name a Secret under prometheusAuth.secret, or remove modes." (join ", " .Values.autoscaling.prometheusAuth.modes)) -}}
 {{- end -}}
-{{- if and .Values.autoscaling.adapterRules (eq .Values.autoscaling.engine "keda") -}}
-  {{- fail "autoscaling.adapterRules are for HorizontalPodAutoscalers, and autoscaling.engine is keda: two autoscalers must not drive the same workers. Set adapterRules to false, or engine to hpa." -}}
+{{- if and .Values.autoscaling.adapterRules.enabled (eq .Values.autoscaling.engine "keda") -}}
+  {{- fail "autoscaling.adapterRules are for HorizontalPodAutoscalers, and autoscaling.engine is keda: two autoscalers must not drive the same workers. Set adapterRules.enabled to false, or engine to hpa." -}}
 {{- end -}}
 {{- end }}
 

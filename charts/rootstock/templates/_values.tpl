@@ -9,6 +9,8 @@ needs a value; an empty key of the second kind is refused by its name.
 {{- if not (hasKey . "RootstockValues") -}}
 {{- $_ := set . "RootstockValues" true -}}
 {{- include "rootstock.values.pruned" (dict "map" .Values "name" "" "foreign" (.Files.Get "files/foreign-keys.yaml" | fromYaml)) -}}
+{{- $scaling := .Values.autoscaling | default dict -}}
+{{- if kindIs "bool" $scaling.adapterRules }}{{ $_ := set $scaling "adapterRules" (dict "enabled" $scaling.adapterRules) }}{{ end -}}
 {{- $keys := .Files.Get "files/empty-keys.yaml" | fromYaml -}}
 {{- include "rootstock.values.filled" (dict "root" . "values" .Values "empty" $keys.empty "required" $keys.required "at" "" "blame" "" "off" false) -}}
 {{- $names := list -}}
