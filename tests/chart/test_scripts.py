@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from services.shared.hf_tokenizer import VOCABULARIES, TokenizerFolderError, load_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "charts" / "rootstock" / "scripts"
 
@@ -19,6 +26,14 @@ SCRIPTS = Path(__file__).parents[2] / "charts" / "rootstock" / "scripts"
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", (SCRIPTS / f"{script}.py").read_text(), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False)
+
+
+def wait_for_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, copy: Callable[[], None]) -> None:
+    """Runs wait_for_model.py here, for a folder that no Job fills. Calls `copy` in place of each pause."""
+    monkeypatch.setattr(sys, "argv", ["-c", str(folder), ""])
+    monkeypatch.setattr(time, "sleep", lambda _: copy())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    runpy.run_path(str(SCRIPTS / "wait_for_model.py"))
 
 
 class TestWaitForModel:
@@ -34,6 +49,31 @@ class TestWaitForModel:
         finally:
             process.kill()
             process.wait()
+
+    @pytest.mark.parametrize("pattern", VOCABULARIES)
+    def test_wait_for_model_ends_with_the_services_sentence_when_a_copied_folder_needs_a_conversion(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+    ) -> None:
+        for name in ("config.json", pattern.replace("*", "tokenizer")):
+            (tmp_path / name).write_text("{}")
+        with pytest.raises(TokenizerFolderError) as said:
+            load_tokenizer(tmp_path)
+        with pytest.raises(SystemExit) as ended:
+            wait_for_copy(tmp_path, monkeypatch, lambda: None)
+        assert ended.value.code == str(said.value)
+
+    def test_wait_for_model_goes_on_while_files_come(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("config.json", "tokenizer.model"):
+            (tmp_path / name).write_text("{}")
+        weights = tmp_path / "model.safetensors"
+
+        def copy() -> None:
+            weights.write_bytes(b"w" * (1 + (weights.stat().st_size if weights.exists() else 0)))
+            if weights.stat().st_size == 20:
+                (tmp_path / "tokenizer.json").write_text("{}")
+
+        wait_for_copy(tmp_path, monkeypatch, copy)
+        assert (tmp_path / "tokenizer.json").exists()
 
     def test_a_model_that_is_there_needs_no_mark(self, tmp_path: Path) -> None:
         for name in ("config.json", "tokenizer.json"):

@@ -1,6 +1,7 @@
 """python -c … FOLDER SOURCE: returns once the model is in FOLDER.
 
 SOURCE: what the prefetch Job downloads into it, whose last act is to write this into FOLDER/.source; "" where no Job does.
+Without a Job, the script ends with a sentence if the copied folder needs a conversion of its tokenizer.
 """
 
 import signal
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 PERIOD_S = 2.0
+MAX_STILL = 5  # looks without a change, after which the copy into FOLDER is over
+VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")  # as in hf_tokenizer.py
 
 
 def is_whole(folder: Path, source: str) -> bool:
@@ -18,8 +21,33 @@ def is_whole(folder: Path, source: str) -> bool:
     return (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()
 
 
+def unconverted(folder: Path) -> list[str]:
+    """Returns the names of the files from which a tokenizer.json can be made; empty while config.json is missing."""
+    if not (folder / "config.json").is_file():
+        return []
+    return sorted({path.name for pattern in VOCABULARIES for path in folder.glob(pattern)})
+
+
+def sizes(folder: Path) -> list[tuple[str, int]] | None:
+    """Returns each path below the folder with its size in bytes. None if a file was moved meanwhile."""
+    try:
+        return sorted((str(path), path.stat().st_size) for path in folder.rglob("*"))
+    except OSError:
+        return None
+
+
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a container's first process is not ended by it otherwise
 folder, source = Path(sys.argv[1]), sys.argv[2]
+still, former = 0, None
 while not is_whole(folder, source):
     print(f"waiting for {source or 'config.json and tokenizer.json'} in {folder}", flush=True)
+    if not source and (names := unconverted(folder)):
+        present = sizes(folder)
+        still = still + 1 if present is not None and present == former else 0
+        former = present
+        if still == MAX_STILL:
+            sys.exit(
+                f"{folder} holds {', '.join(names)} and no tokenizer.json. Make one where transformers is installed:"
+                f" `python -m services.worker.text.convert_tokenizer {folder}`."
+            )
     time.sleep(PERIOD_S)

@@ -1,7 +1,8 @@
 """python -m services.shared.fetch FOLDER SOURCE …: fetches each model into its folder, which is there when it is whole.
 
 SOURCE: a hub id (@revision for one that is not the newest), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or a folder's path. What was
-fetched before stays; what was cut short goes on where it ended. Sums of files are compared with what the source says.
+fetched before stays; what was cut short goes on where it ended. Sums of files are compared with what the source says. A model
+without tokenizer.json gets one from transformers, which the worker's image has. Other images refuse it before its download.
 config.json comes first: if the worker would refuse the model for it, the download ends with the worker's sentence.
 
 Environment:

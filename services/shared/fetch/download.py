@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
+from services.shared.fetch.conversion import check_convertible, complete
 from services.shared.fetch.files import CHUNK, WANTED, File, Store, Unfetchable, Unserved
 from services.shared.fetch.http_client import ask, patiently
 from services.shared.observe.progress import Progress
@@ -126,6 +127,7 @@ def fetch(folder: Path, source: str, store: Store) -> None:
         files = store.files()
         if not files:
             raise Unfetchable(f"there are none of the files {', '.join(WANTED)}")
+        check_convertible(file.name for file in files)
         versions = "\n".join((source, *sorted(f"{file.name} {file.version}" for file in files)))
         key = hashlib.sha256(versions.encode()).hexdigest()[:12]
         partial = folder.with_name(f".{folder.name}.{key}.partial")
@@ -138,6 +140,7 @@ def fetch(folder: Path, source: str, store: Store) -> None:
         fill(partial, folder, source, files)
         if store.wanted != wanted:
             raise Unfetchable("it has changed meanwhile. It is fetched anew when this is started again.")
+        complete(partial)
         (partial / store.mark).write_text(wanted)
         publish(partial, folder)
 

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 from services.shared.fetch.http_client import Headers
 
-TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model")
+TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 WANTED = (*TOKENIZER, "*.safetensors")  # no pickles
 COPIES = "consolidated*.safetensors"  # of the same weights, for other loaders, as Mistral's repositories have them
 CHUNK = 1 << 20

@@ -25,8 +25,10 @@ from services.shared.fetch.download import fetch as download
 from services.shared.fetch.files import File, Unfetchable
 from services.shared.fetch.folder import Folder
 from services.shared.fetch.s3 import signed
+from services.shared.hf_tokenizer import load_tokenizer
 from services.shared.observe.progress import read
 from tests.services.shared.stores import Answer, Asked, Bucket, GoogleBucket, Hub, serve
+from tests.services.tokenizer.model_folders import sentencepiece_model
 
 LARGE = bytes(range(256)) * 4096  # a megabyte
 FILES = {
@@ -254,6 +256,35 @@ class TestUnservedModels:
         assert said.stderr.count("\n") == 1, "one sentence"
         assert not [each.path for each in server.asked if each.path.endswith(".safetensors")]
         assert {path.name for path in (tmp_path / "models").iterdir()} == {".a.lock"}, "nothing is left"
+
+
+class TestConversion:
+    def test_fetch_makes_tokenizer_json_of_a_model_that_has_tokenizer_model_only(self, tmp_path: Path) -> None:
+        made = sentencepiece_model(tmp_path / "tokenizer.model").joinpath("tokenizer.model").read_bytes()
+        with serve(Hub({"main": ("c1", {"config.json": b'{"model_type": "llama"}', "tokenizer.model": made})})) as server:
+            done = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url, MODEL_FILES="tokenizer")
+            assert done.returncode == 0 and "converting the tokenizer" in done.stdout, done.stderr
+            assert "has org/a" in fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url).stdout
+        assert load_tokenizer(tmp_path / "a").vocab_size > 256
+
+    def test_fetch_refuses_the_model_before_its_download_when_the_image_has_no_transformers(self, tmp_path: Path) -> None:
+        files = {"config.json": b"{}", "qwen.tiktoken": b"", "model.safetensors": LARGE}
+        without = (
+            "import sys; sys.modules['transformers'] = None; from services.shared.fetch.__main__ import main; main(sys.argv[1:])"
+        )
+        with serve(Hub({"main": ("c1", files)})) as server:
+            command = [sys.executable, "-c", f"{without}; fetch.main(sys.argv[1:])", str(tmp_path / "a"), "org/a"]
+            environment = {**CLEAN, "HF_ENDPOINT": server.url}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+            assert not [each for each in server.asked if "/resolve/" in each.path]
+        assert done.returncode == 1 and done.stderr.startswith("org/a: it has qwen.tiktoken and no tokenizer.json, and ")
+        assert "modelCache.prefetch.image.repository to rootstock/worker" in done.stderr
+
+    def test_fetch_ends_with_the_reason_when_transformers_cannot_convert(self, tmp_path: Path) -> None:
+        with serve(Hub({"main": ("c1", {"config.json": b'{"model_type": "llama"}', "tokenizer.model": b"none"})})) as server:
+            done = fetch(tmp_path / "a", "org/a", HF_ENDPOINT=server.url)
+        assert done.returncode == 1 and done.stderr.startswith("org/a: transformers makes no tokenizer.json of ")
+        assert not (tmp_path / "a").exists()
 
 
 class TestS3:
