@@ -64,8 +64,12 @@ $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
 	$(PY) -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/rootstock/v1/*.proto
 	@touch $@
 
+# A variable that keeps the default above becomes no flag, because a flag would win over the file of --config.
+chosen = $(filter-out file,$(origin $(1)))
+
 run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
-	@exec $(PY) -m services.local --model '$(MODEL)' --port $(PORT) --workers $(WORKERS) --chat-template '$(CHAT_TEMPLATE)' $(RUN_FLAGS)
+	@exec $(PY) -m services.local $(if $(call chosen,MODEL),--model '$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \
+	  $(if $(call chosen,WORKERS),--workers $(WORKERS)) $(if $(call chosen,CHAT_TEMPLATE),--chat-template '$(CHAT_TEMPLATE)') $(RUN_FLAGS)
 
 check: dev-env       ## lint, types, core tests, contracts: before every commit
 	$(VENV)/bin/ruff check

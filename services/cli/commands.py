@@ -12,6 +12,7 @@ from services.cli.bench import flags as bench
 from services.cli.chat import command as chat
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.status import command as status
+from services.shared.flag_parser import FlagParser
 
 VERSION = "0.1.0"
 DESCRIPTION = "A client of Rootstock's gateway, and of other servers with OpenAI's API."
@@ -162,7 +163,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         "rootstock",
         description=DESCRIPTION,
         epilog=EXITS,

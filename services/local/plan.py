@@ -161,7 +161,8 @@ def settings_of(cls: type[S], service: str, argv: list[str]) -> S:
         if not end.code:  # --help
             raise
     fault = said.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
-    raise ValueError(f"{service} refuses its settings: {fault}. `python -m services.{service} --help` lists them.")
+    stop = "" if fault.endswith((".", "?")) else "."
+    raise ValueError(f"{service} refuses its settings: {fault}{stop} `python -m services.{service} --help` lists them.")
 
 
 def address(host: str) -> str:

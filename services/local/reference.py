@@ -20,7 +20,22 @@ SERVICES: dict[str, type[BaseSettings]] = {
 HEAD = """# Configuration
 
 Every setting of every process, written by `make docs` from the classes that read them. A flag wins over the environment,
-the environment over the default. `.venv/bin/python -m services.NAME --help` says the same.
+the environment over the file that `--config` names, and the file over the default.
+`.venv/bin/python -m services.NAME --help` says the same.
+
+The file is YAML, with a flat mapping. A key is the name of a setting of that process, as `max-body-bytes` or `max_body_bytes`.
+A value is read as the environment's text is, so `1.10` stays `1.10`; where commas separate values, a list may stand. Each
+process has a file of its own: a key that is no setting of the process is refused with the nearest name.
+
+```yaml
+# gateway.yaml, for `python -m services.gateway --config gateway.yaml`
+port: 8000
+workers: [10.0.0.5:7003, 10.0.0.6:7003]
+max-concurrent-requests: 512
+access-log: json
+```
+
+A file with a token is readable for its process alone (mode 0400); values of the file are never logged.
 """
 
 

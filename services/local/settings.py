@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.shared.settings import CONFIG_HELP
+
 
 class LocalSettings(BaseSettings):
     """Not a service: it has no port of its own, and passes to each service what that service's flags need."""
@@ -15,6 +17,7 @@ class LocalSettings(BaseSettings):
         env_prefix="ROOTSTOCK_LOCAL_", frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
     )
 
+    config: str = Field("", description=CONFIG_HELP)
     model: str = Field("models/demo", description="Model folder in Hugging Face layout, or a hub id.")
     chat_template: str = Field("", description="File of a Jinja chat template that replaces the model's own. Empty: the model's.")
     served_model_name: str = Field(

@@ -1,20 +1,30 @@
-"""Settings of a service: one frozen class per process, filled from flags, then environment, then defaults.
+"""Settings of a service: one frozen class per process, filled from flags, then environment, then a file, then defaults.
 
 A service subclasses ServiceSettings directly; services never inherit from one another. Every field has a type, a default, a
-unit and a help text in its Field. `--field-name VALUE` on the command line; ROOTSTOCK_FIELD_NAME in the environment.
+unit and a help text in its Field. `--field-name VALUE` on the command line; ROOTSTOCK_FIELD_NAME in the environment;
+`field-name: VALUE` or `field_name: VALUE` in the file that `--config` names.
 """
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict
+
+from services.shared.flag_parser import FlagParser, nearest
 
 ENV_PREFIX = "ROOTSTOCK_"
 WRONG_SETTINGS = 2  # exit status if settings, or the files that they name, are refused: another start would refuse them again
+CONFIG = "config"  # field of a class whose settings a file may hold
+CONFIG_HELP = "YAML file with settings by name, log-level or log_level; flags and the environment win over it. Empty: no file."
+NULL = "tag:yaml.org,2002:null"
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -54,6 +64,7 @@ class ServiceSettings(TlsSettings):
         protected_namespaces=(),
     )
 
+    config: str = Field("", description=CONFIG_HELP)
     host: str = Field("127.0.0.1", description="Address that the service's port listens on.")
     health_port: int = Field(
         0, ge=0, le=65535, description="Port of a gRPC health service alone, in the clear, for probes; 0: none beside the port's."
@@ -70,19 +81,112 @@ class ServiceSettings(TlsSettings):
     )
 
 
+class WrongConfig(ValueError):
+    """The file that --config names cannot be used. The text is one sentence without the file's values."""
+
+
 def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
     """The settings of a process. Exits with status 2 and one line per wrong field, or prints --help and exits 0."""
-    return load_given(cls, prog, {"_cli_parse_args": sys.argv[1:] if argv is None else argv, "_cli_prog_name": prog})
+    values: dict[str, Any] = {"_cli_settings_source": _flags(cls, prog, sys.argv[1:] if argv is None else argv)}
+    path = ""
+    if CONFIG in cls.model_fields:
+        given = {**EnvSettingsSource(cls)(), **values["_cli_settings_source"]()}
+        path = str(given.get(CONFIG) or "")
+        try:
+            held = config_values(Path(path), cls) if path else {}
+        except WrongConfig as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            raise SystemExit(WRONG_SETTINGS) from None
+        values |= {name: value for name, value in held.items() if name not in given}
+    return load_given(cls, prog, values, path)
 
 
-def load_given(cls: type[S], prog: str, values: Mapping[str, Any]) -> S:
-    """Returns these values, and else those of the environment. Exits with status 2 and one line per wrong field."""
+def load_given(cls: type[S], prog: str, values: Mapping[str, Any], path: str = "") -> S:
+    """Returns these values, and else those of the environment. Exits with status 2 and one line per wrong field.
+
+    Args:
+        path: the file that the values come from. Empty if they come from no file.
+    """
     try:
         return cls(**values)
     except ValidationError as error:
-        for sentence in _wrong_fields(error):
+        for sentence in _wrong_fields(error, values if path else (), path):
             print(f"{prog}: {sentence}", file=sys.stderr)
         raise SystemExit(WRONG_SETTINGS) from None
+
+
+def _flags(cls: type[BaseSettings], prog: str, argv: list[str]) -> CliSettingsSource[Any]:
+    """Returns the settings that a command line has. Exits with status 2 and one line if it is wrong."""
+    parser = FlagParser(
+        prog,
+        description=inspect.cleandoc(cls.__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return CliSettingsSource(cls, cli_prog_name=prog, cli_parse_args=argv, root_parser=parser)
+
+
+def config_values(path: Path, cls: type[BaseSettings]) -> dict[str, Any]:
+    """Returns the settings that a YAML file holds, by field. A value is text, as in the environment, or a list of texts.
+
+    Raises:
+        WrongConfig: the file is not readable, is no flat mapping, or has a key that is no setting of the class or comes twice.
+    """
+    values: dict[str, Any] = {}
+    for key, value in _config_nodes(path):
+        if not isinstance(key, yaml.ScalarNode):
+            raise WrongConfig(f"--{CONFIG} {path} has a key at line {_line(key)} that is no name of a setting.")
+        name = key.value.replace("-", "_")
+        if name == CONFIG or name not in cls.model_fields:
+            raise WrongConfig(f"--{CONFIG} {path}: {key.value} is no setting of this program; {_remedy(key.value, cls)}")
+        if name in values:
+            raise WrongConfig(f"--{CONFIG} {path} has {key.value} twice; keep one.")
+        values[name] = _config_value(value, f"--{CONFIG} {path}: {key.value}")
+    return values
+
+
+def _config_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Returns the top-level keys and values of a YAML file. Raises WrongConfig."""
+    try:
+        root = yaml.compose(path.read_text("utf-8-sig"), yaml.SafeLoader)
+    except OSError as error:
+        raise WrongConfig(f"--{CONFIG} {path} is not readable: {str(error.strerror).lower()}.") from None
+    except UnicodeDecodeError:
+        raise WrongConfig(f"--{CONFIG} {path} is not UTF-8 text.") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)  # the parser's own words may quote a value
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise WrongConfig(f"--{CONFIG} {path} is not YAML{place}; quote values that begin with a special character.") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise WrongConfig(f"--{CONFIG} {path} is no mapping; write one `name: value` a line.")
+    return list(root.value)
+
+
+def _config_value(node: yaml.Node, key: str) -> str | list[str]:
+    if isinstance(node, yaml.ScalarNode):
+        return _text(node)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return [_text(item) for item in node.value]
+    raise WrongConfig(f"{key} holds nested values; write text, a number, true, false, or a list of texts.")
+
+
+def _text(node: yaml.ScalarNode) -> str:
+    """Returns a value as it is written, so that 1.10 stays 1.10 and no stays no. A null is empty text."""
+    return "" if node.tag == NULL else str(node.value)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _remedy(key: str, cls: type[BaseSettings]) -> str:
+    """Names the nearest setting in the key's own style."""
+    like = nearest(key, set(cls.model_fields) - {CONFIG})
+    if not like:
+        return "--help lists the settings."
+    return f"did you mean {like.replace('_', '-') if '-' in key else like}?"
 
 
 def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
@@ -96,7 +200,15 @@ def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
     return settings
 
 
-def _wrong_fields(error: ValidationError) -> list[str]:
-    """One sentence for each. A fault of several fields together names them itself."""
-    found = [(".".join(map(str, item["loc"])), str(item["msg"]).removeprefix("Value error, ")) for item in error.errors()]
-    return [f"{name}: {fault}" if name else fault for name, fault in found]
+def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: str = "") -> list[str]:
+    """Returns a sentence for each fault. A fault of several fields together names them itself.
+
+    Args:
+        by_file: fields whose values come from the file at `path`.
+    """
+    sentences = []
+    for item in error.errors():
+        name, fault = ".".join(map(str, item["loc"])), str(item["msg"]).removeprefix("Value error, ")
+        place = f" in --{CONFIG} {path}" if item["loc"] and item["loc"][0] in by_file else ""
+        sentences.append(f"{name}{place}: {fault}" if name else fault)
+    return sentences

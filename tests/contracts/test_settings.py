@@ -15,6 +15,7 @@ from services.local import models_reference
 from services.local.reference import SERVICES, render
 
 ROOT = Path(__file__).resolve().parents[2]
+LINES = ("--help", "--port ninety", "--log-levle info", "--config /no/such/file.yaml")
 COMMAND_LINES = """
 import contextlib, io, json, runpy, sys
 names, lines = json.loads(sys.argv[1])
@@ -26,7 +27,7 @@ for name in names:
             try:
                 runpy.run_module(f"services.{name}", run_name="__main__", alter_sys=True)
             except SystemExit as end:
-                said[name][line[0]] = {"status": end.code or 0, "stdout": out.getvalue(), "stderr": err.getvalue()}
+                said[name][" ".join(line)] = {"status": end.code or 0, "stdout": out.getvalue(), "stderr": err.getvalue()}
 print(json.dumps(said))
 """
 
@@ -48,9 +49,9 @@ def test_the_configuration_page_is_what_the_classes_say() -> None:
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, dict[str, Any]]:
-    """What each service says as `python -m services.NAME`, by name and flag: one process runs them all, and loads torch once."""
+    """What each service prints as `python -m services.NAME`, by name and command line. One process loads torch once for all."""
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND_LINES, json.dumps([list(SERVICES), [["--help"], ["--port", "ninety"]]])],
+        [sys.executable, "-c", COMMAND_LINES, json.dumps([list(SERVICES), [line.split() for line in LINES]])],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -72,9 +73,23 @@ def test_help_names_every_flag(name: str, ran: dict[str, dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_wrong_flag_is_one_line_and_status_2(name: str, ran: dict[str, dict[str, Any]]) -> None:
-    result = ran[name]["--port"]
+    result = ran[name]["--port ninety"]
     assert result["status"] == 2
     assert "port" in result["stderr"] and "Traceback" not in result["stderr"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_names_the_nearest_flag_when_one_is_unknown(name: str, ran: dict[str, dict[str, Any]]) -> None:
+    result = ran[name]["--log-levle info"]
+    assert result["status"] == 2 and result["stderr"].count("\n") == 1
+    assert "unknown flag --log-levle; did you mean --log-level?" in result["stderr"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_names_the_configuration_file_when_it_is_missing(name: str, ran: dict[str, dict[str, Any]]) -> None:
+    result = ran[name]["--config /no/such/file.yaml"]
+    assert result["status"] == 2 and result["stderr"].count("\n") == 1
+    assert "--config /no/such/file.yaml is not readable: no such file or directory." in result["stderr"]
 
 
 def test_the_page_of_models_names_the_families() -> None:

@@ -71,7 +71,28 @@ def test_a_command_line_that_cannot_be_read_is_usage(capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as caught:
             main(command.split())
         assert caught.value.code == Exit.USAGE
-        assert "usage: " in capsys.readouterr().err
+        refusal = capsys.readouterr().err
+        assert refusal.startswith("rootstock") and refusal.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("bench --concurency 3", "rootstock bench: unknown flag --concurency; did you mean --concurrency?"),
+        ("bench --concurency=3", "rootstock bench: unknown flag --concurency; did you mean --concurrency?"),
+        (
+            "keys new a --requests_per_minute 3",
+            "rootstock keys new: unknown flag --requests_per_minute; did you mean --requests-per-minute?",
+        ),
+        ("--versoin", "rootstock: unknown flag --versoin; did you mean --version?"),
+        ("models --frobnicate sesame", "rootstock models: unknown flag --frobnicate; --help lists the flags."),
+    ],
+    ids=["value", "equals sign", "underscores", "before the command", "nothing near"],
+)
+def test_program_names_the_nearest_flag_when_one_is_unknown(words: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert (caught.value.code, capsys.readouterr().err) == (Exit.USAGE, f"{nearest}\n")
 
 
 def test_ctrl_c_ends_the_request_and_the_program(server: FakeServer) -> None:

@@ -1,0 +1,50 @@
+"""The argument parser of the services and of `rootstock`: each refusal is one line, and an unknown flag names the nearest one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+LIKENESS = 0.7  # least ratio of difflib for two names; below it, a name is no likely misspelling of the other
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Parsers of subcommands are of this class too, so that each names its own flags."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses unknown words here, in the parser whose flags they resemble. Exits with status 2."""
+        words = list(sys.argv[1:] if args is None else args)
+        if any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
+            # No flag before a command takes a value. argparse would report a missing command, not the unknown flag.
+            leading = itertools.takewhile(lambda word: word.startswith("-"), words)
+            if unknown := [word for word in leading if word not in self._option_string_actions]:
+                self.error(self._refusal(unknown))
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(self._refusal(unknown))
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def _refusal(self, unknown: Sequence[str]) -> str:
+        """Names flags without their values, because a value may be a secret."""
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not flags:
+            return f"words without a flag: {len(unknown)}; --help lists the flags."
+        return " ".join(map(self._unknown_flag, flags))
+
+    def _unknown_flag(self, flag: str) -> str:
+        like = nearest(flag, self._option_string_actions)
+        return f"unknown flag {flag}; " + (f"did you mean {like}?" if like else "--help lists the flags.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the known name of which this one is a likely misspelling, or an empty string."""
+    by_word = {each.lstrip("-").replace("-", "_"): each for each in known}
+    found = difflib.get_close_matches(name.lstrip("-").replace("-", "_").lower(), by_word, n=1, cutoff=LIKENESS)
+    return by_word[found[0]] if found else ""
