@@ -27,8 +27,9 @@ The file is YAML, with a flat mapping. A key is the name of a setting of that pr
 A value is read as the environment's text is, so `1.10` stays `1.10`; where commas separate values, a list may stand. Each
 process has a file of its own: a key that is no setting of the process is refused with the nearest name.
 
+<!-- output: example -->
 ```yaml
-# gateway.yaml, for `python -m services.gateway --config gateway.yaml`
+# gateway.yaml, for `.venv/bin/python -m services.gateway --config gateway.yaml`
 port: 8000
 workers: [10.0.0.5:7003, 10.0.0.6:7003]
 max-concurrent-requests: 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,11 @@ def test_load_reads_values_of_the_file_like_environment_text(line: str, field: s
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "\ufeffport: 8000\n", "{}"], ids=["empty", "comment", "BOM", "braces"])
 def test_load_takes_the_defaults_when_the_file_is_empty(text: str, file: Path) -> None:
     assert by_file(GatewaySettings, file, text)["port"] == 8000
+
+
+def test_load_reads_the_example_of_the_configuration_page(file: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/configuration.md").read_text(), re.DOTALL)
+    assert by_file(GatewaySettings, file, example)["workers"] == ("10.0.0.5:7003", "10.0.0.6:7003")
 
 
 def test_settings_file_holds_settings_of_a_worker(file: Path) -> None:
