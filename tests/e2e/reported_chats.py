@@ -1,19 +1,12 @@
-"""Tests that each API takes chats in every form and order for a model with a strict chat template, streamed and whole."""
+"""Chats in every form and order that an API allows, and a strict chat template that shows few of them as they are."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import httpx
-import pytest
-
-from tests.e2e.system import System
+from tests.e2e.reported_apis import CHAT, MESSAGES, RESPONSES, Json
 from tests.services.tokenizer.test_chat_history import CHATS
 
-Json = dict[str, Any]
 # Concatenates content, looks into parts of user messages only, iterates over arguments, allows one call a turn, and takes one
 # system message, first, then user and assistant by turns.
 STRICT = """{% if messages[0].role == 'system' %}<s>{{ messages[0].content + '|' }}{% set rest = messages[1:] %}{% else %}
@@ -36,7 +29,7 @@ def of_tool(number: int = 1) -> Json:
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": f"call_{number}", "content": "found"}]}
 
 
-MESSAGES: dict[str, list[Json]] = {
+TURNS: dict[str, list[Json]] = {
     "a call alone": [ASKED, {"role": "assistant", "content": [USE]}, of_tool()],
     "two calls": [
         ASKED,
@@ -95,61 +88,32 @@ ITEMS: dict[str, list[Json]] = {
     "an empty assistant turn": [ASKED, {"role": "assistant", "content": []}, ASKED],
 }
 BODIES: dict[str, tuple[str, Json]] = {
-    **{f"chat: {name}": ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}) for name, chat in CHATS.items()},
-    **{f"messages: {name}": ("/v1/messages", {"messages": chat, "max_tokens": 2}) for name, chat in MESSAGES.items()},
+    **{f"chat: {name}": (CHAT, {"messages": chat, "max_tokens": 2}) for name, chat in CHATS.items()},
+    **{f"messages: {name}": (MESSAGES, {"messages": chat, "max_tokens": 2}) for name, chat in TURNS.items()},
     "messages: several system blocks": (
-        "/v1/messages",
+        MESSAGES,
         {"messages": [ASKED], "max_tokens": 2, "system": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]},
     ),
-    **{f"responses: {name}": ("/v1/responses", {"input": items, "max_output_tokens": 2}) for name, items in ITEMS.items()},
+    **{f"responses: {name}": (RESPONSES, {"input": items, "max_output_tokens": 2}) for name, items in ITEMS.items()},
     "responses: instructions and a system message": (
-        "/v1/responses",
+        RESPONSES,
         {"input": [{"role": "system", "content": "Two."}, ASKED], "instructions": "One.", "max_output_tokens": 2},
     ),
 }
+# Words in the names of the chats of each row. A chat without any of them is one of the last row.
+ROWS = {
+    "A1": ("content", "a call alone", "reasoning", "thinking", "an empty assistant turn"),
+    "A2": ("empty",),
+    "A3": ("arguments",),
+    "A4": ("parts",),
+    "A5": ("two calls", "several rounds", "a call between its results"),
+    "A6": (),
+}
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    folder = tmp_path_factory.mktemp("strict")
-    template = folder / "strict.jinja"
-    template.write_text(STRICT)
-    with System(folder, chat_template=str(template)) as running:
-        yield running
-
-
-def ask(system: System, path: str, body: Json, stream: bool) -> httpx.Response:
-    return httpx.post(f"{system.url}{path}", json={**body, "model": "demo", "stream": stream, "temperature": 0}, timeout=60)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_every_chat_is_answered_by_a_model_with_a_strict_template(system: System, stream: bool) -> None:
-    refused = {}
-    for name, (path, body) in BODIES.items():
-        answer = ask(system, path, body, stream)
-        if answer.status_code != 200 or (stream and '"error":{' in answer.text):
-            refused[name] = answer.text
-    assert not refused
-
-
-def test_unread_switch_is_refused_by_name(system: System) -> None:
-    for name in ("enable_thinking", "thinking"):
-        for path, body in (("/v1/chat/completions", {"messages": [ASKED]}), ("/v1/responses", {"input": "Hi"})):
-            answer = ask(system, path, {**body, name: True}, False)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter"), answer.text
-    assert ask(system, "/v1/chat/completions", {"messages": [ASKED], "think": True, "max_tokens": 2}, False).status_code == 200
-    kwargs = {"enable_thinking": False}
-    body = {"messages": [ASKED], "chat_template_kwargs": kwargs, "max_tokens": 2}
-    assert ask(system, "/v1/chat/completions", body, False).status_code == 200
-    assert (
-        ask(system, "/v1/messages", {"messages": [ASKED], "thinking": {"type": "disabled"}, "max_tokens": 2}, False).status_code
-        == 200
-    )
-
-
-def test_refusal_names_the_message(system: System, tmp_path: Path) -> None:
-    messages = [ASKED, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function"}]}, ASKED]
-    answer = ask(system, "/v1/chat/completions", {"messages": messages}, False)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1]"), answer.text
-    assert "call_1" not in json.dumps(answer.json())
+def bodies_of(row: str) -> Sequence[str]:
+    """Returns the names of the bodies of a row."""
+    if ROWS[row]:
+        return [name for name in BODIES if any(word in name for word in ROWS[row])]
+    named = {name for words in ROWS.values() for name in BODIES if any(word in name for word in words)}
+    return [name for name in BODIES if name not in named]
