@@ -28,14 +28,19 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
 
 
 def _call(reading: Reading, mark: str) -> Steps[None]:
-    """`function<｜tool▁sep｜>NAME` and arguments in a fence, or `NAME<｜tool▁sep｜>` and arguments."""
+    """`function<｜tool▁sep｜>NAME` and arguments in a fence, or `NAME<｜tool▁sep｜>` and arguments.
+
+    The separator may be missing behind the name of a known tool, unless the output was cut off, perhaps within the name.
+    """
     source = reading.source
     if mark == SECTION:
         yield from source.space()
         yield from source.expect(CALL)
     name = yield from _name(reading)
-    yield from source.expect(SEPARATOR)
-    if name == KIND:
+    is_separated = bool((yield from source.choose((SEPARATOR,))))
+    if not is_separated and (source.was_cut or not reading.writer.knows(name)):
+        raise Malformed
+    if is_separated and name == KIND:
         name = (yield from _name(reading)) or name
     yield from source.space()
     yield from source.choose((FENCE,))

@@ -16,7 +16,7 @@ _KEYS = tuple(f'"{key}"' for key in JsonCall.MEMBERS)
 
 
 def _read(reading: Reading, mark: str) -> Steps[None]:
-    outcome = yield from reading.attempt(mark, _call(reading) if mark == "{" else _behind_mark(reading))
+    outcome = yield from reading.attempt(mark, _call(reading) if mark == "{" else _behind_mark(reading, mark))
     if outcome is not Outcome.WHOLE:
         return
     if mark != "[":
@@ -36,19 +36,19 @@ def _another(reading: Reading) -> Steps[bool]:
     return (yield from source.choose(("{", "]"))) == "{"
 
 
-def _behind_mark(reading: Reading) -> Steps[None]:
+def _behind_mark(reading: Reading, mark: str) -> Steps[None]:
     yield from reading.source.space()
     yield from reading.source.expect("{")
-    yield from _call(reading)
+    yield from _call(reading, mark == MARK)
 
 
-def _call(reading: Reading) -> Steps[None]:
-    """From after the brace."""
+def _call(reading: Reading, marked: bool = False) -> Steps[None]:
+    """Reads a call from behind its brace. A marked call may lack its parameters."""
     yield from reading.source.space()
     key = yield from reading.source.choose(_KEYS)
     if not key:
         raise Malformed
-    yield from JsonCall(reading, False, _BREAKS).members(key.strip('"'))
+    yield from JsonCall(reading, marked, _BREAKS).members(key.strip('"'))
 
 
 LLAMA3_JSON = CallFormat((MARK, "{", "["), (MARK,), _read)

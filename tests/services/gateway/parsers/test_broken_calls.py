@@ -64,6 +64,8 @@ FAMILIES: Mapping[str, Family] = {
             '{"name": "read", "parameters": {}}',
             '{"name": "read", "parameters": null}',
             '<|python_tag|>{"name": "read", "parameters": {',
+            '<|python_tag|>{"name": "read"}',
+            '<|python_tag|>{"name": "read"',
         ),
     ),
     "pythonic": Family("[read(", 'path="a"', (")", "]"), ("[read()]", "<|python_start|>[read()]<|python_end|>", "[read(")),
@@ -88,7 +90,12 @@ FAMILIES: Mapping[str, Family] = {
         f"{SECTION}{CALL}read{SEP}",
         OBJECT,
         (CALL_END, SECTION_END),
-        (f"{SECTION}{CALL}read{SEP}{CALL_END}{SECTION_END}", f"{CALL}read{SEP}"),
+        (
+            f"{SECTION}{CALL}read{SEP}{CALL_END}{SECTION_END}",
+            f"{CALL}read{SEP}",
+            f"{SECTION}{CALL}read{CALL_END}{SECTION_END}",
+            f"{CALL}read",
+        ),
     ),
     "harmony": Family(
         HARMONY_CALL,
