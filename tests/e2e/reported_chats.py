@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.e2e.reported_apis import CHAT, MESSAGES, RESPONSES, Json
-from tests.services.tokenizer.test_chat_history import CHATS
+from tests.services.tokenizer.test_chat_history import CHATS, NO_OBJECTS
 
 # Concatenates content, looks into parts of user messages only, iterates over arguments, allows one call a turn, and takes one
 # system message, first, then user and assistant by turns.
@@ -36,6 +36,11 @@ TURNS: dict[str, list[Json]] = {
         {"role": "assistant", "content": [USE, OTHER]},
         {**of_tool(), "content": [*of_tool()["content"], *of_tool(2)["content"]]},
     ],
+    **{
+        f"arguments {given!r}": [ASKED, {"role": "assistant", "content": [{**USE, "input": given}]}, of_tool()]
+        for given in NO_OBJECTS
+    },
+    "no arguments": [ASKED, {"role": "assistant", "content": [{**USE, "input": {}}]}, of_tool()],
     "a result, then text": [
         ASKED,
         {"role": "assistant", "content": [USE]},
@@ -70,7 +75,9 @@ REASONING = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"typ
 ITEMS: dict[str, list[Json]] = {
     "a call alone": [ASKED, CALL, OUTPUT],
     "two calls": [ASKED, CALL, {**CALL, "call_id": "call_2"}, OUTPUT, {**OUTPUT, "call_id": "call_2"}],
-    "arguments that are no object": [ASKED, {**CALL, "arguments": "not json"}, OUTPUT],
+    **{f"arguments {given!r}": [ASKED, {**CALL, "arguments": given}, OUTPUT] for given in NO_OBJECTS},
+    "a result without content": [ASKED, CALL, {**OUTPUT, "output": None}],
+    "content null": [ASKED, {"role": "assistant", "content": None}, ASKED],
     "a call between its results": [ASKED, CALL, OUTPUT, {**CALL, "call_id": "call_2"}, {**OUTPUT, "call_id": "call_2"}, ASKED],
     "reasoning alone": [ASKED, REASONING, ASKED],
     "reasoning without text": [ASKED, {**REASONING, "content": []}, ASKED],

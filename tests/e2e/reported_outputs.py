@@ -105,11 +105,15 @@ def _empty() -> Sequence[Output]:
     bodies = {
         "hermes": ['<tool_call>{"name": "read", "arguments": }</tool_call>', '<tool_call>{"name": "read"}</tool_call>'],
         "qwen3_coder": ["<tool_call>\n<function=read>\n</function>\n</tool_call>"],
-        "llama3_json": ['{"name": "read", "parameters": {}}', '{"name": "read", "parameters": null}'],
+        "llama3_json": [
+            '{"name": "read", "parameters": {}}',
+            '{"name": "read", "parameters": null}',
+            '<|python_tag|>{"name": "read"}',
+        ],
         "pythonic": ["[read()]", "<|python_start|>[read()]<|python_end|>"],
         "mistral": ["[TOOL_CALLS]read[ARGS]", "[TOOL_CALLS]read"],
         "deepseek_v3": ["".join(JSON_CALLS["deepseek_v3"])],
-        "deepseek_v31": ["".join(JSON_CALLS["deepseek_v31"])],
+        "deepseek_v31": ["".join(JSON_CALLS["deepseek_v31"]), f"{SECTION}{CALL}read{CALL_END}{SECTION_END}"],
         "harmony": ["".join(JSON_CALLS["harmony"])],
     }
     return [Output("B4", family, text, nothing) for family, texts in bodies.items() for text in texts]

@@ -58,3 +58,10 @@ def dump_json(value: Any, param: str) -> bytes:
         return orjson.dumps(value)
     except (orjson.JSONEncodeError, RecursionError):
         raise bad_request(param, f"'{param}' is nested too deeply.") from None
+
+
+def arguments_text(given: Any) -> str:
+    """Returns a call's arguments as the text that a chat message has. Text stays; a missing value is empty."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    return orjson.dumps(given).decode()

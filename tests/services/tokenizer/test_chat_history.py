@@ -77,6 +77,13 @@ CHATS: dict[str, list[Message]] = {
     "a system message between call and result": [USER, calls(), SYSTEM, result(), USER],
     "a user between call and result": [USER, calls(), USER, result()],
     "a result without a call": [USER, result()],
+    "a result without content": [USER, calls(), {"role": "tool", "tool_call_id": "call_1", "content": None}],
+    "a function's result without content": [
+        USER,
+        {"role": "assistant", "function_call": call()["function"]},
+        {"role": "function", "name": "find"},
+    ],
+    "a refusal in place of content": [USER, {"role": "assistant", "content": None, "refusal": "No."}, USER],
     "a result first": [result(), USER],
     "several rounds": [USER, calls(), result(), calls(call(name="call_2")), result(2), ANSWER, USER],
     "a function's older form": [

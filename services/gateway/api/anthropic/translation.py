@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import ValidationError
 
 from services.gateway.api import known_fields
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.known_fields import KnownFields, hosted_type, omitted_names, refuse_unserved
+from services.gateway.api.strict_json import arguments_text
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Plan
 from services.shared import limits
@@ -279,10 +279,7 @@ def _said(blocks: Sequence[Json], where: str) -> Json:
 
 
 def _call(block: Json, where: str) -> Json:
-    given = block.get("input")
-    if not isinstance(given, dict):
-        raise bad_request(f"{where}.input", f"'{where}.input' must be an object.")
-    function = {"name": _string(block, "name", where), "arguments": orjson.dumps(given).decode()}
+    function = {"name": _string(block, "name", where), "arguments": arguments_text(block.get("input"))}
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 

@@ -16,6 +16,7 @@ from services.shared import limits
 _THINKING_OFF = {"enable_thinking": False, "thinking": False}
 _SWITCHES = ("enable_thinking", "thinking", "think")
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles whose content may be null or absent
 
 
 def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.EncodeChatRequest:
@@ -104,7 +105,7 @@ def _check_message(message: Any, where: str) -> None:
         raise unserved(f"{where}.audio")
     content = message.get("content")
     if content is None:
-        if message["role"] != "assistant":
+        if message["role"] not in _MAY_BE_EMPTY:
             raise bad_request(f"{where}.content", f"'{where}.content' is required.")
     elif isinstance(content, list):
         for index, part in enumerate(content):

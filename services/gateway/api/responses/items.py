@@ -9,6 +9,7 @@ from typing import Any
 
 from services.gateway.api.known_fields import hosted_type
 from services.gateway.api.responses.sealed import opened
+from services.gateway.api.strict_json import arguments_text
 from services.gateway.request.errors import bad_request
 from services.shared import limits
 
@@ -155,7 +156,8 @@ def _message(item: Json, where: str) -> Json:
     if not isinstance(role, str) or role not in _ROLES:
         raise bad_request(f"{where}.role", f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.")
     kind = "output_text" if role == "assistant" else "input_text"
-    content = _parts(item.get("content"), f"{where}.content", kind)
+    content = item.get("content")
+    content = [] if content is None and role == "assistant" else _parts(content, f"{where}.content", kind)
     return {"role": role, "content": content, "status": "completed"}
 
 
@@ -189,12 +191,14 @@ def _checked_part(part: Any, where: str) -> Json:
 
 
 def _call(item: Json, where: str) -> Json:
-    found = {name: _string(item, name, where) for name in ("call_id", "name", "arguments")}
-    return {**found, "status": "completed"}
+    found = {name: _string(item, name, where) for name in ("call_id", "name")}
+    return {**found, "arguments": arguments_text(item.get("arguments")), "status": "completed"}
 
 
 def _call_output(item: Json, where: str) -> Json:
     output = item.get("output")
+    if output is None:
+        output = ""
     if not isinstance(output, str):
         output = _parts(output, f"{where}.output", "input_text")
     return {"call_id": _string(item, "call_id", where), "output": output, "status": "completed"}
