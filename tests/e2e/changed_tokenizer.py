@@ -15,7 +15,7 @@ class ChangedTokenizer:
         self._flags: tuple[str, ...] = ()
 
     def set(self, *flags: str) -> System:
-        """Starts the tokenizer with these flags behind its own, unless it runs with them."""
+        """Starts the tokenizer again with more flags. A tokenizer that has these flags already goes on."""
         if flags != self._flags:
             system, name = self.system, "tokenizer"
             system.kill(name)

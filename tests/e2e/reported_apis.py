@@ -35,7 +35,12 @@ class Answer:
 
 
 def body_of(path: str, prompt: str = QUESTION, model: str = "demo", most: int = 40, **sampling: Any) -> Json:
-    """Returns a request for at most this many tokens. sampling: fields with the names of sampling parameters."""
+    """Returns a request.
+
+    Args:
+        most: Limit of tokens.
+        sampling: Fields with the names of sampling parameters.
+    """
     user = [{"role": "user", "content": prompt}]
     return {
         CHAT: {"model": model, "messages": user, "max_tokens": most, **sampling},

@@ -1,4 +1,4 @@
-"""Outputs that break their format, by the format, with the calls and the reasoning that are right for them."""
+"""Outputs of models that break the format of calls, with the calls, the text and the reasoning that a client must get."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _damaged() -> Sequence[Output]:
 
 
 OUTPUTS: Sequence[Output] = (*_in_reasoning(), *_without_closing_marks(), *_empty(), *_damaged())
-FAMILIES = tuple(dict.fromkeys(output.family for output in OUTPUTS))
+FAMILY_ROWS = sorted({(output.family, output.row) for output in OUTPUTS})
 # Calls without a mark of their own, and a template's instruction that describes them.
 IN_WORDS = {
     "llama3_json": (

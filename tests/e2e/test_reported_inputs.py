@@ -3,7 +3,7 @@
 Each row is a kind of input. The ids of the cases name the row.
 
     A1  an assistant message without text         A2  empty containers in a message
-    A3  arguments in the history that no object   A4  text parts in each role
+    A3  arguments that are not an object          A4  text parts in each role
     A5  two calls in one turn                     A6  system messages in any order
     A7  fields that switch thinking               B1  a call in open reasoning
     B2  a call without its closing marks          B3  a call format that a template describes in words
@@ -67,7 +67,7 @@ from tests.e2e.reported_apis import (
     with_schema,
 )
 from tests.e2e.reported_chats import BODIES, ROWS, STRICT, bodies_of
-from tests.e2e.reported_outputs import FAMILIES, IN_WORDS, OUTPUTS, READ, Output
+from tests.e2e.reported_outputs import FAMILY_ROWS, IN_WORDS, OUTPUTS, READ, Output
 from tests.e2e.system import DEMO, ROOT, System, wait_until
 
 PARALLEL = 12  # requests at a time
@@ -96,7 +96,7 @@ def of(row: str, paths: Sequence[str] = EVERY) -> Any:
 
 
 def each(cases: Sequence[T], fault_of: Callable[[T], str]) -> None:
-    """Fails with the faults of all cases. An empty text is none."""
+    """Fails with the faults of all cases. The function returns an empty text for a case without a fault."""
     with ThreadPoolExecutor(PARALLEL) as pool:
         faults = [fault for fault in pool.map(fault_of, cases) if fault]
     assert not faults, "\n".join(faults)
@@ -160,7 +160,7 @@ class TestChats:
 
     @of("A7", (CHAT, RESPONSES))
     def test_switch_reaches_a_template_that_reads_it(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
-        """The template reads `think` alone."""
+        """The template reads `think` and no other switch."""
         for name in ("think", "enable_thinking", "thinking"):
             response = post(bare.set(), path, {**body_of(path, most=2), name: True}, stream)
             if name == "think":
@@ -240,8 +240,10 @@ def parsed(answer: Answer) -> tuple[Any, ...]:
 class TestOutputs:
     """Calls and reasoning that a model writes in a broken form, and the ends of outputs."""
 
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_calls_are_those_of_the_output_when_its_form_is_broken(self, reciting: ChangedTokenizer, family: str) -> None:
+    @pytest.mark.parametrize(("family", "row"), FAMILY_ROWS, ids=[f"{row}-{family}" for family, row in FAMILY_ROWS])
+    def test_calls_are_those_of_the_output_when_its_form_is_broken(
+        self, reciting: ChangedTokenizer, family: str, row: str
+    ) -> None:
         reasoning = "harmony" if family == "harmony" else "think"
         system = reciting.set("--tool-call-parser", family, "--reasoning-parser", reasoning)
 
@@ -249,9 +251,9 @@ class TestOutputs:
             output, path, stream = case
             found = parsed(recited(system, path, stream, output.text, output.opens))
             wanted = (output.calls, output.beside, output.reasoning, "tool_calls" if output.calls else "stop")
-            return f"{output.row} {path} {stream} {output.text!r}: {found}" if found != wanted else ""
+            return f"{path} {stream} {output.text!r}: {found}" if found != wanted else ""
 
-        outputs = [output for output in OUTPUTS if output.family == family]
+        outputs = [output for output in OUTPUTS if (output.family, output.row) == (family, row)]
         each([(output, path, stream) for output in outputs for path in CHATS for stream in (False, True)], fault)
 
     @pytest.mark.parametrize("family", IN_WORDS, ids=lambda family: f"B3-{family}")
