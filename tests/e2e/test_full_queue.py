@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from services.local.ports import free_ports
 from tests.e2e.system import System, wait_until
 
 FLAGS = "--enable-priority-scheduling --max-running-requests 1 --max-queued-requests 2"
@@ -19,8 +20,15 @@ LONG = 600  # tokens that outlast what happens beside them
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     flags = {"worker_flags": FLAGS, "gateway_flags": "--max-waiting-requests 0"}
-    with System(tmp_path_factory.mktemp("full"), dtype="float32", **flags) as running:
+    admin_port = free_ports(1)[0]
+    with System(tmp_path_factory.mktemp("full"), dtype="float32", admin_port=admin_port, **flags) as running:
         yield running
+
+
+def slow_down(system: System, seconds: float | None) -> None:
+    """Has the worker wait after each step, so that a running request outlasts a test. None: full speed."""
+    admin = f"http://127.0.0.1:{system.parts['gateway'].settings.admin_port}"
+    httpx.post(f"{admin}/slow_down", json={"forward_sleep_time": seconds}, timeout=60).raise_for_status()
 
 
 class Crowd:
@@ -116,12 +124,16 @@ def test_worker_counts_routing_keys_in_its_metrics(system: System) -> None:
 class TestFull:
     @pytest.fixture
     def full(self, system: System) -> Iterator[System]:
-        """One request runs and two wait."""
+        """One request runs and two wait, until the worker is set to full speed."""
         crowd = Crowd(system)
-        crowd.ask("runs", 0, LONG, gauge(system, "running", 1))
-        for waiting in (1, 2):
-            crowd.ask(f"waits {waiting}", 0, 4, gauge(system, "queue", waiting))
-        yield system
+        slow_down(system, 0.5)
+        try:
+            crowd.ask("runs", 0, LONG, gauge(system, "running", 1))
+            for waiting in (1, 2):
+                crowd.ask(f"waits {waiting}", 0, 4, gauge(system, "queue", waiting))
+            yield system
+        finally:
+            slow_down(system, None)
         crowd.join()
         assert sorted(crowd.ended) == ["runs", "waits 1", "waits 2"], "nobody else was disturbed"
 
@@ -142,6 +154,7 @@ class TestFull:
 
     def test_a_client_that_retries_gets_its_answer(self, full: System) -> None:
         """As the official client does by itself, by the header."""
+        slow_down(full, None)
         with openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=30, timeout=60) as client:
             answer = client.completions.create(model="demo", prompt="x", max_tokens=2)
         assert answer.choices[0].finish_reason in ("length", "stop"), json.dumps(answer.model_dump())

@@ -599,8 +599,10 @@ def test_tokens_of_weights_that_are_gone_are_not_gone_on_from() -> None:
         with System(state_redis_url=own.url) as first:
             first.allow(5)
             response = begin(first.openai())
-            key = f"state:background:ids:{owner_of('')}:{response.id}"
-            wait_until(lambda: own.client.strlen(key) == 20, "its tokens to be stored")
+            member = f"{owner_of('')}:{response.id}"
+            wait_until(lambda: own.client.strlen(f"state:background:ids:{member}") == 20, "its tokens to be stored")
+            texts = f"state:background:texts:{member}"
+            wait_until(lambda: b"".join(own.client.lrange(texts, 0, -1)).startswith(b"Hell"), "their text to be stored")
 
         def others(workers: list[FakeWorker]) -> None:
             workers[0].info.revision = "others"
