@@ -33,7 +33,8 @@ async def _serve(config: GatewaySettings) -> None:
     gateway = Gateway(config)
     gc.freeze()  # what is imported stays: it is never looked through again
     gc.set_threshold(YOUNG_OBJECTS)
-    async with admin_listener(config, gateway.token, gateway.directory, gateway.aborter, gateway.bodies, gateway.dialer):
+    operators = (gateway.directory, gateway.aborter, gateway.bodies, gateway.dialer, gateway.access)
+    async with admin_listener(config, gateway.token, *operators):
         await gateway.run(listener, stop)
 
 

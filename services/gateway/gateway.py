@@ -125,10 +125,10 @@ class Gateway:
         )
         token_texts = TokenTexts(self.detoks.stubs, settings.queue_timeout_s, retry)
         self._tracing = start_tracing(settings, SERVICE)
-        self._access = _access_log(settings)
+        self.access = _access_log(settings)
         self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
         self.generator = Generator(
-            settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing, self._access
+            settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing, self.access
         )
         catalog = self.dispatcher.catalog
         preparer = Preparer(
@@ -154,14 +154,14 @@ class Gateway:
         self.app = app.build(self.generator, preparer, catalog.listed, apis, readiness, metrics, retry_after_s, endpoints)
         self._registry = metrics.registry
         self._tls = _tls(settings)
-        self._http = http_server.build(self.app, _http_options(settings, metrics, self._access, self._tls))
+        self._http = http_server.build(self.app, _http_options(settings, metrics, self.access, self._tls))
 
     def _batch_work(self, endpoints: Mapping[str, Endpoint], metrics: GatewayMetrics) -> BatchWork | None:
         """None without a store. Its URL has been looked at."""
         if self._store is None:
             return None
         waiting, attendance = self.dispatcher.num_waiting_anywhere, self.generator.attendance
-        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics, self._access)
+        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics, self.access)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
         """As _batch_work()."""
@@ -222,7 +222,7 @@ class Gateway:
                     await kept.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
-            self._access.close()
+            self.access.close()
 
     async def _start_peer(self) -> list[grpc.aio.Server]:
         """None where settings switch it off. Operators' aborts come from loopback, or with a token."""

@@ -14,6 +14,7 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.http import http_server
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.side_listener import served_beside
+from services.gateway.observe.access_log import AccessLog
 from services.gateway.request.abort import Aborter
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import require_token_beyond_loopback
@@ -30,6 +31,7 @@ async def admin_listener(
     aborter: Aborter,
     bodies: BodyBudget,
     dialer: Dialer = IN_THE_CLEAR,
+    access: AccessLog | None = None,
 ) -> AsyncIterator[None]:
     """Serves while the block runs; does nothing where settings switch it off. Operations in flight at the end are cut off.
 
@@ -44,6 +46,8 @@ async def admin_listener(
         raise http_server.CannotListen(str(error)) from None
     workers = ControlledWorkers(token, dialer)
     operations = Operations(directory, workers, aborter, config.control_timeout_s, config.salt_cache_by_key)
-    async with served_beside(AdminApi(operations, bodies, token), config.admin_host, config.admin_port):
+    async with served_beside(
+        AdminApi(operations, bodies, token, access or AccessLog("off")), config.admin_host, config.admin_port
+    ):
         logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
         yield

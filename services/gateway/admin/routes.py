@@ -7,6 +7,7 @@ wrong, 409 where some are in no state for it, 502 where some cannot be reached, 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import orjson
@@ -16,7 +17,9 @@ from services.gateway.admin import bodies as bodies
 from services.gateway.admin.operations import ROUTES, Operation, Operations
 from services.gateway.http.body import held_body
 from services.gateway.http.body_budget import BodyBudget, ClientGone
-from services.gateway.request.errors import ApiError, internal
+from services.gateway.observe.access_log import ERROR_CODE, AccessLog
+from services.gateway.observe.key_labels import OTHER
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import accepts
 
@@ -28,29 +31,39 @@ _PATHS = frozenset(path for _, path in ROUTES)
 
 
 class AdminApi:
-    """An ASGI application."""
+    """An ASGI application. Each request leaves a line in the access log."""
 
-    def __init__(self, operations: Operations, bodies: BodyBudget, token: str) -> None:
+    def __init__(self, operations: Operations, bodies: BodyBudget, token: str, access: AccessLog) -> None:
         self._operations = operations
         self._bodies = bodies
         self._token = token
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        began = time.monotonic()
+        status, headers, content, code = await self._response(scope, receive)
+        try:
+            if status != CLIENT_CLOSED:
+                await _send(send, status, headers, content)
+        finally:
+            route = scope["path"] if scope["path"] in _PATHS else OTHER
+            state = {"request_id": "", ERROR_CODE: code}
+            self._access.ended("admin", scope["method"], route, state, status, len(content), time.monotonic() - began)
+
+    async def _response(self, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes, str]:
+        """Returns status, headers, body and error code. The status is 499 if the client left."""
         try:
             status, content = await self._answer(scope, receive)
         except ClientGone:
-            return
+            return CLIENT_CLOSED, [], b"", ""
         except ApiError as error:
-            await _send(send, error.status, [*error.headers(), *_allow(error, scope["path"])], error.json())
-            return
+            return error.status, [*error.headers(), *_allow(error, scope["path"])], error.json(), error.code or ""
         except Exception:
             logger.exception("fault while answering an operator")
-            await _send(send, 500, internal().headers(), internal().json())
-            return
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-        await _send(send, status, headers, content)
+            return 500, internal().headers(), internal().json(), internal().code or ""
+        return status, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))], content, ""
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         self._admit(dict(scope["headers"]))

@@ -221,8 +221,8 @@ class GatewaySettings(ServiceSettings):
     )
     access_log: Literal["json", "text", "off"] = Field(
         "json",
-        description="Form of the access log: one line for each request, batch line and background response that ends. Health"
-        " checks and scrapes have no line.",
+        description="Form of the access log: one line for each request, batch line, background response and admin"
+        " request that ends. Health checks and scrapes have no line.",
     )
     access_log_file: str = Field("", description="File to which the access log is appended. Empty: standard error.")
     tls_cert_file: str = Field("", description="PEM file of the HTTP port's certificates, followed as it changes; empty: no TLS.")

@@ -1,4 +1,4 @@
-"""The access log: one line for each HTTP request, batch line and background response when it ends.
+"""The access log: one line for each HTTP request, batch line, background response and operator's request when it ends.
 
 A line never holds text of a prompt or a completion, a secret or a query string.
 """
@@ -60,7 +60,7 @@ class AccessRecord:
     """Holds the fields of one line. Fields of Work are None for a request that generates nothing."""
 
     request_id: str
-    source: str  # "http", "batch" or "background"
+    source: str  # "http", "batch", "background" or "admin"
     method: str
     route: str  # as in the metric's label: a template without ids, or "other"
     model: str  # "" until a model was found
@@ -103,7 +103,7 @@ class AccessLog:
         """Writes the record of a request that ended.
 
         Args:
-            source: "http", "batch" or "background".
+            source: "http", "batch", "background" or "admin".
             route: path or path template.
             state: the request's scope["state"].
             status: HTTP status that was sent; 0 if none was.
@@ -143,6 +143,7 @@ class AccessLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+            self._file = None  # a request that ends later leaves no line
 
 
 class _LineFile:

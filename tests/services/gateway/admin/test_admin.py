@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import httpx
+import orjson
 import pytest
 from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
@@ -26,6 +27,7 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
 from services.gateway.http.body_budget import BodyBudget
+from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
@@ -120,7 +122,8 @@ def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> 
     token = read_token(config.control_token, config.control_token_file)
     directory = WorkerDirectory(NoWorkers(), config.worker_control_addresses)
     bodies = BodyBudget(1 << 26, 1.0, 1, GatewayMetrics(CollectorRegistry()))
-    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter(), bodies)
+    access = AccessLog(config.access_log if config.access_log_file else "off", config.access_log_file)
+    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter(), bodies, access=access)
 
 
 @asynccontextmanager
@@ -431,6 +434,34 @@ def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings:
 
     with pytest.raises(http_server.CannotListen, match=message):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "route", "status", "code", "end"),
+    [
+        ("POST", "/flush_cache", {}, "/flush_cache", 200, "", "complete"),
+        ("GET", "/flush_cache", {}, "/flush_cache", 405, "method_not_allowed", "refused"),
+        ("POST", "/secret-path?secret=query", {}, "other", 404, "not_found", "refused"),
+        ("POST", "/flush_cache", {"origin": "https://example.com"}, "/flush_cache", 403, "forbidden", "refused"),
+    ],
+    ids=["done", "method", "path", "origin"],
+)
+def test_admin_request_leaves_a_line_in_the_access_log(
+    tmp_path: Path, method: str, path: str, headers: dict[str, str], route: str, status: int, code: str, end: str
+) -> None:
+    log = tmp_path / "access.log"
+    response, _ = one(method, path, b'{"tiers": ["host"]}', headers=headers, settings={"access_log_file": str(log)})
+    (line,) = map(orjson.loads, log.read_bytes().splitlines())
+    assert {name: line[name] for name in ("source", "method", "route", "status", "code", "end", "bytes")} == {
+        "source": "admin",
+        "method": method,
+        "route": route,
+        "status": status,
+        "code": code,
+        "end": end,
+        "bytes": len(response.content),
+    }
+    assert "secret" not in log.read_text() and "host" not in log.read_text()
 
 
 def test_without_a_port_there_is_no_admin_api() -> None:
