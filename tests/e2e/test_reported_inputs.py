@@ -95,11 +95,10 @@ def of(row: str, paths: Sequence[str] = EVERY) -> Any:
     return pytest.mark.parametrize(("path", "stream"), cases, ids=ids)
 
 
-def each(cases: Sequence[T], fault_of: Callable[[T], str]) -> None:
-    """Fails with the faults of all cases. The function returns an empty text for a case without a fault."""
+def faults_of(cases: Sequence[T], fault_of: Callable[[T], str]) -> list[str]:
+    """Returns the faults of all cases. The function returns an empty text for a case without a fault."""
     with ThreadPoolExecutor(PARALLEL) as pool:
-        faults = [fault for fault in pool.map(fault_of, cases) if fault]
-    assert not faults, "\n".join(faults)
+        return [fault for fault in pool.map(fault_of, cases) if fault]
 
 
 def bare_folder(folder: Path) -> Path:
@@ -156,7 +155,7 @@ class TestChats:
             response = post(system, path, {"model": "demo", "temperature": 0, **body}, stream)
             return f"{name}: {response.text}" if response.status_code != 200 or '"error":{' in response.text else ""
 
-        each(bodies_of(row), fault)
+        assert faults_of(bodies_of(row), fault) == []
 
     @of("A7", (CHAT, RESPONSES))
     def test_switch_reaches_a_template_that_reads_it(self, bare: ChangedTokenizer, path: str, stream: bool) -> None:
@@ -170,8 +169,12 @@ class TestChats:
                 assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
 
     def test_switch_may_be_unread_when_the_field_does_not_name_it(self, bare: ChangedTokenizer) -> None:
-        ask(bare.set(), CHAT, {**body_of(CHAT, most=2), "chat_template_kwargs": {"enable_thinking": False}})
-        ask(bare.set(), MESSAGES, {**body_of(MESSAGES, most=2), "thinking": {"type": "disabled"}})
+        for path, switch in (
+            (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+            (MESSAGES, {"thinking": {"type": "disabled"}}),
+        ):
+            response = post(bare.set(), path, {**body_of(path, most=2), **switch})
+            assert response.status_code == 200, response.text
 
     def test_refusal_names_the_message_when_no_form_renders(self, bare: ChangedTokenizer) -> None:
         user = {"role": "user", "content": "Hi"}
@@ -254,7 +257,9 @@ class TestOutputs:
             return f"{path} {stream} {output.text!r}: {found}" if found != wanted else ""
 
         outputs = [output for output in OUTPUTS if (output.family, output.row) == (family, row)]
-        each([(output, path, stream) for output in outputs for path in CHATS for stream in (False, True)], fault)
+        assert (
+            faults_of([(output, path, stream) for output in outputs for path in CHATS for stream in (False, True)], fault) == []
+        )
 
     @pytest.mark.parametrize("family", IN_WORDS, ids=lambda family: f"B3-{family}")
     def test_calls_are_found_when_the_template_describes_them_in_words(
@@ -291,7 +296,7 @@ class TestSchemas:
             return f"{case}: {answer}" if parsed(answer) != ((("read", {}),), "", "", "tool_calls") else ""
 
         empty = (..., None, {}, {"type": "object", "properties": {}}, {"properties": {}})
-        each([(parameters, strict) for parameters in empty for strict in (False, True)], fault)
+        assert faults_of([(parameters, strict) for parameters in empty for strict in (False, True)], fault) == []
 
     @of("C2")
     def test_answer_satisfies_a_generated_schema(self, system: System, path: str, stream: bool) -> None:
@@ -303,7 +308,7 @@ class TestSchemas:
             jsonschema.validate(json.loads(answer.text), schema)
             return ""
 
-        each(GENERATED, fault)
+        assert faults_of(GENERATED, fault) == []
 
     @of("C3", CHATS)
     def test_loose_call_is_served_when_keywords_are_not_supported(self, system: System, path: str, stream: bool) -> None:
@@ -311,7 +316,8 @@ class TestSchemas:
         for more in ({"uniqueItems": True}, {"nullable": True}, {"contains": {}}):
             schema = objects(list={**enforced, **more}, n=SMALL)
             answer = ask(system, path, {**body_of(path, most=200), **tools_of(path, schema), **forced(path)}, stream)
-            jsonschema.validate(json.loads(answer.calls[0][1]), objects(list=enforced, n=SMALL))
+            arguments = json.loads(answer.calls[0][1])
+            assert jsonschema.Draft202012Validator(objects(list=enforced, n=SMALL)).is_valid(arguments), arguments
 
     @of("C3", CHATS)
     def test_strict_function_is_refused_in_the_clients_terms(self, system: System, path: str, stream: bool) -> None:
