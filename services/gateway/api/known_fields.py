@@ -18,7 +18,7 @@ from typing import Any
 from services.gateway.request.errors import ApiError
 from services.shared import limits
 from services.shared.sampling_parameter import Api
-from services.shared.sampling_parameters import UNSERVED
+from services.shared.sampling_parameters import UNSERVED, of_api
 
 Neutral = Mapping[str, tuple[Any, ...]]  # name → values that ask for nothing
 
@@ -190,6 +190,33 @@ OF_OTHERS: Neutral = {
     "thinking_budget": (),
     "top_a": (0, 0.0),
 }
+_OF_CHAT_ANSWERS: Neutral = {
+    "ebnf": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": ("",),
+    "guided_regex": ("",),
+    "json_schema": ("",),
+    "logprob_token_ids": ([],),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "regex": ("",),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "session_params": ({},),
+    "structural_tag": ("",),
+    "structured_outputs": ({},),
+    "top_logprobs": (0,),
+}
+
+
+def of_chats_alone(served: Collection[str]) -> Neutral:
+    """Returns the fields of chats that change an answer, for another API. served: names of the fields that it has itself."""
+    sampling = {name: (*row.neutral, [], {}) for name, row in of_api(Api.CHAT).items()}
+    return {name: neutral for name, neutral in {**_OF_CHAT_ANSWERS, **sampling}.items() if name not in served}
+
+
 _EVERYWHERE: Neutral = {**SAMPLING, **PROMPT, **ANSWER, **PLACEMENT, **OF_OTHERS}
 OF_TEMPLATES: Neutral = {
     "add_generation_prompt": (True, False),

@@ -35,6 +35,8 @@ KNOWN = KnownFields(
         )
     ),
     {
+        **known_fields.of_chats_alone(MessagesRequest.model_fields),
+        **known_fields.SAMPLING,
         **known_fields.OF_OTHERS,
         "add_generation_prompt": (True,),
         "container": (),
@@ -42,6 +44,7 @@ KNOWN = KnownFields(
         "documents": ([],),
         "enable_thinking": (),
         "mcp_servers": ([],),
+        "parallel_tool_calls": (True,),
         "reasoning_effort": (),
         "speed": ("standard",),
         "think": (),

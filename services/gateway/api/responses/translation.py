@@ -32,6 +32,7 @@ KNOWN = KnownFields(
         )
     ),
     {
+        **known_fields.of_chats_alone(ResponsesRequest.model_fields),
         **known_fields.SAMPLING,
         **known_fields.OF_OTHERS,
         "add_generation_prompt": (True,),

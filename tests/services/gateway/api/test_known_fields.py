@@ -12,8 +12,10 @@ import pytest
 from openai.types.shared_params import ReasoningEffort
 
 from services.gateway.api import known_fields
+from services.gateway.api.anthropic.types import MessagesRequest
 from services.gateway.api.known_fields import KnownFields
 from services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampling
 from services.shared.sampling_parameter import Api
 from services.shared.sampling_parameters import SCALARS
@@ -260,6 +262,28 @@ def test_fields_of_chat_templates_are_refused_by_name_on_other_apis(shared: Syst
     body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
     answer = shared.post(path, {**body, name: "x"})
     assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"], answer.text
+
+
+OF_CHATS: dict[str, Any] = {
+    **{name: SERVED[name][1] for name in ("min_p", "frequency_penalty", "stop", "logit_bias", "seed") if name in SERVED},
+    "regex": "a+",
+    "response_format": {"type": "json_object"},
+    "logprobs": True,
+    "max_completion_tokens": 5,
+}
+
+
+@pytest.mark.parametrize("name", OF_CHATS)
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_fields_of_chats_are_refused_by_name_on_apis_that_lack_them(shared: System, path: str, name: str) -> None:
+    body = {"model": MODEL, "input": "Hi"} if path == "/v1/responses" else {"model": MODEL, "messages": USER, "max_tokens": 5}
+    served = name in (ResponsesRequest if path == "/v1/responses" else MessagesRequest).model_fields
+    answer = shared.post(path, {**body, name: OF_CHATS[name], "store": False})
+    if served:
+        assert answer.status_code == 200, answer.text
+    else:
+        assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"], answer.text
+    assert shared.post(path, {**body, name: None, "store": False}).status_code == 200
 
 
 class TestTheSameAsGenerate:
