@@ -28,6 +28,7 @@ async function opened(browser, width, path = "/", scheme = "light") {
   const asked = [], complaints = [];
   context.on("request", (request) => asked.push(request.url()));
   context.on("weberror", (error) => complaints.push(String(error.error())));
+  await context.grantPermissions(["clipboard-read", "clipboard-write"], { origin: url });
   const page = await context.newPage();
   page.on("console", (said) => said.type() === "error" && complaints.push(said.text()));
   await page.goto(`${url}${path}`);
@@ -174,6 +175,154 @@ async function staysText(page) {
   await page.getByRole("button", { name: "New chat" }).click();
 }
 
+const MARKDOWN = `# Title #
+
+Some *em*, **strong**, ***both***, ~~gone~~, \`a*b\` and snake_case_name, 2 * 3 * 4,
+next line with \\*stars\\*.
+
+1. one
+2. two
+   - deep **item**
+   - deeper
+     more
+
+> quoted
+> > twice
+
+| a | b |
+| --- | :-: |
+| 1 | **2** |
+
+[a page](https://example.test/a_(b)?c=1) and https://example.test/d.
+
+---
+
+\`\`\`python
+def f():
+    return "*"
+\`\`\`
+The end.`;
+
+async function asksFor(page, ...contents) {
+  await page.route(CHAT, (route) => route.fulfill(stream(...contents)));
+  await ask(page, "Go on.");
+  const answer = page.locator(".answer:not(.running)").last();
+  await answer.locator(".facts, .views").first().waitFor();
+  await answer.getByRole("button", { name: "Answer again" }).waitFor();
+  await page.unroute(CHAT);
+  return answer;
+}
+
+async function rendersMarkdown(page) {
+  const answer = await asksFor(page, MARKDOWN), text = answer.locator(".text");
+  const texts = (selector) => text.locator(selector).allInnerTexts();
+  assert.deepEqual(await texts("h3"), ["Title"]);
+  assert.deepEqual(await texts("p em:not(:has(strong))"), ["em"]);
+  assert.deepEqual(await texts("p > strong"), ["strong", "item"]);
+  assert.deepEqual(await texts("em > strong"), ["both"]);
+  assert.deepEqual([await texts("del"), await texts("code")], [["gone"], ["a*b"]]);
+  assert.match((await texts("p"))[0], /snake_case_name, 2 \* 3 \* 4,\nnext line with \*stars\*\./);
+  assert.deepEqual(await texts("ol > li > p"), ["one", "two"]);
+  assert.deepEqual(await texts("ol > li > ul > li > p"), ["deep item", "deeper\nmore"]);
+  assert.deepEqual(await texts("blockquote blockquote p"), ["twice"]);
+  assert.deepEqual([await texts("th"), await texts("td")], [["a", "b"], ["1", "2"]]);
+  const links = await text.locator("a").evaluateAll((all) => all.map((each) => [each.textContent, each.href, each.rel, each.target]));
+  const kept = ["noopener noreferrer", "_blank"];
+  assert.deepEqual(links, [["a page", "https://example.test/a_(b)?c=1", ...kept], ["https://example.test/d", "https://example.test/d", ...kept]]);
+  assert.equal(await text.locator("hr").count(), 1);
+  assert.deepEqual([await texts(".fence pre"), await text.locator("figcaption").first().evaluate((each) => each.firstChild.data)], [['def f():\n    return "*"'], "python"]);
+  assert.equal((await texts("p")).at(-1), "The end.");
+  await inside(page);
+}
+
+const pasted = async (page) => {
+  await page.getByLabel("Message").fill("");
+  await page.keyboard.press("ControlOrMeta+V");
+  const value = await page.getByLabel("Message").inputValue();
+  await page.getByLabel("Message").fill("");
+  return value;
+};
+
+/** A page without a clipboard, as without TLS, copies by a selection. */
+async function copiesAnswers(page) {
+  const answer = page.locator(".answer").last(), code = 'def f():\n    return "*"';
+  for (const clipboard of [true, false]) {
+    if (!clipboard) await page.evaluate(() => Object.defineProperty(navigator, "clipboard", { value: undefined, configurable: true }));
+    for (const [name, text] of [["Copy", MARKDOWN], ["Copy code", code]]) {
+      await answer.getByRole("button", { name, exact: true }).click();
+      await answer.getByRole("button", { name: "Copied" }).waitFor();
+      assert.equal(await pasted(page), text);
+      await answer.getByRole("button", { name, exact: true }).waitFor();
+    }
+  }
+  await page.evaluate(() => delete navigator.clipboard);
+  const raw = answer.getByRole("button", { name: "Raw" });
+  await raw.click();
+  assert.equal(await answer.locator(".text").evaluate((each) => each.childElementCount || each.textContent), MARKDOWN);
+  assert.equal(await raw.getAttribute("aria-pressed"), "true");
+  await raw.click();
+  assert.equal(await answer.locator(".text h3").count(), 1);
+}
+
+/** A streamed text has the same nodes at its end as a whole one. A complete block keeps its node. */
+async function rendersMarkdownWhileItStreams(page) {
+  await page.evaluate(() => {
+    window.ownFetch = window.fetch;
+    window.fetch = async (path, options) => {
+      if (!String(path).includes("chat/completions")) return window.ownFetch(path, options);
+      const body = new ReadableStream({ start: (given) => (window.given = given) });
+      return new Response(body, { status: 200, headers: { "content-type": "text/event-stream" } });
+    };
+    const bytes = (text) => new TextEncoder().encode(text);
+    window.push = async (content) => {
+      window.given.enqueue(bytes(`data: ${JSON.stringify({ choices: [{ index: 0, delta: { content }, finish_reason: null }] })}\n\n`));
+      await new Promise((wake) => requestAnimationFrame(() => requestAnimationFrame(wake)));
+    };
+    window.end = () => window.given.enqueue(bytes("data: [DONE]\n\n"));
+  });
+  await ask(page, "Go on.");
+  await page.waitForFunction(() => window.given);
+  const [same, before] = await page.evaluate(async (text) => {
+    let first;
+    for (let index = 0; index < text.length; index += 3) {
+      await window.push(text.slice(index, index + 3));
+      if (index > 40) first ??= document.querySelector(".running .text > h3");
+    }
+    const shown = document.querySelector(".running .text");
+    return [first === shown.querySelector("h3"), shown.innerHTML];
+  }, MARKDOWN);
+  await page.evaluate(() => window.end());
+  const answer = page.locator(".answer:not(.running)").last();
+  await answer.getByRole("button", { name: "Answer again" }).waitFor();
+  assert.deepEqual([same, await answer.locator(".text").evaluate((each) => each.innerHTML)], [true, before]);
+  await page.evaluate(() => {
+    window.fetch = window.ownFetch;
+    delete window.given;
+  });
+}
+
+/** Hostile texts of 100 kB are drawn, and make no other elements than Markdown's. */
+async function withstandsHostileMarkdown(page) {
+  const times = (part, size = 100_000) => part.repeat(Math.ceil(size / part.length)).slice(0, size);
+  const parts = ["[", "![a](", "[a](", "**", "*a ", "_a", "***a **b ", "`", "~~", "> ", "- ", "  - a\n", "1. ", "|", "|-", "# ", "\\", "http://", "<http://a", "&lt;", "\n", "> \n", "- \n\n", "`a`", "*a*", "a\n---\n", "```\n", " ", "-  ", "[a](b \"", "\u202e", "\ud800"];
+  const nested = [Array.from({ length: 2000 }, (_, depth) => `${"  ".repeat(Math.min(depth, 40))}- a`).join("\n"), `${">".repeat(5000)} a`, times("~~~\n```\n", 8000), `|a|b|\n|-|-|\n${times("|1|2|\n")}`, Array.from({ length: 440 }, (_, length) => "`".repeat(length + 1)).join(" ")];
+  const own = "a, blockquote, button, code, del, div, em, figcaption, figure, h3, h4, h5, h6, hr, li, ol, p, pre, strong, table, tbody, td, th, thead, tr, ul";
+  for (const text of [...parts.map((each) => times(each)), ...nested]) {
+    const answer = await asksFor(page, text), shown = answer.locator(".text");
+    assert.equal(await shown.locator(`:not(:is(${own}))`).count(), 0, text.slice(0, 20));
+    await page.getByRole("button", { name: "New chat" }).click();
+  }
+  const links = ["javascript:alert(1)", "JaVaScRiPt:alert(1)", "java\tscript:alert(1)", "data:text/html,<script>1</script>", "vbscript:a", "file:///etc/passwd", "//elsewhere.test", "/v1/models", "blob:http://a", " javascript:alert(1)", "&#106;avascript:alert(1)", "https://"];
+  const answer = await asksFor(page, links.map((each) => `[a](${each}) ![b](${each}) <${each}>`).join("\n\n"));
+  const made = await answer.locator(".text a").evaluateAll((all) => all.map((each) => each.protocol));
+  assert.deepEqual(made.filter((each) => !["http:", "https:"].includes(each)), []);
+  assert.equal(await answer.locator("img, script").count(), 0);
+  const own2 = await asksFor(page, '<a href="https://elsewhere.test" onclick="window.taken = 1">a</a><style>*{display:none}</style><svg onload="window.taken = 1">');
+  assert.equal(await own2.locator(".text svg, .text style, .text [onclick], .text [onload]").count(), 0);
+  assert.equal(await page.evaluate(() => window.taken), undefined);
+  await page.getByRole("button", { name: "New chat" }).click();
+}
+
 /** Of several calls at once each has its own result, and they go back together. */
 async function callsSeveral(page) {
   const calls = ["one", "two"].map((name, index) => ({ index, id: `call-${name}`, function: { name, arguments: "{}" } }));
@@ -289,6 +438,12 @@ try {
     await stops(page, width);
     await holdsToSchema(page, width);
     await staysText(page);
+    await rendersMarkdown(page);
+    await copiesAnswers(page);
+    await page.getByRole("button", { name: "New chat" }).click();
+    await rendersMarkdownWhileItStreams(page);
+    await page.getByRole("button", { name: "New chat" }).click();
+    await withstandsHostileMarkdown(page);
     await callsSeveral(page);
     assert.deepEqual(complaints, []);
     await tellsErrors(page, width);
