@@ -88,7 +88,8 @@ class AccessLog:
         """Opens the file.
 
         Args:
-            path: File to which lines are appended; it may be rotated by moving it away. "" is standard error.
+            path: File to which lines are appended. Its folder is made if it is missing, and it may be rotated by moving it
+                away. "" is standard error.
 
         Raises:
             OSError: The file cannot be opened.
@@ -179,6 +180,7 @@ class _LineFile:
             self._file = opened
 
     def _open(self) -> int:
+        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from services.worker.engine import EXECUTORS, Built, OnLost, build_engine
 from services.worker.exec.contracts.options import TierOptions
@@ -79,6 +80,7 @@ def test_a_copy_in_another_folder_is_the_same(tmp_path: Path) -> None:
 def test_a_worker_does_not_start_with_weights_that_changed_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "model")
     (folder / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 64}')
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     closed: list[bool] = []
 
     def load(settings: WorkerSettings, on_lost: OnLost, tiers: TierOptions | None) -> Built:
