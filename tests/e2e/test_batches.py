@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -28,6 +29,13 @@ def lines() -> bytes:
         return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
 
     return b"".join(json.dumps(line(number)).encode() + b"\n" for number in range(LINES))
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def seen(clients: list[OpenAI], batch: Batch) -> Batch:
@@ -61,6 +69,8 @@ def test_every_line_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
             system.start(victim)
         wait_until(lambda: seen(both, batch).status == "completed", PATIENCE_S, "the batch to be over")
         system.wait_ready()
+        for url in urls:
+            wait_until(lambda url=url: is_up(url), PATIENCE_S, f"{url} to listen again")  # type: ignore[misc]
         for client in both:
             last = client.batches.retrieve(batch.id)
             files = [each for each in (last.output_file_id, last.error_file_id) if each is not None]

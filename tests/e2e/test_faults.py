@@ -144,5 +144,5 @@ def test_one_request_id_in_the_logs_of_all_four(system: System) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: {request_id}\r\nconnection: close\r\n"
         client.sendall(f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
         assert request_id in read_to_end(client).decode(), "the response names it"
-    for name in ("gateway", "tokenizer", "worker-0", "detokenizer"):
+    for name in ("access", "tokenizer", "worker-0", "detokenizer"):
         wait_until(lambda name=name: request_id in system.log(name), 60, f"the id in {name}'s log")  # type: ignore[misc]
