@@ -24,7 +24,7 @@ ASKS = asks_of([*KINDS, hot, repeated], 15 if NIGHTLY else 1)
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
 PAGE = 16  # tokens
 ROUNDS = 24 if NIGHTLY else 1  # of each kind of loss
-TRIES = 6
+TRIES = 12
 AT_ONCE = 6
 
 
@@ -54,7 +54,10 @@ def test_mixed_requests_get_one_workers_answers(tmp_path: Path, plain_answers: P
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
         assert wrong == []
         assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
-        assert pulled(system) > 0 and system.metric("gateway", "rootstock_gateway_handovers_total") >= len(ASKS) / 2
+        # Scores, embeddings and an echo without output end with their prompt and are not handed over, nor are short prompts.
+        generating = [ask for ask in ASKS if ask.kind not in ("score", "embedding", "echo")]
+        assert pulled(system) > 0
+        assert system.metric("gateway", "rootstock_gateway_handovers_total") >= len(generating) / 3
         assert system.metric("prefill-0", "rootstock_worker_sessions") == 0, "sessions are where answers are decoded"
         assert system.metric("prefill-0", "rootstock_worker_rooms_expired_total") == 0
         for name in ("prefill-0", "decode-0"):
