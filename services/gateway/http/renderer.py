@@ -51,11 +51,12 @@ class Renderer(Protocol):
         """The whole answer; `deltas` are all choices, by index. Raises ApiError."""
 
 
-@runtime_checkable
-class HeaderRenderer(Renderer, Protocol):
-    """A renderer whose response has headers of its own."""
+class HeaderRenderer(ABC):
+    """A renderer whose response has headers of its own. An abstract class, because an instance check against a runtime protocol
+    takes 8.5 microseconds of each response."""
 
     @property
+    @abstractmethod
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
         """Headers that are known now: of a stream before its first chunk, of a whole response once document() has returned."""
 

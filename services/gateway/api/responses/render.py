@@ -11,6 +11,7 @@ from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.api.logprob_forms import ChatLogprobs
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
+from services.gateway.http.renderer import HeaderRenderer
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import ClientRequest, Delta
@@ -69,7 +70,7 @@ class Draft:
 STORED = b"x-rootstock-stored"  # header of a response that was to be stored and is not
 
 
-class ResponseRenderer:
+class ResponseRenderer(HeaderRenderer):
     """asked: the body. keep: has the response kept where that is wanted."""
 
     def __init__(
