@@ -9,15 +9,13 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Collection, Generator
-from functools import partial
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.by_day import EIGHTH, HALF, QUARTER
-from tests.night import wait_for_night
+from tests.night import select_by_day
 from tests.skips import allowed, missing_program
 
 LONG_FILES = {
@@ -97,17 +95,12 @@ settings.load_profile("no test asserts on time")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for one_in, listed in ((2, HALF), (4, QUARTER), (8, EIGHTH)):
-        wait_for_night(config, items, partial(_is_in, listed), one_in, few=1)
+    select_by_day(config, items)
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for mark in item.iter_markers("needs"):
             if reason := missing_program(mark.args):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _is_in(listed: Collection[str], item: pytest.Item) -> bool:
-    return item.nodeid.partition("[")[0] in listed
 
 
 def pytest_collection_finish() -> None:

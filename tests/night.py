@@ -1,36 +1,79 @@
-"""Whether it is night: `make nightly` runs what takes too long for `make test`."""
+"""Selects the cases that run by day. By night (`make nightly` sets ROOTSTOCK_TEST_NIGHTLY=1), all cases run.
+
+`@pytest.mark.by_day(one_in=2)` on a function, a class or a module runs one in two cases of each parametrized test by day. The
+cases are drawn by their indices among the parameter sets, so a test and its case ids can be renamed without a change of the
+cases. The same cases run every time and in every process.
+
+| argument | meaning |
+| --- | --- |
+| `one_in` | The number of cases of which one runs by day, rounded up: at least one case of each test runs. |
+| `seed` | Another seed draws other cases. Default 0. |
+| any other name | A parameter's value. The mark then concerns only the cases with this value. |
+
+The nearest mark that fits a case applies. On a machine with a GPU, all cases of the tests in WHOLE_ON_GPU run.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from zlib import crc32
+from collections.abc import Collection
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 NIGHTLY = bool(os.environ.get("ROOTSTOCK_TEST_NIGHTLY"))
-FEW = 2  # cases of a test that all run by day
+HAS_GPU = Path("/dev/nvidiactl").exists()
+WHOLE_ON_GPU = ("tests/exec/", "tests/gpu/", "tests/kernels/")
 
 
-def wait_for_night(
-    config: pytest.Config, items: list[pytest.Item], slow: Callable[[pytest.Item], bool], one_in: int = 2, few: int = FEW
-) -> None:
-    """Of the cases of slow tests that differ in their parameters alone, one in so many or fewer stay by day: the same ones every
-    time, and never none of a test's. few: cases of a test that all stay."""
+@dataclass(frozen=True)
+class DayMark:
+    """The arguments of one `by_day` mark."""
+
+    one_in: int  # number of cases of which one runs by day
+    seed: int  # draws the cases
+    values: frozenset[tuple[str, Any]]  # parameters and their values; the mark does not concern cases with other values
+
+    def fits(self, params: dict[str, Any]) -> bool:
+        return all(params.get(name) == value for name, value in self.values)
+
+    def drawn(self, cases: Collection[pytest.Item]) -> list[pytest.Item]:
+        """Returns the cases of one test that run by day."""
+        return sorted(cases, key=self._order)[: -(-len(cases) // self.one_in)]
+
+    def _order(self, case: pytest.Item) -> str:
+        indices = (*_callspec(case).indices.values(),)
+        return sha256(f"{self.seed} {indices}".encode()).hexdigest()
+
+
+def select_by_day(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Removes the cases that run only by night from the items. By night, all items stay."""
     if NIGHTLY:
         return
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in filter(slow, items):
-        tests[item.nodeid.partition("[")[0]].append(item)
-    by_night = {item for cases in tests.values() if len(cases) > few for item in _of_the_night(cases, one_in)}
+    groups: dict[tuple[str, DayMark], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if mark := _mark_of(item):
+            groups[item.nodeid.partition("[")[0], mark].append(item)
+    by_night = {case for (_, mark), cases in groups.items() for case in {*cases} - {*mark.drawn(cases)}}
     config.hook.pytest_deselected(items=[item for item in items if item in by_night])
     items[:] = [item for item in items if item not in by_night]
 
 
-def _of_the_night(cases: Sequence[pytest.Item], one_in: int) -> Sequence[pytest.Item]:
-    """All but those whose checksum is a multiple, of which one in so many cases at most stay, and one at least."""
-    checksums = {case: crc32(case.nodeid.encode()) for case in cases}
-    ordered = sorted(cases, key=lambda case: (checksums[case] % one_in > 0, checksums[case]))
-    multiples = sum(checksum % one_in == 0 for checksum in checksums.values())
-    return ordered[max(1, min(multiples, -(-len(cases) // one_in))) :]
+def _mark_of(item: pytest.Item) -> DayMark | None:
+    if HAS_GPU and item.nodeid.startswith(WHOLE_ON_GPU):
+        return None
+    return next((mark for mark in map(_parsed, item.iter_markers("by_day")) if mark.fits(_callspec(item).params)), None)
+
+
+def _parsed(mark: pytest.Mark) -> DayMark:
+    values = dict(mark.kwargs)
+    return DayMark(values.pop("one_in"), values.pop("seed", 0), frozenset(values.items()))
+
+
+def _callspec(item: pytest.Item) -> Any:
+    """The parameters of a case. pytest sets this attribute only for parametrized functions."""
+    return item.callspec  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ FOLLOWS_S = 600  # a recommendation counts for so long on the way down
 STEP_DOWN_S = 300
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
     ("reading", "replicas", "expected"),
     [
@@ -54,6 +55,7 @@ def test_the_charts_behaviour() -> None:
     assert hpa.replicas(1261, MOST - 1, little) == MOST - 2
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("seed", [1, 3])
 def test_a_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
     moments = play(seed=seed)

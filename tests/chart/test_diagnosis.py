@@ -76,6 +76,7 @@ def test_secrets_are_asked_for_once_with_the_keys_of_all_who_name_them() -> None
     assert private == {"llm-gateway-tls"} and len(shown) == len(wanted) == 9
 
 
+@pytest.mark.by_day(one_in=4, seed=29)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_remedy(name: str) -> None:
     fault = FAULTS[name]

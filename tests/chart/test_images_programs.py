@@ -31,6 +31,7 @@ def test_every_program_is_found(service: str) -> None:
     assert Programs(read(DOCKERFILE, {"SERVICE": service})).walk() == []
 
 
+@pytest.mark.by_day(one_in=4, seed=25)
 @pytest.mark.parametrize("name", MISSING)
 def test_what_is_missing_is_found(name: str, tmp_path: Path) -> None:
     text, programs = MISSING[name]

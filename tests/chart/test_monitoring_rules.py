@@ -87,6 +87,7 @@ def test_one_late_answer_of_a_model_that_sleeps_burns_nothing(tmp_path: Path) ->
     assert run_tests(tmp_path, world({FIRST: "0x600", FIRSTS: "0x10 1x600"}, [("15m", set()), ("2h", set())])) == ""
 
 
+@pytest.mark.by_day(one_in=2, seed=76)
 @pytest.mark.needs("promtool")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{n}-{each.alert}" for n, each in enumerate(SCENARIOS)])
 def test_an_alert_fires_when_it_must_and_not_before(scenario: Scenario, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def component(name: str) -> str:
     return name.partition("/")[0]
 
 
+@pytest.mark.by_day(one_in=3, seed=66)
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_is_the_data_flow(case: str) -> None:
     values, expected = CASES[case]
@@ -286,6 +287,7 @@ EVALUATED: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize("case", EVALUATED)
 def test_policies_are_evaluated_as_kubernetes_says(case: str) -> None:
     rules, sources = EVALUATED[case]

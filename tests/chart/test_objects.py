@@ -46,6 +46,7 @@ def test_lint_has_nothing_to_say() -> None:
     assert {name: found for name in [*ci_names(), "everything"] if (found := lint_findings(values_of(name)))} == {}
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("name", ["defaults", "prefetch", "everything"])
 def test_rendering_twice_gives_the_same(name: str) -> None:
     first, second = rendered(name), render_anew(values_of(name))

@@ -36,6 +36,7 @@ def test_no_case_hides_another() -> None:
 
 
 # What has a field that no upgrade may change is looked for in each of those releases (test_upgrade.py).
+@pytest.mark.by_day(one_in=3, seed=45)
 @pytest.mark.parametrize(
     ("values", "title"),
     [
@@ -84,6 +85,7 @@ def test_the_playground_is_served_where_it_is_asked_for(values: Values, served: 
 CHECKSUM = "spec template metadata annotations checksum/config"
 
 
+@pytest.mark.by_day(one_in=2, seed=25)
 @pytest.mark.parametrize(
     ("change", "restarted"),
     [

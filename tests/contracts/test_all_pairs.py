@@ -11,6 +11,7 @@ from tests.all_pairs import covering, each_pair, each_value, pairs_of
 SIZES = [(2, 2), (1, 5), (2, 9, 5, 2), (3, 1, 1, 2)]
 
 
+@pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_pair_is_in_a_case(sizes: tuple[int, ...]) -> None:
     wanted = {
@@ -21,6 +22,7 @@ def test_every_pair_is_in_a_case(sizes: tuple[int, ...]) -> None:
     assert set().union(*map(pairs_of, covering(sizes))) == wanted
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("sizes", "most"), [((3, 7), 21), ((2, 6, 6, 6), 42), ((4, 4, 4, 4, 4), 28)], ids=str)
 def test_few_cases_suffice_and_are_the_same_each_time(sizes: tuple[int, ...], most: int) -> None:
     cases = covering(sizes)
@@ -28,6 +30,7 @@ def test_few_cases_suffice_and_are_the_same_each_time(sizes: tuple[int, ...], mo
     assert cases == covering(sizes)
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("sizes", [(), (3,), (3, 0)], ids=str)
 def test_what_has_no_pairs_is_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="two axes or more"):

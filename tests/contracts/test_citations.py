@@ -109,6 +109,7 @@ def test_modules_named_in_docstrings_and_comments_are_here() -> None:
     assert [f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in modules()] == []
 
 
+@pytest.mark.by_day(one_in=4, seed=1)
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -133,6 +134,7 @@ def test_nothing_is_cited_that_is_not_here() -> None:
     assert found == []
 
 
+@pytest.mark.by_day(one_in=4, seed=1)
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -147,6 +149,7 @@ def test_a_citation_that_leads_nowhere_is_noticed(text: str, why: str | None) ->
     assert found == ([] if why is None else [why])
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("text", ["(DESIGN §5)", "Reference 2 §12", "CORE.md, memory", "row G9 of FEATURES"])
 def test_a_paper_that_is_not_here_is_noticed(text: str) -> None:
     assert FOREIGN.search(text)

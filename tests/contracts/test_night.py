@@ -1,8 +1,11 @@
-"""What waits for the night: cases of tests with many, half or more, the same ones every time, and never a whole test."""
+"""tests/night.py: which cases a `by_day` mark selects."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,47 +13,134 @@ from typing import Any
 import pytest
 
 from tests import night
-from tests.by_day import EIGHTH, HALF, QUARTER
 
 ROOT = Path(__file__).resolve().parents[2]
+HALF = {"one_in": 2}
+CONFTEST = "from tests.night import select_by_day as pytest_collection_modifyitems\n"
+MODULE = """
+import pytest
+
+@pytest.fixture(params=["{0}0", "{0}1", "{0}2"])
+def letter(request):
+    return request.param
+
+@pytest.mark.by_day(one_in=2, seed=3)
+class Test{0}:
+    @pytest.mark.parametrize("number", range(5), ids=lambda number: f"{0}{{number}}")
+    def test_{0}(self, letter, number):
+        pass
+
+@pytest.mark.by_day(one_in=3)
+def test_{0}(letter):
+    pass
+
+def test_without_mark(letter):
+    pass
+"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    nodeid: str
+    """A parametrized test as pytest collects it."""
+
+    name: str
+    index: int
+    marks: tuple[dict[str, Any], ...] = ()  # arguments of its `by_day` marks, the nearest first
+    params: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nodeid(self) -> str:
+        return f"{self.name}[{self.index}]"
+
+    @property
+    def callspec(self) -> Any:
+        return SimpleNamespace(indices={"parameter": self.index}, params=self.params)
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [getattr(pytest.mark, name)(**arguments).mark for arguments in self.marks]
 
 
-def by_day(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], nightly: bool = False, one_in: int = 2, few: int = night.FEW
-) -> list[str]:
-    """Of these, those that stay; what does not is told to pytest."""
-    taken_out: list[Any] = []
-    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: taken_out.extend(items)))
-    items: list[Any] = [Case(name) for name in names]
-    cases = list(items)
-    monkeypatch.setattr(night, "NIGHTLY", nightly)
-    night.wait_for_night(config, items, lambda item: "slow" in item.nodeid, one_in, few)
-    assert items == [case for case in cases if case not in taken_out]
-    return [item.nodeid for item in items]
+@pytest.fixture(autouse=True)
+def day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(night, "NIGHTLY", False)
+    monkeypatch.setattr(night, "HAS_GPU", False)
 
 
-def test_some_cases_of_each_slow_test_stay_and_half_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    for test in range(200):
-        for count in range(night.FEW + 1, 12):
-            names = [f"slow{test}[{case}]" for case in range(count)]
-            stayed = by_day(monkeypatch, names)
-            assert 1 <= len(stayed) <= (count + 1) // 2 and stayed == by_day(monkeypatch, names)
-            assert 1 <= len(by_day(monkeypatch, names, one_in=4)) <= -(-count // 4)
-            assert by_day(monkeypatch, names, nightly=True) == names
+def selected(cases: list[Case]) -> list[Case]:
+    """Returns the cases that stay. Every other case is reported to pytest."""
+    deselected: list[Any] = []
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)))
+    items: list[Any] = [*cases]
+    night.select_by_day(config, items)
+    assert items == [case for case in cases if case not in deselected] and len(items) + len(deselected) == len(cases)
+    return items
 
 
-def test_few_cases_and_other_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"{test}[{case}]" for test, count in (("slow", night.FEW), ("quick", 50)) for case in range(count)]
-    assert by_day(monkeypatch, names) == names
-    assert len(by_day(monkeypatch, names, few=1)) == 51, "of two one, where that is asked for"
+@pytest.mark.parametrize("one_in", [2, 3, 8])
+def test_by_day_selects_one_in_n_rounded_up(one_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in range(1, 20):
+        cases = [Case("test", index, ({"one_in": one_in},)) for index in range(count)]
+        assert len(selected(cases)) == -(-count // one_in)
+    monkeypatch.setattr(night, "NIGHTLY", True)
+    assert selected(cases) == cases
 
 
-def test_what_is_halved_is_there() -> None:
-    for name in HALF | QUARTER | EIGHTH:
-        path, *_, function = name.split("::")
-        assert f"def {function}(" in (ROOT / path).read_text(), name
+def test_by_day_leaves_tests_without_a_mark() -> None:
+    cases = [Case("test", index) for index in range(9)]
+    assert selected(cases) == cases
+
+
+def test_by_day_draws_other_cases_when_the_seed_differs() -> None:
+    drawn = {selected([Case("test", index, ({**HALF, "seed": seed},)) for index in range(2)])[0].index for seed in range(20)}
+    assert drawn == {0, 1}
+
+
+def test_by_day_selects_among_cases_with_a_value() -> None:
+    mark = {**HALF, "kernels": "torch"}
+    cases = [Case("test", index, (mark,), {"kernels": ("cpp", "torch")[index % 2]}) for index in range(12)]
+    assert [case.params["kernels"] for case in selected(cases)].count("cpp") == 6
+    assert [case.params["kernels"] for case in selected(cases)].count("torch") == 3
+
+
+def test_by_day_applies_the_nearest_mark_that_fits() -> None:
+    marks = ({"one_in": 4, "kernels": "torch"}, HALF)
+    cases = [Case("test", index, marks, {"kernels": ("cpp", "torch")[index % 2]}) for index in range(16)]
+    assert [case.params["kernels"] for case in selected(cases)].count("cpp") == 4
+    assert [case.params["kernels"] for case in selected(cases)].count("torch") == 2
+
+
+@pytest.mark.parametrize("folder", night.WHOLE_ON_GPU)
+def test_by_day_selects_all_cases_on_a_gpu(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (ROOT / folder).is_dir()
+    monkeypatch.setattr(night, "HAS_GPU", True)
+    cases = [Case(f"{folder}test", index, (HALF,)) for index in range(4)]
+    assert selected(cases) == cases
+    assert len(selected([Case("tests/core/test", index, (HALF,)) for index in range(4)])) == 2
+
+
+def test_by_day_selects_the_same_cases_after_renames(tmp_path: Path) -> None:
+    """Collects one module twice, with other names of the file, the class, the tests and the cases."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for name in ("old", "new"):
+        (tmp_path / f"test_file_{name}.py").write_text(MODULE.format(name))
+    day, by_night = ([line.replace("new", "old") for line in collected(tmp_path, nightly)] for nightly in ("", "1"))
+    assert day[: len(day) // 2] == day[len(day) // 2 :], "the second module is the first one under other names"
+    assert len(day) == 2 * (8 + 1 + 3) and len(by_night) == 2 * (15 + 3 + 3)
+
+
+def collected(folder: Path, nightly: str) -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        f"--rootdir={folder}",
+    ]
+    environment = {**os.environ, "ROOTSTOCK_TEST_NIGHTLY": nightly, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]

@@ -32,12 +32,14 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_field_has_a_help_text(name: str) -> None:
     for field, info in SERVICES[name].model_fields.items():
         assert info.description and info.description.endswith((".", ")")), f"{name}.{field}"
 
 
+@pytest.mark.by_day(one_in=3, seed=21)
 @pytest.mark.parametrize(("name", "cls"), SERVICES.items())
 def test_settings_are_frozen_and_refuse_what_they_do_not_know(name: str, cls: type[BaseSettings]) -> None:
     assert cls.model_config.get("frozen") and cls.model_config.get("extra") == "forbid"
@@ -71,6 +73,7 @@ def test_help_names_every_flag(name: str, ran: dict[str, dict[str, Any]]) -> Non
         assert f"--{field.replace('_', '-')}" in result["stdout"]
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_wrong_flag_is_one_line_and_status_2(name: str, ran: dict[str, dict[str, Any]]) -> None:
     result = ran[name]["--port ninety"]

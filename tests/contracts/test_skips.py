@@ -32,6 +32,7 @@ def pytest_of(folder: Path, source: str, path: str = "tests/test_one.py") -> sub
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.by_day(one_in=5)
 @pytest.mark.parametrize("how", SKIPS)
 def test_a_skip_that_is_not_listed_fails(how: str, tmp_path: Path) -> None:
     done = pytest_of(tmp_path, SKIPS[how])

@@ -185,6 +185,7 @@ def test_every_setting_is_bound_or_has_another_reader(binding: dict[str, ast.exp
     assert read == set(WorkerSettings.model_fields), "a setting that nobody reads, or no setting"
 
 
+@pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("path", sorted(set(SETTINGS_ELSEWHERE.values())))
 def test_whoever_is_said_to_read_a_setting_does(path: str) -> None:
     owned = {name for name, owner in SETTINGS_ELSEWHERE.items() if owner == path}

@@ -34,6 +34,7 @@ def test_each_whole_page_has_a_key_of_its_own(ids: list[int]) -> None:
     assert all(len(key) == KEY_BYTES for key in keys)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     "other",
     [

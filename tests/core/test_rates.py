@@ -37,6 +37,7 @@ def test_reading_pays_while_nobody_knows_what_computing_takes(tier: Tier, pages:
     assert rates().reading_pays(tier, pages)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     ("tier", "token_s", "pages", "pays"),
     [

@@ -229,6 +229,7 @@ class TestLogprobBudget:
 
 
 class TestAdaptedChunk:
+    @pytest.mark.by_day(one_in=2, seed=7)
     @pytest.mark.parametrize(
         ("size", "page_size", "decoding", "half_at", "chunk"),
         [

@@ -115,6 +115,7 @@ class TestEviction:
             tree.use(token)
         assert tree.evicted() == order
 
+    @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("policy", EvictionPolicy)
     def test_leaves_go_before_what_they_hang_on(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
@@ -124,6 +125,7 @@ class TestEviction:
         assert tree.evicted()[-1] == [1, 2]
         assert tree.cache.num_pages == 0
 
+    @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("policy", EvictionPolicy)
     def test_what_is_locked_never_goes(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
@@ -135,6 +137,7 @@ class TestEviction:
         tree.cache.unlock(locked)
         assert tree.evicted() == [[1, 2]]
 
+    @pytest.mark.by_day(one_in=4)
     @pytest.mark.parametrize("policy", EvictionPolicy)
     def test_what_is_held_goes_last(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
@@ -209,6 +212,7 @@ class TestNamespaces:
         words = ("", "a", "b", "ab", "1:a", "1:b", "2:ab")
         assert len({cache_namespace(lora, salt) for lora in words for salt in words}) == len(words) ** 2
 
+    @pytest.mark.by_day(one_in=2, seed=27)
     @pytest.mark.parametrize(
         ("first", "second", "cached"),
         [
@@ -281,6 +285,7 @@ class TestEvents:
         page = engine.config.page_size
         return set(blocks(tokens[: len(tokens) // page * page], salt))
 
+    @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
     def test_whole_blocks_are_told_when_they_are_computed(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -289,6 +294,7 @@ class TestEvents:
         assert len(wanted) == 300 // max(page_size, 64) * max(page_size, 64) // 64
         assert engine.index == wanted
 
+    @pytest.mark.by_day(one_in=3)
     @EACH_PAGE
     def test_prompts_that_part_within_an_edge_share_the_blocks_before(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -297,6 +303,7 @@ class TestEvents:
         assert len(first & second) == 200 // 64
         assert engine.index == first | second
 
+    @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
     def test_evicted_blocks_are_taken_back(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -306,6 +313,7 @@ class TestEvents:
         assert engine.index == set()
         assert engine.index | self.run(engine, 1, list(range(400))) == engine.index
 
+    @pytest.mark.by_day(one_in=3, seed=4)
     @EACH_PAGE
     def test_a_flush_is_told_in_few_words(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -324,6 +332,7 @@ class TestEvents:
         engine.drain()
         engine.check_answer(3)
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_PAGE
     def test_a_flush_that_takes_little_names_it(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -338,6 +347,7 @@ class TestEvents:
         engine.index -= set(events.removed)
         engine.drain()
 
+    @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
     def test_namespaces_have_their_own_names(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -345,6 +355,7 @@ class TestEvents:
         second = self.run(engine, 1, list(range(400)), salt="tenant")
         assert not first & second and engine.index == first | second
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @PART_OR_TWO
     def test_a_new_pool_clears_everything(self, page_size: int) -> None:
         engine = self.engine(page_size)
@@ -354,6 +365,7 @@ class TestEvents:
         events = engine.core.take_cache_events()
         assert events is not None and events.cleared and not events.stored and not events.removed
 
+    @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
     def test_a_block_that_came_and_went_between_two_messages_is_in_neither(self, page_size: int) -> None:
         engine = self.engine(page_size)

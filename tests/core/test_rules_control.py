@@ -33,6 +33,7 @@ EACH_MODE = pytest.mark.parametrize("overlap", [True, False])
 
 
 class TestPause:
+    @pytest.mark.by_day(one_in=2, seed=9)
     @EACH_MODE
     @pytest.mark.parametrize("mode", PauseMode)
     def test_nothing_is_planned_and_new_requests_wait_until_it_ends(self, overlap: bool, mode: PauseMode) -> None:
@@ -49,6 +50,7 @@ class TestPause:
         engine.drain()
         assert engine.finishes[9].reason is FinishReason.LENGTH
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_MODE
     def test_abort_ends_all_that_are_here_and_they_hold_nothing(self, overlap: bool) -> None:
         engine = busy(overlap)
@@ -59,6 +61,7 @@ class TestPause:
         for handle in range(4):
             engine.check_answer(handle)
 
+    @pytest.mark.by_day(one_in=2)
     @EACH_MODE
     def test_retract_gives_all_memory_back_and_what_is_cached_can_be_flushed(self, overlap: bool) -> None:
         engine = busy(overlap)
@@ -70,6 +73,7 @@ class TestPause:
         assert engine.core.stats().pages_free == engine.config.num_pages
         self.end(engine)
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_MODE
     def test_in_place_leaves_memory_where_it_is(self, overlap: bool) -> None:
         engine = busy(overlap)
@@ -161,6 +165,7 @@ class TestRetune:
         core.retune({name: before[name]})
         assert core.tunables() == before
 
+    @pytest.mark.by_day(one_in=3, seed=37)
     @pytest.mark.parametrize(
         ("changes", "named"),
         [

@@ -145,6 +145,7 @@ class TestStrings:
     def test_which_of_several_is_reported(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
         assert first_stop(text, stops) == matched
 
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_it_may_span_tokens_and_ends_the_output_with_the_token_that_completes_it(self, overlap: bool) -> None:
         engine = make(overlap)

@@ -41,6 +41,7 @@ def admitted(engine: Engine) -> list[list[int]]:
 
 
 class TestOfAPrefixThatIsBeingComputed:
+    @pytest.mark.by_day(one_in=3, seed=20)
     @each_value(policy=list(SchedulePolicy), overlap=[True, False])
     def test_pairs_begin_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
         engine = wide(overlap, schedule_policy=policy)
@@ -119,6 +120,7 @@ class TestOfAPrefixThatIsBeingComputed:
         assert engine.core.table.waiting.num_held == 0
         check_run(engine)
 
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.LFU])
     def test_a_look_that_ends_in_waiting_leaves_no_mark_on_the_tree(self, eviction: EvictionPolicy) -> None:
         """An extend hangs on a node that the looks pass through, and their hits end within another one."""

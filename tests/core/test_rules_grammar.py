@@ -150,6 +150,7 @@ OVERLAP = [True, False]
 
 
 class TestForcedTokens:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_they_take_fewer_steps_and_are_the_same(self, overlap: bool) -> None:
         with_jumps, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
@@ -157,23 +158,27 @@ class TestForcedTokens:
         assert jumped == sampled and len(jumped) == 40
         assert len(with_jumps.plans) < len(without.plans) - 5
 
+    @pytest.mark.by_day(one_in=2, seed=20)
     @each_pair(interval=[1, 2, 5], mixed={"mixed": True, "apart": False}, overlap=OVERLAP)
     def test_under_retraction(self, interval: int, mixed: bool, overlap: bool) -> None:
         config = {"retract_interval": interval, "enable_mixed_chunk": mixed}
         engine, jumped = answers(overlap, True, config, max_new_tokens=60, grammar=spec(0, 40))
         assert len(jumped) == 40 and engine.core.stats().retractions_total > 0
 
+    @pytest.mark.by_day(one_in=2, seed=33)
     @each_value(max_new=IN_AND_AROUND_RUNS, overlap=OVERLAP)
     def test_at_max_new_tokens(self, max_new: int, overlap: bool) -> None:
         engine, jumped = answers(overlap, True, {}, max_new_tokens=max_new, grammar=spec(0, 40))
         assert engine.finishes[0].reason is FinishReason.LENGTH and len(jumped) == max_new
 
+    @pytest.mark.by_day(one_in=2, seed=49)
     @each_value(grammar=[*((0, length) for length in IN_AND_AROUND_RUNS), (0, 2), (1, 9), (1, 12)], overlap=OVERLAP)
     def test_at_the_grammars_end(self, grammar: tuple[int, int], overlap: bool) -> None:
         seed, length = grammar
         engine, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(seed, length))
         assert engine.finishes[0].reason is FinishReason.MATCHED_TOKEN and len(jumped) == length
 
+    @pytest.mark.by_day(one_in=2, seed=28)
     @each_value(at=IN_AND_AROUND_RUNS, overlap=OVERLAP)
     def test_at_stop_strings(self, at: int, overlap: bool) -> None:
         _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
@@ -182,12 +187,14 @@ class TestForcedTokens:
         assert engine.finishes[0].reason is FinishReason.MATCHED_STRING and engine.finishes[0].matched_stop == stop
         assert cut == whole[: len(cut)] and len(cut) <= at + 1
 
+    @pytest.mark.by_day(one_in=2, seed=10)
     @each_value(at=IN_AND_AROUND_RUNS, overlap=OVERLAP[::-1])
     def test_at_stop_tokens(self, at: int, overlap: bool) -> None:
         _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop_token_ids=(whole[at],))
         assert engine.finishes[0].matched_token == whole[at] and cut == whole[: whole.index(whole[at]) + 1]
 
+    @pytest.mark.by_day(one_in=3, seed=30)
     @each_value(abort_after=[1, 2, 3, 5, 7], overlap=OVERLAP)
     def test_an_abort_between_them_leaks_nothing(self, abort_after: int, overlap: bool) -> None:
         engine = make(overlap)

@@ -43,6 +43,7 @@ def forced_steps(engine: Engine) -> list[BatchPlan]:
     return [plan for plan in engine.plans[1:] if plan.num_extend]
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_jump_that_a_graph_holds_takes_one_step_and_leaves_it_to_the_graph(overlap: bool) -> None:
     without, held = run({}, overlap), run(WIDE, overlap)
@@ -50,6 +51,7 @@ def test_a_jump_that_a_graph_holds_takes_one_step_and_leaves_it_to_the_graph(ove
     assert all(replayed(held)) and max(int(plan.num_tokens.max()) for plan in forced_steps(held)) >= 15
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_graph_without_room_is_left_only_where_that_saves_more_than_it_costs(overlap: bool) -> None:
     narrow = {"graph_rows": 3, "graph_rereads": 10_000}

@@ -59,6 +59,7 @@ def quarantined(engine: Engine) -> int:
 
 
 class TestSharing:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("kind", [LOAD, FETCH])
     def test_requests_of_one_prompt_import_it_once(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
@@ -196,6 +197,7 @@ class TestWhoLeaves:
 
 
 class TestWhatFails:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("kind", [LOAD, FETCH])
     def test_an_operation_that_brings_nothing_costs_its_time_alone(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))

@@ -30,6 +30,7 @@ def wanted(first: int) -> list[float]:
 
 
 class TestPromptLogprobs:
+    @pytest.mark.by_day(one_in=2, seed=9)
     @pytest.mark.parametrize(
         ("overlap", "chunk", "first"),
         [
@@ -55,6 +56,7 @@ class TestPromptLogprobs:
         assert prompt_logprobs(engine, 0, first) == wanted(first)
         assert engine.finishes[0].cached_tokens == cached
 
+    @pytest.mark.by_day(one_in=2)
     @each_value(first=[0, 20, 49], every=[1, 2, 3])
     def test_retraction_repeats_and_drops_none(self, first: int, every: int) -> None:
         engine = make(retract_interval=every, enable_mixed_chunk=True, chunked_prefill_size=8)
@@ -64,6 +66,7 @@ class TestPromptLogprobs:
         assert prompt_logprobs(engine, 0, first) == wanted(first)
         assert engine.core.stats().retractions_total > 3
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("turns", [1, 3, 6])
     def test_displacement_in_the_middle_of_the_prompt_repeats_and_drops_none(self, turns: int) -> None:
         engine = make(enable_priority_scheduling=True, max_running_requests=1, chunked_prefill_size=8)
@@ -86,6 +89,7 @@ class TestPromptLogprobs:
 
 
 class TestOutputLogprobs:
+    @pytest.mark.by_day(one_in=3, seed=1)
     @pytest.mark.parametrize(
         ("changes", "stream", "interval"),
         [
@@ -112,6 +116,7 @@ def embed(engine: Engine, handle: int, prompt: list[int]) -> None:
 
 
 class TestEmbeddings:
+    @pytest.mark.by_day(one_in=2)
     @each_value(chunk=[0, 4, 16], overlap=[True, False])
     def test_a_vector_comes_of_the_whole_prompt_and_no_token(self, overlap: bool, chunk: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
@@ -142,6 +147,7 @@ class TestEmbeddings:
         engine.drain()
         assert engine.finishes[1].cached_tokens == 48
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("reuses", [True, False])
     def test_retraction_beside_it_changes_nothing(self, reuses: bool) -> None:
         engine = make(pooling_reuses_prefix=reuses, retract_interval=1, chunked_prefill_size=4, enable_mixed_chunk=True)

@@ -129,6 +129,7 @@ def extended(plan: BatchPlan) -> int:
     return int(plan.num_tokens[: plan.num_extend].sum())
 
 
+@pytest.mark.by_day(one_in=2, seed=24)
 @each_pair(overlap=[False, True], mixed=[False, True], time=[(0.3, 2, 1), (0.3, 0, 1), (1.5, 2, 2), (1.5, 0, 2)])
 def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
     overlap: bool, mixed: bool, time: tuple[float, int, int]

@@ -77,6 +77,7 @@ class TestHandedOver:
         assert memory.num_available == memory.pages.num_pages - 10, "they are kept"
         assert pair.first.core.table.memory.slots.num_leased == 0, "and no slot is"
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_is_read_and_goes_on(self, overlap: bool) -> None:
         pair = Pair(overlap=overlap, first={"overlap": overlap})

@@ -136,6 +136,7 @@ class TestInBatchPrefixCaching:
         line.wait(prompt(1, 8, tail=3))
         assert line.order() == [0, 2, 1]
 
+    @pytest.mark.by_day(one_in=6, seed=2)
     @each_value(policy=list(SchedulePolicy), overlap=[False, True])
     def test_of_identical_prompts_at_once_one_is_computed(self, policy: SchedulePolicy, overlap: bool) -> None:
         engine = make(overlap, schedule_policy=policy, chunked_prefill_size=0)
@@ -229,6 +230,7 @@ def test_stats_count_requests_by_routing_key_until_they_end() -> None:
 
 
 class TestPriorityWithinPolicies:
+    @pytest.mark.by_day(one_in=2, seed=44)
     @each_value(policy=list(SchedulePolicy), low_first=[False, True])
     def test_every_policy_orders_within_equal_priorities_only(self, policy: SchedulePolicy, low_first: bool) -> None:
         urgent = -2 if low_first else 2

@@ -213,6 +213,7 @@ class TestVictims:
 
 
 class TestWhatADisplacedRequestKeeps:
+    @pytest.mark.by_day(one_in=2)
     @each_value(overlap=[True, False], page_size=[1, 4])
     def test_its_output_and_its_cached_prefix(self, overlap: bool, page_size: int) -> None:
         engine = make(overlap, enable_priority_scheduling=True, max_running_requests=1, page_size=page_size, num_pages=256)
@@ -229,6 +230,7 @@ class TestWhatADisplacedRequestKeeps:
         assert int(back.starts[0]) == computed, "what was computed is found in the cache"
         assert len(back.input_ids) <= page_size + 1 + overlap
 
+    @pytest.mark.by_day(one_in=2, seed=1)
     @each_value(overlap=[True, False], mixed=[True, False])
     def test_its_tokens_are_those_of_an_undisturbed_run(self, overlap: bool, mixed: bool) -> None:
         engine = make(overlap, enable_priority_scheduling=True, max_running_requests=2, enable_mixed_chunk=mixed)

@@ -64,6 +64,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 class TestTheRest:
+    @pytest.mark.by_day(one_in=3, seed=10)
     @each_value(wish=list(WISHES), overlap=[True, False])
     def test_is_that_of_the_undisturbed_request_wherever_it_was_cut(self, wish: str, overlap: bool) -> None:
         params = {"max_new_tokens": 24, "ignore_eos": True, **WISHES[wish]}
@@ -125,6 +126,7 @@ class TestOutputThatIsComplete:
 
 
 class TestGrammars:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("late", [True, False])
     def test_output_that_does_not_fit_ends_the_request_alone(self, late: bool) -> None:
         engine = make()
@@ -137,6 +139,7 @@ class TestGrammars:
         assert engine.finishes[0].completion_tokens == 3
         engine.check_answer(1)
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("late", [True, False])
     def test_long_output_is_followed_over_several_turns_while_others_run(self, late: bool) -> None:
         grammar = spec(1, 40)

@@ -79,6 +79,7 @@ class TestVictims:
 
 
 class TestRetractedRequests:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_they_come_back_and_their_tokens_are_those_of_an_undisturbed_run(self, overlap: bool) -> None:
         engine = crowded(overlap)
@@ -114,6 +115,7 @@ class TestRetractedRequests:
 
 
 class TestTheLastRequest:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_one_that_cannot_go_on_alone_is_ended_with_the_limit_named_and_the_others_finish(self, overlap: bool) -> None:
         engine = make(overlap, num_pages=8, eos_token_ids=(), schedule_conservativeness=0.01)
@@ -130,6 +132,7 @@ class TestTheLastRequest:
 
 
 class TestRetractHook:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @each_value(every=[2, 3, 5], overlap=[True, False])
     def test_one_request_is_retracted_every_so_many_decode_steps(self, every: int, overlap: bool) -> None:
         engine = make(overlap, retract_interval=every)

@@ -52,6 +52,7 @@ EACH_MODE = pytest.mark.parametrize("overlap", [True, False])
 
 
 class TestTurns:
+    @pytest.mark.by_day(one_in=2)
     @EACH_MODE
     def test_a_turn_appends_to_the_latest_one(self, overlap: bool) -> None:
         engine = opened(overlap)
@@ -62,6 +63,7 @@ class TestTurns:
         assert second == [*first, *engine.outputs[0], 2, 3]
         assert third == [*second, *engine.outputs[1], 4]
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_MODE
     def test_what_was_computed_in_earlier_turns_is_not_computed_again(self, overlap: bool) -> None:
         engine = opened(overlap)
@@ -102,6 +104,7 @@ class TestTurns:
         assert "r2" in refused(engine, 4)
         say(engine, 5, [1], parent="r0")
 
+    @pytest.mark.by_day(one_in=2)
     @EACH_MODE
     def test_a_turn_under_retraction_is_the_same(self, overlap: bool) -> None:
         engine = opened(overlap, retract_interval=2)
@@ -255,6 +258,7 @@ class TestLifetime:
         engine.drain()
         assert whole == [*parent, *engine.outputs[1], 4, *engine.outputs[2], 7]
 
+    @pytest.mark.by_day(one_in=2, seed=5)
     @pytest.mark.parametrize("turns", [0, 1, 3, 4])
     def test_an_abort_in_mid_turn_leaves_the_session_as_it_was(self, turns: int) -> None:
         engine = opened(chunked_prefill_size=4)
@@ -270,6 +274,7 @@ class TestLifetime:
 
 
 class TestMemory:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("policy", EvictionPolicy)
     def test_what_a_session_holds_is_evicted_after_all_else(self, policy: EvictionPolicy) -> None:
         engine = opened(eviction_policy=policy, num_pages=32)

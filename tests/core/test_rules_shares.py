@@ -44,6 +44,7 @@ def chunks_until_first_token(engine: Engine, handle: int) -> int:
 
 
 class TestWhoComesNext:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @each_pair(
         batch=[(b"a", 1), (b"a", 0), (b"", 1)],
         policy=[SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.LOF],

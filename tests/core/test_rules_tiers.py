@@ -63,6 +63,7 @@ def turns(engine: Engine, count: int) -> None:
 
 
 class TestTheWayBack:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_what_was_evicted_comes_back_from_the_host(self, overlap: bool) -> None:
         engine = tiered(overlap)
@@ -74,6 +75,7 @@ class TestTheWayBack:
         stats = engine.core.stats()
         assert stats.loaded_pages_total == 9 and stats.lost_pages_total == 0 and stats.recomputed_pages_total == 0
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_what_the_host_forgot_comes_back_from_the_storage(self, overlap: bool) -> None:
         engine = tiered(overlap, has_storage=True)

@@ -32,6 +32,7 @@ def finish_of(engine: Engine, handle: int) -> tuple[FinishReason, ErrorCode]:
     return engine.finishes[handle].reason, engine.finishes[handle].error
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_requests_get_the_models_tokens(overlap: bool, mixed: bool) -> None:
@@ -79,6 +80,7 @@ class TestFaults:
         assert finish_of(engine, 0) == (FinishReason.LENGTH, ErrorCode.NONE)
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.INTERNAL)
 
+    @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("fault", RowFault)
     def test_a_faulty_row_ends_alone_and_its_pages_are_not_shared(self, fault: RowFault) -> None:
         engine = make()
@@ -94,6 +96,7 @@ class TestFaults:
         engine.drain()
         assert engine.finishes[2].cached_tokens == 0
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
     def test_a_failing_step_ends_its_own_requests(self, overlap: bool) -> None:
         engine = make(overlap)
@@ -112,6 +115,7 @@ class TestFaults:
 
 
 class TestOutput:
+    @pytest.mark.by_day(one_in=3, seed=1)
     @pytest.mark.parametrize(("stream", "interval"), [(True, 1), (True, 4), (False, 1)])
     def test_retraction_at_every_step_holds_no_output_back(self, stream: bool, interval: int) -> None:
         engine = make(retract_interval=1)

@@ -205,6 +205,7 @@ def test_the_same_log_gives_the_same_plans(config: SchedulerConfig, seed: int, o
     assert repr(first.finishes) == repr(second.finishes)
 
 
+@pytest.mark.by_day(one_in=2, seed=16)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_pool_too_small_for_one_request_aborts_that_request_alone(page_size: int, overlap: bool) -> None:

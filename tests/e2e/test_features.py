@@ -41,6 +41,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 class TestLogprobs:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "sampled"])
     def test_chat_streamed_and_whole_are_the_same(self, client: openai.OpenAI, sampling: dict[str, Any]) -> None:
         messages = [{"role": "user", "content": "Repeat: naïve 日本語 🙂"}]
@@ -233,6 +234,7 @@ def ids(client: openai.OpenAI) -> list[int]:
 
 
 class TestSteering:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 1}], ids=["greedy", "sampled"])
     def test_allowed_ids_are_all_that_comes(self, client: openai.OpenAI, ids: list[int], sampling: dict[str, Any]) -> None:
         allowed = [ids[0], 70, 71]

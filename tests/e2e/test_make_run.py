@@ -58,6 +58,7 @@ def masked(output: str, folder: Path) -> str:
     return said
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("redis", EITHER_SERVER)
 def test_make_run_answers_and_ctrl_c_leaves_nothing(redis: str) -> None:
     (port,) = free_ports(1)

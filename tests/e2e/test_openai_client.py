@@ -188,6 +188,7 @@ def test_a_stop_string_may_be_a_special_token_where_those_are_shown(system: Syst
     )
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_both_names_of_the_limit_limit(system: System, field: str, path: str) -> None:

@@ -30,6 +30,7 @@ def wait_until_ready(launcher: Launcher, name: str) -> None:
         launcher.read_until(f"  {name} ")
 
 
+@pytest.mark.by_day(one_in=4, seed=17)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", KINDS)
 def test_start_answers_the_first_question_when_a_process_is_killed(name: str, phase: str, tmp_path: Path) -> None:

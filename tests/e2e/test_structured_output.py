@@ -80,6 +80,7 @@ class TestEveryKind:
         assert satisfies(choice.message.content), choice.message.content
         assert streamed(client, temperature=0, **options) == choice.message.content
 
+    @pytest.mark.by_day(one_in=2, seed=5)
     @pytest.mark.parametrize("kind", list(KINDS)[::2])
     def test_each_of_several_sampled_choices_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
@@ -89,6 +90,7 @@ class TestEveryKind:
         assert len(ended) == 4 or kind == "json_object", "only an object without a schema may come to no end"
         assert all(satisfies(choice.message.content) for choice in ended)
 
+    @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("kind", list(KINDS)[1::2])
     def test_each_prompt_of_a_batch_satisfies_it(self, client: openai.OpenAI, kind: str) -> None:
         options, satisfies = KINDS[kind]
@@ -255,6 +257,7 @@ IN_A_STREAM = ["not", "regex", "ebnf", "structural tag", "nothing to choose from
 
 
 class TestRefusals:
+    @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("case", [case for case in REFUSED if case not in IN_A_STREAM])
     def test_400_says_what_and_where(self, client: openai.OpenAI, case: str) -> None:
         extra, message = REFUSED[case]
@@ -263,6 +266,7 @@ class TestRefusals:
         assert message in refusal.value.message
         assert refusal.value.type == "invalid_request_error"
 
+    @pytest.mark.by_day(one_in=2, seed=8)
     @pytest.mark.parametrize("case", IN_A_STREAM)
     def test_no_stream_has_begun_then(self, client: openai.OpenAI, case: str) -> None:
         """One for each who refuses: the gateway, and the worker for each kind of grammar."""

@@ -91,6 +91,7 @@ STEPS = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=7)
 @pytest.mark.parametrize(
     ("dtype", "steps"),
     [(torch.float32, [*STEPS, "extends"]), (torch.bfloat16, ["mixed"])],
@@ -108,6 +109,7 @@ def test_steps_of_every_kind(name: str, dtype: torch.dtype, steps: list[str]) ->
             assert_close(model.attended(backend, batch, qkv, window), model.expected(batch, qkv, window), dtype)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("window", SHAPE.windows)
 def test_a_graph_reads_its_lengths_on_the_device(window: int) -> None:
     """What was launched for one step's columns serves all later ones in the same addresses; padding rows do no harm."""
@@ -159,6 +161,7 @@ def test_which_back_ends_can_be_captured() -> None:
         KernelAttention(reference).plan(batch)
 
 
+@pytest.mark.by_day(one_in=5, seed=35)
 @each_pair(shape=[(8, 4, 128), (8, 2, 128), (1, 71, 64), (1, 128, 576), (40, 1, 256)], itemsize=[2, 4], multiprocessors=[16, 132])
 def test_scratch_holds_every_plan(shape: tuple[int, int, int], itemsize: int, multiprocessors: int) -> None:
     """shape: KV heads, heads of each, numbers of a head."""

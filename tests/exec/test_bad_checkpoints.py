@@ -40,6 +40,7 @@ def build(folder: Path) -> None:
     executor.close()
 
 
+@pytest.mark.by_day(one_in=2, seed=35)
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_configs(folder: Path, tmp_path: Path, name: str) -> None:
     for file in folder.iterdir():

@@ -51,6 +51,7 @@ def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[Executor]
     made.close()
 
 
+@pytest.mark.by_day(one_in=3, seed=9)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 def test_one_prompt_says_one_string_of_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
@@ -65,6 +66,7 @@ def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path) -> 
     executor.close()
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_text_scored_as_a_prompt_has_the_logprobs_that_it_was_written_with(executor: Executor) -> None:
     for target in targets(WORLD, random.Random(6), PROMPT_TOKENS, NEW_TOKENS):
         written = alone(WORLD, executor, target)
@@ -107,6 +109,7 @@ def test_fingerprints_tell_dtypes_apart_and_nothing_else(folder: Path) -> None:
     assert len(set(expected)) == 2
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_a_request_without_a_seed_is_drawn_by_the_seed_it_was_given(executor: Executor) -> None:
     """The worker's front draws one for a request that names none: another seed, another text."""
     prompt = next(targets(WORLD, random.Random(7), 9, 1)).prompt

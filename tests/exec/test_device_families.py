@@ -29,6 +29,7 @@ def both(folder: Path) -> tuple[Executor, Executor]:
     return device, cpu
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name: str, tmp_path: Path) -> None:
     SERVED[name].build(tmp_path)
@@ -43,6 +44,7 @@ def test_tokens(name: str, tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.by_day(one_in=3, seed=6)
 @pytest.mark.parametrize("name", VECTORS)
 def test_vectors(name: str, tmp_path: Path) -> None:
     FOLDERS[name].build(tmp_path)

@@ -239,6 +239,7 @@ def test_a_graph_waits_for_all_that_comes_into_a_page_that_it_is_the_first_to_na
     assert len(waits) == layers + 1
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_grammar_masks_in_a_graph_and_after_it(device: Device) -> None:
     driver, words = Guarded(device), np.zeros(9, dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
@@ -386,6 +387,7 @@ def test_a_graph_of_more_tokens_than_slots_samples_slots_alone(folder: Path, cpu
     assert outputs[0][1][-3:].count(250) == 1
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_vectors_come_beside_tokens(device: Device, cpu: Executor) -> None:
     vectors = []
     for executor in (device.executor, cpu):

@@ -75,6 +75,7 @@ def narrowed(executor: DeviceExecutor, room: int, too_large: set[int] | None = N
     return narrow
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("room", [1, 3, 10])
 def test_a_step_without_room_is_computed_in_pieces(folder: Path, cpu: Executor, room: int) -> None:
     executor = built(folder)
@@ -90,6 +91,7 @@ def test_a_step_larger_than_was_reserved_is_computed_in_pieces(folder: Path, cpu
     assert executor.runner.stats.pieces > 0
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("dimensions", [0, 8])
 def test_vectors_are_summed_once_whatever_is_tried(folder: Path, cpu: Executor, dimensions: int) -> None:
     vectors = []
@@ -263,6 +265,7 @@ def test_pages_are_mapped_where_a_step_fails_before_it_begins(folder: Path, monk
     executor.close()
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("room", [64, 16])
 def test_an_encoder_sees_each_prompt_whole(tmp_path: Path, room: int) -> None:
     """A prompt that is longer than a step's tokens; and on a device without room for it."""

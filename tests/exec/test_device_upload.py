@@ -33,6 +33,7 @@ def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
     made.close()
 
 
+@pytest.mark.by_day(one_in=4, seed=86)
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 4, 5), (0, 7, 0), (), (500, 1, 500)])
 def test_sections_begin_where_kernels_want_them(streams: Streams, sizes: tuple[int, ...]) -> None:
     ring = UploadRing(streams, 64)
@@ -44,6 +45,7 @@ def test_sections_begin_where_kernels_want_them(streams: Streams, sizes: tuple[i
         assert all(view.data_ptr() % (4 * ALIGNED) == 0 for view in views.values() if len(view))
 
 
+@pytest.mark.by_day(one_in=2)
 def test_other_types_go_by_their_bits_or_by_value(streams: Streams) -> None:
     ring = UploadRing(streams, 16)
     views = ring.send([("f", np.float32([1.5])), ("u", np.uint32([1 << 31])), ("l", np.int64([-7])), ("s", np.int16([5]))])

@@ -70,6 +70,7 @@ def embedding(prompt: list[int], slot: int, **options: Any) -> Sequence:
     return Sequence(prompt, slot, params)
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @each_pair(
     indirect=("embedder",),
     embedder=EMBEDDERS,
@@ -84,6 +85,7 @@ def test_a_prompt_in_chunks(embedder: Embedder, executor: DeviceExecutor, kind: 
     assert sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
 
 
+@pytest.mark.by_day(one_in=3, seed=40)
 @each_value(
     indirect=("embedder",),
     embedder=EMBEDDERS,
@@ -109,6 +111,7 @@ def test_cut_and_normalisation(
     assert sequence.embedding.tolist() == pytest.approx(expected.tolist(), abs=CLOSE)
 
 
+@pytest.mark.by_day(one_in=2, seed=25)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_beside_generation_and_slots_used_again(embedder: Embedder, executor: DeviceExecutor, kind: PoolingKind) -> None:
     driving = driver(executor, PoolingConfig(kind, True))

@@ -64,6 +64,7 @@ def vector_of(sequence: Sequence) -> np.ndarray:
     return sequence.embedding
 
 
+@pytest.mark.by_day(one_in=3, seed=13)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_batch_of_texts_equals_transformers(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -111,6 +112,7 @@ def test_one_that_was_saved_from_below_its_projection_gives_vectors_whatever_it_
     np.testing.assert_allclose(vector_of(sequence), pooled(model, sequence.prompt, "lasttoken", True), atol=1e-5)
 
 
+@pytest.mark.by_day(one_in=4)
 @pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
 @pytest.mark.parametrize("name", ["qwen3-last", "llama-mean", "bert-cls", "bert-mean"])
 def test_sentence_transformers_reads_the_same_pooling(name: str, tmp_path: Path) -> None:
@@ -133,6 +135,7 @@ def test_sentence_transformers_reads_the_same_pooling(name: str, tmp_path: Path)
         np.testing.assert_allclose(vector_of(sequence), vector, atol=1e-5)
 
 
+@pytest.mark.by_day(one_in=3, seed=1)
 @each_value(name=["qwen3-last", "llama-mean", "gpt-neox-last"], chunk=[4, 12, 28])
 def test_causal_models_take_prompts_in_chunks(name: str, chunk: int, tmp_path: Path) -> None:
     case = FOLDERS[name]
@@ -146,6 +149,7 @@ def test_causal_models_take_prompts_in_chunks(name: str, chunk: int, tmp_path: P
         np.testing.assert_allclose(vector_of(sequence), expected, atol=1e-5)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("name", ["qwen3-last", "bert-cls"])
 def test_dimensions_cut_before_the_length_becomes_one(name: str, tmp_path: Path) -> None:
     model = FOLDERS[name].build(tmp_path)
@@ -222,6 +226,7 @@ def test_a_folder_without_pooling_files_has_the_default(tmp_path: Path) -> None:
     assert read_pooling(tmp_path, MEAN) is MEAN
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -164,6 +164,7 @@ def serve(folder: Path, overlap: bool, **changes: Any) -> Served:
     return Served(Scheduler(config, LetterDecoder(), book), book, executor, overlap)
 
 
+@pytest.mark.by_day(one_in=3)
 @each_value(
     policy=[SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT, SchedulePolicy.RANDOM],
     overlap={"overlap": True, "no-overlap": False},
@@ -209,6 +210,7 @@ def check(served: Served, reference: Reference, handle: int, prompt: list[int]) 
         np.testing.assert_allclose(served.prompt_values.get(handle, []) + served.sampled[handle], exact, atol=1e-4)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_turns_of_a_session_go_on_where_the_turn_before_ended(folder: Path, reference: Reference, overlap: bool) -> None:
     served = serve(folder, overlap, num_pages=200)
@@ -227,6 +229,7 @@ def test_turns_of_a_session_go_on_where_the_turn_before_ended(folder: Path, refe
     assert served.outputs[3] == reference.answer(branch, OUTPUTS)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch_of_sixteen_cold_and_cached(folder: Path, overlap: bool) -> None:
     rng = random.Random(3)

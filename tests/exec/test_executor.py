@@ -103,6 +103,7 @@ def test_worker_tells_the_size_of_a_host_tier_beside_the_free_memory(folder: Pat
     assert "10 MiB" in told and "of 1024 MiB of memory that are free; by hicache_ratio it takes 1% of that at most" in told
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close(folder: Path, dtype: str) -> None:
     outputs = []
@@ -209,6 +210,7 @@ def test_an_empty_plan_gives_an_empty_result(executor: DeviceExecutor) -> None:
     assert len(executor.wait(run).tokens) == 0
 
 
+@pytest.mark.by_day(one_in=3, seed=31)
 @pytest.mark.parametrize("start", [0, 3, 63, 64, 67, 1000], ids=lambda start: f"at-{start}")
 def test_stale_rows_hurt_nobody(folder: Path, start: int) -> None:
     executor, _ = build(folder, check=False)

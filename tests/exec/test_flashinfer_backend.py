@@ -146,6 +146,7 @@ CASES = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=26)
 @each_value(shape=CASES, split_mixed={"one plan": False, "two plans": True})
 def test_steps_equal_the_reference(shape: AttentionShape, split_mixed: bool, device: torch.device, module: Any) -> None:
     bench = Bench(shape, device)
@@ -174,6 +175,7 @@ def test_both_dtypes(dtype: torch.dtype, device: torch.device, module: Any) -> N
     torch.testing.assert_close(bench.given(backend, batch, 0.2, 0), bench.wanted(MIXED, 0.2, 0), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
     "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24)), replace(SHAPE, windows=(0, 24), page_size=1, max_pages=1200)]
 )
@@ -235,6 +237,7 @@ def test_captured_graphs_replay(shape: AttentionShape) -> None:
         assert_near(out[: len(lengths)], bench.wanted(lengths, 0.125, 0))
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize(
     "shape", [SHAPE, PAIRED, replace(PAIRED, windows=(0, 24))], ids=["tensor cores", "CUDA cores", "windows"]
 )
@@ -363,6 +366,7 @@ def test_staging_never_reuses_what_is_in_flight_and_never_waits() -> None:
     assert ring.take() is oldest
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 def test_columns(page_size: int) -> None:
     starts, counts = np.array([0, 15, 31, 4], np.int32), np.array([1, 1, 3, 1], np.int32)
@@ -401,6 +405,7 @@ LARGE = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=45)
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
 def test_scratch_memory_is_enough(shape: AttentionShape) -> None:
     generator, sizes = np.random.default_rng(5), (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)

@@ -96,6 +96,7 @@ def library(monkeypatch: pytest.MonkeyPatch, ran: set[str]) -> Iterator[Any]:
         yield module
 
 
+@pytest.mark.by_day(one_in=2, seed=52)
 @each_value(shape=steps.CASES, split_mixed={"two plans": True, "one plan": False})  # where the double has the other
 def test_steps(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[str]) -> None:
     steps.test_steps_equal_the_reference(shape, split_mixed, CPU, library)
@@ -103,6 +104,7 @@ def test_steps(shape: AttentionShape, split_mixed: bool, library: Any, ran: set[
     assert ran == {"fa3", decode, decode if split_mixed else "fa2"}
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("shape", [steps.SHAPE, steps.PAIRED, replace(steps.PAIRED, windows=(0, 24))])
 def test_graphs(shape: AttentionShape, library: Any, ran: set[str]) -> None:
     steps.test_graphs_of_fixed_buffers_follow_the_plan(shape, CPU, library)

@@ -305,6 +305,7 @@ class Recorded(HostArrival):
         assert self._came > group, "an event that was never recorded"
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("layers", [(1, 0), (3, 2), (80, 0), (28, 1)], ids=str)
 def test_every_layer_is_of_one_group_and_what_drafts_of_the_first(layers: tuple[int, int]) -> None:
     groups = LayerGroups.for_pools(layers)

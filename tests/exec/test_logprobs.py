@@ -86,6 +86,7 @@ def check_outputs(sequence: Sequence, scored: Scored) -> None:
         assert list(found.chosen) == pytest.approx(chosen, abs=CLOSE)
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @by_turns
 def test_outputs_of_a_mixed_batch(scored: Scored, driving: Driver) -> None:
     wants = [
@@ -111,6 +112,7 @@ def joined(parts: list[PromptLogprobs]) -> PromptLogprobs:
     return PromptLogprobs(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
+@pytest.mark.by_day(one_in=4)
 @each_pair(
     indirect=("scored", "kernel_name"),
     chunk={"4": 4, "12": 12, "40": 40, "whole": WHOLE},
@@ -134,6 +136,7 @@ def test_prompt_in_chunks(scored: Scored, driving: Driver, chunk: int, first: in
     check_outputs(sequence, scored)
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @by_turns
 def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> None:
     """The logits of prompts are made in the buffer that those of sampled rows come from."""
@@ -155,6 +158,7 @@ def test_prompts_and_outputs_in_one_step(scored: Scored, driving: Driver) -> Non
     assert plain.prompt_logprobs == []
 
 
+@pytest.mark.by_day(one_in=2)
 @by_turns
 def test_prompt_logprobs_without_those_of_outputs(scored: Scored, driving: Driver) -> None:
     sequence = Sequence(prompt_of(10), 0, replace(GREEDY, prompt_logprobs_from=0))
@@ -189,6 +193,7 @@ def prompt_plan(num_tokens: int, offset: int, after: int) -> BatchPlan:
     )  # fmt: skip
 
 
+@pytest.mark.by_day(one_in=2, seed=19)
 @pytest.mark.parametrize(
     ("piece", "offset", "after", "targets"),
     [
@@ -227,6 +232,7 @@ def test_no_request_for_logits_is_larger_than_a_piece(
     assert (found.chosen[:, 1] == -np.inf).all() and faults == {}
 
 
+@pytest.mark.by_day(one_in=2, seed=29)
 @on_both_kernels
 @pytest.mark.parametrize(
     ("poison", "faults"), [(torch.nan, {0: RowFault.NAN_LOGITS}), (torch.inf, {0: RowFault.NAN_LOGITS}), (-torch.inf, {})]

@@ -40,12 +40,14 @@ CASES = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=3)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_for_the_pool(name: str) -> None:
     case = CASES[name]
     assert kv_pool_bytes(case.use, case.fraction, case.reserve) == case.left * MIB
 
 
+@pytest.mark.by_day(one_in=2, seed=7)
 @pytest.mark.parametrize(("page_mib", "context_len", "pages"), [(1, 100, 490), (489, 16, 1), (100, 64, 4), (490, 1, 1)])
 def test_pages_are_whole(page_mib: int, context_len: int, pages: int) -> None:
     assert kv_pool_pages(ALONE, 0.9, 0, page_mib * MIB, 16, context_len) == pages

@@ -88,6 +88,7 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     executor.close()
 
 
+@pytest.mark.by_day(one_in=3, seed=33)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
@@ -96,6 +97,7 @@ def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> 
     assert strings(WORLD, drafting.executor, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
 
 
+@pytest.mark.by_day(one_in=2, seed=15)
 def test_one_string_while_few_of_all_requests_are_guessed_for(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have the slots, pages and cached prefixes of those that are, and the other way round."""
     monkeypatch.setattr(draft_controller, "IN_VAIN", 2.0)
@@ -114,6 +116,7 @@ def test_one_string_while_few_of_all_requests_are_guessed_for(drafting: Drafting
     assert 0 < sum(told) < len(told)
 
 
+@pytest.mark.by_day(one_in=3, seed=18)
 @pytest.mark.parametrize(
     ("number", "chunk", "resting"),
     [(0, 0, False), (0, 8, False), (1, 20, True)],
@@ -193,6 +196,7 @@ def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
     assert sum(lengths) == NEW_TOKENS and answer.ended
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("algorithm", "max_tokens"), [("draft", 20), ("eagle3", 20), ("eagle3", 8192)])
 def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str, max_tokens: int) -> None:
     """The text goes on. Steps that are computed in pieces tell it nothing of the target's states, and what others tell is not

@@ -78,6 +78,7 @@ def run_alone(driving: Driver, prompt: list[int], chunk: int = 1 << 30, slot: in
     return sequence.output
 
 
+@pytest.mark.by_day(one_in=4, seed=6, kernel_name="torch")
 @every_model
 def test_greedy_tokens_equal_transformers(reference: Reference) -> None:
     prompt = prompt_of(50)
@@ -87,6 +88,7 @@ def test_greedy_tokens_equal_transformers(reference: Reference) -> None:
         assert run_alone(driving, prompt) == expected
 
 
+@pytest.mark.by_day(one_in=4, seed=1, kernel_name="torch")
 @every_model
 def test_top_logprobs_equal_transformers(reference: Reference) -> None:
     prompt = prompt_of(37)
@@ -103,6 +105,7 @@ def test_top_logprobs_equal_transformers(reference: Reference) -> None:
         assert [float(expected[step, i]) for i in row.top_ids] == pytest.approx(list(row.top), abs=1e-4)
 
 
+@pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize("reference", ["llama-untied", "mistral-window", "qwen3"], indirect=True)
 def test_sixteen_ragged_requests_at_once(reference: Reference) -> None:
     prompts = [prompt_of(1 + 7 * index, index) for index in range(16)]
@@ -113,6 +116,7 @@ def test_sixteen_ragged_requests_at_once(reference: Reference) -> None:
     assert [s.output for s in sequences] == reference.generate(*prompts)
 
 
+@pytest.mark.by_day(one_in=2)
 @one_model
 def test_decode_rows_ride_along_with_chunks(reference: Reference) -> None:
     early, late = Sequence(prompt_of(20, 1), 1, greedy()), Sequence(prompt_of(100, 2), 2, greedy())
@@ -124,6 +128,7 @@ def test_decode_rows_ride_along_with_chunks(reference: Reference) -> None:
     assert [early.output, late.output] == reference.generate(early.prompt, late.prompt)
 
 
+@pytest.mark.by_day(one_in=6, seed=17)
 @pytest.mark.parametrize("reference", ["mistral-window", "qwen3"], indirect=True)
 @pytest.mark.parametrize("chunk", [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48])
 def test_prompt_in_chunks(reference: Reference, chunk: int) -> None:
@@ -132,6 +137,7 @@ def test_prompt_in_chunks(reference: Reference, chunk: int) -> None:
         assert [run_alone(driving, prompt, chunk)] == reference.generate(prompt)
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @one_model
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_page_sizes(reference: Reference, page_size: int) -> None:
@@ -140,6 +146,7 @@ def test_page_sizes(reference: Reference, page_size: int) -> None:
         assert [run_alone(driving, prompt)] == reference.generate(prompt)
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @one_model
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_prefix_pages_shared_between_rows(reference: Reference, page_size: int) -> None:
@@ -154,6 +161,7 @@ def test_prefix_pages_shared_between_rows(reference: Reference, page_size: int) 
     assert [first.output, second.output] == reference.generate(first.prompt, second.prompt)
 
 
+@pytest.mark.by_day(one_in=2)
 @one_model
 def test_pages_in_any_order(reference: Reference) -> None:
     prompt = prompt_of(60)

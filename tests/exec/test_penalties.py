@@ -45,6 +45,7 @@ def found(repeats: Repeats) -> dict[int, float]:
     return dict(zip(ids.tolist(), penalties.tolist(), strict=True))
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(
     ("params", "tokens", "expected"),
     [
@@ -73,6 +74,7 @@ def test_dry_examples(params: DryParams, tokens: list[int], expected: dict[int, 
     assert lost(params, tokens) == pytest.approx(expected)
 
 
+@pytest.mark.by_day(one_in=2, seed=12)
 @each_pair(
     window=[0, 1, 7, 50],
     breakers={"no-breaker": (), "one-breaker": (0,), "two-breakers": (0, 1)},
@@ -139,6 +141,7 @@ def edited(sampler: Sampling) -> list[float]:
 PROMPT = [1, 2, 3, 4, 1, 2]
 
 
+@pytest.mark.by_day(one_in=2, seed=45)
 @pytest.mark.parametrize(
     ("sampled", "start", "row", "sequence"),
     [
@@ -176,6 +179,7 @@ def test_a_chunked_prompt_counts_once(kernels: SampleKernels) -> None:
     assert edited(sampler) == edited(penalised(kernels, PROMPT, output))
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @on_both_kernels
 def test_a_tiny_repetition_penalty_stays_finite(kernels: SampleKernels) -> None:
     params = replace(PENALISED, repetition_penalty=1e-44)

@@ -32,6 +32,7 @@ V2 = {"proc/self/cgroup": "0::/pod/box\n"}
 V1 = {"proc/self/cgroup": "5:cpu,memory:/box\n4:cpuset:/\n"}
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     ("files", "gib"),
     [

@@ -148,6 +148,7 @@ def check_cuts(executors: list[DeviceExecutor], params: SamplingParams, jump: bo
     return output
 
 
+@pytest.mark.by_day(one_in=2, seed=70)
 @pytest.mark.parametrize("wish", WISHES)
 def test_the_rest_is_that_of_the_undisturbed_run(executors: list[DeviceExecutor], wish: str) -> None:
     output = check_cuts(executors, WISHES[wish])

@@ -54,6 +54,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
+@pytest.mark.by_day(one_in=3, seed=44)
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_header_that_is_wrong(case: str, written: Path) -> None:
     edit, message = HEADERS[case]
@@ -62,6 +63,7 @@ def test_a_header_that_is_wrong(case: str, written: Path) -> None:
         read_header(written)
 
 
+@pytest.mark.by_day(one_in=3, seed=1)
 @pytest.mark.parametrize(
     ("content", "message"),
     {

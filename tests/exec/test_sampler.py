@@ -55,6 +55,7 @@ def expected_support(logits: np.ndarray, top_k: int, top_p: float, min_p: float,
     return {token for token in kept if np.exp(logits[token] - logits.max()) >= min_p}
 
 
+@pytest.mark.by_day(one_in=3)
 @each_value(
     cut=[(-1, 1.0, 0.0), (1, 1.0, 0.0), (3, 1.0, 0.0), (-1, 0.5, 0.0), (-1, 0.95, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.1),
          (4, 0.8, 0.0), (4, 0.99, 0.3), (100, 0.9, 0.05)],
@@ -69,6 +70,7 @@ def test_support(cut: tuple[int, float, float], temperature: float) -> None:
     assert found == (expected_support(logits, top_k, top_p, min_p) if top_p > 0 else {3})
 
 
+@pytest.mark.by_day(one_in=5, seed=1)
 @pytest.mark.parametrize(("spread", "top_p"), [(0.01, 0.1), (0.01, 0.999), (1.0, 0.7), (5.0, 0.1), (5.0, 0.999)])
 def test_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * spread
@@ -83,6 +85,7 @@ def test_top_k_takes_the_lowest_of_equals() -> None:
     assert largest(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0]), 3).tolist() == [1, 2, 3]
 
 
+@pytest.mark.by_day(one_in=2, seed=11)
 @pytest.mark.parametrize(
     "params",
     [
@@ -133,6 +136,7 @@ def test_a_draw_does_not_depend_on_the_batch(kernels: SampleKernels) -> None:
     assert mixed == alone
 
 
+@pytest.mark.by_day(one_in=2, seed=59)
 @pytest.mark.parametrize(
     ("params", "history", "num_prompt", "expected"),
     [
@@ -172,6 +176,7 @@ def test_admission_forgets_the_last_holder(kernels: SampleKernels) -> None:
     assert sample_one(sampler, LOGITS) == 3
 
 
+@pytest.mark.by_day(one_in=2, seed=10)
 @pytest.mark.parametrize(("position", "expected"), [(4, 1), (5, 1), (6, 3), (7, 3)])
 def test_stop_tokens_wait_for_min_new_tokens(kernels: SampleKernels, position: int, expected: int) -> None:
     sampler = sampler_of(kernels, replace(GREEDY, min_new_tokens=2), num_prompt=4, stops=(3, 77))
@@ -182,6 +187,7 @@ def test_ties_go_to_the_lowest_id(kernels: SampleKernels) -> None:
     assert sample_one(sampler_of(kernels, GREEDY), [0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]) == 1
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @each_value(
     params={"greedy": GREEDY, "drawn": SamplingParams(8), "edited": replace(GREEDY, logit_bias=((1, 1.0),))},
     poison=[torch.nan, torch.inf],

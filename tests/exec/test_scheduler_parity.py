@@ -147,12 +147,14 @@ def serve(checkpoint: Checkpoint, config: SchedulerConfig, overlap: bool = True)
     return Served(config, executor, overlap)
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_one_request(checkpoint: Checkpoint, overlap: bool) -> None:
     served = serve(checkpoint, config_for(), overlap)
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
 
 
+@pytest.mark.by_day(one_in=7, seed=4)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
 def test_sixteen_ragged_requests_at_once(checkpoint: Checkpoint, overlap: bool, mixed: bool) -> None:
@@ -160,6 +162,7 @@ def test_sixteen_ragged_requests_at_once(checkpoint: Checkpoint, overlap: bool, 
     assert served.run(PROMPTS) == checkpoint.answers
 
 
+@pytest.mark.by_day(one_in=15, seed=1)
 @pytest.mark.parametrize("chunk", range(PAGE_SIZE, 81, PAGE_SIZE))
 def test_a_prompt_cut_at_every_size_from_one_page_up(checkpoint: Checkpoint, chunk: int) -> None:
     served = serve(checkpoint, config_for(chunked_prefill_size=chunk))
@@ -167,6 +170,7 @@ def test_a_prompt_cut_at_every_size_from_one_page_up(checkpoint: Checkpoint, chu
     assert sum(plan.num_extend for plan in served.plans) == -(-80 // chunk)
 
 
+@pytest.mark.by_day(one_in=4, seed=15)
 def test_cold_and_full_prefix_hit(checkpoint: Checkpoint) -> None:
     served = serve(checkpoint, config_for())
     assert served.run([PROMPTS[-1]]) == [checkpoint.answers[-1]]
@@ -175,6 +179,7 @@ def test_cold_and_full_prefix_hit(checkpoint: Checkpoint) -> None:
     assert [served.cached[handle] for handle in range(3)] == [0, 76, 96], "hits by whole pages, all but one token"
 
 
+@pytest.mark.by_day(one_in=3, seed=31)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 def test_forced_retraction_every_five_steps(checkpoint: Checkpoint, overlap: bool) -> None:
     served = serve(checkpoint, config_for(retract_interval=5), overlap)
@@ -182,6 +187,7 @@ def test_forced_retraction_every_five_steps(checkpoint: Checkpoint, overlap: boo
     assert served.core.stats().retractions_total >= 10
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 def test_everything_at_once_in_a_pool_that_is_too_small(checkpoint: Checkpoint) -> None:
     config = config_for(
         num_pages=120, chunked_prefill_size=16, enable_mixed_chunk=True, retract_interval=7, schedule_conservativeness=0.1
@@ -192,6 +198,7 @@ def test_everything_at_once_in_a_pool_that_is_too_small(checkpoint: Checkpoint) 
     assert served.core.stats().evicted_pages_total > 0
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 def test_the_fake_executor_and_the_real_one_get_the_same_plans(checkpoint: Checkpoint) -> None:
     config = config_for(num_pages=150, chunked_prefill_size=32, retract_interval=11, schedule_conservativeness=0.1)
     real = serve(checkpoint, config)

@@ -61,6 +61,7 @@ def alone(driving: Driver, params: SamplingParams, index: int) -> list[int]:
     return sequence.output
 
 
+@pytest.mark.by_day(one_in=8, seed=9)
 @on_both_kernels
 def test_alone_twice_in_a_batch_of_sixteen_in_chunks(driving: Driver, params: SamplingParams) -> None:
     lone = [alone(driving, params, index) for index in (0, 7, 15)]
@@ -72,6 +73,7 @@ def test_alone_twice_in_a_batch_of_sixteen_in_chunks(driving: Driver, params: Sa
     assert [batch[index].output for index in (0, 7, 15)] == lone
 
 
+@pytest.mark.by_day(one_in=4, seed=6)
 def test_over_a_cached_prefix_beside_others(driving: Driver, params: SamplingParams) -> None:
     cold = alone(driving, params, 7)
     others = sequences(params, 15, first_slot=8, seed=900)
@@ -85,6 +87,7 @@ def test_over_a_cached_prefix_beside_others(driving: Driver, params: SamplingPar
     assert cached.output == cold
 
 
+@pytest.mark.by_day(one_in=4)
 def test_other_seeds_give_other_tokens(driving: Driver, params: SamplingParams) -> None:
     prompt = prompt_of(30, 1)
     rows = [Sequence(prompt, slot, replace(params, seed=slot)) for slot in range(16)]
@@ -93,6 +96,7 @@ def test_other_seeds_give_other_tokens(driving: Driver, params: SamplingParams) 
     assert len({tuple(row.output) for row in rows}) == 16
 
 
+@pytest.mark.by_day(one_in=4, seed=4)
 def test_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
     """The request comes again as an extend of prompt and kept output, in another slot."""
     whole = alone(driving, params, 7)
@@ -102,6 +106,7 @@ def test_after_a_retraction(driving: Driver, params: SamplingParams) -> None:
     assert kept.output == whole[17:]
 
 
+@pytest.mark.by_day(one_in=4)
 def test_tokens_given_to_a_running_slot_count_as_if_sampled(driving: Driver, params: SamplingParams) -> None:
     """Of a slot that goes on, output tokens come as input: some that it has sampled, some that were decided elsewhere."""
     whole = alone(driving, params, 7)

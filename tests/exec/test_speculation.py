@@ -69,6 +69,7 @@ def whole(plain: DeviceExecutor, target: Asked) -> list[int]:
     return [*target.prompt, *alone(World(), plain, target).tokens]
 
 
+@pytest.mark.by_day(one_in=3, seed=48)
 @pytest.mark.parametrize("errors", [0.0, 0.4, 1.0], ids=["all right", "half right", "all wrong"])
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 def test_one_string_of_ids_and_logprob_bits_whatever_is_guessed(
@@ -192,6 +193,7 @@ def test_fewer_steps_where_guesses_are_right(
     assert (steps[0.0], steps[1.0]) == (1 + -(-(NEW_TOKENS - 1) // 5), NEW_TOKENS)
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3-moe"])
 def test_models_that_transformers_computes(name: str, tmp_path: Path) -> None:
     """Token for token, greedily in float32: their sums may come out otherwise with more rows."""

@@ -45,6 +45,7 @@ def sample(
     return sampler.sample(rising().repeat(len(rows), 1), np.arange(len(rows), dtype=np.int32), positions, masks)
 
 
+@pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize(
     ("params", "allowed", "expected"),
     [
@@ -73,6 +74,7 @@ def test_the_best_of_what_is_allowed(
     assert result.faults == {} and result.tokens.tolist() == [expected]
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     "params",
     [
@@ -94,6 +96,7 @@ def test_a_mixed_batch_masks_its_own_rows_alone(kernels: SampleKernels) -> None:
     assert result.tokens.tolist() == [99, 70, 98, 12, 99]
 
 
+@pytest.mark.by_day(one_in=3, seed=5)
 @pytest.mark.parametrize(
     ("params", "allowed", "stops"),
     [
@@ -115,6 +118,7 @@ def test_nothing_left_faults_its_row_alone(
     assert result.tokens[:2].tolist() == [99, 0] and result.logprobs == {}
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @on_both_kernels
 def test_logits_that_are_not_finite_are_no_matter_of_masks(kernels: SampleKernels) -> None:
     sampler = Sampling(3, VOCAB, kernels)

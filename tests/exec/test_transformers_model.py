@@ -95,6 +95,7 @@ def expect_own_numbers(model: Any, sequence: Sequence, tolerance: float) -> None
         assert [float(own[token]) for token in row.top_ids] == pytest.approx(list(row.top), abs=tolerance)
 
 
+@pytest.mark.by_day(one_in=4, seed=5)
 @pytest.mark.parametrize("name", SERVED)
 def test_chunks_cached_pages_and_batches_equal_the_models_own_attention(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -106,6 +107,7 @@ def test_chunks_cached_pages_and_batches_equal_the_models_own_attention(name: st
         expect_own_numbers(model, sequence, 1e-3)
 
 
+@pytest.mark.by_day(one_in=4, seed=4)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3-moe", "gpt-oss"])
 def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
     model = SERVED[name].build(tmp_path)
@@ -118,6 +120,7 @@ def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
     assert [float(own[token]) for token in sequence.logprobs[0].top_ids] == pytest.approx(list(sequence.logprobs[0].top), abs=0.6)
 
 
+@pytest.mark.by_day(one_in=3, seed=27)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_paged_attention_would_get_wrong_is_refused(name: str, tmp_path: Path) -> None:
     REFUSED[name].build(tmp_path)
@@ -134,6 +137,7 @@ def allow(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
     monkeypatch.setattr(causal_transformers, "LAYER_TYPES", causal_transformers.LAYER_TYPES | set(types))
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3", "deepseek-v3.2", "glm-5", "mamba", "lfm2"])
 def test_layer_types_are_refused_before_the_weights_are_read(name: str, tmp_path: Path) -> None:
     REFUSED[name].build(tmp_path)
@@ -174,6 +178,7 @@ def test_check_refuses_compressed_and_sparse_layers_when_their_types_are_allowed
     assert "attention" in refusal(tmp_path)
 
 
+@pytest.mark.by_day(one_in=2, seed=29)
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
@@ -192,6 +197,7 @@ def test_config_names_sizes_that_the_check_reaches(options: dict[str, Any], size
     assert [size for _, size in paging_check.named_sizes(transformers.LlamaConfig(**options))] == sizes
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     ("options", "context_len", "tokens"),
     [
@@ -215,6 +221,7 @@ def test_a_size_that_no_trial_reaches_is_refused_by_its_key() -> None:
     causal_transformers.refuse_by_config(config, 4096)
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
     ("window", "allows", "fits"),
     [

@@ -109,11 +109,13 @@ def assert_same(found: DecoderWeights, expected: DecoderWeights, device: torch.d
 OTHER_WEIGHTS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3"]
 
 
+@pytest.mark.by_day(one_in=2, seed=37)
 @pytest.mark.parametrize("name", OTHER_WEIGHTS)
 def test_it_gives_what_the_plain_loader_gives(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
     assert_same(streamed(saved(name), device), plain(saved(name)), device)
 
 
+@pytest.mark.by_day(one_in=2, seed=19)
 @pytest.mark.parametrize(
     ("wanted", "stored"),
     [
@@ -135,6 +137,7 @@ def test_under_inference_mode(saved: Callable[[str], Path], device: torch.device
         assert_same(streamed(saved("qwen3"), device), plain(saved("qwen3")), device)
 
 
+@pytest.mark.by_day(one_in=2, seed=9)
 @pytest.mark.parametrize(("threads", "buffer"), [(1, 40), (1, 64 * 96 * 4 - 8), (1, 64 * 96 * 4), (4, 96), (2, 1 << 20)])
 def test_pieces_of_any_size(threads: int, buffer: int, saved: Callable[[str], Path], device: torch.device) -> None:
     options = StreamOptions(threads, threads * 2 * buffer)
@@ -330,6 +333,7 @@ def test_what_was_read_and_how_long_it_took(saved: Callable[[str], Path], device
 # Random values
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3"])
 def test_random_weights_have_a_checkpoints_structure(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
     config = config_of(saved(name))

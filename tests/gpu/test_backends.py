@@ -19,6 +19,7 @@ MIDDLE_WINDOW = TinyModel("Mistral", {**MIDDLE.options, "sliding_window": 48, "b
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
 
 
+@pytest.mark.by_day(one_in=12, seed=8)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("model_name", ["qwen3", "mistral-window"])
 @pytest.mark.parametrize("name", ["triton", "torch"])
@@ -34,6 +35,7 @@ def test_float32_tokens(name: str, model_name: str, page_size: int, tmp_path: Pa
     executor.close()
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @needs_flashinfer
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("shape", [MIDDLE, MIDDLE_WINDOW], ids=["full", "window"])

@@ -42,6 +42,7 @@ def executors(request: pytest.FixtureRequest, folder: Path, device: str) -> Iter
     without.close()
 
 
+@pytest.mark.by_day(one_in=6)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 def test_one_string_of_ids_and_logprob_bits_by_graphs_and_without(executors: tuple[Executor, Executor], number: int) -> None:
     target = list(targets(WORLD, random.Random(5), 45, 30))[number]

@@ -53,6 +53,7 @@ def run_both(
     return said[0], said[1], with_graphs.plans
 
 
+@pytest.mark.by_day(one_in=6, seed=3)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, GRAPH_ROWS])
 def test_greedy_rows_of_every_padding(executors: tuple[Any, Any], rows: int) -> None:
     """Outputs of different lengths, so that the number of rows falls from step to step."""

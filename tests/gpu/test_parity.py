@@ -30,6 +30,7 @@ MIDDLE = TinyModel(
 )
 
 
+@pytest.mark.by_day(one_in=8, seed=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_gives_the_same_tokens(name: str, tmp_path: Path, device: str) -> None:
     model = MODELS[name].build(tmp_path).to(device)
@@ -43,6 +44,7 @@ def test_float32_gives_the_same_tokens(name: str, tmp_path: Path, device: str) -
     executor.close()
 
 
+@pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("name", ["llama-untied", "mistral-window", "qwen2", "qwen3", "middle"])
 def test_bf16_is_as_near_to_float32_as_transformers_is(name: str, tmp_path: Path, device: str) -> None:
     shape = MIDDLE if name == "middle" else MODELS[name]

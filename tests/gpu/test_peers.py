@@ -17,6 +17,7 @@ from tests.exec.tiny_models import TinyModel
 PROMPTS = 4
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_goes_on_with_the_same_bits(dtype: str, tmp_path: Path, device: str) -> None:
     TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 128}).build(tmp_path)

@@ -62,6 +62,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
     return guesses
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_one_string_of_ids_and_logprob_bits(folder: Path, device: str, graphs: bool) -> None:
     """Of the mode that promises it, with guesses of which a third is wrong."""
@@ -74,6 +75,7 @@ def test_one_string_of_ids_and_logprob_bits(folder: Path, device: str, graphs: b
     drafting.close()
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"])
 def test_whoever_guesses(folder: Path, device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its memory is given back and after it was taken again. A draft model that is the target is mostly right."""
@@ -92,6 +94,7 @@ def test_whoever_guesses(folder: Path, device: str, algorithm: str, monkeypatch:
     drafting.close()
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_by_each_attention_back_end_without_the_mode(
     folder: Path, device: str, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ def test_the_mode_catches_a_read_of_a_value(device: str) -> None:
         value.item()
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_mixed_steps_never_synchronize(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:

@@ -49,6 +49,7 @@ def plain(opened: Open) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.by_day(one_in=2)
 def test_from_the_host(opened: Open, plain: Served) -> None:
     with closing(opened(POOL_PAGES, options())) as served:
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
@@ -59,6 +60,7 @@ def test_from_the_host(opened: Open, plain: Served) -> None:
         assert served.core.stats().failed_operations_total == 0
 
 
+@pytest.mark.by_day(one_in=2)
 def test_layers_that_come_late_are_waited_for(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each behind a pause of the stream that brings it, while the core has heard of all of them."""
     bringing = PageCopier.bringing
@@ -85,6 +87,7 @@ def test_layers_that_come_late_are_waited_for(opened: Open, plain: Served, monke
         assert served.core.stats().failed_operations_total == 0
 
 
+@pytest.mark.by_day(one_in=2)
 def test_from_files_after_a_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
     with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]

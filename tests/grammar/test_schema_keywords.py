@@ -125,6 +125,7 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_day(one_in=2, seed=61)
 @pytest.mark.parametrize("name, schema, passing, stopped", SUPPORTED, ids=[case[0] for case in SUPPORTED])
 def test_keyword(name: str, schema: Any, passing: list[str], stopped: list[str]) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
@@ -190,6 +191,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.by_day(one_in=5, seed=19)
 @pytest.mark.parametrize("schema, place", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
 def test_what_is_not_enforced_is_refused_with_its_place(schema: Any, place: str) -> None:
     with pytest.raises(GrammarRefused, match=r"^json_schema: ") as refusal:

@@ -39,6 +39,7 @@ def test_regex(pattern: str, passing: list[str], stopped: list[str]) -> None:
         assert not model.accepts(grammar, text), f"{text!r} should not pass"
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -79,6 +80,7 @@ def test_an_octal_escape_is_refused() -> None:
         model.compiled(GrammarSpec(GrammarKind.REGEX, r"\07"))
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("pattern", [r"[a-f]{3,}|\d+(\.\d+)?", r"(ab|c[^d])*\s\S", r".{2,6}[é世]", r"\D\W\d\w"])
 def test_what_is_written_under_a_regex_matches_it(pattern: str) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.REGEX, pattern))
@@ -97,6 +99,7 @@ def test_ebnf() -> None:
     assert not model.accepts(grammar, "(1")
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("source", ["", "root ::= missing"])
 def test_broken_ebnf_is_refused_with_the_compilers_words_alone(source: str) -> None:
     with pytest.raises(GrammarRefused) as refusal:

@@ -38,6 +38,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.by_day(one_in=5, seed=1)
 @each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 31, 64, 1000, 1024])
 def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
@@ -47,6 +48,7 @@ def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int)
     assert_same(found, expected, dtype)
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @each_pair(dtype=DTYPES, rows=[1, 40], size=[33, 1024])
 def test_fused_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
@@ -58,6 +60,7 @@ def test_fused_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, 
     assert_same(found, expected, dtype)
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 17, 768])
 def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x = random(rows, 2 * size, dtype=dtype) * 8
@@ -104,6 +107,7 @@ GATED = [
 ]
 
 
+@pytest.mark.by_day(one_in=2, seed=25)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), LINEAR, ids=str)
 def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
     outs, ins = weights
@@ -116,6 +120,7 @@ def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tup
         assert_same(found, expected, dtype)
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), GATED, ids=str)
 def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
     size, ins = weights
@@ -271,6 +276,7 @@ def test_a_row_that_is_not_finite_gives_no_token(row: list[float], asked: Asked)
     assert (left.tokens.tolist(), left.faults.tolist(), left.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
 
 
+@pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize("size", [1, 4096, 4097, 20001])
 def test_greedy(size: int) -> None:
     logits = random(5, size)
@@ -300,6 +306,7 @@ def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tenso
     return out
 
 
+@pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize(
     ("vocab_size", "num_top", "tied"),
     [
@@ -343,6 +350,7 @@ def test_sampling_columns_that_do_not_fit_are_refused() -> None:
         measured(kernels, logits, ints, ints, 33)
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
     ("size", "cut", "temperature"),
     [

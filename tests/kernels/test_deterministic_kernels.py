@@ -42,6 +42,7 @@ def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
         assert torch.equal(compute(x[part].clone()), whole[part]), part
 
 
+@pytest.mark.by_day(one_in=2, seed=59)
 @each_pair(dtype=DTYPES, weights=[(65, 64), (200, 31), (16, 1024)], bias=[False, True], wide=[False, True])
 def test_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool) -> None:
     outs, ins = weights
@@ -153,6 +154,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
 def test_attention_wherever_it_is_cut(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
@@ -165,6 +167,7 @@ def test_attention_wherever_it_is_cut(
         assert torch.equal(found, whole), (sizes, (found != whole).any(1).nonzero().flatten())
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
 def test_attention_beside_others(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]

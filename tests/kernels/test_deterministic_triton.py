@@ -62,6 +62,7 @@ class Fixed:
         assert not scratch.arrivals.any(), "the next launch counts from nothing"
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @each_pair(
     dtype=[torch.float32, torch.bfloat16],
     weights=[(65, 64), (70, 1100), (16, 600)],
@@ -118,6 +119,7 @@ def test_gated_linear_is_two_products_and_what_is_made_of_them(bias: bool, monke
 SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4, 40)), (torch.bfloat16, (7, 1, 128), (16, 90))]
 
 
+@pytest.mark.by_day(one_in=6, seed=2)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
 def test_attention_wherever_it_is_cut_and_however_it_is_launched(
@@ -134,6 +136,7 @@ def test_attention_wherever_it_is_cut_and_however_it_is_launched(
         assert torch.equal(alone, whole[position]), position
 
 
+@pytest.mark.by_day(one_in=6, seed=1)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
 def test_attention_beside_others(dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool) -> None:

@@ -57,6 +57,7 @@ def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPat
     made.close()
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
 def test_one_prompt_says_one_string_of_ids_and_logprob_bits(executor: Executor, number: int) -> None:

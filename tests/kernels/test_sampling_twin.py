@@ -69,6 +69,7 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
     )
 
 
+@pytest.mark.by_day(one_in=5, seed=2)
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @each_value(vocab_size=[1, 33, 257, 1000, 258], tied={"distinct": False, "tied": True})
 def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
@@ -107,6 +108,7 @@ def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied:
     assert faults > 0, "some rows had nothing left"
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) -> None:
@@ -125,6 +127,7 @@ def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) ->
         assert left.tokens.tolist() == found.tokens.tolist()
 
 
+@pytest.mark.by_day(one_in=2, seed=13)
 @each_pair(
     indirect=("kernels",),
     kernels=["cpp", "torch"],
@@ -162,6 +165,7 @@ def test_padding_touches_nothing(kernels: SampleKernels) -> None:
     assert left.relay.tolist() == [-1] and (left.edited == 777).all()
 
 
+@pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(3, 5), (40, 7), (40, 0)])
 def test_measured(kernels: SampleKernels, vocab_size: int, num_top: int) -> None:
     logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(3)).mul(2).round()

@@ -77,6 +77,7 @@ ROWS = {
 }
 
 
+@pytest.mark.by_day(one_in=4, seed=30)
 @each_pair(indirect=("back_end",), row=ROWS, n={"half": 0.5, "two": 2.0, "huge": 1e6}, back_end=BACK_ENDS)
 def test_what_is_left(row: NDArray[np.float64], n: float, back_end: str, device: torch.device) -> None:
     """The last token drawn is the least that is left: ids are in falling order of logits. All that is forbidden comes last."""
@@ -86,6 +87,7 @@ def test_what_is_left(row: NDArray[np.float64], n: float, back_end: str, device:
     assert extremes(back_end, float32(held), Asked(hot, top_n_sigma=n), device) == (0, kept[-1])
 
 
+@pytest.mark.by_day(one_in=4, seed=1)
 @each_pair(indirect=("back_end",), n=[0.5, 1.0, 2.0], temperature=[0.5, 1.0, 3.0], back_end=BACK_ENDS)
 def test_the_draws_are_of_what_is_left(n: float, temperature: float, back_end: str, device: torch.device) -> None:
     """Inverse CDF over what is left, in float64. What is left is the same at every temperature."""
@@ -102,6 +104,7 @@ def test_the_draws_are_of_what_is_left(n: float, temperature: float, back_end: s
     assert found[clear].tolist() == expected[clear].tolist()
 
 
+@pytest.mark.by_day(one_in=4, seed=66)
 @pytest.mark.parametrize(
     ("row", "n", "first", "last"),
     [
@@ -140,6 +143,7 @@ CUTS: dict[str, tuple[dict[str, float], float]] = {
 }
 
 
+@pytest.mark.by_day(one_in=4, seed=30)
 @each_pair(indirect=("back_end",), cut=CUTS, n={"tight": 0.5, "loose": 4.0}, back_end=BACK_ENDS)
 def test_other_cuts_are_of_what_it_leaves(
     cut: tuple[dict[str, float], float], n: float, back_end: str, device: torch.device
@@ -160,6 +164,7 @@ def test_a_greedy_row_is_as_without(back_end: str, device: torch.device) -> None
     assert drawn(back_end, logits, [Row(0)], [Asked(top_n_sigma=0.5)], device) == [int(MASKED.argmax())]
 
 
+@pytest.mark.by_day(one_in=2, seed=10)
 @pytest.mark.parametrize(
     ("back_end", "programs"), [("cpp", 528), ("torch", 528), ("triton", 528), ("triton", 1)], indirect=["back_end"]
 )

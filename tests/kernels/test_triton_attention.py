@@ -142,6 +142,7 @@ def run(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int, merge
     return scratch
 
 
+@pytest.mark.by_day(one_in=4, seed=1)
 @pytest.mark.parametrize(
     ("heads", "dims", "page_size"),
     [
@@ -159,6 +160,7 @@ def test_shapes(shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], p
     assert_right(call)
 
 
+@pytest.mark.by_day(one_in=4, seed=5)
 @each_pair(dtype=[torch.float16, torch.bfloat16], shapes={"mixed": MIXED, "decodes": DECODES}, head_dim=[24, 128])
 def test_half_types(shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
     call = case(shapes, (4, 2), (head_dim, head_dim), 16, device, dtype=dtype, sinks=True)
@@ -176,6 +178,7 @@ KINDS = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=74)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("window-6", "sinks")])
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_kinds(shapes: Shapes, kind: str, device: torch.device) -> None:
@@ -184,6 +187,7 @@ def test_kinds(shapes: Shapes, kind: str, device: torch.device) -> None:
     assert_right(call)
 
 
+@pytest.mark.by_day(one_in=2, seed=58)
 @pytest.mark.parametrize(
     ("kind", "splits", "merge_apart"),
     [("sinks", 1, False), ("all", 2, False), ("all", 5, True), ("window-6", 5, False)],
@@ -208,6 +212,7 @@ LONG, SHORT = 5000, 40
 UNEVEN: Shapes = [(SHORT + row % 7, 1) for row in range(20)] + [(LONG - 1, 1)] + [(row % 3, 1) for row in range(20)]
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_a_long_row_among_short_ones_is_split_by_its_length(kind: str, device: torch.device) -> None:
     """As in a captured step, where the number of rows alone is known beforehand. No other row is split, and none waits for one
@@ -247,6 +252,7 @@ MANY_ROWS = pytest.param(
 )
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), MANY_ROWS, (9, 30, 100)])
 def test_splits_are_dealt_out_once_each(rows: int, extra: int, window: int, device: torch.device) -> None:
     """Over row 1 and on, of blocks of 16 places: two a split at least, eight splits a row at most."""
@@ -271,6 +277,7 @@ def test_splits_are_dealt_out_once_each(rows: int, extra: int, window: int, devi
     assert set(found[len(expected) :, 0].tolist()) <= {rows}, "nobody's"
 
 
+@pytest.mark.by_day(one_in=2)
 @each_value(lanes=[16, 32, 128], splits=[0, 3])
 def test_tiles_of_prompts(lanes: int, splits: int, device: torch.device) -> None:
     """Rows longer and shorter than a tile, and rows of no token, in tiles of 5, 10 and 42 tokens of 3 heads."""
@@ -279,6 +286,7 @@ def test_tiles_of_prompts(lanes: int, splits: int, device: torch.device) -> None
     assert_right(call)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_a_plan_with_other_blocks(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device)
@@ -290,6 +298,7 @@ def test_a_plan_with_other_blocks(shapes: Shapes, device: torch.device) -> None:
     assert_right(call)
 
 
+@pytest.mark.by_day(one_in=4, seed=1)
 @pytest.mark.parametrize("group", [16, 36])
 @pytest.mark.parametrize(("shapes", "one_token"), [([(0, 2), (40, 1)], False), (DECODES, True)], ids=["mixed", "decodes"])
 def test_more_heads_than_lanes(shapes: Shapes, one_token: bool, group: int, device: torch.device) -> None:
@@ -306,6 +315,7 @@ def test_many_rows(device: torch.device) -> None:
     assert_right(call)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_pages_behind_the_window_may_be_gone(shapes: Shapes, device: torch.device) -> None:
     """Their entries are below 0 and read as page 0, which holds NaN."""

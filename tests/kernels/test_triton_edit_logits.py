@@ -55,6 +55,7 @@ def random_asked(chance: random.Random, vocab_size: int) -> Asked:
     )
 
 
+@pytest.mark.by_day(one_in=2, seed=92)
 @pytest.mark.parametrize("vocab_size", [1, 31, 257, 4096, 5001])
 def test_random_rows(editing: object, vocab_size: int, device: torch.device) -> None:
     chance = random.Random(vocab_size)
@@ -70,6 +71,7 @@ def test_random_rows(editing: object, vocab_size: int, device: torch.device) -> 
     assert (found[0] == POISON).all(), "padding is left alone"
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(
     ("asked", "row"),
     [
@@ -101,6 +103,7 @@ def test_losses_of_a_list_longer_than_a_block(editing: object, device: torch.dev
     assert found[1, 897] == -0.25 * 897 and found[1, 898] == 0
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("repetition", [1e-30, 1e30])
 def test_a_penalty_keeps_what_is_finite(editing: object, repetition: float, device: torch.device) -> None:

@@ -45,6 +45,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1), (3, 7), (5, 64), (2, 1000), (1, 16384)])
 def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     rows, size = shape
@@ -56,6 +57,7 @@ def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtyp
     assert_unharmed(whole)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1000), (4, 33), (2, 64)])
 def test_the_residual_rounds_before_the_norm_reads_it(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
@@ -85,6 +87,7 @@ def test_what_the_norm_reads_has_the_rounding_of_the_residual(kernels: TritonLay
     assert found.tolist() == torch.tensor([[2.0**0.5, 2.0**-10.5]], dtype=torch.float16).tolist()
 
 
+@pytest.mark.by_day(one_in=3, seed=1)
 @each_value(dtype=DTYPES, shape=[(1, 1), (3, 17), (2, 1030)])
 def test_silu_and_mul(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     rows, size = shape
@@ -104,6 +107,7 @@ def test_extremes_survive_activation(kernels: TritonLayers, device: torch.device
     assert torch.isnan(found[0, 5])
 
 
+@pytest.mark.by_day(one_in=2, seed=3)
 @each_value(dtype=DTYPES, rows=[0, 1, 7, 7], weights=[(65, 64), (10, 3)], bias=[False, False, True, True])
 def test_linear(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
@@ -125,6 +129,7 @@ def test_linear(
         assert_same(gated, torch.nn.functional.silu(gate) * up, dtype, scale=2.0)
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @each_value(dtype=DTYPES, weights=[(9, 130), (5, 64), (70, 33)], bias=[False, True])
 def test_a_row_by_itself_in_pieces(
     kernels: TritonLayers,
@@ -216,6 +221,7 @@ def test_a_token_written_nowhere_may_stand_past_the_rope_table(kernels: TritonLa
     assert qkv[:, :4].tolist() == [[0.0, 0.0, 2.0, 2.0]] * 2
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1, 3, 16, 1), (7, 3, 24, 10, 4), (4, 6, 576, 512, 2)])
 def test_write_kv_of_strided_inputs(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int]

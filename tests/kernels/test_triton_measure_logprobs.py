@@ -44,6 +44,7 @@ def assert_as_twin(
     return found
 
 
+@pytest.mark.by_day(one_in=4, seed=20)
 @pytest.mark.parametrize("vocab_size", [1, 33, 2048, 8193])
 @pytest.mark.parametrize("num_top", [0, 1, 5, 32])
 def test_random_rows(vocab_size: int, num_top: int, device: torch.device) -> None:

@@ -69,6 +69,7 @@ def random_asked(chance: random.Random, vocab_size: int) -> Asked:
     )
 
 
+@pytest.mark.by_day(one_in=2)
 @each_value(vocab_size=[1, 33, 257, 1000, 300], kind=["tied", "distinct"])
 def test_random_rows(vocab_size: int, kind: str, device: torch.device) -> None:
     number = 4000 if device.type == "cuda" else 7
@@ -96,6 +97,7 @@ CUTS = {
 }
 
 
+@pytest.mark.by_day(one_in=3, seed=92)
 @each_value(asked=CUTS, rounded={"float32": False, "bfloat16": True})
 def test_a_wide_vocabulary(asked: Asked, rounded: bool, device: torch.device) -> None:
     number = 2000 if device.type == "cuda" else 1 if rounded else 2
@@ -105,6 +107,7 @@ def test_a_wide_vocabulary(asked: Asked, rounded: bool, device: torch.device) ->
     assert different <= number // 100
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize(
     "asked",
     [Asked(1.0), Asked(1.0, top_k=3), Asked(1.0, top_p=0.5), Asked(1.0, top_k=2500, top_p=0.5)],
@@ -132,6 +135,7 @@ def stepped(size: int, *steps: tuple[int, float]) -> Tensor:
     return logits
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize(
     ("logits", "asked", "first", "last"),
     [
@@ -154,6 +158,7 @@ def test_the_first_and_the_last_that_can_be_drawn(
     assert left.tokens.tolist() == [first, last]
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("asked", [Asked(), Asked(1.0, top_k=30), Asked(1.0), Asked(1.0, top_p=0.9)])
 def test_few_programs_do_what_many_do(asked: Asked, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program then goes over all tiles of its row. Two values: equals lie in several tiles."""
@@ -164,6 +169,7 @@ def test_few_programs_do_what_many_do(asked: Asked, device: torch.device, monkey
     assert assert_as_twin(logits, rows, slots, device).tokens.equal(many.tokens)
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize("vocab_size", [1, 33, 2049, 40001])
 def test_greedy_takes_the_lowest_of_the_greatest(vocab_size: int, device: torch.device) -> None:
     logits = noise(4, vocab_size, 3).round()
@@ -173,12 +179,14 @@ def test_greedy_takes_the_lowest_of_the_greatest(vocab_size: int, device: torch.
     assert left.tokens.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
 
 
+@pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("asked", [Asked(1e-9), Asked(1.0, top_k=1), Asked(1.0, top_p=0.0), Asked(1.0, min_p=1.0)])
 def test_cuts_that_leave_the_best(asked: Asked, device: torch.device) -> None:
     logits = torch.tensor([[1e4, -1e4, 1e4 + 1, 3e4, -torch.inf, 9999.0]])
     assert assert_as_twin(logits, [Row(0)], [asked], device).tokens.tolist() == [3]
 
 
+@pytest.mark.by_day(one_in=4, seed=6)
 @pytest.mark.parametrize("asked", [Asked(), Asked(0.8, 20, 0.9), Asked(0.8), Asked(0.8, top_p=0.9)])
 def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> None:
     rows = [Row(0, mask=[2100]), Row(1, mask=[]), Row(2), Row(3)]
@@ -189,6 +197,7 @@ def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> Non
     assert left.relay.tolist() == [2100, -1, 7, -1]
 
 
+@pytest.mark.by_day(one_in=5, seed=1)
 @each_value(
     asked={
         "greedy": Asked(),

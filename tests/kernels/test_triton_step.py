@@ -56,6 +56,7 @@ OF_THE_TWIN = ("the first entry among others", "the first entry left alone", "ou
 UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" or case not in OF_THE_TWIN]
 
 
+@pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize(("kernels", "case"), UPDATES, indirect=["kernels"])
 def test_update_page_table(kernels: StepKernels, device: torch.device, case: str) -> None:
     table = torch.full((4, 300), POISON, dtype=torch.int32, device=device)
@@ -128,6 +129,7 @@ STEPS: dict[str, tuple[list[tuple[int, int, int]], int]] = {
 }
 
 
+@pytest.mark.by_day(one_in=5, seed=14)
 @each_pair(
     indirect=("kernels",),
     kernels=["triton", "torch"],
@@ -194,6 +196,7 @@ def test_many_tokens_of_one_row(kernels: StepKernels, device: torch.device) -> N
     assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == expected[:3]
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=True)  # of the C++ kernels it is the twin
 @pytest.mark.parametrize(
     ("slots", "counts", "width"),

@@ -66,6 +66,7 @@ def test_a_request_is_one_trace_and_its_context_goes_on(collector: Collector) ->
     assert not collector.named("queue"), "nobody waited"
 
 
+@pytest.mark.by_day(one_in=2, seed=26)
 @pytest.mark.parametrize(
     ("path", "body", "calls"),
     [

@@ -114,6 +114,7 @@ def traced(handle: int, prompt: list[int], context: str = SAMPLED, **sampling: o
     return message
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_worker_prefills_in_chunks_then_decodes(collector: Collector, tracing: Tracing, overlap: bool) -> None:
     async def run() -> None:

@@ -55,6 +55,7 @@ def check_outputs(trace: Trace, outcome: FleetOutcome) -> None:
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 
+@pytest.mark.by_day(one_in=2, seed=24)
 @pytest.mark.parametrize("policy", [str(policy) for policy in RoutingPolicy])
 def test_every_request_ends_with_the_tokens_of_its_script_under_every_policy(policy: str) -> None:
     trace = shared_prefix(8, 8, 256, 40, 20, 200.0, 1)
@@ -64,6 +65,7 @@ def test_every_request_ends_with_the_tokens_of_its_script_under_every_policy(pol
     assert set(outcome.log.placements.worker.tolist()) == {0, 1, 2, 3}, "somebody got nothing"
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_fleet_of_one_is_the_worker_alone(overlap: bool) -> None:
     trace = shared_prefix(6, 6, 256, 40, 25, 100.0, 2)
@@ -75,6 +77,7 @@ def test_a_fleet_of_one_is_the_worker_alone(overlap: bool) -> None:
     assert fleet.ended == pytest.approx(alone.ended, abs=1e-9)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("concurrency", [0, 20])
 def test_the_same_run_gives_the_same_figures_twice_and_another_seed_others(concurrency: int) -> None:
     trace = multi_turn(16, 3, 128, 64, 20, 0.2, 40.0, 3)
@@ -179,6 +182,7 @@ def test_another_gateways_prompts_are_known_only_when_the_worker_tells() -> None
     assert (by_delay[1] > 0).sum() == 10, "each of the two gateways knows its own only"
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("back_after_s", [0.0, 0.3])
 def test_requests_of_a_killed_worker_go_on_elsewhere_with_the_same_outputs(back_after_s: float) -> None:
     trace = shared_prefix(8, 8, 256, 40, 60, 60.0, 9)
@@ -210,6 +214,7 @@ def test_a_fleet_without_a_worker_says_so_instead_of_running_for_ever() -> None:
         run(random_lengths(3, 64, 50, 0.0, 0.0, 10), workers=1, report_s=10.0, kills=(Kill(0, 0.01),))
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -52,6 +52,7 @@ def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["prediction"]["cached_tokens"] > 0 and report["steps"] > 0
 
 
+@pytest.mark.by_day(one_in=3, seed=17)
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
 def test_every_workload_has_its_size_from_the_workers_or_the_flag(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--workload", workload, "--workers", "3", "--size", "1", "--time-model", "zero", "--policies", "least_requests"]
@@ -110,6 +111,7 @@ def test_kv_is_given_in_tokens_or_as_a_share_of_what_is_distinct(trace: Path, ca
     assert f"2 workers with KV for {distinct // 2:,} tokens each" in out and f"{distinct:,} of them distinct" in out
 
 
+@pytest.mark.by_day(one_in=3, seed=23)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -126,6 +128,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(argv: list[str], says: str, ca
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("argv", [["--policies", "best"], ["--kill", "0"], ["--kill", "a@1"]])
 def test_flags_that_make_no_sense_are_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -55,6 +55,7 @@ def test_without_sharing_it_is_least_requests(requests: int, rate: float) -> Non
     assert aware.reasons == {"no_match": requests}
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("requests", "rate"), [(256, 60.0), (512, 200.0)])
 def test_a_hot_prefix_of_six_in_ten_requests_overloads_nobody(requests: int, rate: float) -> None:
     trace = hot_prefix(requests=requests, share=0.6, prefix=2048, suffix=128, output=64, rate=rate, seed=0)

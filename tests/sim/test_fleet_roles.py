@@ -80,6 +80,7 @@ def check_pages_come_back(fleet: FleetSimulation, seconds: float = 15.0) -> None
         assert not fleet._standing.count(worker.name)
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", [PREFIX_AWARE, str(RoutingPolicy.POWER_OF_TWO), str(RoutingPolicy.ROUND_ROBIN)])
 def test_answers_of_two_workers_are_whole_and_come_once(policy: str, overlap: bool) -> None:
@@ -108,6 +109,7 @@ def test_the_same_run_gives_the_same_figures_twice() -> None:
     assert once() == once()
 
 
+@pytest.mark.by_day(one_in=3, seed=17)
 @pytest.mark.parametrize(
     "kills",
     [
@@ -192,6 +194,7 @@ def test_the_rule_goes_by_the_gateways_numbers() -> None:
     assert GatewaySettings.model_fields["disaggregation_min_tokens"].default == Roles(1, FAST, 1).min_tokens
 
 
+@pytest.mark.by_day(one_in=2, seed=13)
 @pytest.mark.parametrize(
     "change",
     [

@@ -134,6 +134,7 @@ def test_every_value_is_among_the_long_runs() -> None:
     assert {column: {row[COLUMNS.index(column)] for row in ROWS.values()} for column in EVERY_VALUE} == EVERY_VALUE
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("name", ["lpm mixed", "random"])
 def test_the_same_seed_gives_the_same_plans(name: str) -> None:
     first, second, other = (driven(name, seed, 100, checked=False) for seed in (77, 77, 78))

@@ -59,6 +59,7 @@ def check_outputs(trace: Trace, outcome: Outcome) -> None:
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @each_value(
     trace={
         "random": random_lengths(200, 300, 40, 0.9, 50.0, 1),
@@ -72,6 +73,7 @@ def test_every_request_ends_with_the_tokens_of_its_script(trace: Trace, overlap:
     check_outputs(trace, simulate(trace, overlap=overlap))
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize(
     ("num_pages", "fields", "overlap"),
     [
@@ -96,6 +98,7 @@ def test_a_request_ends_by_eos_at_its_own_length_and_by_length_where_the_limit_c
     assert outcome.requests.output_tokens.tolist() == [7, 9]
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("concurrency", [0, 12])
 def test_the_same_trace_gives_the_same_figures_twice(concurrency: int) -> None:
     def once() -> dict[str, Any]:

@@ -82,6 +82,7 @@ def settings_with(*flags: str) -> WorkerSettings:
     return settings_of(parser.parse_args(flags))
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
     ("flags", "device_bytes"),
     [((), 140 * GIB), (("--device-gib", "24"), 24 * GIB), (("--device-gib", "0"), None)],
@@ -105,6 +106,7 @@ def test_flags_are_the_workers_settings() -> None:
     assert settings_with(*flags) == settings_with().model_copy(update=given)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm", "grammars"])
 def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
@@ -114,6 +116,7 @@ def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys:
     assert report["requests"] == report["finished"] == len(path.read_text().splitlines()) > 0
 
 
+@pytest.mark.by_day(one_in=2, seed=10)
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [

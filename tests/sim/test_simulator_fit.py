@@ -91,6 +91,7 @@ def test_a_preset_goes_before_a_file() -> None:
     assert load_time_model("zero") == PRESETS["zero"] == TimeModel()
 
 
+@pytest.mark.by_day(one_in=5, seed=4)
 @pytest.mark.parametrize("text", ['{"slope": 1}', "[]", '{"base": -1}', '{"base": "1"}', "nonsense"])
 def test_what_is_no_model_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.json"

@@ -46,6 +46,7 @@ def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: di
     assert reports[SchedulePolicy.DFS_WEIGHT].hit_rate >= reports[SchedulePolicy.LPM].hit_rate - 0.01
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @each_value(
     settings={
         "a large GPU's defaults": {},

@@ -16,6 +16,7 @@ FULL = TraceRequest(
 )
 
 
+@pytest.mark.by_day(one_in=2, seed=51)
 @pytest.mark.parametrize(
     "trace",
     [
@@ -51,6 +52,7 @@ def test_mooncake_traces_have_milliseconds_and_blocks_of_512(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.by_day(one_in=2, seed=10)
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -209,6 +209,7 @@ def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFi
     return warnings(caplog)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("manner", ["stuck", "late"])
 def test_what_does_not_come_in_time_comes_over_tcp(
     manner: str, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -226,6 +227,7 @@ def test_what_comes_wrongly_comes_over_tcp(fakes: tuple[KeptCarrier, KeptCarrier
         assert "what is read is not what was written" in said
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("whose", [0, 1])
 def test_a_carrier_that_takes_no_memory_is_done_without_and_uses_none_up(
     whose: int, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -242,6 +244,7 @@ def test_a_carrier_that_takes_no_memory_is_done_without_and_uses_none_up(
             one.area(shape.num_bytes if whose == 0 else shape.slot_bytes, time.monotonic() + PATIENCE_S)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("whose", [0, 1])
 def test_a_carrier_that_has_died_ends_nothing(whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 1.0)

@@ -181,6 +181,7 @@ SILENT: dict[str, Manner] = {
 
 
 class TestSickPeers:
+    @pytest.mark.by_day(one_in=2, seed=1)
     @pytest.mark.parametrize("case", ENDED)
     def test_one_that_answers_wrongly_is_said_once(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(ENDED[case]) as peer:
@@ -199,6 +200,7 @@ class TestSickPeers:
             assert asked.result() is None
             one.close()
 
+    @pytest.mark.by_day(one_in=3, seed=11)
     @pytest.mark.parametrize("case", SILENT)
     def test_to_close_frees_who_waits(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(SILENT[case]) as peer:
@@ -249,6 +251,7 @@ class TestSickPeers:
         assert len(warnings(caplog)) == 2
         one.close()
 
+    @pytest.mark.by_day(one_in=2, seed=92)
     @pytest.mark.parametrize("address", ["", ":7000", "host", "host:", "host:0", "host:65536", "host:-1", "::1:7000", "[::1]"])
     def test_what_is_no_address_is_said(self, address: str, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(ValueError):

@@ -55,6 +55,7 @@ def serves(one: Served) -> None:
 
 
 class TestPages:
+    @pytest.mark.by_day(one_in=3)
     @pytest.mark.parametrize("ranges", [[(0, 4)], [(3, 2), (0, 1), (1, 3)], [(4, 1), (4, 1), (0, 4), (2, 1)]])
     def test_any_ranges_in_any_order(self, served: Served, ranges: list[tuple[int, int]]) -> None:
         with Asking(served.server.port) as asking:
@@ -96,6 +97,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.by_day(one_in=10, seed=94)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_theirs_is_not_read(served: Served, case: str) -> None:
     request, status = REFUSED[case]
@@ -126,6 +128,7 @@ SILENT = {
 
 
 class TestFrames:
+    @pytest.mark.by_day(one_in=2, seed=6)
     @pytest.mark.parametrize("case", BAD)
     def test_a_bad_one_ends_its_connection_alone(self, served: Served, case: str) -> None:
         with Asking(served.server.port) as other:
@@ -144,6 +147,7 @@ class TestFrames:
             assert asking.is_ended()
         until(lambda: served.server.counts() == PeerCounts(0, {}, 0))
 
+    @pytest.mark.by_day(one_in=3, seed=10)
     @pytest.mark.parametrize("case", SILENT)
     def test_who_falls_silent_is_let_go(self, case: str) -> None:
         said, counted = SILENT[case]
@@ -167,6 +171,7 @@ class TestFrames:
 
 
 class TestLayouts:
+    @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize(
         "layout",
         [

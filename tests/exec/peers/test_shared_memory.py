@@ -50,6 +50,7 @@ def test_pages_arrive_in_pieces_over_one_connection(served: Served, folder: Sock
     until(lambda: served.left == [opened.room])
 
 
+@pytest.mark.by_day(one_in=2, seed=15)
 @pytest.mark.parametrize("piece", [0, 1, shared_ring.SLOTS, PIECES - shared_ring.SLOTS, PIECES - 1])
 def test_of_a_room_that_is_shut_meanwhile_nothing_counts_and_others_are_read_on(
     served: Served, folder: SocketFolder, piece: int

@@ -64,6 +64,7 @@ def clock() -> Hours:
 
 
 class TestWrites:
+    @pytest.mark.by_day(one_in=7, seed=2)
     @pytest.mark.parametrize("room", range(0, SEGMENT + 200, 61))
     def test_a_full_disk_takes_what_it_has_room_for(self, tmp_path: Path, disk: SickDisk, clock: Hours, room: int) -> None:
         """Wherever it ends: in a header, a record, an index."""
@@ -83,6 +84,7 @@ class TestWrites:
         it = store(tmp_path)
         assert readable(it) == many and it.counts().corrupt_pages == 0
 
+    @pytest.mark.by_day(one_in=3, seed=21)
     @each_value(
         call=["create", "write", "sync", "rename"], number=[errno.EIO, errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT]
     )
@@ -142,6 +144,7 @@ class TestWrites:
         clock.pass_by()
         assert write(it, keys(100)) == Written(tuple(keys(100)), tuple(many[:SLOTS]))
 
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("suffix", [".kv", ".index"])
     def test_a_segment_that_goes_halfway(self, tmp_path: Path, clock: Hours, suffix: str) -> None:
         """An index without a segment would be worth nothing, a segment without an index is."""
@@ -278,6 +281,7 @@ class TestOpening:
             store(tmp_path, disk=disk)
         assert readable(store(tmp_path)) == keys(1), "the lock was given back"
 
+    @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("call", ["open", "read", "truncate", "unlink"])
     def test_a_segment_that_cannot_be_read_costs_its_own_pages(self, tmp_path: Path, disk: SickDisk, call: str) -> None:
         it = store(tmp_path)

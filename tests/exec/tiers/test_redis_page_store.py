@@ -99,6 +99,7 @@ def test_reading_keeps_a_page(server: RedisServer) -> None:
     assert left[0] <= 20_000 and left[1] > 50_000
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize("value", [b"", b"x" * (PAGE + 23), b"x" * (PAGE + 24), b"x" * (PAGE + 25)])
 def test_a_page_that_is_not_whole_is_not_there(server: RedisServer, value: bytes) -> None:
     it = store(server)
@@ -312,6 +313,7 @@ def test_what_is_older_goes_by_when_it_was_written_and_not_read(server: RedisSer
     assert there(server) == {*keys(2, tag=A), *keys(2)} and read(it, keys(2)) == 1
 
 
+@pytest.mark.by_day(one_in=3, seed=1)
 @pytest.mark.parametrize("which", [Selection(A), Selection(), Selection(older_than_s=0)], ids=["salt", "all", "age"])
 def test_what_is_to_be_deleted_while_it_is_away_is_said_and_done_later(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, which: Selection

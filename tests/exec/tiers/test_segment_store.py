@@ -236,6 +236,7 @@ class TestFolder:
         yield
         os.umask(before)
 
+    @pytest.mark.by_day(one_in=2, seed=4)
     def test_nobody_else_reads_it(self, tmp_path: Path) -> None:
         folder = tmp_path / "kv"
         it = store(folder)
@@ -246,6 +247,7 @@ class TestFolder:
             ("LOCK", "segment-00000000.kv", "segment-00000000.index", "segment-00000001.kv"), 0o600
         )
 
+    @pytest.mark.by_day(one_in=3)
     def test_a_folder_that_was_open_to_others_is_closed(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
         store(tmp_path)

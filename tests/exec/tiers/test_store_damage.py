@@ -60,6 +60,7 @@ def reopened(folder: Path) -> list[bytes]:
 
 
 class TestOneByte:
+    @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
     def test_of_a_segment_takes_a_page_or_a_header_all(self, folder: Path, name: str) -> None:
         saved = {path: path.read_bytes() for path in folder.iterdir()}
@@ -84,6 +85,7 @@ class TestOneByte:
             assert reopened(folder) == MANY
             assert (folder / INDEX).read_bytes() == saved, "it is written again"
 
+    @pytest.mark.by_day(one_in=3)
     @pytest.mark.parametrize("number", [1, SLOTS + 1, 2 * SLOTS + 1])
     def test_while_the_store_is_open(self, folder: Path, number: int) -> None:
         it = store(folder)
@@ -120,6 +122,7 @@ class TestOneByte:
 
 
 class TestEnds:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
     def test_a_segment_cut_off_anywhere(self, folder: Path, name: str) -> None:
         whole = (folder / name).read_bytes()
@@ -135,6 +138,7 @@ class TestEnds:
             if left:
                 assert (folder / name).stat().st_size == FORMAT.segment_bytes(len(left)), "the torn end is cut off"
 
+    @pytest.mark.by_day(one_in=11, seed=40)
     @pytest.mark.parametrize("name", [SEALED, OPEN])
     @pytest.mark.parametrize("size", [1, 63, 64, 159, 160, 161, 1000])
     @pytest.mark.parametrize("fill", [b"\0", b"\xff", b"RSTKVREC"], ids=["zeros", "ones", "magics"])

@@ -49,6 +49,7 @@ def contents(sessions: list[Session]) -> set[Content]:
     return {turn.content for s in sessions for turn in s.turns} | {s.system for s in sessions if s.system is not None}
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_a_workload_depends_on_its_seed_alone(spec: Spec) -> None:
     assert make_sessions(spec) == make_sessions(spec)
@@ -56,6 +57,7 @@ def test_a_workload_depends_on_its_seed_alone(spec: Spec) -> None:
     assert sum(len(s.turns) for s in make_sessions(spec)) == 30
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_warm_up_shares_no_content_with_the_run(spec: Spec) -> None:
     warmup = make_warmup(spec, 5)
@@ -177,6 +179,7 @@ def test_an_event_that_is_no_json_is_a_stream_error() -> None:
     assert caught.value.kind == "malformed event"
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("shape", [("--concurrency", "4"), ("--request-rate", "500")], ids=["closed", "open"])
 def test_a_run_counts_tokens_and_cached_tokens(server: FakeServer, tmp_path: Path, endpoint: str, shape: tuple[str, str]) -> None:

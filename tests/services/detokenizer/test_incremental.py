@@ -42,6 +42,7 @@ def with_ids(kind: str) -> st.SearchStrategy[list[int]]:
 CUTS = st.lists(st.integers(0, 40), max_size=12)
 
 
+@pytest.mark.by_day(one_in=4, seed=4)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), cuts=CUTS, skip=st.booleans())
 def test_any_ids_without_prompt_give_decode_of_all_ids(
@@ -51,6 +52,7 @@ def test_any_ids_without_prompt_give_decode_of_all_ids(
     assert decode_all(tokenizer, [], ids, cuts, skip) == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompt=TEXTS, data=st.data(), cuts=CUTS, skip=st.booleans())
 def test_after_a_prompt_the_first_piece_keeps_its_space(
@@ -65,6 +67,7 @@ def test_after_a_prompt_the_first_piece_keeps_its_space(
     assert decode_all(tokenizer, tail, ids, cuts, skip) == reference(tokenizer, tail, ids, skip)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(text=TEXTS, cuts=CUTS)
 def test_valid_text_comes_out_as_it_went_in(tokenizers: dict[str, HfTokenizer], kind: str, text: str, cuts: list[int]) -> None:
@@ -114,6 +117,7 @@ def byte_ids(tokenizer: HfTokenizer, data: bytes) -> list[int]:
     return [by_bytes[bytes([byte])] for byte in data]
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_held_back_only_while_a_character_can_still_be_completed(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
@@ -128,6 +132,7 @@ def test_held_back_only_while_a_character_can_still_be_completed(tokenizers: dic
         assert [decoder.push([i]) for i in byte_ids(tokenizer, data)] == want, name
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("kind", ["byte_fallback", "unigram", "wordpiece"])
 def test_the_cost_of_a_token_does_not_grow(
     tokenizers: dict[str, HfTokenizer], kind: str, monkeypatch: pytest.MonkeyPatch

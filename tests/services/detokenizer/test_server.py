@@ -45,6 +45,7 @@ def row(
     )
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
 def test_every_batch_is_answered_once_in_order(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
     async def run() -> None:

@@ -13,6 +13,7 @@ from services.detokenizer.stop_hold import StopHold
 NO_STOP = ""
 
 
+@pytest.mark.by_day(one_in=2, seed=91)
 @pytest.mark.parametrize(
     ("name", "stops", "pushes", "released", "matched", "include", "rest"),
     [

@@ -17,6 +17,7 @@ from tests.services.tokenizer.model_folders import KINDS
 TEXT = "hello there, wie spät? 你好 def add(a, b):"
 
 
+@pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_together_they_are_the_text(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     """Behind other text; at its start some tokenizers add a space, or drop one."""
@@ -27,6 +28,7 @@ def test_together_they_are_the_text(tokenizers: dict[str, HfTokenizer], kind: st
     assert joined.strip() == tokenizer.decode(ids, False).strip()
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "wordpiece"])
 def test_special_tokens_give_their_names(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
@@ -34,6 +36,7 @@ def test_special_tokens_give_their_names(tokenizers: dict[str, HfTokenizer], kin
     assert TokenTexts(tokenizer).of(special).decode().strip() == tokenizer.decode([special], False).strip() != ""
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "wordpiece"])
 def test_unknown_ids_give_nothing(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     assert TokenTexts(tokenizers[kind]).of(10**6) == b""
@@ -46,6 +49,7 @@ def test_a_part_of_a_character_stays_bytes(tokenizers: dict[str, HfTokenizer]) -
     assert len(texts) > 1 and b"".join(texts) == "🙂".encode()
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
 def test_over_grpc(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
     async def run() -> None:

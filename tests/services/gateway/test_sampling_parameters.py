@@ -57,6 +57,7 @@ def sampled(system: System, api: Api, name: str, value: Any) -> pb.SamplingParam
     return system.worker.submits[-1].sampling
 
 
+@pytest.mark.by_day(one_in=2, seed=22)
 @pytest.mark.parametrize(("api", "row"), CHECKED)
 def test_what_is_no_value_is_refused_by_name(shared: System, api: Api, row: Parameter) -> None:
     before = len(shared.worker.submits)
@@ -117,6 +118,7 @@ def test_repetition_penalty_stays_above_0_when_it_is_below_32_bits(shared: Syste
         assert 0 < sampled(shared, api, "repetition_penalty", 1e-60).repetition_penalty < 1e-30
 
 
+@pytest.mark.by_day(one_in=3, seed=6)
 @pytest.mark.parametrize("row", CROSSING.values(), ids=name_of)
 def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: Parameter) -> None:
     for api, name in row.names.items():

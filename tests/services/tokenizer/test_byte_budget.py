@@ -80,6 +80,7 @@ def test_it_stays_full() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3])
 def test_a_caller_that_goes_away_leaves_nothing(ticks: int) -> None:
     async def run() -> None:

@@ -78,6 +78,7 @@ def test_reasoning_is_there_under_every_name() -> None:
     assert message == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
 
 
+@pytest.mark.by_day(one_in=5, seed=1)
 @pytest.mark.parametrize(
     ("field", "messages"),
     [
@@ -136,12 +137,14 @@ HEADER = {"add_generation_prompt": True, "continue_final_message": False}
 HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}"])
 def test_the_interpreters_words_are_not_passed_on(template: str) -> None:
     with pytest.raises(InvalidField, match=r"^messages\[0\]: the chat template failed with \w+Error$"):
         renderer(template).render(HEADER, HELLO, b"", b"")
 
 
+@pytest.mark.by_day(one_in=2, seed=13)
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "add_generation_prompt"])
 def test_template_kwargs_cannot_replace_what_the_request_has(name: str) -> None:
     with pytest.raises(InvalidField, match=f"^template_kwargs: {name} "):

@@ -36,6 +36,7 @@ def pairs(folders: dict[str, Path]) -> dict[str, tuple[HfTokenizer, Any]]:
     return {kind: (load_tokenizer(f), transformers.AutoTokenizer.from_pretrained(f)) for kind, f in folders.items()}
 
 
+@pytest.mark.by_day(one_in=2, seed=23)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_encode(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, add_special_tokens: bool) -> None:
@@ -54,6 +55,7 @@ def test_encode(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, An
 ALPHABET = st.sampled_from([*"helo wrd,.!?'\n\t 你好é😀", "<|im_end|>", "<s>", "</s>", "[MASK]", "<extra_1>", "<think>", "▁"])
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=st.lists(ALPHABET, max_size=30).map("".join))
@@ -65,6 +67,7 @@ def test_encode_and_decode_any_text(pairs: dict[str, tuple[HfTokenizer, Any]], k
     assert ours.decode([i for i in ids if i not in ours.special_ids], False) == ours.decode(ids, True)
 
 
+@pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str) -> None:
     ours, theirs = pairs[kind]
@@ -103,6 +106,7 @@ CHATS_BY_KIND = [
 ]
 
 
+@pytest.mark.by_day(one_in=2, seed=49)
 @pytest.mark.parametrize(("name", "kind"), sorted(set(CHATS_BY_KIND)))
 def test_chat(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, name: str) -> None:
     messages, options = CHATS[name]

@@ -32,6 +32,7 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     return raised.value.code(), str(raised.value.details())
 
 
+@pytest.mark.by_day(one_in=2, seed=30)
 @pytest.mark.parametrize(
     ("request_", "code", "field"),
     [
@@ -100,6 +101,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_stops_nobody(tmp_path: Path, name: str) -> None:
     attack, code = HOSTILE[name]
@@ -155,6 +157,7 @@ def test_concurrent_requests_get_their_own_ids(folders: dict[str, Path]) -> None
     asyncio.run(run())
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("inline_tokens", [0, 1 << 20], ids=["in a thread", "on the loop"])
 def test_block_hashes_where_a_root_is_given(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, inline_tokens: int

@@ -17,6 +17,7 @@ from tests.core.harness import LetterDecoder
 GIB = 2**30
 
 
+@pytest.mark.by_day(one_in=2, seed=9)
 @pytest.mark.parametrize(
     ("gib", "rows", "chunk"),
     [
@@ -58,6 +59,7 @@ def test_memory_is_kept_for_one_chunk() -> None:
     assert most_step_tokens(resolved(WorkerSettings(max_prefill_tokens=16, max_running_requests=100), None)) == 116
 
 
+@pytest.mark.by_day(one_in=3, seed=21)
 @pytest.mark.parametrize(
     ("chunk", "prefill", "rows", "mixed"),
     [(32, 64, 6, True), (8, 64, 40, False), (8, 64, 40, True), (0, 48, 12, False), (64, 24, 12, True)],

@@ -34,6 +34,7 @@ def differing(a: SchedulerConfig, b: SchedulerConfig) -> set[str]:
     return {field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)}
 
 
+@pytest.mark.by_day(one_in=7, seed=8)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_reaches_its_field_and_no_other(name: str) -> None:
     changed = SETTINGS.model_copy(update={name: other_than(getattr(SETTINGS, name))})

@@ -17,6 +17,7 @@ from services.worker.settings import WorkerSettings
 DEMO = Path(__file__).resolve().parents[3] / "models/demo"
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("attention", ["flashinfer", "triton", "torch"])
 def test_what_is_set_for_a_gpu_stops_no_cpu(attention: str, caplog: pytest.LogCaptureFixture) -> None:
     values = {"model": str(DEMO), "executor": "cpu", "attention_backend": attention, "max_total_tokens": 4096, "num_threads": 1}

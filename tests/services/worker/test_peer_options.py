@@ -23,6 +23,7 @@ def test_who_computes_whole_answers_has_none() -> None:
     assert made() is None
 
 
+@pytest.mark.by_day(one_in=2, seed=60)
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("missing", TLS)
 def test_all_files_of_tls_or_none(mode: str, missing: str) -> None:
@@ -54,6 +55,7 @@ def test_nixl_goes_past_tls(tmp_path: Path) -> None:
         made(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", **files)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("mode", "manner", "why"), [("prefill", "broken", "libuct"), ("decode", "blind", "NIXL has no UCX")])
 def test_without_nixl_kv_goes_over_tcp_and_why_is_said(
     mode: str, manner: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

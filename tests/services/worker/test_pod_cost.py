@@ -79,6 +79,7 @@ def test_the_own_pod_is_patched_when_the_load_has_changed(api: Api) -> None:
     assert {seen[:3] for seen in api.seen} == {("PATCH", "/api/v1/namespaces/prod/pods/w-0", "application/merge-patch+json")}
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("status", [403, 404, 500])
 def test_a_refusal_is_said_once_and_tried_again_later(api: Api, status: int, caplog: pytest.LogCaptureFixture) -> None:
     load = Load()

@@ -154,6 +154,7 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
     return asyncio.run(run())
 
 
+@pytest.mark.by_day(one_in=5)
 @pytest.mark.parametrize(
     ("method", "path", "body", "rpc", "request_"),
     [
@@ -291,6 +292,7 @@ def test_each_worker_is_asked_and_answers_for_itself(
             assert worker["error"]["message"] == fake.refusal[1]
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

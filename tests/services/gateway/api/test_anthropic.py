@@ -65,6 +65,7 @@ def plain(message: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in ("id", "parsed_output", "stop_details")}
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize(
     ("text", "more", "kinds", "reason"),
     [
@@ -202,6 +203,7 @@ def test_a_silent_stream_is_pinged(system: System, client: Anthropic, says: Any)
     assert len(pings) >= 3 and set(pings) == {"ping"}, "while it thinks, and says nothing of it"
 
 
+@pytest.mark.by_day(one_in=3, seed=52)
 @pytest.mark.parametrize(
     ("body", "word"),
     [

@@ -130,6 +130,7 @@ def test_it_is_answered_at_once_and_made_meanwhile(system: System, both: list[Op
     assert then.status == "completed" and LONG in str(system.tokenizer.calls[-1].messages_json)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("fields", [{"tools": [WEATHER]}, {"include": ["message.output_text.logprobs"], "top_logprobs": 1}])
 def test_its_stream_tells_what_there_is_without_a_background(system: System, both: list[OpenAI], fields: Any) -> None:
     if "tools" in fields:
@@ -315,6 +316,7 @@ def test_it_counts_among_what_its_key_has_at_once() -> None:
         wait_until(lambda: over(client, begin(client)).status == "completed", "its place to be free")
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("tokens", [1, 9, 20, 60, 95])
 def test_another_gateway_goes_on_where_its_tokens_end(
     system: System, both: list[OpenAI], store: RedisServer, tokens: int

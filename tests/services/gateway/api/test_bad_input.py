@@ -188,11 +188,13 @@ def expect_refusal(shared: System, path: str, change: dict[str, Any], param: str
     assert len(shared.worker.submits) == before
 
 
+@pytest.mark.by_day(one_in=2, seed=90)
 @pytest.mark.parametrize(("path", "change", "param"), [case[1:] for case in OF_RULES], ids=[case[0] for case in OF_RULES])
 def test_bad_field(shared: System, path: str, change: dict[str, Any], param: str) -> None:
     expect_refusal(shared, path, change, param)
 
 
+@pytest.mark.by_day(one_in=4, seed=8)
 @pytest.mark.parametrize(
     ("path", "change", "param"), [case[1:] for case in OF_DECLARATIONS], ids=[case[0] for case in OF_DECLARATIONS]
 )
@@ -223,6 +225,7 @@ def test_bad_json(shared: System, body: bytes) -> None:
     assert answer.json()["error"]["code"] == "invalid_json"
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_every_route_refuses_what_is_no_object(shared: System, path: str) -> None:
     answer = shared.post(path, BODIES["not an object"])

@@ -368,6 +368,7 @@ def test_an_abort_finds_a_request_by_its_name(system: System) -> None:
     assert running.result().json()["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("path", [*BODIES, "/generate", "/encode"])
 def test_priority_is_one_thing_everywhere(shared: System, path: str) -> None:
     """It orders and does not change an answer: without priority scheduling it is taken, handed on and orders nothing."""

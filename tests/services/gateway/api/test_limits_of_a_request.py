@@ -244,6 +244,7 @@ class TestRefusedBeforeItIsWalked:
 
     LONG: list[Any] = [1] + ["x"] * CONTEXT_LEN
 
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("prompt", [LONG, [[1], LONG, [VOCAB_SIZE]]], ids=["ids", "lists of ids"])
     def test_ids_longer_than_the_context(self, shared: System, prompt: Any) -> None:
         assert error_of(shared.complete(prompt=prompt))["code"] == "context_length_exceeded"

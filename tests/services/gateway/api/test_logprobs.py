@@ -82,6 +82,7 @@ class TestChat:
             assert names == choice["delta"].get("content", "")
         assert len(chat_entries(chunks)) == len(TOKENS)
 
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("merge", [2, 5])
     def test_steps_that_came_merged_keep_their_order(self, shared: System, merge: int) -> None:
         shared.worker.merge = merge

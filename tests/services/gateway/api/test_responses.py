@@ -287,6 +287,7 @@ def test_tokens_are_counted_without_an_answer(system: System, client: OpenAI) ->
     assert len(system.worker.submits) == before + 1
 
 
+@pytest.mark.by_day(one_in=7, seed=2)
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -33,6 +33,7 @@ def sampled(system: System, path: str, **params: Any) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in GIVEN}
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("path", BODIES)
 def test_the_request_goes_before_the_server(path: str) -> None:
     with System(configure=prefer(**GIVEN)) as system:

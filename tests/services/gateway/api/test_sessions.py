@@ -176,6 +176,7 @@ class TestOpenAndClose:
         answer = system.post("/close_session", {"session_id": "mine", "model": "nobody's"})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
+    @pytest.mark.by_day(one_in=2, seed=6)
     @pytest.mark.parametrize(
         ("code", "status"),
         [
@@ -195,6 +196,7 @@ class TestOpenAndClose:
             answer = open_session(system)
             assert answer.status_code == 503 and "retry-after" in answer.headers
 
+    @pytest.mark.by_day(one_in=3, seed=37)
     @pytest.mark.parametrize(
         ("body", "param"),
         [

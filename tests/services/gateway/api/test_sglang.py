@@ -217,6 +217,7 @@ class TestWhatTheWorkerIsGiven:
         assert (list(sampling.stop), list(sampling.stop_token_ids), list(sampling.stop_regex)) == (["zz"], [77], ["a+b"])
         assert list(sampling.allowed_token_ids) == [1, 2] and sampling.dry.multiplier == 0.5
 
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize(("params", "most"), [({}, 128), ({"max_new_tokens": None}, CONTEXT_LEN - 2)], ids=["absent", "null"])
     def test_default_length(self, shared: System, params: dict[str, Any], most: int) -> None:
         generate(shared, sampling_params=params)
@@ -340,6 +341,7 @@ class TestAbort:
     def test_nobody(self, shared: System) -> None:
         assert abort(shared, rid="no such").status_code == 200
 
+    @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None, "abort_all": False}])
     def test_needs_a_name(self, shared: System, body: dict[str, Any]) -> None:
         answer = abort(shared, **body)

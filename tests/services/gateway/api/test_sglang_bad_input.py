@@ -80,6 +80,7 @@ def refused(system: System, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.by_day(one_in=4, seed=47)
 @pytest.mark.parametrize(("change", "param"), GENERATE.values(), ids=GENERATE.keys())
 def test_generate(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/generate", {"text": SECRET, **change})["param"] == param
@@ -106,11 +107,13 @@ ENCODE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=28)
 @pytest.mark.parametrize(("change", "param"), ENCODE.values(), ids=ENCODE.keys())
 def test_encode(shared: System, change: dict[str, Any], param: str) -> None:
     assert refused(shared, "/encode", {"text": SECRET, **change})["param"] == param
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

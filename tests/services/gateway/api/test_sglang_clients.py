@@ -49,6 +49,7 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.by_day(one_in=4, seed=27)
 @each_value(name=list(NEUTRAL), path=["/generate", "/encode"])
 def test_what_asks_for_nothing_is_taken(shared: System, name: str, path: str) -> None:
     """Both routes ask one table (services/gateway/api/known_fields.NATIVE)."""
@@ -56,6 +57,7 @@ def test_what_asks_for_nothing_is_taken(shared: System, name: str, path: str) ->
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize("name", ["custom_params", "surprise", "temperature"])
 def test_null_among_the_sampling_parameters(shared: System, name: str) -> None:
     answer = shared.post("/generate", {"text": "Hi", "sampling_params": {name: None}})

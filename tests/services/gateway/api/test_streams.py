@@ -23,6 +23,7 @@ def answers(shared: System) -> Any:
     shared.worker.answer = lambda submit: ANSWER
 
 
+@pytest.mark.by_day(one_in=3, seed=17)
 @each_value(
     text={
         "plain": "plain",
@@ -50,6 +51,7 @@ def test_stream_equals_whole(shared: System, answers: Any, path: str, text: str)
     assert all(piece["finish_reason"] is None for piece in pieces[:-1])
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize(("merge", "stream"), [(5, True), (100, True), (5, False)])
 def test_steps_that_came_merged_lose_no_token(shared: System, merge: int, stream: bool) -> None:
     shared.worker.merge = merge
@@ -260,6 +262,7 @@ def test_extensions_that_the_worker_is_given(shared: System) -> None:
     assert submit.routing_key == "key"
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 1, "dry_penalty_last_n": 0}])
 def test_no_dry_penalty(shared: System, off: dict[str, Any]) -> None:
     assert shared.chat(**off).status_code == 200

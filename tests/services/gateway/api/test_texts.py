@@ -42,6 +42,7 @@ def test_calls_and_reasoning_are_found_in_outputs(system: System) -> None:
     assert system.post("/separate_reasoning", body).json() == {"reasoning_text": "Hm.", "text": "Yes."}
 
 
+@pytest.mark.by_day(one_in=3, seed=10)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

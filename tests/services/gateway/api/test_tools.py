@@ -71,6 +71,7 @@ def whole(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return found, choice["finish_reason"]
 
 
+@pytest.mark.by_day(one_in=2, seed=10)
 @pytest.mark.parametrize(
     ("text", "content", "reasoning", "calls"),
     [

@@ -14,6 +14,7 @@ from services.gateway.discovery.watch import Discovery, check_target
 from tests.services.gateway.discovery.names import Names
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(
     ("text", "target"),
     [
@@ -30,6 +31,7 @@ def test_targets(text: str, target: object) -> None:
     assert check_target(text) == text
 
 
+@pytest.mark.by_day(one_in=3, seed=10)
 @pytest.mark.parametrize(
     "text",
     [

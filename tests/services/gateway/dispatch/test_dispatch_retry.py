@@ -22,6 +22,7 @@ def failing(*indices: int, code: int = pb.ERROR_CODE_INTERNAL) -> Callable[[list
     return configure
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_fault_before_the_first_token(stream: bool) -> None:
     with System(workers=2, configure=failing(0), routing_policy="round_robin") as system:

@@ -68,6 +68,7 @@ def test_nobody_who_is_left_has_them() -> None:
         assert sum(system.submits()) == 1 and system.num_waiting == 0
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_their_worker_comes_back_with_others(stream: bool) -> None:
     with System(configure=of("old"), queue_timeout_s=FOR_EVER_S) as system:

@@ -199,6 +199,7 @@ def num_ids(system: System) -> int:
 
 
 class TestDetokenizer:
+    @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_every_character_once_over_a_break(self, replicas: int) -> None:
         """The stream breaks with text delivered, held back, and still on the way."""
@@ -332,6 +333,7 @@ def test_too_many_requests() -> None:
         assert system.chat().status_code == 200
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_request_timeout(stream: bool) -> None:
     with System(request_timeout_s=1.5) as system:

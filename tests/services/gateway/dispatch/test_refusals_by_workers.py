@@ -46,6 +46,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_day(one_in=2, seed=15)
 @pytest.mark.parametrize(("path", "name", "param"), CASES, ids=[f"{path} {name}" for path, name, _ in CASES])
 def test_the_field_is_the_clients(shared: System, path: str, name: str, param: str) -> None:
     shared.do(lambda: shared.worker.refuse.append(Refusal(INVALID, f"{name}: is too much", name)))
@@ -90,6 +91,7 @@ def test_a_grammars_message_stands_for_itself(shared: System) -> None:
     assert (error["param"], error["message"]) == ("sampling_params.regex", "regex, position 3: no")
 
 
+@pytest.mark.by_day(one_in=2, seed=9)
 @each_value(path=list(BODIES), message=["stop_regex[1]: is no pattern", "regex, position 3: (a+: no", "cannot be", ""])
 def test_an_older_workers_refusal_names_no_field(shared: System, path: str, message: str) -> None:
     """Its message is told as it is: nobody looks for a name in it."""
@@ -107,6 +109,7 @@ def test_a_field_of_a_newer_worker_keeps_its_name(shared: System) -> None:
     assert (error["param"], error["message"]) == (own, f"{own}: is too much")
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_value_that_fits_no_message_is_400(shared: System, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a field's own check may have let through."""

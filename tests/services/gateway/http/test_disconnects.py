@@ -41,6 +41,7 @@ def test_while_sending_the_body(system: System) -> None:
     assert system.tokenizer.calls == []
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_while_tokenizing(system: System, stream: bool) -> None:
     system.do(system.tokenizer.gate.clear)
@@ -74,6 +75,7 @@ def test_where_nothing_is_generated(path: str, body: dict[str, Any]) -> None:
         wait_until(lambda: system.metric("rootstock_gateway_body_bytes", pool="small") == 0, "the bodies")
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_while_waiting_for_a_worker(system: System, stream: bool) -> None:
     system.call(system.workers[0].stop())
@@ -96,6 +98,7 @@ def test_while_waiting_for_the_first_worker() -> None:
         assert has_ended(system, "accepted")
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_before_the_first_token(system: System, stream: bool) -> None:
     """Of more than is read ahead of who takes it."""

@@ -23,6 +23,7 @@ def guarded() -> Iterator[System]:
         yield system
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("path", ["/health", f"/v1/models/{MODEL}", "/metrics"])
 def test_head_is_get_without_its_body(shared: System, path: str) -> None:
     head, get = httpx.head(shared.url(path)), shared.get(path)
@@ -45,6 +46,7 @@ def test_a_fault_is_told_in_the_form_of_its_path(
     assert answer.headers["x-request-id"]
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
@@ -107,6 +109,7 @@ class TestOrigins:
 
 
 class TestSwitches:
+    @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
     def test_what_is_off_is_not_there(self, guarded: System, path: str) -> None:
         assert guarded.get(path).status_code == 404

@@ -48,6 +48,7 @@ def read_comments(client: RawClient, number: int) -> None:
         client.received = client.received.partition(b": waiting")[2]
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body()), ("/generate", {"text": "Hi"})], ids=["openai", "sglang"])
 def test_before_the_first_event_and_between_events(system: System, path: str, body: dict[str, Any]) -> None:
     system.allow(0)

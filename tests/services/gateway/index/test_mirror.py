@@ -231,6 +231,7 @@ def test_a_lease_that_ends_takes_its_owner_along(server: RedisServer) -> None:
 # Redis as it is
 
 
+@pytest.mark.by_day(one_in=2)
 def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher, mirrored(own_server) as copy:
@@ -251,6 +252,7 @@ def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
     run(body)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_an_empty_redis_takes_nothing_away_at_once(own_server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
@@ -276,6 +278,7 @@ def test_an_empty_redis_takes_nothing_away_at_once(own_server: RedisServer) -> N
     run(body)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_redis_that_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_reader, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(publishing, "RENEW_S", 0.5)
@@ -296,6 +299,7 @@ def test_a_redis_that_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyP
     run(body)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_full_redis(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher, mirrored(own_server) as copy:

@@ -38,6 +38,7 @@ WAYS: Mapping[str, tuple[str, OutputFormats, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_turn_comes_back(way: str) -> None:
     name, formats, variables = WAYS[way]

@@ -119,6 +119,7 @@ def test_as_many_as_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize(
     ("code", "status"),
     [

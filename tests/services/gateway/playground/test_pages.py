@@ -103,6 +103,7 @@ def test_they_are_answered_as_documented(served: System) -> None:
     assert served.metric("rootstock_gateway_requests_total", route="/", code="200") >= 2
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("keys", [(), ("a",)], ids=["without keys", "with keys"])
 def test_where_it_is_off_it_is_a_path_as_any_other(keys: tuple[str, ...]) -> None:
     with System(keys=keys) as system:

@@ -50,6 +50,7 @@ def sent(system: System, path: str, headers: dict[str, str], **fields: Any) -> b
     return b"".join(each for each in content.splitlines(True) if b'"usage":{' in each or b"[DONE]" in each)
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("fields", [{}, STREAM], ids=["whole", "stream"])
 def test_nothing_changes_without_the_header_or_the_setting(served: System, path: str, fields: dict[str, Any]) -> None:
@@ -90,6 +91,7 @@ def test_a_stream_says_it_with_its_usage_alone(served: System) -> None:
     assert not [chunk for chunk in without if "rootstock" in chunk]
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("body", [{"top_k": "x"}, {"model": "nobody's"}], ids=["wrong", "unknown model"])
 def test_an_error_says_nothing_of_it(served: System, body: dict[str, Any]) -> None:
     answer = served.post(CHAT, BODIES[CHAT] | body, headers=ASKED)

@@ -95,6 +95,7 @@ def test_power_of_two_never_takes_the_busier_of_two() -> None:
     assert pick("power_of_two", fleet([4]), Ask(10)).row == 0
 
 
+@pytest.mark.by_day(one_in=3, seed=39)
 @pytest.mark.parametrize("policy", list(RoutingPolicy))
 def test_only_usable_allowed_workers_with_room(policy: str) -> None:
     workers = fleet([0, 0, 0, 7, 5, 0])
@@ -114,6 +115,7 @@ def test_only_usable_allowed_workers_with_room(policy: str) -> None:
     assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(request, workers) is None
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("policy", [RoutingPolicy.RANDOM, RoutingPolicy.PREFIX_AWARE])
 def test_no_workers_at_all(policy: str) -> None:
     assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(Ask(10, key="k", lora="x"), WorkerColumns()) is None
@@ -124,6 +126,7 @@ def test_an_unknown_policy_is_refused() -> None:
         make_policy("fastest", RoutingConfig(), random.Random(1))
 
 
+@pytest.mark.by_day(one_in=4, seed=15)
 @each_value(
     policy=list(RoutingPolicy),
     case={

@@ -105,6 +105,7 @@ def shared_prefixes(rng: random.Random, groups: int, prompts: int) -> list[list[
     return drawn
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("clients", [32, 64, 256])
 def test_a_hot_prefix_puts_no_worker_far_above_the_mean(clients: int) -> None:
     prompts = list(itertools.islice(with_one_hot_prefix(random.Random(1)), 2000))

@@ -90,6 +90,7 @@ def used(server: RedisServer) -> int:
     return int(server.client.hget(f"state:size:{ALICE}", "!") or 0)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call whose answer was lost comes again."""
 
@@ -125,6 +126,7 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is larger than a page may be, but for a single item; and nobody goes on from half of it."""
     monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
@@ -160,6 +162,7 @@ def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
     """Neither while another one has it, nor once it is over or gone; and a piece that is not the next one is nobody's."""
 
@@ -188,6 +191,7 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
     """Who leaves it to others is well, and one who had it for long has not died of it."""
 
@@ -211,6 +215,7 @@ def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
@@ -229,6 +234,7 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) -> None:
     """What nobody can read, and what has lost its record, which lives as long as the rest although somebody reads it."""
 
@@ -263,6 +269,7 @@ def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) 
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
@@ -278,6 +285,7 @@ def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) -> None:
     """Not by who has lost the response, nor over what somebody else has said meanwhile, nor where there is no room."""
 
@@ -307,6 +315,7 @@ def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) 
     with_stores(server, use, size=4000)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease, other = await begin(store), await begin(store, order("resp_b"))
@@ -330,6 +339,7 @@ def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
     with_stores(server, use, size=4000)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)

@@ -85,6 +85,7 @@ def results_of(lease_id: str, *numbers: int) -> list[LineResult]:
     ]
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_line_has_the_result_that_came_first(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         lease = await begin(stores)
@@ -112,6 +113,7 @@ def test_a_line_has_the_result_that_came_first(server: RedisServer) -> None:
     with_stores(server, use)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_result_that_has_no_room_is_said_to_have_none(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"x" * 90)
@@ -125,6 +127,7 @@ def test_a_result_that_has_no_room_is_said_to_have_none(server: RedisServer) -> 
     with_stores(server, use, most_bytes=100)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_file_is_there_once_it_is_whole(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         files, whole = stores.files, file_of("file-a", b"one", b"two")
@@ -146,6 +149,7 @@ def test_a_file_is_there_once_it_is_whole(server: RedisServer) -> None:
     with_stores(server, use, most=1)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"one", b"two")

@@ -45,6 +45,7 @@ def with_store(server: RedisServer, use: Callable[[RedisStore], Awaitable[T]], t
     return asyncio.run(run())
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_each_owner_has_records_of_its_own(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"one") and await store.put(ALICE, "b", b"two")
@@ -56,6 +57,7 @@ def test_each_owner_has_records_of_its_own(empty: RedisServer) -> None:
     with_store(empty, use)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_a_version_that_is_not_there_any_more_is_not_overwritten(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"1", version=0)
@@ -68,6 +70,7 @@ def test_a_version_that_is_not_there_any_more_is_not_overwritten(empty: RedisSer
     with_store(empty, use)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_a_try_whose_answer_is_lost_has_happened(empty: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one comes to the same end."""
 
@@ -90,6 +93,7 @@ def test_a_try_whose_answer_is_lost_has_happened(empty: RedisServer, monkeypatch
     with_store(empty, use)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_what_is_beyond_a_quota_is_not_kept(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"x" * 60) and await store.put(ALICE, "b", b"x" * 30)
@@ -102,6 +106,7 @@ def test_what_is_beyond_a_quota_is_not_kept(empty: RedisServer) -> None:
     with_store(empty, use, records=2, record_bytes=100)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_what_nobody_uses_ends_and_is_counted_no_more(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "used", b"x") and await store.put(ALICE, "unused", b"x")
@@ -117,6 +122,7 @@ def test_what_nobody_uses_ends_and_is_counted_no_more(empty: RedisServer) -> Non
     with_store(empty, use, ttl_s=2, records=2)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_what_was_acknowledged_outlives_a_kill(empty: RedisServer) -> None:
     async def fill(store: RedisStore) -> None:
         assert all([await store.put(ALICE, str(number), b"%d" % number) for number in range(50)])
@@ -144,6 +150,7 @@ def connections(server: RedisServer) -> set[str]:
     return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_a_store_that_takes_nothing_is_away(empty: RedisServer) -> None:
     """One that is no primary any more is waited for, and its connection is left."""
 

@@ -48,6 +48,7 @@ def long_pieces(made: dict[str, HfTokenizer]) -> dict[str, PieceEncoder]:
     return {kind: PieceEncoder(tokenizer, piece_chars=600) for kind, tokenizer in made.items()}
 
 
+@pytest.mark.by_day(one_in=2, seed=32)
 @pytest.mark.parametrize("kind", MAKERS)
 @settings(deadline=None)
 @given(text=TEXTS, special=st.booleans(), most=st.integers(0, 60), begins=st.booleans())
@@ -70,6 +71,7 @@ def test_ids_are_those_of_the_whole(
             assert (list(found.ids), found.at_least) == (whole, 0)
 
 
+@pytest.mark.by_day(one_in=3, seed=48)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_long_text_is_cut(made: dict[str, HfTokenizer], kind: str) -> None:
     counting = Counting(made[kind])
@@ -85,6 +87,7 @@ def test_a_long_text_is_cut(made: dict[str, HfTokenizer], kind: str) -> None:
         assert list(first.ids) == list(found.ids)[:10] and sum(counting.chars) <= 1000
 
 
+@pytest.mark.by_day(one_in=2, seed=19)
 @pytest.mark.parametrize(
     ("kind", "around"),
     [

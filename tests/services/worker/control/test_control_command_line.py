@@ -77,6 +77,7 @@ def test_a_wrong_command_line_is_status_2(words: list[str], complaint: str) -> N
     assert (code, out) == (2, "") and complaint in err and "Traceback" not in err
 
 
+@pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize(
     ("operation", "words", "request_"),
     [
@@ -111,6 +112,7 @@ def test_json_that_is_no_number_and_no_flag_is_text() -> None:
     assert said == pb.SetInternalStateRequest(tunables={"a": pb.Value(text="[1]"), "b": pb.Value(text="null")})
 
 
+@pytest.mark.by_day(one_in=2, seed=71)
 @pytest.mark.parametrize(
     ("operation", "words"),
     [

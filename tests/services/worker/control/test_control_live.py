@@ -85,6 +85,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(guarded())
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_cache_is_flushed_in_mid_traffic(overlap: bool) -> None:
     async def check() -> None:
@@ -125,6 +126,7 @@ def test_a_pause_and_its_end_are_told_at_once() -> None:
     run(check)
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", [pb.PAUSE_MODE_RETRACT, pb.PAUSE_MODE_IN_PLACE])
 def test_a_paused_worker_rests_and_goes_on_with_the_same_tokens(mode: pb.PauseMode, overlap: bool) -> None:

@@ -293,6 +293,7 @@ def refused_flush(request: pb.FlushCacheRequest) -> str:
     return details
 
 
+@pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("age_s", [-1, float("nan"), float("inf")])
 def test_a_flush_of_no_age_forgets_nothing(age_s: float) -> None:
     assert refused_flush(pb.FlushCacheRequest(older_than_s=age_s)).startswith("older_than_s: ")
@@ -349,6 +350,7 @@ def test_a_call_with_the_token_is_answered() -> None:
     assert asyncio.run(run()).pages == 12
 
 
+@pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "somewhere"])
 def test_other_addresses_than_loopback_need_a_token(host: str) -> None:
     with pytest.raises(ValueError, match="set control_token"):
@@ -471,6 +473,7 @@ def test_a_wrong_tunable_is_named_and_nothing_changes(name: str, value: Any, mes
     assert values == FakeCore().values
 
 
+@pytest.mark.by_day(one_in=2, seed=45)
 @pytest.mark.parametrize(
     ("name", "request_", "field_name"),
     [

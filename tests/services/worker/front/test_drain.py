@@ -86,6 +86,7 @@ def test_what_is_kept_for_a_reader_is_waited_for() -> None:
     run(check)
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_left_is_handed_back_with_every_token_that_was_sampled(stream: bool, overlap: bool) -> None:

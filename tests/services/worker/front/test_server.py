@@ -90,6 +90,7 @@ class FrontEnd:
             self.finishes[finish.handle] = finish
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_many_requests_share_one_message_per_step(overlap: bool) -> None:
     async def check() -> None:
@@ -170,6 +171,7 @@ BAD_SAMPLING = {  # the rest is in test_wire_submit, by the function that the se
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("name", [*BAD, *BAD_SAMPLING])
 def test_the_worker_refuses_what_a_gateway_should_have(name: str) -> None:
     async def check() -> None:

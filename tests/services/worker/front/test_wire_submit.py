@@ -182,6 +182,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.by_day(one_in=2, seed=30)
 @pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
 def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
     assert refused(message, **fields).startswith(message)
@@ -211,6 +212,7 @@ LOOKED_AT = {(row.kind, row.low is None, row.high is None, row.excludes_low): ro
 OUTSIDE = [case for case in ROWS if case.values[0] in LOOKED_AT.values() or case.id.startswith("dry.")]
 
 
+@pytest.mark.by_day(one_in=2, seed=18)
 @pytest.mark.parametrize("row", OUTSIDE)
 def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
     named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
@@ -219,6 +221,7 @@ def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
         assert not fields or refused(f"{named}: ", **fields)
 
 
+@pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # which has two neutral values
 def test_a_number_arrives_and_so_do_the_ends_of_its_range(row: Parameter) -> None:
     room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)

@@ -102,6 +102,7 @@ def test_jumps_can_be_switched_off() -> None:
     assert model.matcher(regex("abcdefgh ijkl"), jump=False).forced() == ()
 
 
+@pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize(
     "pattern, before, forced",
     [

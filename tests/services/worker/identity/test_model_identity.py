@@ -40,6 +40,7 @@ def identity_of(path: Path, name: str = "") -> ModelIdentity:
     return identify_model(path, name, revision_of(path))
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @each_value(at={"first": 0, "middle": SIZE // 2, "last": SIZE - 1}, number=[1, 2])
 def test_one_byte_makes_another_revision(tmp_path: Path, number: int, at: int) -> None:
     folder = make_folder(tmp_path / "model")

@@ -60,6 +60,7 @@ def test_values_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert sampling_defaults(folder(tmp_path, {"top_k": 0, "min_p": None}), True, "") == API_DEFAULTS
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000], ids=["cut off", "a list", "nested"])
 def test_a_file_that_is_none(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=FILE):

@@ -301,6 +301,7 @@ def test_the_stream_is_trimmed(server: RedisServer) -> None:
 # Redis as it is
 
 
+@pytest.mark.by_day(one_in=2)
 def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher:
@@ -318,6 +319,7 @@ def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
     run(body)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.usefixtures("quick_renewal")
 def test_a_server_that_is_no_primary_any_more_is_left(own_server: RedisServer) -> None:
     def connections() -> set[str]:
@@ -354,6 +356,7 @@ def test_the_unexpected_does_not_end_it(server: RedisServer, monkeypatch: pytest
     run(body)
 
 
+@pytest.mark.by_day(one_in=2, seed=52)
 @pytest.mark.usefixtures("quick_renewal")
 @pytest.mark.parametrize("loss", ["all", "lease", "own", "below", "one block", "generations", "workers", "another's lease"])
 def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> None:
@@ -382,6 +385,7 @@ def test_loss_in_redis_is_noticed_while_idle(server: RedisServer, loss: str) -> 
     run(body)
 
 
+@pytest.mark.by_day(one_in=2)
 @pytest.mark.usefixtures("quick_renewal")
 def test_a_full_redis(own_server: RedisServer) -> None:
     """Writes are refused; the lease is kept all the same, and everything is told when there is room."""
@@ -406,6 +410,7 @@ def test_a_full_redis(own_server: RedisServer) -> None:
     run(body)
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 def test_a_redis_that_hangs_holds_up_nothing(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "RENEW_S", 0.5)
     monkeypatch.setattr(publishing, "TIMEOUT_S", 0.5)
@@ -427,6 +432,7 @@ def test_a_redis_that_hangs_holds_up_nothing(own_server: RedisServer, monkeypatc
     run(body)
 
 
+@pytest.mark.by_day(one_in=2)
 def test_without_redis_it_ends_when_told(own_server: RedisServer) -> None:
     own_server.kill()
 

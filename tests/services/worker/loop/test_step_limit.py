@@ -78,6 +78,7 @@ def test_a_fast_model_hangs_soon() -> None:
     assert timed.limit.seconds == FLOOR_S
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("per_token", [5e-4, 3e-3, 2e-2])
 def test_a_prompt_whose_chunks_take_a_minute_and_more_never_hangs(per_token: float) -> None:
     timed = Timed(base=0.01, per_token=per_token)

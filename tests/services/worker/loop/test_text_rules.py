@@ -34,6 +34,7 @@ def test_a_pattern_that_would_backtrack_takes_linear_time() -> None:
     assert compile_pattern("(a+)+$").search("a" * 20_000 + "b") is None
 
 
+@pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("pattern", ["(", r"(?=a)b"])
 def test_what_re2_does_not_take_is_refused_with_its_reason(pattern: str) -> None:
     with pytest.raises(InvalidPattern) as refused:
@@ -41,6 +42,7 @@ def test_what_re2_does_not_take_is_refused_with_its_reason(pattern: str) -> None
     assert str(refused.value)
 
 
+@pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -57,6 +59,7 @@ def test_a_pattern_whose_program_is_large_is_refused(pattern: str) -> None:
         compile_pattern(pattern)
 
 
+@pytest.mark.by_day(one_in=2, seed=67)
 @pytest.mark.parametrize(
     "pattern",
     [
