@@ -212,7 +212,10 @@ def test_a_silent_stream_is_pinged(system: System, client: Anthropic, says: Any)
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type' 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 1}]}]}, "input"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "input": {}}]}]},
+            "messages[0].content[0].name",
+        ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "Web search", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
