@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     random = _kind(kinds, "random", "nothing shared")
     _ints(random, requests=1000, input_len=512, output=64)
     random.add_argument("--spread", type=float, default=0.0, help="lengths within mean * (1 +- SPREAD) (default 0)")
+    random.add_argument("--priorities", type=int, default=1, metavar="N", help="priorities drawn from 0 to N - 1 (default 1)")
 
     turns = _kind(kinds, "multi-turn", "conversations over one system prompt")
     _ints(turns, sessions=100, turns=5, system=512, user=128, output=128)

@@ -7,12 +7,14 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from services.sim.core.report.report import as_dict, as_table, make_report
 from services.sim.core.report.timeline import check_drawable, draw_timeline
 from services.sim.core.run.config_flags import NUM_PAGES, add_config_flags, settings_of, simulated_config
+from services.sim.core.run.digest import RunDigest
 from services.sim.core.run.simulation import Simulation
 from services.sim.core.run.time_models import PRESETS, load_time_model
 from services.sim.core.run.worker import HostTimes
@@ -27,17 +29,10 @@ def main(argv: Sequence[str]) -> None:
     if args.timeline:
         check_drawable(args.timeline)
     trace = read_trace(args.trace, args.block_size)
-    time_model, settings = load_time_model(args.time_model), settings_of(args)
-    graphs = time_model.graphs if args.jumps == "graph" else GraphLimits()
-    simulation = Simulation(
-        simulated_config(settings, args.num_pages, graphs),
-        trace,
-        _arrivals(trace, args),
-        time_model if args.jumps == "graph" else replace(time_model, graph_rereads=0),
-        HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
-        settings.enable_overlap,
-        args.jumps != "none",
-    )
+    if args.digest or args.digest_lines:
+        _print_digest(trace, args)
+        return
+    simulation = _simulation(trace, args)
     gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
     begun = time.perf_counter()
     outcome = simulation.run()
@@ -45,6 +40,29 @@ def main(argv: Sequence[str]) -> None:
     print(json.dumps(as_dict(report)) if args.json else as_table(report))
     if args.timeline:
         draw_timeline(outcome, args.timeline, f"{args.trace.name}: {report.output_tokens_per_s:,.0f} output tokens/s")
+
+
+def _simulation(trace: Trace, args: argparse.Namespace, digest: RunDigest | None = None) -> Simulation:
+    time_model, settings = load_time_model(args.time_model), settings_of(args)
+    graphs = time_model.graphs if args.jumps == "graph" else GraphLimits()
+    return Simulation(
+        simulated_config(settings, args.num_pages, graphs, args.max_drafts),
+        trace,
+        _arrivals(trace, args),
+        time_model if args.jumps == "graph" else replace(time_model, graph_rereads=0),
+        HostTimes(args.plan_us * 1e-6, args.commit_us * 1e-6),
+        settings.enable_overlap,
+        args.jumps != "none",
+        digest,
+    )
+
+
+def _print_digest(trace: Trace, args: argparse.Namespace) -> None:
+    with ExitStack() as files:
+        lines = files.enter_context(args.digest_lines.open("w", encoding="utf-8")) if args.digest_lines else None
+        digest = RunDigest(lines)
+        _simulation(trace, args, digest).run()
+    print(digest.hexdigest())
 
 
 def _arrivals(trace: Trace, args: argparse.Namespace) -> Arrivals:
@@ -76,6 +94,14 @@ def _parser() -> argparse.ArgumentParser:
         help="text that a grammar forces: within graphs, if the time model has any (default), without, or sampled like the rest",
     )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the run into a .png or .svg file")
+    parser.add_argument(
+        "--max-drafts", type=int, default=0, metavar="N", help="draft tokens of a row at most; about half are right (default 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--digest", action="store_true", help="print only the SHA-256 of all plans and outputs, to compare two checkouts"
+    )
+    lines = "write the hashed lines too, one for each plan and output; implies --digest"
+    parser.add_argument("--digest-lines", type=Path, metavar="FILE", help=lines)
     add_config_flags(parser)
     return parser

@@ -82,13 +82,13 @@ def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
     return resolved(of_values(WorkerSettings, {**values, **given}), round(args.device_gib * 2**30) or None)
 
 
-def simulated_config(settings: WorkerSettings, num_pages: int, graphs: GraphLimits) -> SchedulerConfig:
-    """Of a worker with those settings whose model says what traces list. settings: resolved. graphs: of its executor. Raises
-    ValueError for values that the scheduler does not take."""
-    return scheduler_config(settings, simulated_model(settings, num_pages, graphs), bos_token_id=-1)
+def simulated_config(settings: WorkerSettings, num_pages: int, graphs: GraphLimits, max_drafts: int = 0) -> SchedulerConfig:
+    """Of a worker with those settings whose model says what traces list. settings: resolved. graphs: of its executor. max_drafts:
+    draft tokens of a row at most. Raises ValueError for values that the scheduler does not take."""
+    return scheduler_config(settings, simulated_model(settings, num_pages, graphs, max_drafts), bos_token_id=-1)
 
 
-def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimits) -> LoadedInfo:
+def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimits, max_drafts: int = 0) -> LoadedInfo:
     return LoadedInfo(
         architecture="simulated",
         context_len=settings.context_len or CONTEXT_LEN,
@@ -102,6 +102,7 @@ def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimit
         graph_rows=(graphs.rows,) if graphs.rows else (),
         graph_rereads=graphs.rereads,
         eager_step_cost=graphs.eager_cost,
+        max_drafts=max_drafts,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.sim.core.run.digest import RunDigest
 from services.sim.core.run.executor import SimRun
 from services.sim.core.run.logs import RequestLog, StepLog
 from services.sim.core.run.worker import STUCK_WAIT_S, HostTimes, SimWorker, submit_message
@@ -37,7 +38,8 @@ class Outcome:
 
 
 class Simulation:
-    """One run; the same arguments give the same outcome. jumps: see SimWorker."""
+    """One run; the same arguments give the same outcome. jumps: see SimWorker. digest: receives each submitted request, plan and
+    output of the run; None: nothing is hashed."""
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class Simulation:
         host: HostTimes | None = None,
         overlap: bool = True,
         jumps: bool = True,
+        digest: RunDigest | None = None,
     ) -> None:
+        self._digest = digest
         self._config, self._trace, self._arrivals, self._overlap = config, trace, arrivals, overlap
         self._script = Script(trace)
         self._worker = SimWorker(config, self._script, time_model, host, jumps=jumps)
@@ -86,12 +90,14 @@ class Simulation:
         now = self._clock.now
         for index in self._arrivals.due(now):
             self._requests.sent[index] = now
+            self._record("submit", index)
             self._worker.submit(submit_message(self._trace, self._script, index))
 
     def _launch(self) -> SimRun | None:
         planned = self._clock.now
         run = self._worker.launch()
         if run is not None:
+            self._record("plan", run.plan)
             self._steps.add(run, planned, self._core.stats())
         return run
 
@@ -105,10 +111,15 @@ class Simulation:
         output = self._core.take_output()
         now = self._clock.now
         for peer in output.peers if output else ():
+            self._record("output", peer)
             self._requests.told(peer.handles, peer.counts, now)
             for finish in peer.finishes:
                 self._requests.end(finish, now)
                 self._arrivals.ended(finish.handle, now)
+
+    def _record(self, kind: str, value: object) -> None:
+        if self._digest is not None:
+            self._digest.add(kind, value)
 
     def _wait_for_work(self) -> None:
         """Nothing runs: on to the next arrival, or a little further where requests wait for a time to pass."""

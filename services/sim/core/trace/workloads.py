@@ -59,13 +59,17 @@ def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: in
     return _trace(TraceRequest(at, blocks if is_hot else (), prefix + suffix, output, output) for at, is_hot in rows)
 
 
-def random_lengths(requests: int, input_len: int, output: int, spread: float, rate: float, seed: int) -> Trace:
-    """Nothing shared. Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread)."""
+def random_lengths(
+    requests: int, input_len: int, output: int, spread: float, rate: float, seed: int, priorities: int = 1
+) -> Trace:
+    """Nothing shared. Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread), priorities in 0 .. priorities - 1."""
+    if priorities < 1:
+        raise ValueError("priorities is 1 at least")
     rng = np.random.default_rng(seed)
     prompts, outputs = (_around(mean, spread, requests, rng) for mean in (input_len, output))
     times = _arrivals(requests, rate, rng)
-    rows = zip(times.tolist(), prompts, outputs, strict=True)
-    return _trace(TraceRequest(at, (), prompt, said, said) for at, prompt, said in rows)
+    rows = zip(times.tolist(), prompts, outputs, rng.integers(0, priorities, requests).tolist(), strict=True)
+    return _trace(TraceRequest(at, (), prompt, said, said, priority) for at, prompt, said, priority in rows)
 
 
 def two_lengths(
