@@ -29,7 +29,9 @@ async def of_chat(
         response = await tokenizer.encode_chat(call, model.source)
     if len(response.prompts) != 1:
         raise internal("The tokenizer answered with the wrong number of prompts.")
-    return replace(room.fit(_prompt(response.prompts[0], None), "messages"), rendered_end=response.rendered_end)
+    found = response.prompts[0]
+    prompt = Prompt(found.ids, None, found.block_hashes, at_least=found.at_least, rendered_end=response.rendered_end)
+    return room.fit(prompt, "messages")
 
 
 async def of_prediction(text: str, tokenizer: TokenizerClient, model: ModelInfo, origin: Origin) -> Sequence[int]:

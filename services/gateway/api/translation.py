@@ -14,7 +14,8 @@ from services.gateway.api.constraints import Named
 from services.gateway.api.request_body import PlacedBody, SamplingBody
 from services.gateway.api.sampling_fields import check_token_ids, dry, logit_bias, stop_regexes, stop_strings, token_id_set
 from services.gateway.request import client_fields
-from services.gateway.request.client_fields import ClientFields
+from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
+from services.gateway.request.client_fields import NO_FIELDS, ClientFields
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation, one_step
 from services.shared.sampling_parameter import Api, Parameter
@@ -41,12 +42,15 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What APIs say in forms of their own. max_tokens: None for what the context leaves; 0 makes nothing, which only some take.
-    constraint: the client's field, and what the output must be."""
+    """The parameters that each API reads from a form of its own."""
 
-    max_tokens: int | None
+    max_tokens: int | None  # None: as many as the context leaves; 0: no token, which only some APIs take
     logprobs: pb.Logprobs | None
-    constraint: Named | None
+    constraint: Named | None  # the client's field, and the grammar of the output
+    include_usage: bool = False  # the last event of a stream has the usage
+    include_stop: bool | None = None  # the text ends with the stop string; None: as `no_stop_trim` says
+    answer: AnswerBody = TEXT_ALONE
+    fields: ClientFields = NO_FIELDS
 
 
 def generation_of(body: SamplingBody, api: Api, common: Common, wanted: Wanted, vocab_size: int) -> Generation:
@@ -57,20 +61,22 @@ def generation_of(body: SamplingBody, api: Api, common: Common, wanted: Wanted, 
         raise bad_request(name, f"'{name}' is greater than the most tokens that are allowed.")
     return Generation(
         stream=common.stream,
-        include_usage=False,
+        include_usage=wanted.include_usage,
         n=body.n or 1,
         seed=_given(body, api, SEED),
         max_tokens=None if most is None else max(1, most),
         sampling=_message_of(body, api, wanted, vocab_size),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
-        include_stop=bool(body.no_stop_trim),
+        include_stop=bool(body.no_stop_trim) if wanted.include_stop is None else wanted.include_stop,
         cache_salt=common.cache_salt,
         priority=common.priority,
         routing_key=common.routing_key,
         session=common.session,
+        fields=wanted.fields,
         grammar_field=wanted.constraint[0] if wanted.constraint else None,
         hidden=most == 0,
+        answer=wanted.answer,
     )
 
 

@@ -129,6 +129,8 @@ class ModelPool(Generic[C]):
         self._kept_back = self._passed_over = 0
         self._has_decoded = False  # a worker that serves whole requests has been here
         self._prefill: set[int] = set()  # rows of workers that compute prompts for others
+        self._loads: dict[int, worker_pb2.WorkerLoad] = {}  # the load that each row's columns were read from
+        self._refusing: set[int] = set()  # rows of workers that take requests with output, and no others
         self._picks = 0
         self._sharing = SharingMeter()
 
@@ -187,6 +189,7 @@ class ModelPool(Generic[C]):
         self.columns.running[row] = running
         self.columns.limit[row] = running + max(2, round(running * self._slack))
         self.columns.loras[row] = frozenset(info.loras)
+        self._loads.pop(row, None)  # the load's adapters are newer
         if info.role == PREFILL:
             self._prefill.add(row)
         else:
@@ -199,6 +202,8 @@ class ModelPool(Generic[C]):
         self.columns.drop(row)
         del self.links[row]
         self._prefill.discard(row)
+        self._refusing.discard(row)
+        self._loads.pop(row, None)
         self._share_out()
 
     def refresh_all(self, now: float) -> None:
@@ -220,12 +225,16 @@ class ModelPool(Generic[C]):
         leased = not self._leases_count or self._lease_alive(link)
         trusted = not self._breakers_count or link.breaker.allows(now)
         columns.usable[row] = link.ready and not link.draining and not link.paused and leased and trusted
-        columns.refuses[row] = link.refuses_new
         load = link.load
-        if load is not None:
+        if load is not None and load is not self._loads.get(row):
+            self._loads[row] = load
             columns.loras[row] = frozenset(load.loras)
             columns.host_saves[row] = _share(load.host_saves) if load.HasField("host_saves") else HOST_SAVES
             columns.storage_saves[row] = _share(load.storage_saves) if load.HasField("storage_saves") else STORAGE_SAVES
+        if link.refuses_new:
+            self._refusing.add(row)
+        else:
+            self._refusing.discard(row)
         columns.owner[row] = self._owner_of(link)
         if link.crowded_until <= now:
             link.crowded_until = 0.0
@@ -265,7 +274,11 @@ class ModelPool(Generic[C]):
 
     def _takes_new(self) -> NDArray[np.bool_] | None:
         """bool[capacity], False for workers that refuse new requests. None if no worker does."""
-        return ~self.columns.refuses if self.columns.refuses.any() else None
+        if not self._refusing:
+            return None
+        takes = np.ones(self.columns.capacity, np.bool_)
+        takes[list(self._refusing)] = False
+        return takes
 
     def pick(self, one: C, now: float, without: AnyLink | None = None) -> Pick | None:
         """None: nobody who would take it has room. without: one that it must not be."""

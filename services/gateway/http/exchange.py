@@ -452,7 +452,7 @@ def _headers_of(renderer: Renderer | None) -> Sequence[tuple[bytes, bytes]]:
 def _work_of(request: ClientRequest, usage: Mapping[str, Any] | None) -> Work:
     """Returns the request's tokens and times. usage: its usage if its response is complete; otherwise the output that has arrived
     counts."""
-    ended = [choice.ending for choice in request.choices if choice.ending is not None]
+    ended = [ending for choice in request.choices if (ending := choice.ending) is not None]
     first_s = request.first_output_s if request.choices and request.choices[0].generates else None
     if usage is None:
         usage = usage_of(request)
@@ -460,12 +460,12 @@ def _work_of(request: ClientRequest, usage: Mapping[str, Any] | None) -> Work:
         usage["completion_tokens"] = sum(len(choice.output.ids) for choice in request.choices)
     return Work(
         trace_id="" if request.trace is None else request.trace.trace_id,
-        queue_ms=request.longest_wait_s * 1e3 + max((ending.queue_ms for ending in ended), default=0),
+        queue_ms=request.longest_wait_s * 1e3 + max([ending.queue_ms for ending in ended], default=0),
         ttft_ms=None if first_s is None else first_s * 1e3,
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         output_tokens=usage["completion_tokens"],
-        aborted=any(ending.finish_reason == "abort" for ending in ended),
+        aborted="abort" in [ending.finish_reason for ending in ended],
     )
 
 

@@ -16,6 +16,7 @@ from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError, key_not_here
 
 START_S = 2.0  # in which shares of a new gateway are there, if Redis is
+_NO_KEYS = KeyTable()
 COMES_S = 120.0  # in which a key that one gateway knows is known to all: kubelets look at a Secret every minute, from a cache
 
 
@@ -40,13 +41,13 @@ class KeyRing:
         self._options = options
         self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
         self._metrics = metrics
-        self.weights: Mapping[str, float] = Weights(lambda: self.table or KeyTable())
+        self.weights: Mapping[str, float] = Weights(lambda: self.table or _NO_KEYS)
 
         def refused(kind: str) -> None:
             metrics.rate_limited.labels(kind).inc()
 
         redis_url = options.redis_url if self._file is not None else ""
-        self._limits = KeyLimits(self.table or KeyTable(), redis_url, options.name, options.gateways, refused)
+        self._limits = KeyLimits(self.table or _NO_KEYS, redis_url, options.name, options.gateways, refused)
         self.signs: KeySigns | None = None  # None where nobody has keys
         if self._file is not None:
             self._file.listen(self._limits.set_table)

@@ -5,14 +5,15 @@ A line never holds text of a prompt or a completion, a secret or a query string.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import orjson
 
@@ -26,7 +27,11 @@ Form = Literal["json", "text", "off"]
 ERROR_CODE = "error_code"  # code of the ApiError that ended the request
 CUT = "cut"  # the gateway closed the connection before the response was complete
 WORK = "work"  # a Work
+_SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'
+_NO_WORK = (None, None, None, None, None, None, False)
 _GONE = 499  # status of a request whose client left
+FLUSH_S = 0.05  # seconds for which a line may wait for others to be written with
+MOST_LINES = 256  # that wait
 _LOOK_S = 1.0  # seconds between two looks whether the file was moved away
 _PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))
 
@@ -42,8 +47,7 @@ class End(StrEnum):
     CUT = "cut"  # the client did not read, and the gateway closed the connection
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The tokens and times of one generation request, up to its end."""
 
     trace_id: str  # "" if the request is not traced
@@ -55,9 +59,8 @@ class Work:
     aborted: bool  # at least one choice was aborted
 
 
-@dataclass(frozen=True, slots=True)
-class AccessRecord:
-    """Holds the fields of one line. Fields of Work are None for a request that generates nothing."""
+class AccessRecord(TypedDict):
+    """The fields of one line. Fields of Work are None for a request that generates nothing."""
 
     request_id: str
     source: str  # "http", "batch", "background" or "admin"
@@ -116,25 +119,26 @@ class AccessLog:
         status = state.get("code", status)
         work: Work | None = state.get(WORK)
         code = str(state.get(ERROR_CODE) or ("client_gone" if status == _GONE else ""))
-        record = AccessRecord(
-            request_id=state["request_id"],
-            source=source,
-            method=method,
-            route=route,
-            model=state.get("model", ""),
-            key=state.get("key", ""),
-            status=status,
-            code=code,
-            end=_end_of(status, code, bool(state.get(CUT)), work),
-            total_ms=round(seconds * 1e3, 1),
-            bytes=num_bytes,
-            queue_ms=None if work is None else round(work.queue_ms, 1),
-            ttft_ms=None if work is None or work.ttft_ms is None else round(work.ttft_ms, 1),
-            prompt_tokens=None if work is None else work.prompt_tokens,
-            cached_tokens=None if work is None else work.cached_tokens,
-            output_tokens=None if work is None else work.output_tokens,
-            trace_id=None if work is None or not work.trace_id else work.trace_id,
-        )
+        trace_id, queue_ms, ttft_ms, prompt, cached, output, aborted = work or _NO_WORK
+        record: AccessRecord = {
+            "request_id": state["request_id"],
+            "source": source,
+            "method": method,
+            "route": route,
+            "model": state.get("model", ""),
+            "key": state.get("key", ""),
+            "status": status,
+            "code": code,
+            "end": _end_of(status, code, bool(state.get(CUT)), aborted),
+            "total_ms": round(seconds * 1e3, 1),
+            "bytes": num_bytes,
+            "queue_ms": queue_ms if queue_ms is None else round(queue_ms, 1),
+            "ttft_ms": ttft_ms if ttft_ms is None else round(ttft_ms, 1),
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "output_tokens": output,
+            "trace_id": trace_id or None,
+        }
         self._file.append(self._line(record, time.time()))
 
     def refused(self, status: int, code: str, num_bytes: int) -> None:
@@ -148,20 +152,37 @@ class AccessLog:
 
 
 class _LineFile:
-    """A file that lines are appended to, each in one write, or standard error. Opens the path again after a rotation."""
+    """A file that lines are appended to, or standard error. Opens the path again after a rotation.
+
+    Lines of up to FLUSH_S go into one write, which ends with a whole line. A process that is killed loses these.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._looked = time.monotonic()
         self._failing = False
+        self._lines: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None  # set while lines wait
         self._file = self._open() if path else sys.stderr.fileno()
 
     def append(self, line: bytes) -> None:
-        """Drops the line if it cannot be written, as on a full disk; the first of such failures is logged."""
+        """Drops lines that cannot be written, as on a full disk; the first of such failures is logged."""
+        self._lines.append(line)
+        if len(self._lines) >= MOST_LINES:
+            self._flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        text, self._lines = b"".join(self._lines), []
         try:
             if self._path and time.monotonic() - self._looked >= _LOOK_S:
                 self._follow()
-            os.write(self._file, line)
+            while text:
+                text = text[os.write(self._file, text) :]
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -169,6 +190,7 @@ class _LineFile:
             self._failing = True
 
     def close(self) -> None:
+        self._flush()
         if self._path:
             os.close(self._file)
 
@@ -186,23 +208,27 @@ class _LineFile:
 
 def _json_line(record: AccessRecord, now: float) -> bytes:
     """Renders the record as the other log lines are (services/shared/observe/log.py). now: Unix seconds."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
-    head = f'{{"ts":"{stamp}.{int(now % 1 * 1000):03d}Z","level":"info","service":"gateway","logger":"access","msg":"request",'
-    return head.encode() + orjson.dumps(record)[1:] + b"\n"
+    stamp = f'{{"ts":"{_utc(int(now))}.{int(now % 1 * 1000):03d}Z",'
+    return stamp.encode() + _SAME_FIELDS + orjson.dumps(record)[1:] + b"\n"
 
 
 def _text_line(record: AccessRecord, now: float) -> bytes:
     """Renders the record as time, method, route, status, end, then the other fields as name=value. now: Unix seconds."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    head = f"{moment} {record.method or '-'} {record.route} {record.status} {record.end}"
-    others = [(name, getattr(record, name)) for name in _FURTHER]
+    head = f"{moment} {record['method'] or '-'} {record['route']} {record['status']} {record['end']}"
+    others = [(name, value) for name, value in record.items() if name not in _IN_HEAD]
     return " ".join([head, *(f"{name}={value}" for name, value in others if value not in (None, ""))]).encode() + b"\n"
 
 
-_FURTHER = tuple(field.name for field in fields(AccessRecord) if field.name not in ("method", "route", "status", "end"))
+@lru_cache(maxsize=1)
+def _utc(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
-def _end_of(status: int, code: str, cut: bool, work: Work | None) -> End:
+_IN_HEAD = frozenset(("method", "route", "status", "end"))
+
+
+def _end_of(status: int, code: str, cut: bool, aborted: bool) -> End:
     if status == _GONE:
         return End.CLIENT_GONE
     if cut:
@@ -211,4 +237,4 @@ def _end_of(status: int, code: str, cut: bool, work: Work | None) -> End:
         return End.REFUSED
     if code or not status:
         return End.FAILED
-    return End.ABORTED if work is not None and work.aborted else End.COMPLETE
+    return End.ABORTED if aborted else End.COMPLETE

@@ -28,6 +28,7 @@ class ClientFields:
         return replace(self, prefix=prefix, names={**self.names, "prompt_ids": prompt})
 
 
+NO_FIELDS = ClientFields()  # the client's names are the workers'
 _SESSION = {
     "session": "session_params",
     "session.session_id": "session_params.id",

@@ -16,12 +16,12 @@ _SAVES = ("host_saves", "storage_saves")
 class WorkerColumns:
     """Arrays of `capacity` rows; a row is meaningful while `used`. Rows keep their number while their worker is known.
 
-    usable: it may get new requests. refuses: it takes requests with output, and no others. serves: whole ones, and not only
-    prompts to compute for others. requests: open on it, over all gateways, and those to come, whose pages it reads ahead;
-    ahead: these alone. tokens: prompt and output tokens of requests. limit: requests that it may have before more wait at the
-    gateway; running: of those, how many it can run at once. owner: its number in the PrefixIndex, -1 for none. host_saves,
-    storage_saves: 0 to 1, the share of computing a prefix that reading it from there saves. last_pick: counts up over all
-    picks. key: 64 random bits that stay the worker's own (of its id), for rendezvous hashing.
+    usable: it may get new requests. serves: whole ones, and not only prompts to compute for others. requests: open on it, over
+    all gateways, and those to come, whose pages it reads ahead; ahead: these alone. tokens: prompt and output tokens of
+    requests. limit: requests that it may have before more wait at the gateway; running: of those, how many it can run at once.
+    owner: its number in the PrefixIndex, -1 for none. host_saves, storage_saves: 0 to 1, the share of computing a prefix that
+    reading it from there saves. last_pick: counts up over all picks. key: 64 random bits that stay the worker's own (of its
+    id), for rendezvous hashing.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,6 @@ class WorkerColumns:
         self.loras: list[frozenset[str]] = []
         self.used = np.zeros(0, np.bool_)
         self.usable = np.zeros(0, np.bool_)
-        self.refuses = np.zeros(0, np.bool_)
         self.serves = np.zeros(0, np.bool_)
         self.requests = np.zeros(0, np.int64)
         self.ahead = np.zeros(0, np.int64)
@@ -58,7 +57,7 @@ class WorkerColumns:
             self._grow()
             return self.add(worker_id, key)
         row = int(free[0])
-        for name in ("usable", "refuses", *_COUNTS):
+        for name in ("usable", *_COUNTS):
             getattr(self, name)[row] = 0
         self.ids[row], self.loras[row] = worker_id, frozenset()
         self.used[row], self.owner[row], self.key[row] = True, -1, key
@@ -74,7 +73,7 @@ class WorkerColumns:
         more = max(_FIRST_ROWS, self.capacity)
         self.ids += [""] * more
         self.loras += [frozenset()] * more
-        for name in ("used", "usable", "refuses", "serves", *_COUNTS, "key", *_SAVES):
+        for name in ("used", "usable", "serves", *_COUNTS, "key", *_SAVES):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.owner = np.concatenate([self.owner, np.full(more, -1, np.int64)])

@@ -125,7 +125,7 @@ def _prefix_aware(c: Routable) -> tuple[int, str]:
     worker above the bound: what is too much for one worker goes to an idler one, which then holds the prefix too. Where
     nobody has a match, the choice is least_requests'.
     """
-    if over_gate(c.ready, c.ready, c.workers, c.config).any():
+    if len(c.ready) > 1 and over_gate(c.ready, c.ready, c.workers, c.config).any():
         return _least_loaded(c), "load_gate"
     matched = np.zeros(len(c.rows), np.int64) if c.ask.matched is None else c.ask.matched[c.rows]
     matched = np.where(matched >= c.config.min_match_tokens, matched, 0)

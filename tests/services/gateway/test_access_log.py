@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx
 import orjson
 import pytest
 
+from services.gateway.observe.access_log import MOST_LINES, AccessLog
 from services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.http.test_slow_readers import LARGE, Deaf
@@ -176,6 +178,22 @@ def test_access_log_has_requests_that_the_connection_refused(logged: Logged) -> 
         assert b" 431 " in client.recv(4096)
     line = logged.line()
     assert (line["status"], line["code"], line["route"], line["end"]) == (431, "head_too_large", "other", "refused")
+
+
+def test_access_log_writes_all_lines_when_it_closes(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    num_lines = MOST_LINES + 3
+
+    async def run() -> int:
+        log = AccessLog("json", str(path))
+        for number in range(num_lines):
+            log.ended("http", "GET", "/v1/models", {"request_id": str(number)}, 200, 1, 0.1)
+        before = path.read_bytes().count(b"\n")
+        log.close()
+        return before
+
+    assert asyncio.run(run()) == MOST_LINES
+    assert [orjson.loads(line)["request_id"] for line in path.read_bytes().splitlines()] == list(map(str, range(num_lines)))
 
 
 def test_access_log_leaves_out_probes(logged: Logged) -> None:

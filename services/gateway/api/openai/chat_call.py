@@ -41,11 +41,10 @@ def chat_call(request: ChatCompletionRequest, request_id: str) -> tokenizer_pb2.
 
 def _switches(request: ChatCompletionRequest) -> dict[str, Any]:
     """Returns the fields that switch reasoning, as the template's variables: an object {"type"} becomes true or false."""
-    given = {name: getattr(request, name) for name in _SWITCHES}
     return {
         name: value.type != "disabled" if isinstance(value, ThinkingSwitch) else value
-        for name, value in given.items()
-        if value is not None
+        for name in _SWITCHES
+        if (value := getattr(request, name)) is not None
     }
 
 

@@ -37,7 +37,7 @@ def parsed_generation(generation: Generation, use: ToolUse, formats: OutputForma
             raise bad_request(generation.grammar_field, message)
         generation.sampling.grammar.CopyFrom(calls.grammar)
         return replace(generation, parsing=parsing, grammar_field="tools", grammar_fields=calls.fields)
-    return replace(generation, parsing=parsing)
+    return generation if parsing is generation.parsing else replace(generation, parsing=parsing)
 
 
 def _answer(grammar: pb.Grammar, origin: Origin) -> Layout | None:

@@ -133,14 +133,16 @@ def _generation(
         raise bad_request("logprob_token_ids", "'logprob_token_ids' needs 'logprobs'.")
     salt, turn = cache_key(request.cache_salt, request.extra_key), session_turn(request.session_params)
     common = Common.of(request, salt, bool(request.stream), turn)
-    wanted = Wanted(max_tokens, logprobs, constraint_of(request))
-    return replace(
-        generation_of(request, api, common, wanted, vocab_size),
+    wanted = Wanted(
+        max_tokens,
+        logprobs,
+        constraint_of(request),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         include_stop=_include_stop(request),
         answer=request.shown(),
         fields=names,
     )
+    return generation_of(request, api, common, wanted, vocab_size)
 
 
 def _include_stop(request: GenerationBody) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,13 +117,16 @@ class NoWorkers:
         raise AssertionError(link)
 
 
-def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> AbstractAsyncContextManager[None]:
-    """Over the workers that the settings name."""
+@asynccontextmanager
+async def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> AsyncIterator[None]:
+    """Runs the admin API over the workers that the settings name. The access log is complete when it has ended."""
     token = read_token(config.control_token, config.control_token_file)
     directory = WorkerDirectory(NoWorkers(), config.worker_control_addresses)
     bodies = BodyBudget(1 << 26, 1.0, 1, GatewayMetrics(CollectorRegistry()))
     access = AccessLog(config.access_log if config.access_log_file else "off", config.access_log_file)
-    return admin_listener(config, token, directory, (requests or FakeRequests()).aborter(), bodies, access=access)
+    async with admin_listener(config, token, directory, (requests or FakeRequests()).aborter(), bodies, access=access):
+        yield
+    access.close()
 
 
 @asynccontextmanager
