@@ -90,7 +90,7 @@ def _batch_codes() -> str:
 
 
 def _routes() -> str:
-    lines = [f"| {each.tag} | `{each.method.upper()} {each.path}` | {each.summary} |\n" for each in _OPERATIONS]
+    lines = [f"| {each.tag} | `{each.method.upper()} {each.path}` | {each.summary} |\n" for each in OPERATIONS]
     return "| API | | |\n| --- | --- | --- |\n" + "".join(lines)
 
 
@@ -109,7 +109,8 @@ def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
     return table
 
 
-_OPERATIONS = (
+# Every operation that a gateway can serve.
+OPERATIONS = (
     *openai_operations.OPERATIONS,
     *responses_operations.OPERATIONS,
     *anthropic_operations.OPERATIONS,
@@ -118,16 +119,20 @@ _OPERATIONS = (
     *texts_operations.OPERATIONS,
     *server.operations(metrics=True, playground=True),
 )
+# The bodies that have a table of fields, by the table's name, with the fields that the server knows and does not act on.
+BODIES: Mapping[str, tuple[type[BaseModel], KnownFields]] = {
+    "chat": (ChatCompletionRequest, known_fields.CHAT),
+    "completion": (CompletionRequest, known_fields.COMPLETION),
+    "embedding": (EmbeddingRequest, known_fields.EMBEDDING),
+    "response": (ResponsesRequest, responses_translation.KNOWN),
+    "message": (MessagesRequest, anthropic_translation.KNOWN),
+    "generate": (NativeGenerateRequest, known_fields.NATIVE),
+    "score": (ScoreRequest, known_fields.SCORE),
+    "native sampling": (NativeSampling, known_fields.NATIVE_SAMPLING),
+}
 TABLES: Mapping[str, Callable[[], str]] = {
     "routes": _routes,
-    "chat fields": _fields_of(ChatCompletionRequest, known_fields.CHAT),
-    "completion fields": _fields_of(CompletionRequest, known_fields.COMPLETION),
-    "embedding fields": _fields_of(EmbeddingRequest, known_fields.EMBEDDING),
-    "response fields": _fields_of(ResponsesRequest, responses_translation.KNOWN),
-    "message fields": _fields_of(MessagesRequest, anthropic_translation.KNOWN),
-    "generate fields": _fields_of(NativeGenerateRequest, known_fields.NATIVE),
-    "score fields": _fields_of(ScoreRequest, known_fields.SCORE),
-    "native sampling fields": _fields_of(NativeSampling, known_fields.NATIVE_SAMPLING),
+    **{f"{name} fields": _fields_of(body, known) for name, (body, known) in BODIES.items()},
     "sampling parameters": _openai_parameters,
     "sampling params": _generate_parameters,
     "unserved fields": _unserved_fields,

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from services.gateway.config.settings import GatewaySettings
 from services.local.reference import SERVICES
 from services.worker.exec.attention.flashinfer_limits import HEAD_DIMS
-from services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, parse
+from services.worker.exec.attention.flashinfer_prebuild import DTYPES_BY_NAME, build_parser
 from tests.chart.dockerfile import Stage, context_files, read
 from tests.chart.dockerfile_rules import complaints
 
@@ -240,7 +240,7 @@ def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
     dockerfile = read(DOCKERFILE)
     place = next(each.words[1] for each in dockerfile.stage("worker-cuda").all("COPY") if each.words[0] == "/opt/kernels")
     (command,) = [each.words for each in dockerfile.stage("kernels-compiled").all("RUN") if "flashinfer_prebuild" in each.text]
-    options = parse(command[command.index("--out") :])
+    options = build_parser().parse_args(command[command.index("--out") :])
     below = options.out.relative_to("/opt/kernels")
     assert place == "/opt/venv" and str(below) == f"{SITE_PACKAGES}/flashinfer/data/aot"
     assert set(options.head_dims.split(",")) <= {str(size) for size in HEAD_DIMS}
@@ -249,9 +249,8 @@ def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
     assert given["FLASHINFER_DISABLE_JIT"] == "1"
     assert given["FLASHINFER_WORKSPACE_BASE"] == "/tmp" and given["TRITON_CACHE_DIR"].startswith("/tmp/")
     (check,) = [each.words for each in dockerfile.stage("kernels-wheels").all("RUN") if "flashinfer_prebuild" in each.text]
-    assert parse(check[check.index("--check") :]).check and variables("kernels-wheels")["PYTHONPATH"].endswith(
-        f":/opt/kernels/{SITE_PACKAGES}"
-    )
+    assert build_parser().parse_args(check[check.index("--check") :]).check
+    assert variables("kernels-wheels")["PYTHONPATH"].endswith(f":/opt/kernels/{SITE_PACKAGES}")
 
 
 def test_the_cuda_worker_is_given_its_driver() -> None:

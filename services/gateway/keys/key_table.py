@@ -117,8 +117,8 @@ def _check_unique(keys: Iterable[ApiKey], foreign: Mapping[bytes, str]) -> None:
 def _key(entry: Any, where: str) -> ApiKey:
     if not isinstance(entry, dict):
         raise BadKeys(f"{where}: must be an object")
-    if unknown := sorted(entry.keys() - _FIELDS):
-        raise BadKeys(f"{where}: unknown field {unknown[0][:64]!r}; known are {', '.join(sorted(_FIELDS))}")
+    if unknown := sorted(entry.keys() - FIELDS):
+        raise BadKeys(f"{where}: unknown field {unknown[0][:64]!r}; known are {', '.join(sorted(FIELDS))}")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise BadKeys(f"{where}.name: must be 1 to {limits.MAX_KEY_NAME_CHARS} of A-Z, a-z, 0-9, '.', '_' and '-'")
@@ -200,4 +200,4 @@ def time_of(moment: float) -> str:
 
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
-_FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", "models", "expires", *_LIMITS))
+FIELDS = frozenset(("name", "sha256", "key", "weight", "priority", "models", "expires", *_LIMITS))

@@ -53,12 +53,16 @@ def check_http(url: str, timeout_s: float) -> None:
         raise NotServing(f"{url}: status {status}")
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m services.shared.rpc.probe", description="Asks a service once how it is.")
     parser.add_argument("target", help="host:port of a gRPC health service, or an http:// or https:// URL")
     parser.add_argument("--service", default=LIVENESS, help="name in the gRPC health service; empty: liveness")
     parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds until the answer must be there")
-    given = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = build_parser().parse_args(argv)
     try:
         if given.target.startswith(("http://", "https://")):
             check_http(given.target, given.timeout_s)

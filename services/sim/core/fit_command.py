@@ -23,7 +23,7 @@ from services.worker.settings import WorkerSettings
 
 def main(argv: Sequence[str]) -> None:
     """The model goes to stdout, how well it fits to stderr. Raises ValueError, OSError, ExecutorError."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     timings = _measure_model(args) if args.source.is_dir() else read_timings(args.source)
     if args.save_timings:
         write_timings(args.save_timings, timings)
@@ -78,7 +78,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rootstock sim fit",
         description="Fits the time model to measured steps and prints it as JSON, for --time-model.",

@@ -12,7 +12,7 @@ from services.sim.core.trace.trace import Trace, write_trace
 
 def main(argv: Sequence[str]) -> None:
     """Raises ValueError, OSError."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     trace = _make(args)
     write_trace(args.out, trace)
     prompts = sum(request.input_len for request in trace.requests)
@@ -41,7 +41,7 @@ def _make(args: argparse.Namespace) -> Trace:
             return workloads.storm(**given)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rootstock sim generate", description="Writes a trace.")
     kinds = parser.add_subparsers(dest="kind", required=True)
 

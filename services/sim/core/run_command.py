@@ -25,7 +25,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 
 def main(argv: Sequence[str]) -> None:
     """Raises ValueError, OSError, SimulationError, NoPicture."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     if args.timeline:
         check_drawable(args.timeline)
     trace = read_trace(args.trace, args.block_size)
@@ -69,7 +69,7 @@ def _arrivals(trace: Trace, args: argparse.Namespace) -> Arrivals:
     return ClosedLoop(trace, args.concurrency) if args.concurrency else OpenLoop(trace, args.speed)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rootstock sim run",
         description="Runs the scheduler on a trace and a virtual clock.",

@@ -33,7 +33,7 @@ WITHOUT_ROLES = ", no roles"
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         _run(args)
     except (ValueError, OSError, SimulationError) as error:
@@ -140,7 +140,7 @@ def _kill(text: str) -> Kill:
         raise argparse.ArgumentTypeError(f"{text!r} is not WORKER@SECONDS or WORKER@SECONDS+SECONDS")
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rootstock sim fleet",
         description="Runs gateways' routing and workers' schedulers on a trace and a virtual clock, once for each policy.",

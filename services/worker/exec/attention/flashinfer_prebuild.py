@@ -145,7 +145,7 @@ def build(library: Any, specs: Sequence[Any], folder: Path, log: Callable[[str],
         log(f"{place.stat().st_size:>12,} bytes  {spec.name}")
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashinfer_prebuild", description="Compiles FlashInfer's modules without a GPU.")
     parser.add_argument("--archs", required=True, help="of GPUs, as in 8.0,9.0a,10.0f; a GPU of any other cannot use them")
     parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)))
@@ -153,11 +153,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: where the library looks for compiled modules")
     parser.add_argument("--list", action="store_true", help="name the modules that are missing, and end")
     parser.add_argument("--check", action="store_true", help="name those that installed wheels lack, and end: 1 if there are any")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parse(arguments)
+    options = build_parser().parse_args(arguments)
     archs = options.archs.split(",")
     # Read by the library when it is imported, and when it would compile.
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(archs)
