@@ -115,7 +115,7 @@ sim: dev-env         ## the scheduler on a trace and a virtual clock (TRACE=file
 mutants: dev-env     ## whether the tests notice small faults, each put in alone (AREAS="chart kernels core tiers loads gateway exec grammar worker")
 	$(PY) -m tests.mutants $(AREAS)
 
-docs: dev-env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards
+docs: dev-env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards, the record of public names
 	$(PY) -m services.local.reference > docs/configuration.md
 	$(PY) -m services.local.metrics_reference > docs/metrics.md
 	$(PY) -m services.local.cli_reference > docs/cli.md
@@ -126,6 +126,7 @@ docs: dev-env        ## what is written from code: settings, metrics, the client
 	$(PY) -m charts.rootstock.alerts_page
 	$(PY) -m charts.rootstock.values_schema > charts/rootstock/values.schema.json
 	$(PY) -m charts.rootstock.empty_keys > charts/rootstock/files/empty-keys.yaml
+	$(PY) -m tests.contracts.public_names
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock

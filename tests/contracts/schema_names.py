@@ -1,0 +1,46 @@
+"""Lists the names that a JSON schema gives to users: the paths of its fields, and the strings that a field may be.
+
+A path is written as `choices[].message.content`: `[]` is an item of a list, `*` a value under any key. An allowed string is
+written as `finish_reason = stop`. Names of types do not appear, because a type may be renamed without an effect on users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+FOREIGN = "x-foreign-key"  # marks a key of another chart, which ours refuses
+_ALTERNATIVES = ("allOf", "anyOf", "oneOf")
+
+
+def names_of(schema: Schema, definitions: Mapping[str, Schema]) -> set[str]:
+    """Returns the paths of all fields, and the strings that they may be.
+
+    Args:
+        definitions: the schemas that `$ref` means, by the last part of the reference.
+    """
+    return set(_names(schema, definitions, "", ()))
+
+
+def _names(schema: Any, definitions: Mapping[str, Schema], path: str, within: tuple[str, ...]) -> Iterator[str]:
+    """Yields names below a path. A type that contains itself is listed once: `within` has the references around the schema."""
+    if not isinstance(schema, dict):
+        return
+    reference = schema.get("$ref", "").rpartition("/")[2]
+    if reference and reference not in within:
+        yield from _names(definitions[reference], definitions, path, (*within, reference))
+    for part in (part for word in _ALTERNATIVES for part in schema.get(word, ())):
+        yield from _names(part, definitions, path, within)
+    for name, part in schema.get("properties", {}).items():
+        if isinstance(part, dict) and FOREIGN in part:
+            continue
+        below = f"{path}.{name}" if path else name
+        yield below
+        yield from _names(part, definitions, below, within)
+    for item in (schema.get("items"), *schema.get("prefixItems", ())):
+        yield from _names(item, definitions, f"{path}[]", within)
+    yield from _names(schema.get("additionalProperties"), definitions, f"{path}.*" if path else "*", within)
+    allowed = (*schema.get("enum", ()), schema.get("const"))
+    yield from (f"{path} = {value}" for value in allowed if isinstance(value, str))
