@@ -95,15 +95,3 @@ def reached(graph: Graph, start: str) -> set[str]:
             seen.add(name)
             left.extend(graph[name])
     return seen
-
-
-def longest_chain(graph: Graph) -> list[str]:
-    """A longest way through a graph without circles, from its top. Raises RecursionError where there is a circle."""
-    known: dict[str, list[str]] = {}
-
-    def below(name: str) -> list[str]:
-        if name not in known:
-            known[name] = [name, *max((below(other) for other in sorted(graph[name])), key=len, default=[])]
-        return known[name]
-
-    return max((below(name) for name in sorted(graph)), key=len, default=[])

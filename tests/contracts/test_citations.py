@@ -23,6 +23,7 @@ CITED = re.compile(
     rf"(?<![\w./:-])((?:{'|'.join(ROOMS)})/[\w./-]*\.(?:md|py|yaml|tpl|proto|cpp|h|json|svg|toml|txt))(?:#([\w-]+))?(?![\w/*{{<-])"
 )
 MODULE = re.compile(r"(?<![\w./*{}<>-])([a-z_]\w*\.py)(?![\w/*{<-])")  # a name without a path: of a file somewhere
+LISTED = re.compile(rf"`((?:{'|'.join((*ROOMS, 'rootstock'))})/[^`\s*]*)`")  # a file or a folder, whatever its ending
 LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")  # of Markdown, to a place that is no URL
 FOREIGN = re.compile(r"\bDESIGN(\.md)?\b|\bCORE\.md|\bFEATURES\b|\bSTYLE\.md|(?i:\breference \d)|§|(?i:\bdesign text\b)")
 # Files that tests make, or say that somebody has changed.
@@ -101,6 +102,13 @@ def test_every_citation_resolves() -> None:
                 found.append(f"{path.relative_to(ROOT)}: {name}#{anchor or ''}: {why}")
     assert seen > 200
     assert found == []
+
+
+def test_files_and_folders_of_the_recipes_exist() -> None:
+    """docs/develop.md also lists folders and files whose endings CITED does not know."""
+    listed = LISTED.findall((ROOT / "docs/develop.md").read_text())
+    assert len(listed) > 50
+    assert [name for name in listed if not (ROOT / name).exists()] == []
 
 
 def test_modules_named_in_docstrings_and_comments_are_here() -> None:
