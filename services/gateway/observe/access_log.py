@@ -30,8 +30,6 @@ WORK = "work"  # a Work
 _SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'
 _NO_WORK = (None, None, None, None, None, None, False)
 _GONE = 499  # status of a request whose client left
-FLUSH_S = 0.05  # seconds for which a line may wait for others to be written with
-MOST_LINES = 256  # that wait
 _LOOK_S = 1.0  # seconds between two looks whether the file was moved away
 _PROBES = frozenset(("/health", "/ping", "/readiness", "/ready", "/metrics"))
 
@@ -154,7 +152,7 @@ class AccessLog:
 class _LineFile:
     """A file that lines are appended to, or standard error. Opens the path again after a rotation.
 
-    Lines of up to FLUSH_S go into one write, which ends with a whole line. A process that is killed loses these.
+    All lines of one turn of the event loop go into one write at its end.
     """
 
     def __init__(self, path: str) -> None:
@@ -162,21 +160,15 @@ class _LineFile:
         self._looked = time.monotonic()
         self._failing = False
         self._lines: list[bytes] = []
-        self._timer: asyncio.TimerHandle | None = None  # set while lines wait
         self._file = self._open() if path else sys.stderr.fileno()
 
     def append(self, line: bytes) -> None:
         """Drops lines that cannot be written, as on a full disk; the first of such failures is logged."""
+        if not self._lines:
+            asyncio.get_running_loop().call_soon(self._flush)
         self._lines.append(line)
-        if len(self._lines) >= MOST_LINES:
-            self._flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
     def _flush(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         text, self._lines = b"".join(self._lines), []
         try:
             if self._path and time.monotonic() - self._looked >= _LOOK_S:
