@@ -27,7 +27,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import Enum, IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -104,7 +104,7 @@ class ThreadCounts:
     def _count_type(self, frame: FrameType, key: int, attribute: str) -> None:
         first = frame.f_locals.get(frame.f_code.co_varnames[0])
         cls = type(first) if attribute == "__init__" else first
-        if not isinstance(cls, type):
+        if not isinstance(cls, type) or issubclass(cls, Enum):  # a look-up of an enum member calls `__new__`
             return
         makes = self._makes.get((cls, key))
         if makes is None:

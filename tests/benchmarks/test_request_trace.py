@@ -23,6 +23,7 @@ from tests.benchmarks.request_trace_runner import ROOT, SOCKET, WINDOW, write_sc
 PACKAGE = "traced_package"
 PARTS = """
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 from pydantic import BaseModel
 
@@ -56,6 +57,9 @@ class Derived(Base):
 class Tag(str):
     def __new__(cls, text):
         return super().__new__(cls, text)
+
+class Color(IntEnum):
+    RED = 1
 
 class Empty:
     pass
@@ -128,6 +132,7 @@ def test_calls_are_counted_in_threads(tmp_path: Path, parts: ModuleType) -> None
         ),
         pytest.param(lambda parts: parts.Derived(), {"Derived": "class"}, id="derived class"),
         pytest.param(lambda parts: parts.Tag(""), {"Tag": "class"}, id="subclass of str"),
+        pytest.param(lambda parts: parts.Color(1), {}, id="enum member"),
         pytest.param(lambda parts: parts.Empty(), {}, id="no constructor"),
     ],
 )
