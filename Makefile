@@ -7,7 +7,7 @@ WORKERS ?= 1
 CHAT_TEMPLATE ?=
 URL    ?= http://127.0.0.1:$(PORT)
 PYTHON_GPU ?= python3
-OUT    ?= docs/gpu
+OUT    ?= docs/reference/gpu
 BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --output-len 64
 
 export CLUSTER BASE_IMAGE CLUSTER_TEST_KUBECONFIG CLUSTER_TEST_LOAD
@@ -106,7 +106,7 @@ bench-compare: dev-env  ## against transformers.generate at Qwen3-0.6B's shape, 
 	$(PY) -m tests.benchmarks.compare_transformers
 
 # The interpreter is the machine's own, with its torch: nothing is installed from a network.
-gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=dir, OUT=docs/gpu, PARTS="names", GPU_FLAGS=)
+gpu-check:       ## all that needs a GPU: tests, benchmarks, a report (WHEELS=dir, OUT=docs/reference/gpu, PARTS="names", GPU_FLAGS=)
 	@$(PYTHON_GPU) -m tests.gpu.check --out '$(OUT)' --parts '$(PARTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_FLAGS)
 
 sim: dev-env         ## the scheduler on a trace and a virtual clock (TRACE=file, SIM="flags")
@@ -116,9 +116,9 @@ mutants: dev-env     ## whether the tests notice small faults, each put in alone
 	$(PY) -m tests.mutants $(AREAS)
 
 docs: dev-env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards, the record of public names
-	$(PY) -m services.local.reference > docs/configuration.md
-	$(PY) -m services.local.metrics_reference > docs/metrics.md
-	$(PY) -m services.local.cli_reference > docs/cli.md
+	$(PY) -m services.local.reference > docs/reference/configuration.md
+	$(PY) -m services.local.metrics_reference > docs/reference/metrics.md
+	$(PY) -m services.local.cli_reference > docs/reference/cli.md
 	$(PY) -m services.local.models_reference
 	$(PY) -m services.local.parameter_tables
 	$(PY) -m tests.contracts.picture

@@ -1,4 +1,7 @@
-"""Draws the tokens a step of docs/speculation.md, by task, into docs/pictures/acceptance.svg: python demo/acceptance_plot.py"""
+"""Draws the tokens per step of docs/design/speculation.md, by task, into docs/pictures/acceptance.svg.
+
+Run it as `python demo/acceptance_plot.py`.
+"""
 
 import re
 from pathlib import Path
@@ -9,7 +12,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PICTURE = ROOT / "docs/speculation.md", ROOT / "docs/pictures/acceptance.svg"
+PAGE, PICTURE = ROOT / "docs/design/speculation.md", ROOT / "docs/pictures/acceptance.svg"
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#888888")  # told apart by whoever sees colours otherwise, too
 
 

@@ -30,7 +30,7 @@ class Authority:
         self.pem = self._file.read_bytes()
 
     def signed(self, *names: str, expired: bool = False) -> Pems:
-        """Of these DNS names, as docs/kubernetes/security.md has it: its key signs nobody."""
+        """Of these DNS names, as docs/how-to/kubernetes/security.md has it: its key signs nobody."""
         with tempfile.TemporaryDirectory(dir=self._folder) as made:
             folder = Path(made)
             certificate, key = folder / "tls.crt", folder / "tls.key"

@@ -1,4 +1,4 @@
-"""python -m charts.rootstock.alerts_page: the table and the sections of docs/kubernetes/alerts.md, from files/rules.yaml."""
+"""python -m charts.rootstock.alerts_page: the table and the sections of docs/reference/kubernetes/alerts.md, from files/rules.yaml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 CHART = Path(__file__).resolve().parent
 RULES = CHART / "files" / "rules.yaml"
-PAGE = CHART.parents[1] / "docs" / "kubernetes" / "alerts.md"
+PAGE = CHART.parents[1] / "docs" / "reference" / "kubernetes" / "alerts.md"
 # Facts that an alert's annotations are too short for.
 NOTES = {
     "RootstockAtMaximum": "The chart records `rootstock:max_replicas` for the components that it scales. Without the chart's rules, record it"

@@ -20,7 +20,7 @@ from charts.rootstock import values_schema
 from charts.rootstock.schema_words import Schema
 
 CHART = Path(__file__).parent
-# Objects do without these fields. Security contexts are taken away by null (docs/kubernetes/values.md).
+# Objects do without these fields. Security contexts are taken away by null (docs/reference/kubernetes/values.md).
 LEFT_OUT = {"maxSurge", "maxUnavailable", "pullPolicy", "nodeLostSeconds", "interval"}
 CONTEXTS = {"securityContext", "containerSecurityContext"}
 HEAD = "# Written by `make docs` from values.yaml and its schema: what each key means if it is left empty (templates/_values.tpl).\n"

@@ -19,7 +19,7 @@ from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
-COST = "2 to 7 times slower than on C++ kernels"  # measured: docs/performance.md
+COST = "2 to 7 times slower than on C++ kernels"  # measured: docs/reference/performance.md
 Made = TypeVar("Made")
 
 

@@ -1,4 +1,7 @@
-"""python -m services.local.cli_reference: docs/cli.md, from the parser of the client and the picture in docs/status.txt."""
+"""python -m services.local.cli_reference prints docs/reference/cli.md.
+
+It reads the parser of the client and the picture in docs/pictures/status.txt.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from services.cli.commands import COMMANDS, EXITS, build_parser
 from services.cli.completion import CommandWords, Word, commands_of
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "status.txt"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "status.txt"
 HEAD = """\
 # The client
 
@@ -16,7 +19,7 @@ Written by `make docs` from the code. `rootstock` is what `pip install` of this 
 (`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs Python's own library alone,
 and speaks to any server with OpenAI's API; `status` to Rootstock's gateway. `bench` takes aiohttp and what the services take.
 
-The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](keys.md) comes from
+The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](../how-to/keys.md) comes from
 `$ROOTSTOCK_API_KEY` or the file that `--api-key-file` names: arguments of a process are seen by all users of a machine, so no
 flag takes it.
 
@@ -36,7 +39,8 @@ Below the table stands what is wrong, a sentence each with where to look: models
 not connected, workers that hang, are left alone after faults, or have no memory for what waits; and of what the gateway stands
 on, names that cannot be looked up, a Redis that does not answer, files of keys or certificates that are wrong, metrics that
 nobody asks for any more. It is what a gateway tells (`GET /server_info`). Drivers, RuntimeClasses and volumes are seen in the
-cluster alone: there it names the check of `helm test` that says more ([which sees what](kubernetes/diagnosis.md#from-outside)).
+cluster alone: there it names the check of `helm test` that says more
+([which sees what](../how-to/kubernetes/diagnosis.md#from-outside)).
 
 While load runs, just after one of three workers was killed:
 
@@ -56,7 +60,7 @@ CONTROL = """
 environment, as `ROOTSTOCK_CONTROL_TOKEN`.
 """
 SIM = """
-[What is simulated, and the figures](simulator.md). Each action has its own `--help`.
+[What is simulated, and the figures](../how-to/simulator.md). Each action has its own `--help`.
 """
 # Blocks that make what the examples of a command need, and the marks of tests/docs_commands before the examples.
 NEEDED = {

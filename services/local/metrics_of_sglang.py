@@ -28,7 +28,7 @@ def counterparts() -> list[Counterpart]:
 
 
 def section() -> str:
-    """Of docs/metrics.md."""
+    """Of docs/reference/metrics.md."""
     lines = ["| SGLang | here |", "| --- | --- |"]
     for row in counterparts():
         ours = "the same" if row.ours == row.theirs else f"`{row.ours}`" if row.ours else f"– {row.why}"

@@ -1,4 +1,7 @@
-"""python -m services.local.metrics_reference: docs/metrics.md, from the metrics that the services define. Starts none of them."""
+"""python -m services.local.metrics_reference prints docs/reference/metrics.md from the metrics that the services define.
+
+It starts no service.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ port (in the chart on 9104 alone), that of the others on
 `--metrics-port`. A counter's series ends in `_total`, an info's in `_info`; a histogram has
 `_bucket`, `_sum` and `_count`. Prometheus's own `process_*` (and, of the worker, `python_*`) come beside these.
 
-Which of them are watched, and what to do then: [alerts](kubernetes/alerts.md), [autoscaling](kubernetes/autoscaling.md);
-dashboards are in `charts/rootstock/dashboards`.
+Which of them are watched, and what to do then: [alerts](kubernetes/alerts.md),
+[autoscaling](../how-to/kubernetes/autoscaling.md); dashboards are in `charts/rootstock/dashboards`.
 """
 SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
 OF_SGLANG = """

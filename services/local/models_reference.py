@@ -1,4 +1,4 @@
-"""python -m services.local.models_reference: what docs/models.md and services/shared/served_architectures.json say of models.
+"""python -m services.local.models_reference writes docs/reference/models.md and services/shared/served_architectures.json.
 
 The page lists the architectures that our decoder covers, from its families. The table has the worker's verdict on each
 architecture of transformers, for downloads in images without transformers.
@@ -15,7 +15,7 @@ from typing import Any
 from services.shared.served_config import TABLE, TYPE_LISTS, unknown_layers
 from services.worker.exec.weights.families import FAMILIES, HEAD, UnsupportedModel
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- end -->)", re.M | re.S)
 
 

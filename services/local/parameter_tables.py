@@ -34,7 +34,7 @@ from services.gateway.request.errors import BATCH_CODES, CODES
 from services.shared.sampling_parameter import Api, Kind, Parameter
 from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED
 
-PAGES = ("docs/api.md", "docs/batches.md", "docs/sglang-api.md", "docs/api-fields.md")
+PAGES = ("docs/reference/api.md", "docs/how-to/batches.md", "docs/reference/sglang-api.md", "docs/reference/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
 

@@ -1,4 +1,4 @@
-"""python -m services.local.reference: docs/configuration.md, written from the settings classes themselves."""
+"""python -m services.local.reference: docs/reference/configuration.md, written from the settings classes themselves."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ class LocalSettings(BaseSettings):
         "", description="Name that clients use for the model; empty: the folder's own name, or the whole hub id."
     )
     port: int = Field(8000, ge=1, le=65535, description="HTTP port of the first gateway; all other ports are free ones.")
-    admin_port: int = Field(0, ge=0, le=65535, description="HTTP port for operators (docs/control.md), on loopback; 0: none.")
+    admin_port: int = Field(
+        0, ge=0, le=65535, description="HTTP port for operators (docs/reference/control.md), on loopback; 0: none."
+    )
     workers: int = Field(1, ge=1, le=64, description="Number of worker processes.")
     prefill_workers: int = Field(
         0,

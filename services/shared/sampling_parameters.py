@@ -1,7 +1,8 @@
 """The sampling parameters: one table of their names, ranges, defaults and neutral values. Pure: plain data, stdlib only.
 
 From it come the gateway's body types, what both ends check, what crosses the wire, the defaults that a model may choose, and
-the tables of docs/api.md and docs/sglang-api.md. Numbers of entries and characters are those of services/shared/limits.py.
+the tables of docs/reference/api.md and docs/reference/sglang-api.md. Numbers of entries and characters are those of
+services/shared/limits.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ def quantised(subject: str) -> str:
 
 
 def unknown_model_type(subject: str, model_type: str, version: str) -> str:
-    return f"{subject} has model_type {model_type!r}, which transformers {version} does not know; docs/models.md lists models"
+    fault = f"{subject} has model_type {model_type!r}, which transformers {version} does not know"
+    return f"{fault}; docs/reference/models.md lists models"
 
 
 def unserved_layers(architecture: str, types: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ class TlsSettings(BaseSettings):
 
     mtls_cert_file: str = Field(
         "",
-        description="PEM file of the certificate that this process shows the other services (docs/kubernetes/security.md),"
+        description="PEM file of the certificate that this process shows the other services (docs/how-to/kubernetes/security.md),"
         " followed as it changes. Empty: what they say to each other is in the clear.",
     )
     mtls_key_file: str = Field("", description="PEM file of its key.")

@@ -1,4 +1,4 @@
-"""What the settings say of KV that goes from worker to worker (docs/pd.md)."""
+"""What the settings say of KV that goes from worker to worker (docs/design/prefill-and-decode.md)."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class WorkerSettings(ServiceSettings):
     disaggregation_mode: Literal["both", "prefill", "decode"] = Field(
         "both",
         description="prefill: computes prompts, up to their first token, for workers that decode; decode: reads from these what"
-        " they have computed; both: computes whole answers (docs/pd.md).",
+        " they have computed; both: computes whole answers (docs/design/prefill-and-decode.md).",
     )
     disaggregation_host: str = Field("127.0.0.1", description="Address at which a prefill worker's KV is read.")
     disaggregation_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
@@ -220,7 +220,8 @@ class WorkerSettings(ServiceSettings):
     disaggregation_transfer_backend: Literal["tcp", "nixl"] = Field(
         "tcp",
         description="How KV goes to workers with which no memory is shared. nixl: through NIXL, where it can be loaded on both"
-        " sides and the network between them is the workers' alone; else, and by tcp, over TCP (docs/pd.md).",
+        " sides and the network between them is the workers' alone; else, and by tcp, over TCP"
+        " (docs/design/prefill-and-decode.md).",
     )
     disaggregation_hold_s: float = Field(
         10.0,

@@ -1,6 +1,6 @@
 """A day of load in four hours, played through the model, the metrics and the HPA that the chart renders.
 
-python -m tests.chart.autoscaling_day writes docs/kubernetes/autoscaling.svg.
+python -m tests.chart.autoscaling_day writes docs/pictures/autoscaling.svg.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.chart.recorded import SCRAPE_S, Recorded, Scrape
 from tests.chart.release import BACKLOG, REPO, render
 from tests.chart.worker_fleet import SERVICE_S, SLOTS, USAGE, WorkerFleet
 
-PICTURE = REPO / "docs" / "kubernetes" / "autoscaling.svg"
+PICTURE = REPO / "docs" / "pictures" / "autoscaling.svg"
 MOST = 12
 # Minute, workers' worth of load at the target share: straight lines between.
 # fmt: off

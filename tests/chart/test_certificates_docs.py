@@ -1,5 +1,7 @@
-"""The commands of docs/kubernetes/security.md that make certificates, as they stand there, with a kubectl that keeps files;
-and the objects that it has readers apply."""
+"""Runs the commands of docs/how-to/kubernetes/security.md that make certificates, with a kubectl that stores files.
+
+It also checks the objects that the page has readers apply.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import yaml
 from tests.chart.kube_schemas import faults
 from tests.chart.release import REPO, refusal, render
 
-PAGE = REPO / "docs" / "kubernetes" / "security.md"
+PAGE = REPO / "docs" / "how-to" / "kubernetes" / "security.md"
 KEEPS = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
 
 

@@ -16,7 +16,7 @@ from tests.cluster import images, overlays, test_diagnosis, test_mtls, test_scal
 from tests.cluster.conftest import BASE
 from tests.cluster.values import FAKE, MONITORED, TWO
 
-CLUSTER, PAGE = REPO / "tests" / "cluster", REPO / "docs" / "kubernetes" / "cluster-tests.md"
+CLUSTER, PAGE = REPO / "tests" / "cluster", REPO / "docs" / "how-to" / "kubernetes" / "cluster-tests.md"
 NODE_LABELS = {"kubernetes.io/os": "linux"}
 VOLUMES = {"emptyDir", "configMap", "secret", "projected", "downwardAPI"}
 PROBES = ("readinessProbe", "livenessProbe", "startupProbe")

@@ -16,7 +16,7 @@ from tests.chart.release import NAME, REPO, Release, merged, refusal, render, re
 from tests.chart.test_monitoring_rules import promtool
 from tests.chart.variants import ALL, values_of
 
-PAGES = REPO / "docs" / "kubernetes"
+PAGES = REPO / "docs" / "how-to" / "kubernetes"
 SCALED = {"Deployment", "StatefulSet", "LeaderWorkerSet"}
 NAMED_SECRETS = {"redis": {"passwordSecret": "named-index"}, "state": {"passwordSecret": "named-store"}}
 COMPONENTS = ("gateway", "tokenizer", "detokenizer", "worker")

@@ -105,7 +105,7 @@ def test_an_image_of_ours_without_a_registry_is_refused_when_no_other_names_it(l
                 over = {key: over}
             values = merged(values, over)
     assert 'has no registry, because image.registry is "".' in refusal(values)
-    assert "docs/kubernetes/images.md#registry" in refusal(values)
+    assert "docs/how-to/kubernetes/images.md#registry" in refusal(values)
 
 
 def test_an_image_whose_repository_names_its_registry_needs_no_other() -> None:

@@ -288,7 +288,9 @@ def test_generated_code_and_its_runtime_are_of_one_version() -> None:
     assert pins("build.txt")["protobuf"] == pins("service.txt")["protobuf"] == pins("worker-cpu.txt")["protobuf"]
 
 
-@pytest.mark.parametrize("path", ["tests/__init__.py", "docs/api.md", "build/kernels", ".venv/bin/python", "demo/train.py"])
+@pytest.mark.parametrize(
+    "path", ["tests/__init__.py", "docs/reference/api.md", "build/kernels", ".venv/bin/python", "demo/train.py"]
+)
 def test_the_context_leaves_out_what_images_do_not_need(path: str) -> None:
     assert not context_files(ROOT, [path])
 

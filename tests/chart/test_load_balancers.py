@@ -13,7 +13,7 @@ from services.shared.limits import MAX_BODY_BYTES, MAX_FILE_BYTES
 from tests.chart.kube_schemas import faults
 from tests.chart.release import CHART, NAMESPACE, REPO, refusal, render
 
-PAGE = REPO / "docs" / "kubernetes" / "load-balancers.md"
+PAGE = REPO / "docs" / "how-to" / "kubernetes" / "load-balancers.md"
 ROUTED = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway", "namespace": "infra"}]}}
 
 

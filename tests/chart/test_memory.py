@@ -16,7 +16,7 @@ from tests.chart.pods import pods
 from tests.chart.release import CHART, CI_FILES, REPO, ci_names, ci_values, merged, refusal, render
 from tests.chart.variants import GPU_RESOURCES, model
 
-PAGE = (REPO / "docs/kubernetes/sizing.md").read_text()
+PAGE = (REPO / "docs/how-to/kubernetes/sizing.md").read_text()
 SIZES: dict[str, dict[str, float]] = yaml.safe_load((CHART / "files/model-sizes.yaml").read_text())
 RESERVE = 512 << 20  # as services/worker/exec/sizing.py has it, which imports torch
 REST = 3_000_000_000  # for activations, graphs and workspaces, as sizing.md assumes

@@ -24,8 +24,8 @@ from tests.chart.variants import VARIANTS
 from tests.e2e.system import wait_until
 
 RULES = CHART / "files" / "rules.yaml"
-ALERTS_PAGE = REPO / "docs" / "kubernetes" / "alerts.md"
-SCALING_PAGE = REPO / "docs" / "kubernetes" / "autoscaling.md"
+ALERTS_PAGE = REPO / "docs" / "reference" / "kubernetes" / "alerts.md"
+SCALING_PAGE = REPO / "docs" / "how-to" / "kubernetes" / "autoscaling.md"
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 
 

@@ -138,7 +138,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "images of nowhere": (
         {"image": {"registry": ""}},
         'has no registry, because image.registry is "". Build the images and set image.registry to the host that has them'
-        " (docs/kubernetes/images.md#registry)",
+        " (docs/how-to/kubernetes/images.md#registry)",
     ),
     "a GPU by resources": (
         worker(resources={"limits": {"nvidia.com/gpu": 1}}),

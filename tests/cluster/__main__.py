@@ -7,7 +7,7 @@ Or CLUSTER_TEST_KUBECONFIG names the kubeconfig of a cluster that is there, and 
 archive; tests that disturb all of it are run there with CLUSTER_TEST_DISRUPT=1 alone.
 CLUSTER_TEST_NODES says of how many nodes it is: 2, and 3 for what stands on three (test_long_far_pools.py).
 A whole run has two passes: tests that keep to their namespaces, some at a time (CLUSTER_TEST_LANES, 3), then those that disturb
-the cluster or measure, by themselves. It writes docs/kubernetes/proof.md, and proof.json beside it.
+the cluster or measure, by themselves. It writes docs/reference/kubernetes/proof.md, and proof.json beside it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
             if local:
                 run(local, "down")
         if not asked:
-            told.write(ROOT / "docs" / "kubernetes", lines, time.monotonic() - begun, status)
+            told.write(ROOT / "docs" / "reference" / "kubernetes", lines, time.monotonic() - begun, status)
     return status
 
 

@@ -13,7 +13,7 @@ from tests.cluster.kubernetes import Cluster
 HEAD = """# What was tried on a real cluster
 
 Written by `make cluster-test`; the same as JSON: [proof.json](proof.json). Each line is a test of tests/cluster, what it saw and
-how long it took, others beside it ([cluster-tests](cluster-tests.md) says which and what each shows).
+how long it took, others beside it ([cluster-tests](../../how-to/kubernetes/cluster-tests.md) says which and what each shows).
 """
 SAW_NOTHING = "without a line of its own"
 

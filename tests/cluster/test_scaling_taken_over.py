@@ -42,7 +42,7 @@ def test_switched_on_takes_over_what_is_there(install: Install, engine_name: str
 
 
 def test_server_side_apply_keeps_what_is_there_in_two_steps(install: Install, proved: Callable[[str], None]) -> None:
-    """As docs/kubernetes/autoscaling.md says it: helm template cannot ask the cluster."""
+    """As docs/how-to/kubernetes/autoscaling.md says it: helm template cannot ask the cluster."""
     release = install({"worker": {"replicas": 3, "settings": FAKE}})
     name = release.object_name("worker", "demo")
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": {"replicas": 3}}

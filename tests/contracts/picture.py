@@ -1,4 +1,4 @@
-"""The packages and what they import, drawn from the code for docs/architecture.md: python -m tests.contracts.picture."""
+"""The packages and what they import, drawn from the code for docs/design/architecture.md: python -m tests.contracts.picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tests.contracts import imports
 
-PAGE = imports.ROOT / "docs/architecture.md"
+PAGE = imports.ROOT / "docs/design/architecture.md"
 BEGIN, END = "<!-- packages: begin (made by `make docs`) -->", "<!-- packages: end -->"
 DRAWN = {
     "The gateway": ("services.gateway",),

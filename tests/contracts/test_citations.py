@@ -105,8 +105,8 @@ def test_every_citation_resolves() -> None:
 
 
 def test_files_and_folders_of_the_recipes_exist() -> None:
-    """docs/develop.md also lists folders and files whose endings CITED does not know."""
-    listed = LISTED.findall((ROOT / "docs/develop.md").read_text())
+    """docs/how-to/develop.md also lists folders and files whose endings CITED does not know."""
+    listed = LISTED.findall((ROOT / "docs/how-to/develop.md").read_text())
     assert len(listed) > 50
     assert [name for name in listed if not (ROOT / name).exists()] == []
 
@@ -146,9 +146,9 @@ def test_nothing_is_cited_that_is_not_here() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("see docs/scheduler.md#memory", ""),
-        ("see docs/scheduler.md#memories", "no heading #memories"),
-        ("see docs/sceduler.md", "no such file"),
+        ("see docs/design/scheduler.md#memory", ""),
+        ("see docs/design/scheduler.md#memories", "no heading #memories"),
+        ("see docs/design/sceduler.md", "no such file"),
         ("see https://example.com/docs/nothing.md", None),
     ],
 )

@@ -133,7 +133,7 @@ def test_the_figure_of_most_weight_comes_first_and_compilers_last() -> None:
 
 def test_the_commands_of_a_first_session_name_what_there_is() -> None:
     """They are written down beforehand and run when nobody can mend them."""
-    page = (ROOT / "docs/gpu/README.md").read_text()
+    page = (ROOT / "docs/reference/gpu/README.md").read_text()
     section = page.partition("## A first session of three commands")[2].partition("\n## ")[0].replace("\\\n", " ")
     each = (command.strip() for line in section.splitlines() for command in line.split(";"))
     commands = [shlex.split(command) for command in each if command.startswith("python3 -m tests.gpu.check")]

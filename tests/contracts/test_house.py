@@ -1,4 +1,4 @@
-"""Imports among files and packages have no cycle, and the diagram in docs/architecture.md shows them as they are."""
+"""Imports among files and packages have no cycle, and the diagram in docs/design/architecture.md shows them as they are."""
 
 from __future__ import annotations
 

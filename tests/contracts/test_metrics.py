@@ -1,4 +1,4 @@
-"""docs/metrics.md is what the code defines, all of it, and what the chart watches is there."""
+"""docs/reference/metrics.md is what the code defines, all of it, and what the chart watches is there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.chart.promql import names
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 COLLECTORS = {"Collector", "Readings"}
 SILENT = {"Scrapes"}  # has no series: it notes when the others were asked for
 DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}

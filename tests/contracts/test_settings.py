@@ -46,7 +46,7 @@ def test_settings_are_frozen_and_refuse_what_they_do_not_know(name: str, cls: ty
 
 
 def test_the_configuration_page_is_what_the_classes_say() -> None:
-    assert (ROOT / "docs/configuration.md").read_text() == render(), "run `make docs`"
+    assert (ROOT / "docs/reference/configuration.md").read_text() == render(), "run `make docs`"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/sglang-settings.md has a row for each worker setting that SGLang has too, and each row names a setting."""
+"""docs/reference/sglang-settings.md has a row for each worker setting that SGLang has too, and each row names a setting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/sglang-settings.md").read_text()
+PAGE = (ROOT / "docs/reference/sglang-settings.md").read_text()
 # Names of SGLang's server arguments, as its page "Server Arguments" and its ServerArgs have them.
 NAMES = """
     model_path model tokenizer_path tokenizer_mode tokenizer_worker_num skip_tokenizer_init load_format model_loader_extra_config
@@ -92,4 +92,4 @@ def test_table_gives_the_reason_of_each_difference(verdict: str, reason: str) ->
 
 
 def test_glossary_names_the_table() -> None:
-    assert "sglang-settings.md" in (ROOT / "docs/develop.md").read_text()
+    assert "sglang-settings.md" in (ROOT / "docs/how-to/develop.md").read_text()

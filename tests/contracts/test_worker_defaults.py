@@ -221,4 +221,4 @@ def test_tunable_has_the_range_of_its_setting_and_a_row_in_docs(name: str) -> No
         assert own is not None and RANGES[name] == Range(1)
     else:
         assert RANGES[name] == own
-    assert f"| `{name}` | " in (ROOT / "docs/control.md").read_text()
+    assert f"| `{name}` | " in (ROOT / "docs/reference/control.md").read_text()

@@ -1,4 +1,4 @@
-"""The real core on FakeExecutor, with docs/scheduler.md#invariants checked after every call."""
+"""The real core on FakeExecutor, with docs/design/scheduler.md#invariants checked after every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/scheduler.md#admission-and-budgets: how much a step takes in, and what admission reserves for rows that run."""
+"""docs/design/scheduler.md#admission-and-budgets: how much a step takes in, and what admission reserves for rows that run."""
 
 from __future__ import annotations
 

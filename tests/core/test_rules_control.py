@@ -310,7 +310,7 @@ def modes(engine: Engine) -> str:
 
 
 class TestEndsOfRanges:
-    """Each tunable does at the ends of its range what docs/control.md says."""
+    """Each tunable does at the ends of its range what docs/reference/control.md says."""
 
     @pytest.mark.parametrize(
         ("name", "value"),

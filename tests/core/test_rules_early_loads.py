@@ -1,4 +1,4 @@
-"""Loads from the host of which the core hears while their last bytes are on their way: docs/scheduler.md#operations-and-facts."""
+"""docs/design/scheduler.md#operations-and-facts: the core learns of a host load while its last bytes are in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/scheduler.md#finish-order: when a request ends, which rule wins where two hold, and what is reported."""
+"""docs/design/scheduler.md#finish-order: when a request ends, which rule wins where two hold, and what is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/scheduler.md#gates: requests wait at a gate for their grammar, and tokens that the grammar forces are not sampled."""
+"""docs/design/scheduler.md#gates: requests wait at a gate for their grammar, and forced tokens are not sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is guessed for, and how what guesses come to is counted: docs/scheduler.md#rows-of-several-tokens."""
+"""Who is guessed for, and how what guesses come to is counted: docs/design/scheduler.md#rows-of-several-tokens."""
 
 from __future__ import annotations
 

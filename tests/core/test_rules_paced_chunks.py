@@ -1,4 +1,4 @@
-"""docs/scheduler.md#chunks: how long a step with a prompt may take while others wait for their next token."""
+"""docs/design/scheduler.md#chunks: how long a step with a prompt may take while others wait for their next token."""
 
 from __future__ import annotations
 

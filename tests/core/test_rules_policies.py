@@ -1,4 +1,4 @@
-"""docs/scheduler.md#policies: in which order waiting requests are looked at, by policy, with SGLang's thresholds."""
+"""docs/design/scheduler.md#policies: in which order waiting requests are looked at, by policy, with SGLang's thresholds."""
 
 from __future__ import annotations
 

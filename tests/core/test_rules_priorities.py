@@ -1,4 +1,4 @@
-"""docs/scheduler.md#preemption: who is served first, and who is displaced for whom."""
+"""docs/design/scheduler.md#preemption: who is served first, and who is displaced for whom."""
 
 from __future__ import annotations
 

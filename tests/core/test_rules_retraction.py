@@ -1,4 +1,4 @@
-"""docs/scheduler.md#retraction: what happens when memory runs out, and when a batch is full."""
+"""docs/design/scheduler.md#retraction: what happens when memory runs out, and when a batch is full."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class TestRetractHook:
 
 
 class TestBatchIsFull:
-    """When the flag is set and cleared (docs/scheduler.md#admission-and-budgets)."""
+    """When the flag is set and cleared (docs/design/scheduler.md#admission-and-budgets)."""
 
     @staticmethod
     def full(**changes: Any) -> Engine:

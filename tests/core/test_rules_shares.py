@@ -1,4 +1,4 @@
-"""docs/scheduler.md#shares: whose prompt tokens are computed next where several tenants, or several batches of one, have some."""
+"""docs/design/scheduler.md#shares: the order of prompt tokens of several tenants, or of several batches of one tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random messages through the core with tiny pools: docs/scheduler.md#invariants."""
+"""Random messages through the core with tiny pools: docs/design/scheduler.md#invariants."""
 
 from __future__ import annotations
 

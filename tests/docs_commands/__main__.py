@@ -19,7 +19,7 @@ from tests.docs_commands.page_run import PORT, BlockFailed, PageRun, port_is_fre
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", type=Path, help="files, as docs/keys.md; all if none is named")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", type=Path, help="files, as docs/how-to/keys.md; all if none is named")
     parser.add_argument("--list", action="store_true", help="print each block with its mark, and run nothing")
     parser.add_argument("--nightly", action="store_true", help="run blocks that are marked as nightly too")
     arguments = parser.parse_args()

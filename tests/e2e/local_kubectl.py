@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""kubectl for one store on this machine: `exec`, `scale`, `wait`, `apply`, `delete` and `rollout` of docs/kubernetes/backup.md.
+"""Imitates kubectl for one store on this machine, for the commands of docs/how-to/kubernetes/backup.md.
+
+These are `exec`, `scale`, `wait`, `apply`, `delete` and `rollout`.
 
 KUBECTL_STORE names a JSON file with `command` and `env` of the store's container, and with `paths`: its paths and their
 replacements. Pods are files in the folder `pods` next to it. A command that the page does not use fails.

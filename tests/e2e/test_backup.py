@@ -1,4 +1,4 @@
-"""Runs the commands of docs/kubernetes/backup.md on a real Redis that has the chart's own arguments."""
+"""Runs the commands of docs/how-to/kubernetes/backup.md on a real Redis that has the chart's own arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.chart.variants import VARIANTS
 from tests.e2e.system import ROOT, System, wait_until
 
 pytestmark = pytest.mark.needs("redis-server")  # and its tools, which Debian installs with it
-PAGE = (ROOT / "docs/kubernetes/backup.md").read_text()
+PAGE = (ROOT / "docs/how-to/kubernetes/backup.md").read_text()
 KUBECTL = Path(__file__).with_name("local_kubectl.py")
 PASSWORD = "letters"
 KEPT_FILES = 7

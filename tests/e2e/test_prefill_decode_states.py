@@ -1,7 +1,9 @@
-"""Prefill and decode apart: each of the processes is killed, or stands still, in each state that a request goes through. States
-are reached by operators' pace (docs/control.md), a worker that waits between two steps, and by a prefill worker that stands still
-while it is read; metrics say when they are. No request fails but the killed gateway's, every text is right, every page comes
-back."""
+"""Prefill and decode apart: each of the processes is killed, or stands still, in each state that a request goes through.
+
+States are reached by operators' pace (docs/reference/control.md), by a worker that waits between two steps, and by a prefill
+worker that stands still while it is read; metrics say when they are. No request fails but the killed gateway's, every text is
+right, every page comes back.
+"""
 
 from __future__ import annotations
 

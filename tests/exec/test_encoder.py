@@ -28,7 +28,7 @@ from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import SHAPE
 
 LENGTHS = (1, 2, 7, 30, 31, 60)
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
 
 

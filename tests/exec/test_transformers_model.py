@@ -25,7 +25,7 @@ from tests.exec.transformers_families import REFUSED, SERVED
 
 PAGE_SIZE = 4
 NUM_NEW = 12
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 REASONS = {
     "diffllama": "not one attention over one sequence",
     "xglm": "does not let its attention be replaced",

@@ -41,7 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu-check", description="Run the GPU tests and benchmarks and write a report.")
     parser.add_argument("--list", action="store_true", help="print the parts with their limits, and run none")
     parser.add_argument("--parts", default="", help="names of parts, or tests, or benchmark; separated by commas or spaces")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/gpu", help="folder of the reports")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/reference/gpu", help="folder of the reports")
     parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", help="folder of the state and the logs")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
     parser.add_argument("--limit-s", type=float, default=0.0, help="seconds for the whole check; 0 for no limit")

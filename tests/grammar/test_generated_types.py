@@ -37,7 +37,7 @@ WRITES = 200 if NIGHTLY else 3  # outputs per schema
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 ZOD = json.loads((pathlib.Path(__file__).parent / "zod_schemas.json").read_text())
 ZOD_SCHEMAS = {f"{name} {form}": schema for name, forms in ZOD["schemas"].items() for form, schema in forms.items()}
-# Paths of refused keywords. Their reasons are in docs/structured-output.md.
+# Paths of refused keywords. Their reasons are in docs/how-to/structured-output.md.
 REFUSED_OF_ZOD = {"z.emoji() alone": "#/pattern", "z.emoji() required": "#/properties/value/pattern"}
 CLOSERS = model.CLOSERS | {b"@", b".", b"a", b":", b"/"}  # these close an address
 

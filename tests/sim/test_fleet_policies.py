@@ -1,5 +1,5 @@
 """What prefix-aware routing is for, shown by simulation: 8 workers, two gateways, the assumed H200. Outputs are shorter than in
-the figures of docs/simulator.md, so that the runs are; arrivals come faster, above what round robin can serve."""
+the figures of docs/how-to/simulator.md, so that the runs are; arrivals come faster, above what round robin can serve."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A fleet of prefill and decode workers keeps the promises of one without roles, whoever dies and however slow the network is;
-and it is better and worse where docs/pd.md says so."""
+and it is better and worse where docs/design/prefill-and-decode.md says so."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ ROUTING = Dashboard(
 AUTOSCALING = Dashboard(
     "autoscaling",
     "Rootstock / Autoscaling",
-    "Demand against replicas. docs/kubernetes/autoscaling.md explains the figures.",
+    "Demand against replicas. docs/how-to/kubernetes/autoscaling.md explains the figures.",
     [
         Panel("Demand and workers", "Workers that are enough for what arrives and waits, those that serve, those that load.",
               "short",
@@ -281,7 +281,7 @@ AUTOSCALING = Dashboard(
 PREFILL = Dashboard(
     "prefill-and-decode",
     "Rootstock / Prefill and decode",
-    "Workers that compute prompts against those that decode. docs/kubernetes/prefill-and-decode.md explains the figures.",
+    "Workers that compute prompts against those that decode. docs/how-to/kubernetes/prefill-and-decode.md explains the figures.",
     [
         Panel("Waiting", "Tokens of requests in workers' queues; what prefill workers are scaled by, for each of them.", "short",
               {"{{engine_type}}": f"sum by (engine_type) (rootstock_worker_waiting_tokens{{{WK}}})"}),

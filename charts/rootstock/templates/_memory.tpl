@@ -1,6 +1,6 @@
 {{/*
 KV of a worker on a GPU whose memory is known: the arithmetic of services/worker/exec/memory_budget.py, with 3 GB for activations,
-graphs and workspaces, which a worker measures (docs/kubernetes/sizing.md).
+graphs and workspaces, which a worker measures (docs/how-to/kubernetes/sizing.md).
 */}}
 
 {{/* JSON of {weightsGB, share, fitting, tokens, context, longest}, or {} if a size is not known. share: mem_fraction_static. fitting:

@@ -1,7 +1,7 @@
 {{/* Autoscaling. All take a scope but the trigger; queries come from monitoring/_promql.tpl. */}}
 
 {{/* `replicas:`, unless an autoscaler writes it: then it is what the cluster has, so that nobody is stopped while one takes over.
-Rendered without a cluster it is left out (docs/kubernetes/autoscaling.md). Takes a scope. */}}
+Rendered without a cluster it is left out (docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
 {{- define "rootstock.replicas" -}}
 {{- if not .values.autoscaling.enabled -}}
 replicas: {{ .values.replicas }}

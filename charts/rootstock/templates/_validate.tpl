@@ -36,7 +36,7 @@
 {{- end -}}
 {{- range $at, $image := $images -}}
   {{- if not (regexMatch "^([^/]*[.:][^/]*|localhost)/" (include "rootstock.image" (dict "root" $ "image" $image))) -}}
-    {{- fail (printf "%s: its image %s has no registry, because image.registry is %q. Build the images and set image.registry to the host that has them (docs/kubernetes/images.md#registry): the project publishes none." $at $image.repository (default $.Values.image.registry $image.registry)) -}}
+    {{- fail (printf "%s: its image %s has no registry, because image.registry is %q. Build the images and set image.registry to the host that has them (docs/how-to/kubernetes/images.md#registry): the project publishes none." $at $image.repository (default $.Values.image.registry $image.registry)) -}}
   {{- end -}}
 {{- end -}}
 {{- end }}
@@ -63,7 +63,7 @@
     {{- end -}}
   {{- end -}}
   {{- if and (include "rootstock.usesGpu" (dict "values" .worker)) (eq (dig "limits" "memory" "" .worker.resources | toString) "4Gi") -}}
-    {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/kubernetes/sizing.md)." .name) -}}
+    {{- fail (printf "model %s: worker.resources are those of the demo model on a CPU. Say what a worker with a GPU gets, e.g. requests {cpu: \"4\", memory: 32Gi} and limits {memory: 64Gi} (docs/how-to/kubernetes/sizing.md)." .name) -}}
   {{- end -}}
   {{- $device := ternary "GPUs" "CPUs" (eq (include "rootstock.worker.executor" (dict "values" .worker)) "cuda") -}}
   {{- if ne (get $digests (default "none" .worker.image.digest) | default $device) $device -}}
@@ -254,7 +254,7 @@
   {{- fail "tls.secret and tls.certManager.enabled are both set: whose certificates are meant? Remove secret, or set enabled to false." -}}
 {{- end -}}
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
-  {{- fail "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer that signs this release's services alone (docs/kubernetes/security.md), or set enabled to false." -}}
+  {{- fail "tls.certManager.issuerRef.name is empty. Name an Issuer or a ClusterIssuer that signs this release's services alone (docs/how-to/kubernetes/security.md), or set enabled to false." -}}
 {{- end -}}
 {{- $spans := $tls.certManager -}}
 {{- if and $spans.enabled (ge (include "rootstock.seconds" $spans.renewBefore | int64) (include "rootstock.seconds" $spans.duration | int64)) -}}

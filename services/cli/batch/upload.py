@@ -26,7 +26,9 @@ def endpoint_of(path: Path) -> str:
     except ValueError as error:
         raise CommandFailed(Exit.USAGE, f"the first line of {path} is no JSON ({error}): a line must hold a request.") from None
     if not isinstance(url, str) or not url:
-        raise CommandFailed(Exit.USAGE, f"the first line of {path} names no url: a line must hold a request, see docs/cli.md.")
+        raise CommandFailed(
+            Exit.USAGE, f"the first line of {path} names no url: a line must hold a request, see docs/reference/cli.md."
+        )
     return url
 
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Statuses for scripts; they are told in docs/cli.md and do not change."""
+    """Statuses for scripts; they are told in docs/reference/cli.md and do not change."""
 
     DONE = 0
     FAILED = 1  # the server refused, or failed

@@ -135,7 +135,8 @@ class GatewaySettings(ServiceSettings):
     schedule_low_priority_values_first: bool = Field(False, description="Lower values are more urgent.")
     api_keys_file: str = Field(
         "",
-        description="File, or folder of *.json, with the accepted API keys and their limits (docs/keys.md). Empty: no check.",
+        description="File, or folder of *.json, with the accepted API keys and their limits (docs/how-to/keys.md)."
+        " Empty: no check.",
     )
     salt_cache_by_key: bool = Field(False, description="No API key shares cached prefixes with another.")
     admin_host: str = Field(

@@ -1,4 +1,4 @@
-"""From the worker that has computed a prompt to the one that goes on with it (docs/pd.md)."""
+"""From the worker that has computed a prompt to the one that goes on with it (docs/design/prefill-and-decode.md)."""
 
 from __future__ import annotations
 

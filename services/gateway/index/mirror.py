@@ -1,5 +1,5 @@
 """The gateway's copy of the prefix index, fed from Redis by one task; nothing here is on a request's way
-(docs/fleet.md#the-index).
+(docs/design/fleet.md#the-index).
 
 The task reads in turn: once a second the leases; the blocks of one generation that is new to it; the next events. So nothing
 is written to the index by two at once. A generation's blocks are read after the place in the stream from which its events are

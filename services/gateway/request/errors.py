@@ -21,7 +21,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ErrorCode:
-    """A code of an error, as docs/api.md and /openapi.json describe it."""
+    """A code of an error, as docs/reference/api.md and /openapi.json describe it."""
 
     statuses: tuple[int, ...]  # HTTP statuses, 529 instead of 503 on Messages; empty for a code inside a batch
     meaning: str

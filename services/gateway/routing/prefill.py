@@ -1,4 +1,7 @@
-"""Which prompts go through a worker that computes them for others, and through which one (docs/pd.md). Pure, as the policies."""
+"""Chooses the prompts that a prefill worker computes, and that worker (docs/design/prefill-and-decode.md).
+
+The functions are pure, as the routing policies are.
+"""
 
 from __future__ import annotations
 

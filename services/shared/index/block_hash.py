@@ -1,4 +1,4 @@
-"""The name of a block of tokens in the prefix index: one function for whoever publishes or looks up (docs/fleet.md#the-index).
+"""Hashes a block of tokens to its name in the prefix index (docs/design/fleet.md#the-index).
 
 A block is BLOCK_TOKENS tokens, full blocks only. Its hash is chained over the prefix, and the chain begins with everything
 that makes equal tokens mean different KV: the model and its revision, the tokenizer, the adapter, the cache salt. xxh3, 64

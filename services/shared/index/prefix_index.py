@@ -1,4 +1,4 @@
-"""The prefix index in Redis as workers write it and gateways read it (docs/fleet.md#the-index): key names and the event's form.
+"""Key names and event form of the prefix index in Redis (docs/design/fleet.md#the-index). Workers write it, gateways read it.
 
     kv:{MODEL}:v1:b:HASH   hash   field WORKER:GEN, value "": that worker holds the block on its device
     own:WORKER:GEN         set    the hashes that this generation of the worker holds on its device: the reverse index

@@ -192,7 +192,7 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_role_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prefill and decode workers (docs/pd.md)")
+    group = parser.add_argument_group("prefill and decode workers (docs/design/prefill-and-decode.md)")
     add = group.add_argument
     about = "of the workers, the first N compute prompts for the others; then every policy is also run without roles (default 0)"
     add("--prefill-workers", type=int, default=0, metavar="N", help=about)

@@ -24,9 +24,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The first workers of a fleet compute prompts for the others, which read their KV and go on (docs/pd.md). wire: from any
-    worker to any other. min_tokens: of a prompt that its decode worker has not cached, from which it goes through a prefill
-    worker."""
+    """The first workers of a fleet compute prompts for the others, which read their KV (docs/design/prefill-and-decode.md).
+
+    wire: from any worker to any other. min_tokens: of a prompt that its decode worker has not cached, from which it goes
+    through a prefill worker.
+    """
 
     prefill_workers: int
     wire: Wire

@@ -1,4 +1,4 @@
-"""Every operation of the control service, by its RPC's name, and the barrier that it needs. docs/control.md shows this table."""
+"""Lists the operations of the control service by RPC name, each with its barrier (table in docs/reference/control.md)."""
 
 from __future__ import annotations
 

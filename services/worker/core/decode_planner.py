@@ -1,5 +1,5 @@
 """Which running requests take their next token in this step, and who is retracted where memory has run out
-(docs/scheduler.md#retraction)."""
+(docs/design/scheduler.md#retraction)."""
 
 from __future__ import annotations
 

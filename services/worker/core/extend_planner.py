@@ -1,5 +1,5 @@
 """Which prompt tokens the next step computes: started extends first, then waiting requests in the policy's order
-(docs/scheduler.md#which-rows-a-step-has, docs/scheduler.md#admission-and-budgets)."""
+(docs/design/scheduler.md#which-rows-a-step-has, docs/design/scheduler.md#admission-and-budgets)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """NewTokenRatio: the share of running requests' remaining max_new_tokens that admission reserves
-(docs/scheduler.md#new_token_ratio)."""
+(docs/design/scheduler.md#new_token_ratio)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Decides what the next step runs: extends first, else decodes; both where they share a step
-(docs/scheduler.md#which-rows-a-step-has).
+(docs/design/scheduler.md#which-rows-a-step-has).
 
 Sees lengths only, never the tokens of the step in flight. Advances `computed` and `planned_out`; commit follows later.
 """

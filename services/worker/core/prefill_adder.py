@@ -1,4 +1,4 @@
-"""PrefillAdder: how much more may be extended in the step that is being planned (docs/scheduler.md#admission-and-budgets).
+"""PrefillAdder: how much more may be extended in the step that is being planned (docs/design/scheduler.md#admission-and-budgets).
 
 Budgets in tokens: total (KV that admitted requests may come to need), input (tokens of this step), chunk (where prompts
 are cut), logprob (prompt tokens whose logprobs are computed). It answers; the scheduler acts. Made anew for every pass.

@@ -1,5 +1,5 @@
-"""Who loses its lease when memory runs out (docs/scheduler.md#retraction) or someone more urgent waits
-(docs/scheduler.md#preemption)."""
+"""Who loses its lease when memory runs out (docs/design/scheduler.md#retraction) or someone more urgent waits
+(docs/design/scheduler.md#preemption)."""
 
 from __future__ import annotations
 

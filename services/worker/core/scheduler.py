@@ -1,7 +1,7 @@
 """The scheduler core: messages and results in, plans and outputs out. Pure: no clock, no I/O, no threads, no tensors.
 
 One caller, in this order per turn: messages, plan, (launch), commit of the step before. At most one step is uncommitted
-when a plan is made. The same calls give the same plans. Semantics: docs/scheduler.md.
+when a plan is made. The same calls give the same plans. Semantics: docs/design/scheduler.md.
 """
 
 from __future__ import annotations

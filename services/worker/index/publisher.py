@@ -1,4 +1,4 @@
-"""Keeps this worker's lease and tells Redis which blocks it holds, off the step path (docs/fleet.md#the-index).
+"""Keeps this worker's lease and tells Redis which blocks it holds, off the step path (docs/design/fleet.md#the-index).
 
 One asyncio task owns all of it but the handover. While Redis is away, full or slow the worker serves on: changes gather, undo
 each other, and never exceed what the cache holds. Whatever leaves it open what Redis has (a write that failed, a restart, keys

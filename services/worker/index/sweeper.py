@@ -1,4 +1,4 @@
-"""Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (docs/fleet.md#the-index).
+"""Clears what dead generations left in Redis, a few blocks at a time, through their own: sets (docs/design/fleet.md#the-index).
 
 Every worker looks after itself, after a few random others of its model, and after a few of another model, which may have no
 worker any more. A generation is dead when the worker's lease names

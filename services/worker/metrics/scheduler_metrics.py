@@ -1,4 +1,4 @@
-"""The worker's metrics under SGLang's names (docs/metrics.md), from what the loop's turns add up to.
+"""The worker's metrics under SGLang's names (docs/reference/metrics.md), from what the loop's turns add up to.
 
 A figure of the scheduler's is a field of StepStats that says so; one of the loop's a field of LoopCounts and a row here.
 What requests took is in RequestTimes. `collect` is called by scrapes.

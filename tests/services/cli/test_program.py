@@ -174,7 +174,7 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_the_page_is_what_the_code_says_and_has_every_status() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert page == cli_reference.render(), "run `make docs`"
     assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
 

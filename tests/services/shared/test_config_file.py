@@ -99,7 +99,7 @@ def test_load_takes_the_defaults_when_the_file_is_empty(text: str, file: Path) -
 
 
 def test_load_reads_the_example_of_the_configuration_page(file: Path) -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/configuration.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/reference/configuration.md").read_text(), re.DOTALL)
     assert by_file(GatewaySettings, file, example)["workers"] == ("10.0.0.5:7003", "10.0.0.6:7003")
 
 

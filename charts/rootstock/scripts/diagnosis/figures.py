@@ -56,7 +56,7 @@ def scaling(install: Install, facts: Facts) -> Iterator[Finding]:
                 and each["reason"] != "ScalingDisabled"
             ):
                 mend = (
-                    "docs/kubernetes/autoscaling.md#when-it-does-not-scale: rules of the adapter, metrics-server for CPU, scrapes"
+                    "docs/how-to/kubernetes/autoscaling.md#when-it-does-not-scale: rules of the adapter, metrics-server for CPU, scrapes"
                 )
                 found.append(broken("scaling", (f"HPA {name_of(hpa or {})}: {each['reason']}: {each.get('message', '')}"), mend))
     yield from found or [ok("scaling", f"{len(names)} autoscalers get their figures")]
@@ -66,7 +66,7 @@ def _adapter(install: Install, facts: Facts) -> Iterator[Finding]:
     if not install.scaled["selector"] or not facts.groups.good:
         return
     groups = {each["name"] for each in facts.groups.body["groups"]}
-    mend = "install prometheus-adapter with the chart's rules (docs/kubernetes/autoscaling.md#hpa-with-prometheus-adapter)"
+    mend = "install prometheus-adapter with the chart's rules (docs/how-to/kubernetes/autoscaling.md#hpa-with-prometheus-adapter)"
     for group in ("external.metrics.k8s.io", "custom.metrics.k8s.io"):
         if group not in groups:
             yield broken("scaling", f"nothing in the cluster answers for {group}: HPAs get no figures of the models", mend)

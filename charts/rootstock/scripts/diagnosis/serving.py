@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from .findings import Finding, broken, ok, unknown, waiting
 from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
 
-NETWORK = "docs/kubernetes/values.md#network"
+NETWORK = "docs/reference/kubernetes/values.md#network"
 LIKE = 0.5  # of two texts: lossy tokenizers keep more of one, those of another model less
 
 
@@ -72,7 +72,7 @@ def _redis(what: str, state: RedisState) -> Finding:
     if error and not state.wrote and "OOM" in error:
         mend = (
             "raise redis.maxMemory (or state.maxMemory) and the memory"
-            " limit with it; docs/kubernetes/sizing.md says what is needed"
+            " limit with it; docs/how-to/kubernetes/sizing.md says what is needed"
         )
         return broken("redis", f"{where} has no memory left: {error}", mend)
     if error:

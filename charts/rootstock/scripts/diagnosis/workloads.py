@@ -196,7 +196,7 @@ def _container(pod: str, is_init: bool, each: Object, log: str) -> Iterator[Find
         yield broken("pods", f"pod {pod}: {name} cannot be made: {said}", "make the Secret or its key that is named")
     elif ended.get("reason") == "OOMKilled" and not each.get("ready"):
         yield broken(
-            "pods", f"pod {pod}: {name} was killed for memory", "raise resources.limits.memory (docs/kubernetes/sizing.md)"
+            "pods", f"pod {pod}: {name} was killed for memory", "raise resources.limits.memory (docs/how-to/kubernetes/sizing.md)"
         )
     elif ended.get("exitCode") and not each.get("ready") and not NO_GPU.search(log):
         yield broken(

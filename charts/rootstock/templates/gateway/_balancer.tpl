@@ -1,6 +1,6 @@
 {{/*
 What an ingress controller has to be told of the gateway: streams are long, come in pieces and may be silent; bodies are as large as
-the gateway takes them; its health is /ready. docs/kubernetes/load-balancers.md explains each. Take the root.
+the gateway takes them; its health is /ready. docs/how-to/kubernetes/load-balancers.md explains each. Take the root.
 */}}
 
 {{/* Of the largest body: a request's, or a file's for a batch. */}}

@@ -60,7 +60,7 @@ SETTINGS = (
 
 def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """without: settings that the caller gives to settings_of itself."""
-    group = parser.add_argument_group("the worker's settings (see docs/configuration.md)")
+    group = parser.add_argument_group("the worker's settings (see docs/reference/configuration.md)")
     for name in SETTINGS:
         if name not in without:
             add_setting_flag(group, name)

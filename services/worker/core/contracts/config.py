@@ -13,7 +13,7 @@ UNCHUNKED = -1  # of the setting chunked_prefill_size, as 0: prompts are never c
 
 
 class SchedulePolicy(enum.StrEnum):
-    """The order of the waiting queue (docs/scheduler.md#policies; named as SGLang's --schedule-policy)."""
+    """The order of the waiting queue (docs/design/scheduler.md#policies; named as SGLang's --schedule-policy)."""
 
     FCFS = "fcfs"
     LPM = "lpm"  # longest prefix match

@@ -1,4 +1,6 @@
-"""Rooms: what a prefill worker keeps of a prompt that it has computed, until a decode worker has read it (docs/pd.md).
+"""Rooms: what a prefill worker keeps of a prompt that it has computed, until a decode worker has read it.
+
+See docs/design/prefill-and-decode.md.
 
 A room is a lock on the prompt's pages in the tree, under a number that is no other request's. It opens with the first pages that
 are computed and grows with each chunk. Who names number, epoch and secret may read those pages while the room is open, and

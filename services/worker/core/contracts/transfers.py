@@ -1,4 +1,4 @@
-"""Operations on pages beside the forward stream, and the facts that they end in (docs/scheduler.md#operations-and-facts).
+"""Operations on pages beside the forward stream, and the facts that they end in (docs/design/scheduler.md#operations-and-facts).
 
 A plan carries operations; the executor begins each once every step launched before that plan has ended, and gives exactly one
 fact of it, whatever becomes of it. Pages of the device that an operation writes are quarantined until then, pages that it reads

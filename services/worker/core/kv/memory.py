@@ -2,7 +2,7 @@
 
 Every page is in exactly one state: free, leased by one slot, cached in the tree, or quarantined, while an operation beside the
 forward stream writes it; free + leased + cached + quarantined = total. A page that is freed may be given out again at once: one
-forward stream orders all steps (docs/scheduler.md#steps-and-streams), and operations begin after the steps before them.
+forward stream orders all steps (docs/design/scheduler.md#steps-and-streams), and operations begin after the steps before them.
 Writes to page tables are recorded and handed to the next plan by `take_table_updates`.
 """
 

@@ -4,7 +4,7 @@ abort (not here: an aborted request has left before its next token is looked at)
 vocabulary · a token that the grammar refuses · length · grammar complete · stop token ids and EOS · stop string · stop regex ·
 the hand-over to another worker.
 That is SGLang's check_finished but for its vocabulary boundary, which comes before length here: what is no token is no output
-(docs/scheduler.md#finish-order).
+(docs/design/scheduler.md#finish-order).
 """
 
 from __future__ import annotations

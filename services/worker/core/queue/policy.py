@@ -1,4 +1,4 @@
-"""The order in which waiting requests are looked at for admission (docs/scheduler.md#policies; thresholds as SGLang has them).
+"""Orders waiting requests for admission (docs/design/scheduler.md#policies), with SGLang's thresholds.
 
 Pure functions from the queue and the radix tree to an order; nothing is locked, allocated or touched. With priority
 scheduling every order is one within equal ranks.
@@ -138,7 +138,7 @@ def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> 
     return sorted(requests, key=lambda r: (-counts.get(r.routing_key, 0), r.routing_key if r.routing_key in counts else ""))
 
 
-# Fair between flows (docs/scheduler.md#shares)
+# Fair between flows (docs/design/scheduler.md#shares)
 
 
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:

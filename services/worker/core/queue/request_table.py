@@ -42,8 +42,8 @@ class RequestTable:
     wait for a prefix from another tier, by seq. tiers: None where there is the device's memory alone. rooms: what is kept for
     other workers.
 
-    batch_is_full: nothing can be admitted until a running request leaves (docs/scheduler.md#admission-and-budgets). config may
-    be replaced while running; sizes of pools in it are those of the start.
+    batch_is_full: nothing can be admitted until a running request leaves (docs/design/scheduler.md#admission-and-budgets).
+    config may be replaced while running; sizes of pools in it are those of the start.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer over paged keys and values. One thread, one stream; see docs/gpu/flashinfer.md."""
+"""Attention by FlashInfer over paged keys and values. One thread, one stream; see docs/design/flashinfer.md."""
 
 from __future__ import annotations
 

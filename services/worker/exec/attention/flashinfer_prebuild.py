@@ -3,7 +3,7 @@
 For images: a module that lies in the library's own folder of compiled ones is loaded as it is, without a compiler and without a
 tree that can be written to. Which ones there have to be is not written down here: the back end prepares itself over a stand-in
 for the library that notes what each plan would load, and the library says what it calls them. Needs nvcc (CUDA_HOME, or on the
-path), a C++ compiler and ninja; MAX_JOBS bounds how many run at once. See docs/gpu/flashinfer.md.
+path), a C++ compiler and ninja; MAX_JOBS bounds how many run at once. See docs/design/flashinfer.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The contract between the worker's loop and an executor. No torch here, so that the fake executor needs none.
 
-Called from the loop's thread only. Device work of all calls runs in call order (one stream); see docs/architecture.md.
+Called from the loop's thread only. Device work of all calls runs in call order (one stream); see docs/design/architecture.md.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def test_every_operation_has_a_route() -> None:
 
 
 def test_the_page_shows_every_route() -> None:
-    page = (Path(__file__).parents[4] / "docs/control.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/reference/control.md").read_text()
     rows = [row for row in page.splitlines() if row.startswith("| ")]
     for (method, path), operation in ROUTES.items():
         (row,) = [row for row in rows if f"{path}`" in row and f"`{method} " in row]

@@ -386,7 +386,7 @@ def test_parts_of_messages_that_cannot_be_served(shared: System) -> None:
 
 
 def test_the_page_lists_what_is_not_served() -> None:
-    page = (Path(__file__).resolve().parents[4] / "docs/api.md").read_text()
+    page = (Path(__file__).resolve().parents[4] / "docs/reference/api.md").read_text()
     names = {f"stream_options.{name}" for name in known_fields.STREAM_OPTIONS}
     for known in KNOWN.values():
         names |= known.unused | known.neutral.keys()

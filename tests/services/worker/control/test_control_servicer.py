@@ -181,7 +181,7 @@ def test_every_rpc_has_a_barrier() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).parents[4] / "docs/control.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/reference/control.md").read_text()
     page = page.partition("| operation | barrier |")[2].partition("\n### ")[0]
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     assert {row[1].strip(" `"): Barrier(row[2].strip()) for row in rows} == BARRIERS
