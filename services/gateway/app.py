@@ -1,4 +1,4 @@
-"""The HTTP routes and their documentation. How one is answered is in services/gateway/http/exchange.py; here is only
+"""The HTTP routes and their documentation. How one is answered is in services/gateway/http/answer.py; here is only
 what FastAPI is asked to do."""
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from starlette.types import ASGIApp
 
 from services.gateway.api.document import server
 from services.gateway.api.document.document import document
-from services.gateway.api.document.operation import Operation
+from services.gateway.api.document.operation import Operation as DocumentedOperation
 from services.gateway.api.openai import operations as openai
 from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
-from services.gateway.http.direct_routes import DirectRoutes, Endpoint
-from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.http.answer import HttpPort, endpoint_of
+from services.gateway.http.direct_routes import DirectRoutes
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
-from services.gateway.observe.access_log import ERROR_CODE
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.playground import static_page
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, internal, model_not_allowed, unknown_model
 from services.gateway.request.generation import ModelInfo
+from services.gateway.service.sink import MakeOperation, Operation
 
 _INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [
@@ -49,25 +51,32 @@ class ApiRoutes(Protocol):
     forms: Mapping[str, AnswerForm]
 
     @property
-    def operations(self) -> Sequence[Operation]: ...
+    def operations(self) -> Sequence[DocumentedOperation]: ...
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
-        """Returns what generates, by path."""
+    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
+        """Adds the routes and returns the generating operations by path."""
 
 
 def build(
-    generator: Generator,
+    port: HttpPort,
+    keys: KeyRing,
+    access: AccessLog,
     preparer: Preparer,
     served: Callable[[], Sequence[ModelInfo]],
     apis: Sequence[ApiRoutes],
     readiness: Readiness,
     metrics: GatewayMetrics,
     retry_after_s: Callable[[], int],
-    endpoints: dict[str, Endpoint],
+    made: dict[str, MakeOperation],
 ) -> ASGIApp:
-    """served: the models that are, and those whose workers are still to come. retry_after_s: of a 503, by what waits.
-    endpoints: filled with what generates, by path."""
-    settings = generator.settings
+    """Returns the gateway's ASGI application.
+
+    Args:
+        served: Returns the served models, and those whose workers are still to connect.
+        retry_after_s: Returns the seconds after which a client of a 503 retries, by the length of the queue.
+        made: Filled with the generating operations, by path.
+    """
+    settings = port.settings
     on_http = metrics if settings.metrics_on_http else None
     further = [operation for api in apis for operation in api.operations]
     operations = (*openai.OPERATIONS, *further, *server.operations(on_http is not None, settings.playground))
@@ -80,19 +89,20 @@ def build(
     )
     _add_errors(app)
     forms = {path: form for api in apis for path, form in api.forms.items()}
-    endpoints.update(_add_generation(app, generator, preparer))
+    made.update(_add_generation(app, port, preparer))
     for api in apis:
-        endpoints.update(api.add_routes(app))
+        made.update(api.add_routes(app))
     _add_models(app, served)
     _add_operations(app, readiness, on_http)
     pages = {server.DOCS: static_page.REFERENCE} if settings.docs_enabled else {}
     pages |= {server.PLAYGROUND: static_page.PLAYGROUND} if settings.playground else {}
     for path, name in pages.items():
         _add_page(app, path, static_page.static_page(name))
-    keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
-    app.openapi = cache(lambda: document(_INFO, operations, keys, bool(origins)))  # type: ignore[method-assign]
+    has_keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
+    app.openapi = cache(lambda: document(_INFO, operations, has_keys, bool(origins)))  # type: ignore[method-assign]
     routes = [operation.path for operation in operations]
-    door = FrontDoor(DirectRoutes(app, endpoints), routes, generator.keys, metrics, retry_after_s, forms, generator.access, pages)
+    direct = DirectRoutes(app, {path: endpoint_of(port, make) for path, make in made.items()})
+    door = FrontDoor(direct, routes, keys, metrics, retry_after_s, forms, access, pages)
     return _with_cors(door, origins)
 
 
@@ -157,20 +167,15 @@ def _other_method(app: FastAPI, request: Request) -> Response:
     return response
 
 
-def _add_generation(app: FastAPI, generator: Generator, preparer: Preparer) -> Mapping[str, Endpoint]:
-    @app.post(openai.CHAT)
-    async def chat_completions() -> Response:
-        return Exchange(generator, preparer.chat, ChatRenderer)
-
-    @app.post(openai.COMPLETIONS)
-    async def completions() -> Response:
-        return Exchange(generator, preparer.completion, CompletionRenderer)
-
-    @app.post(openai.EMBEDDINGS)
-    async def embeddings() -> Response:
-        return Exchange(generator, preparer.embedding, EmbeddingRenderer)
-
-    return {openai.CHAT: chat_completions, openai.COMPLETIONS: completions, openai.EMBEDDINGS: embeddings}
+def _add_generation(app: FastAPI, port: HttpPort, preparer: Preparer) -> Mapping[str, MakeOperation]:
+    made: dict[str, MakeOperation] = {
+        openai.CHAT: lambda: Operation(preparer.chat, ChatRenderer),
+        openai.COMPLETIONS: lambda: Operation(preparer.completion, CompletionRenderer),
+        openai.EMBEDDINGS: lambda: Operation(preparer.embedding, EmbeddingRenderer),
+    }
+    for path, make in made.items():
+        app.post(path)(endpoint_of(port, make))
+    return made
 
 
 def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None:

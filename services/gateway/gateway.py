@@ -32,18 +32,15 @@ from services.gateway.api.responses.routes import ResponsesApi
 from services.gateway.api.sglang.routes import NativeApi
 from services.gateway.api.texts.routes import TextsApi
 from services.gateway.background.background_work import BackgroundWork
-from services.gateway.background.computing import Computing
 from services.gateway.batches.batch_work import BatchWork
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.discovery.watch import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.dispatch.health_probe import GenerationProbe
 from services.gateway.dispatch.sessions import SessionCalls
 from services.gateway.http import http_server
-from services.gateway.http.body_budget import BodyBudget
-from services.gateway.http.direct_routes import Endpoint
-from services.gateway.http.exchange import Generator
+from services.gateway.http.answer import HttpPort
+from services.gateway.http.body import BodyReader
 from services.gateway.http.metrics_api import MetricsApi
 from services.gateway.http.readiness import Readiness
 from services.gateway.http.side_listener import served_beside
@@ -60,7 +57,11 @@ from services.gateway.peers.silence import Patience
 from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter
+from services.gateway.request.body_budget import BodyBudget
 from services.gateway.request.errors import ApiError, unavailable
+from services.gateway.service.probe import GenerationProbe
+from services.gateway.service.service import GenerationService
+from services.gateway.service.sink import MakeOperation
 from services.gateway.state.redis_store import RedisStore
 from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import start_tracing
@@ -127,49 +128,58 @@ class Gateway:
         self._tracing = start_tracing(settings, SERVICE)
         self.access = _access_log(settings)
         self.bodies = BodyBudget(settings.body_budget_bytes, settings.body_wait_s, retry, metrics)
-        self.generator = Generator(
-            settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing, self.access
-        )
+        self.service = GenerationService(settings, self.dispatcher, token_texts, metrics, self.bodies, self.keys, self._tracing)
+        port = HttpPort(self.service.run, settings, BodyReader(settings, self.bodies), self.access.enabled)
         catalog = self.dispatcher.catalog
         preparer = Preparer(
             catalog, self.tokenizer, self.detoks, output_parser, metrics.calls_dropped.inc, settings.omit_hosted_tools
         )
-        self.aborter = Aborter(self.generator, self._peers)
+        self.aborter = Aborter(self.service, self._peers)
         self.directory = WorkerDirectory(self.dispatcher.fleet, settings.worker_control_addresses)
-        sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher)
-        native = NativeApi(self.generator, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
+        sessions, probe = SessionCalls(catalog.workers_of, retry, dialer), GenerationProbe(self.dispatcher, self.service.run)
+        native = NativeApi(port, catalog, self.tokenizer, self.aborter, sessions, probe.failure)
         self._store = _store(settings)
         records = Records(self._store, retry)
         self._background = self._background_work(BackgroundAnswers(preparer, records), metrics)
-        responses = ResponsesApi(self.generator, preparer, records, self._background)
+        responses = ResponsesApi(port, preparer, records, self._background)
         loads = self.dispatcher.fleet.loads
         standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected, self._surroundings(metrics)).told
-        texts = TextsApi(self.generator, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
-        endpoints: dict[str, Endpoint] = {}
-        self._work = self._batch_work(endpoints, metrics)
+        texts = TextsApi(port, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
+        operations: dict[str, MakeOperation] = {}
+        self._work = self._batch_work(operations, metrics)
         stores = None if self._work is None else Stores(self._work.files, self._work.batches)
-        batches = BatchesApi(self.generator, Kept(stores, settings.state_ttl_s, retry))
-        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(self.generator, preparer), texts, batches]
+        batches = BatchesApi(port, Kept(stores, settings.state_ttl_s, retry))
+        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(port, preparer), texts, batches]
         retry_after_s = self.dispatcher.pace.retry_after_s
-        self.app = app.build(self.generator, preparer, catalog.listed, apis, readiness, metrics, retry_after_s, endpoints)
+        self.app = app.build(
+            port, self.keys, self.access, preparer, catalog.listed, apis, readiness, metrics, retry_after_s, operations
+        )
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self.access, self._tls))
 
-    def _batch_work(self, endpoints: Mapping[str, Endpoint], metrics: GatewayMetrics) -> BatchWork | None:
+    def _batch_work(self, operations: Mapping[str, MakeOperation], metrics: GatewayMetrics) -> BatchWork | None:
         """None without a store. Its URL has been looked at."""
         if self._store is None:
             return None
-        waiting, attendance = self.dispatcher.num_waiting_anywhere, self.generator.attendance
-        return BatchWork(self._settings, endpoints, self.keys.named, waiting, attendance, metrics, self.access)
+        waiting, attendance = self.dispatcher.num_waiting_anywhere, self.service.attendance
+        return BatchWork(self._settings, self.service.run, operations, self.keys.named, waiting, attendance, metrics, self.access)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
         """As _batch_work()."""
         if self._store is None:
             return None
-        computer, is_ready = Computing(self.generator), lambda: not self.readiness.missing()
         computed_by = self.dispatcher.computed_by
-        return BackgroundWork(self._settings, answers, computer, self.keys.named, computed_by, is_ready, metrics)
+        return BackgroundWork(
+            self._settings,
+            answers,
+            self.service.run,
+            self.keys.named,
+            computed_by,
+            lambda: not self.readiness.missing(),
+            metrics,
+            self.access,
+        )
 
     def _surroundings(self, metrics: GatewayMetrics) -> Surroundings:
         scrapes = Scrapes()
@@ -278,7 +288,7 @@ class Gateway:
         lines.cancel()
         if not serving.done():
             logger.warning("grace period is over, ending what is left")
-            self.generator.end_all(unavailable("The server is shutting down.", self._settings.retry_after_s, "shutting_down"))
+            self.service.end_all(unavailable("The server is shutting down.", self._settings.retry_after_s, "shutting_down"))
             await asyncio.wait((serving,), timeout=CLOSE_S)
         if not serving.done():
             self._http.force_exit = True

@@ -12,10 +12,10 @@ from services.gateway.admin.worker_directory import WorkerDirectory
 from services.gateway.admin.workers import ControlledWorkers
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.http import http_server
-from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.side_listener import served_beside
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.request.abort import Aborter
+from services.gateway.request.body_budget import BodyBudget
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import require_token_beyond_loopback
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer

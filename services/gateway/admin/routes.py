@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.admin import bodies as bodies
 from services.gateway.admin.operations import ROUTES, Operation, Operations
 from services.gateway.http.body import held_body
-from services.gateway.http.body_budget import BodyBudget, ClientGone
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.key_labels import OTHER
+from services.gateway.request.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.control_token import accepts

@@ -21,17 +21,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from services.gateway.background.journal import STORE_AWAY, Journal, held
-from services.gateway.background.narration import Narration
-from services.gateway.background.ports import Answers, Computer
-from services.gateway.http.renderer import Admitted, Prepare
+from services.gateway.background.journal import STORE_AWAY, Journal, JournalSink, held
+from services.gateway.background.ports import Answers
+from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.caller import Caller
 from services.gateway.request.choice_output import Progress, WeightsName
+from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError, internal, timed_out
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, ClientRequest
+from services.gateway.request.request import Admission, Choice
+from services.gateway.request.usage import access_state
+from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
 from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundStore
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 PAUSES_S = (0.5, 15.0)  # between two tries: the first, and the longest
 TRIES = 4  # of what may be the request's own fault: a worker that is lost with it, a fault
 MAX_TAKES = 4  # gateways that one may lose, each soon after it got it
+ROUTE = "/v1/responses"
 _FINAL = frozenset(("weights_not_served", "lease_lost", STORE_AWAY))
 
 
@@ -54,7 +57,7 @@ class First:
     stored: Stored
     plan: Plan
     caller: Caller
-    admission: Admitted | None
+    admission: Admission | None
     open: Callable[[], Awaitable[None]]
 
 
@@ -65,11 +68,12 @@ class RunPorts:
 
     store: BackgroundStore
     answers: Answers
-    computer: Computer
+    run: RunGeneration
     callers: Callable[[str, float], Caller]
     computed_by: Callable[[Choice], tuple[WeightsName | None, str]]
     wrote: Callable[[str], None]
     metrics: GatewayMetrics
+    access: AccessLog
 
 
 class BackgroundRun:
@@ -187,33 +191,43 @@ class BackgroundRun:
         stored: Stored,
         prepare: Prepare,
         caller: Caller,
-        admission: Admitted | None,
-        open: Callable[[], Awaitable[None]],
+        admission: Admission | None,
+        store: Callable[[], Awaitable[None]],
     ) -> ApiError | None:
         """None: it is over. Raises LeaseLost, StoreAway."""
         ports = self._ports
-        narrations: list[Narration] = []
-        before = [await _progress(stored)] if stored.past.lengths.ids else []
-
-        def narration(request: ClientRequest, texts: ModelTexts) -> Narration:
-            (choice,) = request.choices
-            if before:
-                choice.resume(before.pop())
-            record = partial(ports.answers.record, self.order)
-            story, journal = ports.answers.story(stored, request, texts), self._journal(stored)
-            narrations.append(Narration(story, journal, record, stored, ports.computed_by, open))
-            return narrations[0]
-
-        failure = await ports.computer.compute(self.order, caller, prepare, narration, admission) or internal()
-        if any(each.is_over for each in narrations):
+        progress = await _progress(stored) if stored.past.lengths.ids else None
+        record = partial(ports.answers.record, self.order)
+        make_story = partial(ports.answers.story, stored)
+        sink = JournalSink(make_story, self._journal(stored), record, stored, progress, ports.computed_by, store)
+        try:
+            # A task of its own: a request that is interrupted cancels the task that serves it.
+            await asyncio.create_task(self._served(prepare, caller, admission, sink))
+        finally:
+            if admission is not None and sink.running is None:
+                admission.end(0)
+        if sink.is_over:
             return None
-        if any(each.is_lost for each in narrations):
+        if sink.is_lost:
             raise LeaseLost(self.lease.name)
+        failure = sink.failure or internal()
         if not self.opened.done():
             self.opened.set_exception(failure)
         elif failure.code == STORE_AWAY:
             raise StoreAway(failure.message)
         return failure
+
+    async def _served(self, prepare: Prepare, caller: Caller, admission: Admission | None, sink: JournalSink) -> None:
+        context = CallContext(self.order.request_id, ROUTE, caller=caller, routing_key=self.order.routing_key)
+        began = time.monotonic()
+        try:
+            await self._ports.run(GenerationCall(context, prepare, _no_body, asyncio.Event().wait, admission), sink)
+        finally:
+            access, failure = self._ports.access, sink.failure
+            if access.enabled and sink.running is not None:
+                state = access_state(sink.running, "" if failure is None else failure.code or "")
+                status = 200 if failure is None else failure.status
+                access.ended("background", "POST", ROUTE, state, status, 0, time.monotonic() - began)
 
     def _journal(self, stored: Stored) -> Journal:
         ports = self._ports
@@ -244,6 +258,11 @@ class BackgroundRun:
         ports = self._ports
         response, events = await held(lambda: ports.answers.concluded(stored, status, error))
         await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
+
+
+async def _no_body(_held: object) -> ReceivedBody:
+    """The prompt is stored; there is no body."""
+    return ReceivedBody(b"")
 
 
 async def _progress(stored: Stored) -> Progress:

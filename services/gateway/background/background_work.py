@@ -8,21 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from starlette.responses import Response
-
 from services.gateway.background.background_run import BackgroundRun, First, RunPorts
 from services.gateway.background.background_runner import BackgroundRunner
-from services.gateway.background.follow import Streams
+from services.gateway.background.follow import Follow, Streams
 from services.gateway.background.journal import Journal
-from services.gateway.background.ports import Answers, Computer
+from services.gateway.background.ports import Answers
 from services.gateway.config.settings import GatewaySettings
-from services.gateway.http.renderer import Admitted
+from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
 from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice
+from services.gateway.request.request import Admission, Choice
+from services.gateway.service.sink import RunGeneration
 from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
@@ -36,18 +35,19 @@ LOOK_S = 0.05
 
 
 class BackgroundWork:
-    """answers: of the API whose responses they are. computer, computed_by: of those who compute them. callers: see
+    """answers: of the API whose responses they are. run: GenerationService.run. computed_by, callers: see
     RunPorts. is_ready: this gateway could serve one. Every method for a client raises ApiError."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         answers: Answers,
-        computer: Computer,
+        run: RunGeneration,
         callers: Callable[[str, float], Caller],
         computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
         is_ready: Callable[[], bool],
         metrics: GatewayMetrics,
+        access: AccessLog,
     ) -> None:
         """Raises ValueError if the store's URL is none."""
         self._retry_after_s = settings.retry_after_s
@@ -64,7 +64,7 @@ class BackgroundWork:
         self._streams = Streams(self._store, settings.sse_comment_s)
         self._most_streams, self._most_own_streams = MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
         self._nobody = owner_of("")
-        self._ports = RunPorts(self._store, answers, computer, callers, computed_by, self._streams.wrote, metrics)
+        self._ports = RunPorts(self._store, answers, run, callers, computed_by, self._streams.wrote, metrics, access)
         most = settings.background_responses
         self._metrics = metrics
         self._runner = BackgroundRunner(
@@ -95,7 +95,7 @@ class BackgroundWork:
         record: bytes,
         plan: Plan,
         caller: Caller,
-        admission: Admitted | None,
+        admission: Admission | None,
         events: Sequence[bytes],
     ) -> None:
         """Returns once it is kept, and waits for a worker or has one. record: what is kept of it until it is over. events: its
@@ -129,7 +129,7 @@ class BackgroundWork:
         except StoreAway:
             raise self._away() from None
 
-    async def stream(self, owner: str, response_id: str, after: int) -> Response:
+    async def stream(self, owner: str, response_id: str, after: int) -> Follow:
         """Its events behind that sequence number, -1 for all; unless too many streams are open, here or of its key."""
         try:
             page = await self._store.follow(owner, response_id, after + 1)
@@ -153,7 +153,7 @@ class BackgroundWork:
         """By the last call, of a client or of a look at what there is to do."""
         return not self._redis.is_away
 
-    def own_stream(self, owner: str, response_id: str) -> Response:
+    def own_stream(self, owner: str, response_id: str) -> Follow:
         """All its events, for who has just asked for it."""
         return self._streams.stream(owner, response_id, 0)
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
-
-from services.gateway.http.body import attended, cut
-from services.gateway.http.body_budget import ClientGone
-from services.gateway.http.direct_routes import HEAD
-from services.gateway.request.errors import OPENAI, ApiError
+from services.gateway.request.errors import OPENAI
 from services.gateway.state.background_record import Page
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.state_store import StoreAway
 
 POLL_S, LONGEST_POLL_S = 0.15, 1.0  # at what another gateway has written: behind an event, and in long silence
-UNREAD_S = 60.0  # that a client may leave what is sent; it can resume its stream
 AWAY_S = 30.0  # that a stream waits for the store
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+
+Write = Callable[[bytes], Awaitable[None]]  # sends events or a comment to a client
+Follow = Callable[[Write], Awaitable[None]]  # returns when the response is over; raises StoreAway
 
 
 class _Followed:
@@ -88,16 +81,16 @@ class Streams:
         for followed in self._followed.values():
             followed.wake()
 
-    def stream(self, owner: str, response_id: str, first: int) -> Response:
-        """Its events from this sequence number on."""
-        return _Stream(self, owner, response_id, first)
+    def stream(self, owner: str, response_id: str, first: int) -> Follow:
+        """Returns a function that writes the events of the response from this sequence number on."""
+        return partial(self._follow, owner, response_id, first)
 
-    async def follow(self, owner: str, response_id: str, first: int, send: Send) -> None:
+    async def _follow(self, owner: str, response_id: str, first: int, write: Write) -> None:
         followed = self._followed.setdefault(response_id, _Followed())
         followed.streams += 1
         self._owners[owner] += 1
         try:
-            await self._tell(followed, (owner, response_id), first, send)
+            await self._tell(followed, (owner, response_id), first, write)
         finally:
             self._owners[owner] -= 1
             if not self._owners[owner]:
@@ -107,7 +100,7 @@ class Streams:
                 followed.wake()
                 del self._followed[response_id]
 
-    async def _tell(self, followed: _Followed, of: tuple[str, str], first: int, send: Send) -> None:
+    async def _tell(self, followed: _Followed, of: tuple[str, str], first: int, write: Write) -> None:
         loop = asyncio.get_running_loop()
         said, pause_s = loop.time(), POLL_S
         while True:
@@ -116,13 +109,13 @@ class Streams:
             if page is None:
                 return
             if page.events:
-                await send(_body(b"".join(map(_event, page.events))))
+                await write(b"".join(map(_event, page.events)))
                 first, said, pause_s = first + len(page.events), loop.time(), POLL_S
             if first >= page.total:
                 if page.is_over:
                     return
                 if self._comment_s and loop.time() - said >= self._comment_s:
-                    await send(_body(OPENAI.comment))
+                    await write(OPENAI.comment)
                     said = loop.time()
                 await followed.wait(news, min(pause_s, self._comment_s or pause_s))
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
@@ -162,51 +155,7 @@ class Streams:
         return asking
 
 
-class _Stream(Response):
-    """One of them. Its end is the client's: the response goes on."""
-
-    background = None
-
-    def __init__(self, streams: Streams, owner: str, response_id: str, first: int) -> None:
-        # Not Response.__init__: there is no content.
-        self._streams = streams
-        self._of = (owner, response_id, first)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with attended(scope, receive):
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                if HEAD not in scope.get("extensions", {}):
-                    await self._follow(scope, _impatient(send))
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            cut(scope)  # nobody reads it
-        except ClientGone:
-            return
-
-    async def _follow(self, scope: Scope, send: Send) -> None:
-        try:
-            await self._streams.follow(*self._of, send)
-        except StoreAway:
-            error = ApiError(503, "What is kept cannot be reached just now.", code="store_unavailable")
-            await send(_body(OPENAI.event_of(error, scope["state"]["request_id"])))
-
-
-def _impatient(send: Send) -> Send:
-    """Raises TimeoutError where the client does not read."""
-
-    async def sent(message: Message) -> None:
-        async with asyncio.timeout(UNREAD_S):
-            await send(message)
-
-    return sent
-
-
 def _event(event: bytes) -> bytes:
     """Named by its type, which its JSON begins with."""
     kind = event[len(b'{"type":"') : event.index(b'"', len(b'{"type":"'))]
     return b"event: %s\ndata: %s\n\n" % (kind, event)
-
-
-def _body(content: bytes) -> dict[str, object]:
-    return {"type": "http.response.body", "body": content, "more_body": True}

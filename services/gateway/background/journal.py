@@ -11,15 +11,22 @@ import asyncio
 import logging
 import random
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from services.gateway.background.ports import Json, Story
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.choice_output import WeightsName
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.choice_output import Progress, WeightsName
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import Choice
+from services.gateway.request.generation import Plan
+from services.gateway.request.request import Choice, Delta, Phase, RunningRequest
+from services.gateway.request.silence import Silence
+from services.gateway.service.sink import Sink
+from services.gateway.state.background_past import BackgroundPast, pages
 from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Stored
 from services.gateway.state.background_store import BackgroundStore, Room
 from services.gateway.state.lease import Lease, LeaseLost
@@ -30,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PIECE_S = 0.1
+LOOK_S = 0.5  # seconds between two looks whether a worker has the response
 HOLD_S = 60.0
 PAUSE_S = 0.2
 TURNS, TURN_S = 16, 0.1  # of writers of its conversation, which may meet, and the longest pause of one that has met another
@@ -130,6 +138,120 @@ class Journal:
             raise ApiError(400, message, code=code)
         self._pieces = piece.number
         self._wrote()
+
+
+class JournalSink(Sink):
+    """Writes the output of one try of a response to the store, piece by piece, behind what is stored of it."""
+
+    def __init__(
+        self,
+        make_story: Callable[[RunningRequest, ModelTexts], Story],
+        journal: Journal,
+        record: Callable[[Json], Awaitable[Kept]],
+        stored: Stored,
+        progress: Progress | None,
+        computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
+        store: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Begins one try.
+
+        Args:
+            record: Returns the record of the complete response.
+            progress: Output of earlier tries; None if there is none.
+            computed_by: Returns the model version and numerics of a choice's output.
+            store: Stores the response before its first event. Raises LeaseLost, ApiError.
+        """
+        self.running: RunningRequest | None = None  # None until the service has opened the request
+        self.failure: ApiError | None = None
+        self.is_over = False  # the response is complete and stored
+        self.is_lost = False  # another gateway has the lease
+        self._make_story = make_story
+        self._story: Story | None = None
+        self._journal = journal
+        self._record = record
+        self._progress = progress
+        self._computed_by = computed_by
+        self._store = store
+        self._has_begun = stored.status is Status.IN_PROGRESS
+        self._past = stored.past if stored.pieces else None
+        self._unwritten: list[bytes] = []  # events of a choice that has ended, whose last text is to come
+        self._silence: Silence | None = None
+
+    def open(self, running: RunningRequest) -> None:
+        self.running = running
+
+    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+        assert self.running is not None
+        (choice,) = self.running.choices
+        if self._progress is not None:
+            choice.resume(self._progress)
+        self._story = self._make_story(self.running, texts)
+        self._silence = Silence(LOOK_S, self.running.nudge)
+        return True
+
+    async def queued(self) -> None:
+        with self._lease():
+            if self._past is not None:
+                await self._restore(self._past)
+            await self._store()
+            await self._begin_events()
+
+    async def take(self, deltas: Sequence[Delta], more: bool) -> None:
+        assert self._story is not None and self._silence is not None
+        self._silence.said()
+        with self._lease():
+            if not deltas:
+                await self._begin_events()
+                return
+            (delta,) = deltas
+            choice = delta.choice
+            said, computed_by = self._journal.said(choice), self._computed_by(choice)
+            has_ended = choice.output.verdict is not None
+            await self._begin_events()
+            events = [*self._unwritten, *await self._story.of(delta)]
+            if delta.ending is not None:
+                response, last = self._story.ending()
+                record = partial(self._record, response)
+                await self._journal.finish(Status(response["status"]), record, [*events, *last])
+                self.is_over = True
+            elif has_ended:  # no gateway could go on behind the last token: what is written ends before it
+                self._unwritten = events
+            else:
+                await self._journal.add(said, delta.text, events, computed_by)
+                await asyncio.sleep(PIECE_S)
+
+    async def end(self) -> None:
+        """The last delta has written the end."""
+
+    async def fail(self, error: ApiError) -> None:
+        self.failure = error
+
+    def released(self, running: RunningRequest) -> None:
+        if self._silence is not None:
+            self._silence.end()
+
+    async def _restore(self, past: BackgroundPast) -> None:
+        assert self._story is not None
+        async for events in pages(lambda first: held(lambda: past.events(first))):
+            self._story.restore(events, ())
+        async for texts in pages(lambda first: held(lambda: past.texts(first))):
+            self._story.restore((), texts)
+
+    async def _begin_events(self) -> None:
+        """Writes the first events once a worker has the response."""
+        assert self.running is not None and self._story is not None
+        if not self._has_begun and self.running.phase is not Phase.TOKENIZED:
+            self._has_begun = True
+            await self._journal.tell(self._story.begins(), Status.IN_PROGRESS)
+
+    @contextmanager
+    def _lease(self) -> Iterator[None]:
+        """Ends the request if another gateway has the response."""
+        try:
+            yield
+        except LeaseLost:
+            self.is_lost = True
+            raise ApiError(503, "Another gateway goes on with the response.", code="lease_lost") from None
 
 
 async def held(call: Callable[[], Awaitable[T]]) -> T:

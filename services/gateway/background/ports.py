@@ -1,42 +1,52 @@
-"""What the background knows of the API whose responses it has made, and of those who compute them."""
+"""The ports of background responses: the API that they belong to, and the service that computes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from services.gateway.background.story import Json, Story
-from services.gateway.http.renderer import Admitted, Narrator, Prepare
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import ClientRequest
+from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.service.sink import Prepare
 from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 
-MakeNarrator = Callable[[ClientRequest, ModelTexts], Narrator]
+Json = dict[str, Any]
 
 
-class Computer(Protocol):
-    async def compute(
-        self, order: BackgroundOrder, caller: Caller, prepare: Prepare, make: MakeNarrator, admission: Admitted | None
-    ) -> ApiError | None:
-        """A request of nobody that waits, from its admission to its last token. admission: that it has already; it has ended
-        afterwards. Returns why it has not come to its end."""
+class Story(Protocol):
+    """Renders the events of one response from where its stored events end."""
+
+    def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
+        """Receives one page of stored events, and the texts that they were made of. Called for each page, before all else."""
+
+    def begins(self) -> list[bytes]:
+        """Returns the events for a response that a worker has begun."""
+
+    async def of(self, delta: Delta) -> list[bytes]:
+        """Returns the events of the next delta. Raises ApiError."""
+
+    def ending(self) -> tuple[Json, list[bytes]]:
+        """Returns the response and its last events. Called after the last delta."""
 
 
 class Answers(Protocol):
     def prepare(self, stored: Stored) -> Prepare:
-        """As it was prepared at first, with the prompt that is stored."""
+        """Returns a function that prepares the request as it was prepared first, with the prompt that is stored."""
 
-    def story(self, stored: Stored, request: ClientRequest, token_texts: ModelTexts) -> Story:
-        """Goes on where the stored events end, once it has been told of them."""
+    def story(self, stored: Stored, running: RunningRequest, token_texts: ModelTexts) -> Story:
+        """Returns the story of a stored response, which needs restore() before it goes on."""
 
     async def record(self, order: BackgroundOrder, response: Json) -> Kept:
-        """What is kept of a response that is over. Raises ApiError, of one that is gone too: 404."""
+        """Returns the record of a complete response. Raises ApiError; 404 if the response was deleted."""
 
     async def given_up(self, owner: str, response_id: str) -> bytes:
-        """The record of a response that is kept, and that nobody can read or end, as one that has failed. Raises ApiError, of
-        one that is gone: 404; and ValueError, TypeError or LookupError where its record cannot be read."""
+        """Returns the record of a response that no gateway could read or end, as a failed one.
+
+        Raises:
+            ApiError: 404: the response was deleted.
+            ValueError, TypeError, LookupError: Its record cannot be read.
+        """
 
     async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """A response that ends with what is stored, and its last events. error: of one that failed. Raises ApiError."""
+        """Returns a response that ends with what is stored, and its last events. error: of a failed one. Raises ApiError."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 
 from services.gateway.batches.batch_runner import BatchRunner, RunnerStores
 from services.gateway.batches.lanes import Lanes
-from services.gateway.batches.line_call import Endpoint, LineCalls
+from services.gateway.batches.line_call import LineCalls
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.attendance import Attendance
 from services.gateway.observe.metrics import GatewayMetrics, StoreSigns
 from services.gateway.request.caller import Caller
+from services.gateway.service.sink import MakeOperation, RunGeneration
 from services.gateway.state.batch_store import BatchStore
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Leases
@@ -23,21 +24,31 @@ MEMORY_LOOK_S = 5.0  # seconds between two looks at the store's memory
 
 
 class BatchWork:
-    """endpoints: what answers lines, by path; filled before it runs. callers: who has the key of a name, of work that was asked
-    for in that Unix second; raises ApiError. waiting: choices that wait for a worker, here or there. attendance: of those who
-    wait for answers."""
+    """Owns the batches of this gateway: their stores, their lanes and their runner."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        endpoints: Mapping[str, Endpoint],
+        run: RunGeneration,
+        operations: Mapping[str, MakeOperation],
         callers: Callable[[str, float], Caller],
         waiting: Callable[[], int],
         attendance: Attendance,
         metrics: GatewayMetrics,
         access: AccessLog,
     ) -> None:
-        """Raises ValueError if the store's URL is none."""
+        """Makes the stores.
+
+        Args:
+            run: GenerationService.run.
+            operations: Operations of lines by path; filled before run().
+            callers: Returns the caller of a key's name for work that was requested at that Unix time. Raises ApiError.
+            waiting: Returns the number of choices that wait for a worker, here or at a worker.
+            attendance: Of requests that clients wait for.
+
+        Raises:
+            ValueError: The store's URL is not valid.
+        """
         self._memory: tuple[int, int] | None = None  # of the store, see StoreSigns
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
         leases = Leases(self._redis, settings.batch_lease_s)
@@ -52,7 +63,7 @@ class BatchWork:
             metrics.watch_store(StoreSigns(lambda: not self._redis.is_away, lambda: self._memory))
             self._runner = BatchRunner(
                 RunnerStores(self.batches, self.files, leases),
-                LineCalls(endpoints, access),
+                LineCalls(run, operations, access, settings.max_body_bytes),
                 lanes,
                 lambda name, asked_at: callers(name, asked_at).in_background(low_first),
                 settings.batch_lines_each,

@@ -1,25 +1,22 @@
-"""A line's request, answered by the endpoint that answers it over HTTP, without a connection: all that is checked there is
-checked here, and the answer is the same to the byte."""
+"""Computes one line of a batch by the operation that serves its path over HTTP. The result has the same bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import orjson
-from starlette.responses import Response
-from starlette.types import Message
 
 from services.gateway.batches.line_results import Answer
 from services.gateway.observe.access_log import AccessLog
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.body_budget import HeldBytes, hold_content
 from services.gateway.request.caller import Caller
+from services.gateway.request.context import CallContext
 from services.gateway.request.errors import OPENAI
+from services.gateway.request.usage import access_state
+from services.gateway.service.sink import CollectedAnswer, GenerationCall, MakeOperation, RunGeneration
 from services.shared.limits import MAX_BATCH_RESULT_BYTES
-
-Endpoint = Callable[[], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,57 +29,32 @@ class Told:
 
 
 class LineCalls:
-    """endpoints: by path. Of those, what a line may name is the caller's to say."""
+    """Runs lines by their path. The caller decides which paths a line may name."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], access: AccessLog) -> None:
-        self._endpoints = endpoints
+    def __init__(
+        self, run: RunGeneration, operations: Mapping[str, MakeOperation], access: AccessLog, max_body_bytes: int
+    ) -> None:
+        """operations: by path; filled before the first call."""
+        self._run = run
+        self._operations = operations
         self._access = access
+        self._max_body_bytes = max_body_bytes
 
     async def call(self, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
-        """Cancelling it ends the request as a client does that leaves."""
-        state = {"request_id": request_id, "form": OPENAI, "caller": caller, "key": caller.key}
-        length = (b"content-length", b"%d" % len(body))
-        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": [length], "state": state}
-        exchange, began = _Exchange(body), time.monotonic()
+        """Returns the line's result. Cancelling it releases the request."""
+
+        async def read(held: HeldBytes) -> ReceivedBody:
+            return await hold_content(held, body, self._max_body_bytes)
+
+        operation = self._operations[path]()
+        sink, began = CollectedAnswer(OPENAI, operation.make_renderer), time.monotonic()
+        call = GenerationCall(CallContext(request_id, path, caller=caller), operation.prepare, read, asyncio.Event().wait)
         try:
-            await (await self._endpoints[path]())(scope, exchange.receive, exchange.send)
+            await self._run(call, sink)
         finally:
-            self._access.ended("batch", "POST", path, state, exchange.status, exchange.num_bytes, time.monotonic() - began)
-        return exchange.told(request_id)
-
-
-class _Exchange:
-    """The two ends of one call. More of an answer than can be kept is not kept."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self.status = 0  # until the response begins
-        self.num_bytes = 0  # of the response's body
-        self._headers: dict[bytes, bytes] = {}
-        self._content = bytearray()
-
-    async def receive(self) -> Message:
-        body, self._body = self._body, None
-        if body is None:
-            await asyncio.Event().wait()  # nobody leaves
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self._headers = message["status"], dict(message["headers"])
-            return
-        body = message.get("body", b"")
-        self.num_bytes += len(body)
-        if len(self._content) <= MAX_BATCH_RESULT_BYTES:
-            self._content += body
-
-    def told(self, request_id: str) -> Told:
-        answer = Answer(self.status or 500, bytes(self._content), request_id)
-        return Told(answer, int(self._headers.get(b"retry-after", b"0")), _code(answer))
-
-
-def _code(answer: Answer) -> str:
-    if answer.status == 200:
-        return ""
-    code = orjson.loads(answer.body)["error"]["code"]
-    return code if isinstance(code, str) else ""
+            if self._access.enabled and sink.running is not None:
+                state, seconds = access_state(sink.running, sink.code), time.monotonic() - began
+                self._access.ended("batch", "POST", path, state, sink.status, len(sink.body), seconds)
+        retry_after_s = int(dict(sink.headers).get(b"retry-after", b"0"))
+        body_kept = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # of more, nothing is stored
+        return Told(Answer(sink.status or 500, body_kept, request_id), retry_after_s, sink.code)

@@ -31,7 +31,7 @@ from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError, internal, unavailable
-from services.gateway.request.request import Choice, ClientRequest
+from services.gateway.request.request import Choice, RunningRequest
 from services.gateway.routing import session_home
 from services.gateway.routing.columns import Pick
 from services.shared.observe.log_fields import fields
@@ -90,7 +90,7 @@ class Dispatcher:
     async def run(self) -> None:
         await self.fleet.run()
 
-    def start(self, request: ClientRequest, refused_by: Collection[str] = ()) -> None:
+    def start(self, request: RunningRequest, refused_by: Collection[str] = ()) -> None:
         """Places every choice, or lets it wait. refused_by: addresses of workers that get none of it while there are others.
         Raises ApiError if the queue is full, or if a score is wanted and every worker is of an earlier version."""
         pool = self.fleet.pools[request.model.name]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.types import Receive, Scope
 
-from services.gateway.http.body_budget import BodyBudget, ClientGone, Gone, HeldBytes
+from services.gateway.config.settings import GatewaySettings
 from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.errors import ApiError
-from services.shared.limits import BODY_STEP_BYTES, JSON_VALUE_BYTES, MAX_JSON_VALUES, SMALL_BODY_BYTES
+from services.gateway.request.body_budget import BodyBudget, ClientGone, Gone, HeldBytes, body_too_large, hold_values
+from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
+from services.shared import limits
+from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
 
 # Of a scope's extensions, each to be called.
 GONE = "rootstock.gone"  # returns when the client has closed its connection
@@ -40,30 +43,43 @@ def watch(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> Callab
     return stop_watching
 
 
-@asynccontextmanager
-async def attended(scope: Scope, receive: Receive, on_gone: Callable[[], None] | None = None) -> AsyncIterator[None]:
-    """The block is cancelled once the client has closed its connection, and ClientGone raised. on_gone: called before that. The
-    body has been read."""
-    work, left = asyncio.current_task(), False
-    assert work is not None
+class ClientWatch:
+    """Cancels the task in a `with` block once the client has closed its connection. The block then raises ClientGone."""
 
-    def leave() -> None:
-        nonlocal left
-        left = True
-        if on_gone is not None:
-            on_gone()
-        work.cancel()
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._task: asyncio.Task[Any] | None = None
+        self._stop: Callable[[], None] | None = None
+        self._left = False
 
-    stop = watch(scope, receive, leave)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not left:
-            raise
-        work.uncancel()
-        raise ClientGone from None
-    finally:
-        stop()
+    def start(self) -> None:
+        """Begins to watch, for the current task. The body must have been read."""
+        self._task = asyncio.current_task()
+        self._stop = watch(self._scope, self._receive, self._leave)
+
+    def __enter__(self) -> ClientWatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._stop is not None:
+            self._stop()
+        if self._left and isinstance(error, asyncio.CancelledError):
+            assert self._task is not None
+            self._task.uncancel()
+            raise ClientGone from None
+
+    def _leave(self) -> None:
+        assert self._task is not None
+        self._left = True
+        self._task.cancel()
+
+
+def attended(scope: Scope, receive: Receive) -> ClientWatch:
+    """Returns a watch that has begun, for the current task's `with` block. The body must have been read."""
+    client = ClientWatch(scope, receive)
+    client.start()
+    return client
 
 
 def cut(scope: Scope) -> None:
@@ -84,20 +100,49 @@ async def held_body(
         held.close()
 
 
+class BodyReader:
+    """Reads bodies of requests that generate nothing. As many of these as of generation requests may be open."""
+
+    def __init__(self, settings: GatewaySettings, bodies: BodyBudget) -> None:
+        self._settings = settings
+        self.budget = bodies
+        self._num_open = 0
+
+    @asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES) -> AsyncIterator[ReceivedBody]:
+        """Yields the body. Its bytes are held in the budget while the block runs, which is cancelled if the client leaves.
+
+        Raises:
+            ApiError: Too many requests are open, the body is too large or too slow, or the client has left (499).
+        """
+        settings = self._settings
+        if self._num_open >= settings.max_concurrent_requests:
+            raise unavailable("Too many requests are in flight.", settings.retry_after_s, "queue_full")
+        self._num_open += 1
+        try:
+            most = min(max_bytes, settings.max_body_bytes)
+            async with held_body(scope, receive, self.budget, most, settings.body_timeout_s) as body:
+                with attended(scope, receive):
+                    yield body
+        except ClientGone:
+            raise ApiError(CLIENT_CLOSED, "The client closed its connection.") from None
+        finally:
+            self._num_open -= 1
+
+
 async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: int, timeout_s: float) -> ReceivedBody:
     """Whoever opened `held` closes it: it holds the bytes, or more where the parsed values will take more. timeout_s: seconds
     for all of it, not counting those in which it waited for room. Raises ApiError 413, 408 or 503, or ClientGone."""
     declared = _declared(scope)
     if declared > max_bytes:
-        raise _too_large(max_bytes)
+        raise body_too_large(max_bytes)
     await held.grow_to(declared)
     try:
         async with asyncio.timeout(timeout_s) as limit:
             body = ReceivedBody(await _collect(receive, held, declared, max_bytes, limit), held.grow_by)
     except TimeoutError:
         raise ApiError(408, "The request's body did not arrive in time.", code="timeout") from None
-    if held.size > SMALL_BODY_BYTES:  # a small one becomes little, whatever it is made of
-        await _make_room_for_values(held, body.num_values)
+    await hold_values(held, body)
     return body
 
 
@@ -110,7 +155,7 @@ async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: 
             return bytes(part)
         size = len(content) + len(part)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise body_too_large(max_bytes)
         if size > held.size:
             await _make_room(held, min(_step_of(size), max_bytes), limit)
         content += part
@@ -137,13 +182,6 @@ async def _make_room(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None
         limit.reschedule(loop.time() + left_s)
 
 
-async def _make_room_for_values(held: HeldBytes, values: int) -> None:
-    if values > MAX_JSON_VALUES:
-        message = f"The request's body has more than {MAX_JSON_VALUES} values, counted as commas and opening brackets."
-        raise ApiError(413, message, code="request_too_large")
-    await held.grow_to(min(values * JSON_VALUE_BYTES, held.most))
-
-
 def _declared(scope: Scope) -> int:
     """Bytes, 0 where the head does not say."""
     for name, value in scope["headers"]:
@@ -156,7 +194,3 @@ async def _until_gone(receive: Receive) -> None:
     """Returns when the client has closed its connection, or has its whole answer."""
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The request's body is larger than {max_bytes} bytes.", code="request_too_large")

@@ -13,15 +13,15 @@ reaches the client waits here, merged per choice, until the request's task takes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
 from rootstock.v1 import worker_pb2
-from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.choice_output import ChoiceOutput, Ending, Progress
 from services.gateway.request.choice_text import ChoiceText, Clock, TokenTimes
+from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import ChoiceSampling, Generation, ModelInfo, Part, Prompt
 from services.gateway.request.logprobs import LogprobSpan
@@ -56,6 +56,23 @@ class Releaser(Protocol):
     def release(self, choice: Choice) -> None: ...
 
 
+class Admission(Protocol):
+    """A request's slot within the limits of its API key. end() is called once, by its owner."""
+
+    def reserve(self, tokens: int) -> None:
+        """Reserves the largest number of prompt and output tokens that the request may use. Called once; raises ApiError 429."""
+
+    def end(self, used_tokens: int) -> None:
+        """Frees the slot and settles the reservation with the tokens that the request has used."""
+
+
+class Held(Protocol):
+    """Bytes that a request holds in the body budget."""
+
+    def close(self) -> None:
+        """Gives them back. Idempotent."""
+
+
 class Course(Protocol):
     """Who keeps what becomes of a request, for a client that wants to know."""
 
@@ -84,7 +101,7 @@ class Choice:
 
     __slots__ = ("generation", "index", "number", "output", "part", "prompt", "request", "resumed", "sampling", "text", "trace")
 
-    def __init__(self, request: ClientRequest, index: int, number: int, part: Part, sampling: ChoiceSampling) -> None:
+    def __init__(self, request: RunningRequest, index: int, number: int, part: Part, sampling: ChoiceSampling) -> None:
         self.request = request
         self.index = index  # within the request
         self.number = number  # within its prompt
@@ -168,8 +185,8 @@ class Choice:
         self.request.fail(error)
 
 
-class ClientRequest:
-    """Owns its choices from begin() to close(). After fail() or close() it holds nothing anywhere."""
+class RunningRequest:
+    """One generation request from its arrival to release(). Owns its choices, body bytes, admission and trace."""
 
     generation: Generation  # of its first part, for what all parts have in common
     model: ModelInfo  # from begin() on
@@ -177,20 +194,32 @@ class ClientRequest:
 
     def __init__(
         self,
-        request_id: str,
+        context: CallContext,
         releaser: Releaser,
         measures: Measures,
-        caller: Caller = NOBODY,
         trace: RequestTrace | None = None,
         course: Course | None = None,
+        held: Held | None = None,
+        on_release: Callable[[RunningRequest], None] | None = None,
     ) -> None:
-        """caller: whose request it is. trace: where it is traced. course: where its client wants to know it."""
-        self.request_id = request_id
+        """Begins the request's time.
+
+        Args:
+            trace: None if the request is not traced.
+            course: Notes the workers of the request; None if its client has not asked for that.
+            on_release: Called once, at the end of release().
+        """
+        self.context = context
+        self.request_id = context.request_id
+        self.caller = context.caller
         self.trace = trace
         self.course = course
+        self.held = held
+        self.admission: Admission | None = None
+        self.usage: dict[str, Any] | None = None  # of a complete response
+        self.task: asyncio.Task[Any] | None = None  # serves the request
         self.wants_stream = False
-        self.origin = Origin(request_id, trace, caller, wants_stream=self._asks_for_stream)
-        self.caller = caller
+        self.origin = Origin(self.request_id, trace, context.caller, wants_stream=self._asks_for_stream)
         self.model_source = ""  # what workers and detokenizers call its model
         self._measures = measures
         self.clock = asyncio.get_running_loop().time
@@ -203,6 +232,7 @@ class ClientRequest:
         self.first_output_s: float | None = None  # seconds from arrival to the first output of a choice
         self._waits: dict[int, float] = {}  # seconds that each choice waited for a worker, by its index
         self._releaser = releaser
+        self._on_release = on_release
         self._open = 0  # choices without their terminal event
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
@@ -282,15 +312,39 @@ class ClientRequest:
         if self.error is not None or (self.choices and self._open == 0):
             return
         self.error = error
-        self._release_all()
+        self._release_choices()
         self._wake()
 
-    def close(self) -> None:
-        """Frees whatever is still held: the client has its answer, or is gone."""
-        self.phase = Phase.ENDED
-        self._release_all()
+    def interrupt(self, error: ApiError) -> None:
+        """Ends the request with `error`, whatever it is waiting for. No effect on one that has failed already."""
+        if self.error is not None:
+            return
+        self.fail(error)
+        if self.task is not None and self.phase is Phase.ACCEPTED:
+            self.task.cancel()
 
-    def _release_all(self) -> None:
+    def release(self) -> None:
+        """Frees everything that the request holds: its choices on workers, in queues and on detokenizers, its body bytes, its
+        admission and its trace. Ends every path of a request; a second call has no effect."""
+        if self.phase is Phase.ENDED:
+            return
+        if (admission := self.hand_over()) is not None:
+            admission.end(self.tokens_used)
+
+    def hand_over(self) -> Admission | None:
+        """Releases the request but for its admission, which the caller now owns."""
+        self.phase = Phase.ENDED
+        self._release_choices()
+        if self.held is not None:
+            self.held.close()
+        if self.trace is not None:
+            self.trace.end()
+        if self._on_release is not None:
+            self._on_release(self)
+        admission, self.admission = self.admission, None
+        return admission
+
+    def _release_choices(self) -> None:
         for choice in self.choices:
             self._releaser.release(choice)
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import Scope
-
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import tokenizer_pb2, worker_pb2
+from services.gateway.request.context import CallContext
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError
 
 if TYPE_CHECKING:
@@ -163,19 +162,15 @@ class ChoiceTrace:
             self.aborted(handle)
 
 
-def begin_trace(tracing: Tracing, scope: Scope) -> RequestTrace | None:
-    """Of a request to a generation route, which has no parameters in its path. None where it is not sampled."""
-    headers, method, route = dict(scope["headers"]), scope["method"], scope["path"]
-    context = {
-        name: headers[name.encode()].decode("latin-1") for name in ("traceparent", "tracestate") if name.encode() in headers
-    }
+def begin_trace(tracing: Tracing, context: CallContext) -> RequestTrace | None:
+    """Begins the server span of a generation request. Returns None if the request is not sampled."""
     attributes = {
-        "http.request.method": method,
-        "http.route": route,
-        "url.path": route,
-        "gen_ai.operation.name": _OPERATIONS.get(route, "text_completion"),
+        "http.request.method": context.method,
+        "http.route": context.route,
+        "url.path": context.route,
+        "gen_ai.operation.name": _OPERATIONS.get(context.route, "text_completion"),
         "gen_ai.provider.name": "rootstock",
-        REQUEST_ID: scope["state"]["request_id"],
+        REQUEST_ID: context.request_id,
     }
-    span = tracing.begin(f"{method} {route}", context, attributes)
+    span = tracing.begin(f"{context.method} {context.route}", dict(context.trace_headers), attributes)
     return RequestTrace(span) if span is not None else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from services.gateway.observe.access_log import ERROR_CODE, WORK, Work
 from services.gateway.request.choice_output import TIERS, Ending
-from services.gateway.request.request import Choice, ClientRequest
+from services.gateway.request.request import Choice, RunningRequest
 
 
-def usage_of(request: ClientRequest) -> dict[str, Any]:
+def usage_of(request: RunningRequest) -> dict[str, Any]:
     """Prompts count once, however many choices they have; a prompt's cached tokens are those its first choice found."""
     ended = [(choice, choice.ending) for choice in request.choices if choice.ending]
     first = [ending for choice, ending in ended if choice.number == 0]
@@ -26,6 +27,37 @@ def usage_of(request: ClientRequest) -> dict[str, Any]:
     }
 
 
+def access_state(running: RunningRequest, code: str) -> dict[str, Any]:
+    """Returns what AccessLog.ended reads of a request that no HTTP request carries. code: of its error."""
+    return {
+        "request_id": running.request_id,
+        "key": running.key,
+        "model": running.model.name if running.parts else "",
+        ERROR_CODE: code,
+        WORK: work_of(running),
+    }
+
+
+def work_of(running: RunningRequest) -> Work:
+    """Returns the tokens and times for the access log. In an incomplete response, the output that has arrived counts."""
+    ended = [ending for choice in running.choices if (ending := choice.ending) is not None]
+    first_s = running.first_output_s if running.choices and running.choices[0].generates else None
+    usage = running.usage
+    if usage is None:
+        usage = usage_of(running)
+        usage["prompt_tokens"] = sum(len(part.prompt.ids) for part in running.parts) if running.reached_worker else 0
+        usage["completion_tokens"] = sum(len(choice.output.ids) for choice in running.choices)
+    return Work(
+        trace_id="" if running.trace is None else running.trace.trace_id,
+        queue_ms=running.longest_wait_s * 1e3 + max([ending.queue_ms for ending in ended], default=0),
+        ttft_ms=None if first_s is None else first_s * 1e3,
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        output_tokens=usage["completion_tokens"],
+        aborted="abort" in [ending.finish_reason for ending in ended],
+    )
+
+
 def _by_tier(endings: Sequence[Ending]) -> dict[str, Any]:
     known = [ending.cached_by_tier for ending in endings if ending.cached_by_tier is not None]
     if not known:
@@ -33,7 +65,7 @@ def _by_tier(endings: Sequence[Ending]) -> dict[str, Any]:
     return {"cached_tokens_details": {tier: sum(each[tier] for each in known) for tier in TIERS}}
 
 
-def _reasoned(request: ClientRequest) -> dict[str, int]:
+def _reasoned(request: RunningRequest) -> dict[str, int]:
     counts = [_reasoning_tokens(choice) for choice in request.choices if choice.ending]
     known = [count for count in counts if count is not None]
     return {"reasoning_tokens": sum(known)} if known else {}
@@ -44,7 +76,7 @@ def _reasoning_tokens(choice: Choice) -> int | None:
     return None if parsing is None else parsing.reasoning_tokens(choice.output.ids)
 
 
-def _predicted(request: ClientRequest) -> dict[str, int]:
+def _predicted(request: RunningRequest) -> dict[str, int]:
     """Of a request with a prediction, by OpenAI's names: guesses by it that were right, and those that were not."""
     endings = [choice.ending for choice in request.choices if choice.part.prediction is not None and choice.ending]
     if not endings:

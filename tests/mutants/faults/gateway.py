@@ -209,9 +209,9 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/http/exchange.py",
-        ("            async with held as body, attended(scope, receive):", "            async with held as body:"),
-        ("        if self._num_reading >= self.settings.max_concurrent_requests:", "        if False:"),
+        "services/gateway/http/body.py",
+        ("                with attended(scope, receive):\n                    yield body", "                yield body"),
+        ("        if self._num_open >= settings.max_concurrent_requests:", "        if False:"),
         only="test_disconnects",
     ),
     *of(
@@ -291,8 +291,8 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/http/exchange.py",
-        ("return report_for(scope) if self.settings.playground else None", "return report_for(scope)"),
+        "services/gateway/http/answer.py",
+        ("report = report_for(scope) if settings.playground else None", "report = report_for(scope)"),
         only="test_report",
     ),
     *of(

@@ -12,7 +12,7 @@ from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import ClientRequest
+from services.gateway.request.request import RunningRequest
 
 
 class MessagesCall:
@@ -47,5 +47,5 @@ class MessagesCall:
         except ApiError as error:
             raise renamed(error) from None
 
-    def renderer(self, request: ClientRequest, _created: int, model: str, _token_texts: ModelTexts) -> MessageRenderer:
+    def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> MessageRenderer:
         return MessageRenderer(request, model, self._shows, self._max_tokens)

@@ -16,7 +16,7 @@ from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.request.choice_output import Ending
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 
 Json = dict[str, Any]
@@ -26,7 +26,7 @@ _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "s
 class MessageRenderer:
     """shows_thinking: None leaves thoughts out, False leaves their blocks empty. max_tokens: that were asked for."""
 
-    def __init__(self, request: ClientRequest, model: str, shows_thinking: bool | None, max_tokens: int) -> None:
+    def __init__(self, request: RunningRequest, model: str, shows_thinking: bool | None, max_tokens: int) -> None:
         self._request = request
         self._max_tokens = max_tokens
         self._events = ChoiceEvents(request.generation.parsing)
@@ -155,7 +155,7 @@ class _Blocks:
         return {"type": "content_block_delta", "index": len(self.whole) - 1, "delta": delta}
 
 
-def _usage(request: ClientRequest) -> Json:
+def _usage(request: RunningRequest) -> Json:
     usage = usage_of(request)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {

@@ -11,10 +11,10 @@ from services.gateway.api.anthropic.call import MessagesCall
 from services.gateway.api.anthropic.errors import ANTHROPIC
 from services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
 from services.gateway.api.chat_preparer import ChatPreparer
-from services.gateway.http.direct_routes import Endpoint
-from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.http.answer import HttpPort, endpoint_of
 from services.gateway.request.errors import AnswerForm
 from services.gateway.request.origin import origin_of
+from services.gateway.service.sink import MakeOperation, Operation
 
 
 class MessagesApi:
@@ -23,17 +23,18 @@ class MessagesApi:
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {MESSAGES: ANTHROPIC, COUNT_TOKENS: ANTHROPIC}
 
-    def __init__(self, generator: Generator, preparer: ChatPreparer) -> None:
-        self._generator = generator
+    def __init__(self, port: HttpPort, preparer: ChatPreparer) -> None:
+        self._port = port
         self._preparer = preparer
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
         """Returns what generates, by path."""
 
-        @app.post(MESSAGES)
-        async def messages() -> Response:
+        def messages() -> Operation:
             call = MessagesCall(self._preparer)
-            return Exchange(self._generator, call.prepare, call.renderer)
+            return Operation(call.prepare, call.renderer)
+
+        app.post(MESSAGES)(endpoint_of(self._port, messages))
 
         @app.post(COUNT_TOKENS)
         async def count_tokens(request: Request) -> Response:
@@ -44,5 +45,5 @@ class MessagesApi:
     async def _count(self, request: Request) -> int:
         """Raises ApiError."""
         state = request.scope["state"]
-        async with self._generator.body_of(request.scope, request.receive) as body:
+        async with self._port.bodies.read(request.scope, request.receive) as body:
             return await MessagesCall(self._preparer).count(body, origin_of(state))

@@ -18,9 +18,9 @@ from services.gateway.api.batches.upload import UploadLimits, receive_file
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.document.operation import BINARY
 from services.gateway.api.strict_json import parse_json
-from services.gateway.http.direct_routes import Endpoint
-from services.gateway.http.exchange import Generator
+from services.gateway.http.answer import HttpPort
 from services.gateway.request.errors import AnswerForm, bad_request
+from services.gateway.service.sink import MakeOperation
 from services.gateway.state.metadata import check_metadata
 from services.gateway.state.owner import owner_of
 from services.gateway.state.stored_files import StoredFile
@@ -35,13 +35,13 @@ class BatchesApi:
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
-    def __init__(self, generator: Generator, kept: Kept) -> None:
-        self._generator = generator
+    def __init__(self, port: HttpPort, kept: Kept) -> None:
+        self._port = port
         self._kept = kept
-        settings = generator.settings
+        settings = port.settings
         self._limits = UploadLimits(settings.max_file_bytes, settings.body_timeout_s, kept.lives_s)
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
         self._add_files(app)
         self._add_file(app)
         self._add_batches(app)
@@ -52,7 +52,7 @@ class BatchesApi:
         @app.post(FILES)
         async def upload(request: Request) -> Response:
             async with self._kept.reached() as stores:
-                files, bodies = stores.files, self._generator.bodies
+                files, bodies = stores.files, self._port.bodies.budget
                 file = await receive_file(request.scope, request.receive, _owner(request), files, bodies, self._limits)
             return _json(file_card(file))
 
@@ -114,7 +114,7 @@ class BatchesApi:
 
     async def _read(self, request: Request) -> Asked:
         """Raises ApiError."""
-        async with self._generator.body_of(request.scope, request.receive, limits.SMALL_BODY_BYTES) as body:
+        async with self._port.bodies.read(request.scope, request.receive, limits.SMALL_BODY_BYTES) as body:
             try:
                 given = BatchRequest.model_validate(parse_json(body.take()))
             except ValidationError as error:

@@ -9,14 +9,14 @@ from typing import Any
 import orjson
 
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.request import Choice, ClientRequest, Delta
+from services.gateway.request.request import Choice, Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 
 
 class EmbeddingRenderer:
     """One document: an embedding per input, in the inputs' order."""
 
-    def __init__(self, request: ClientRequest, _created: int, model: str, _token_texts: ModelTexts) -> None:
+    def __init__(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> None:
         self._request = request
         self._model = model
 

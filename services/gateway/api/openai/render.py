@@ -16,27 +16,27 @@ from services.gateway.api.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.api.openai.message import ReadChoice, message_of
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 
 
 class _Envelope:
     """The fields around the choices, which are the same in every chunk."""
 
-    def __init__(self, request: ClientRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
+    def __init__(self, request: RunningRequest, kind: str, id_prefix: str, created: int, model: str) -> None:
         self.fields = {"id": f"{id_prefix}-{request.request_id}", "object": kind, "created": created, "model": model}
         self.head = b"data: " + orjson.dumps(self.fields)[:-1] + b',"choices":['
         self.usage = b',"usage":null' if request.generation.include_usage else b""
         self.tail = b"]" + self.usage + b"}\n\n"
 
-    def ending(self, request: ClientRequest) -> bytes:
+    def ending(self, request: RunningRequest) -> bytes:
         """With the usage, where it is wanted."""
         if not self.usage:
             return DONE
         course = b',"rootstock":%s' % orjson.dumps(request.course.told(request.choices)) if request.course is not None else b""
         return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), course, b"}\n\n", DONE))
 
-    def document(self, request: ClientRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def document(self, request: RunningRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """All that is not streamed."""
         course = {} if request.course is None else {"rootstock": request.course.told(request.choices)}
         return {**self.fields, "choices": choices, "usage": usage_of(request), **course}
@@ -60,7 +60,7 @@ def _ids_field(name: bytes, ids: Sequence[int]) -> bytes:
 
 
 class ChatRenderer:
-    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
+    def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
         self._ids = bool(request.generation.answer.return_token_ids)
         self._logprobs = ChatLogprobs(request.generation, token_texts)
@@ -133,7 +133,7 @@ class ChatRenderer:
 
 
 class CompletionRenderer:
-    def __init__(self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts) -> None:
+    def __init__(self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts) -> None:
         self._request = request
         self._ids = bool(request.generation.answer.return_token_ids)
         self._logprobs = CompletionLogprobs(request.generation, token_texts)

@@ -9,12 +9,15 @@ import orjson
 from starlette.responses import Response
 
 from services.gateway.api.responses.output import numbered
+from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.http.renderer import Admitted, Detached
+from services.gateway.background.follow import Follow
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
+from services.gateway.request.request import Admission
+from services.gateway.service.sink import Detached, Respond
 from services.gateway.state.background_record import BackgroundOrder, Status
 from services.gateway.state.owner import owner_of
 from services.shared.limits import MAX_RECORD_BYTES
@@ -37,7 +40,7 @@ class Background(Protocol):
         record: bytes,
         plan: Plan,
         caller: Caller,
-        admission: Admitted | None,
+        admission: Admission | None,
         events: Sequence[bytes],
     ) -> None:
         """Returns once it is kept. The admission has ended where it is not. record: what is kept of it until it is over."""
@@ -45,10 +48,10 @@ class Background(Protocol):
     async def status(self, owner: str, response_id: str) -> Status | None:
         """None: nothing is known of it but what is kept of every response."""
 
-    async def stream(self, owner: str, response_id: str, after: int) -> Response:
+    async def stream(self, owner: str, response_id: str, after: int) -> Follow:
         """Its events behind that sequence number, -1 for all; unless too many streams are open."""
 
-    def own_stream(self, owner: str, response_id: str) -> Response:
+    def own_stream(self, owner: str, response_id: str) -> Follow:
         """All its events, for who has just asked for it."""
 
     async def cancel(self, owner: str, response_id: str) -> None:
@@ -77,7 +80,7 @@ class DetachedCall(Detached):
         self._record = record
         self._context_bytes = context_bytes
 
-    async def detach(self, plan: Plan, admission: Admitted | None) -> Response:
+    async def detach(self, plan: Plan, admission: Admission | None) -> Respond:
         response, owner = self._record["response"], owner_of(self._origin.caller.key)
         try:
             events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)
@@ -91,7 +94,7 @@ class DetachedCall(Detached):
             raise
         await self._background.begin(order, record, plan, self._origin.caller, admission, events)
         if self._streams:
-            return self._background.own_stream(owner, response["id"])
+            return FollowedStream(self._background.own_stream(owner, response["id"]))
         return Response(orjson.dumps(response), media_type="application/json")
 
     def _order(self, plan: Plan) -> BackgroundOrder:

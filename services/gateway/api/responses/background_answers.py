@@ -16,13 +16,13 @@ from services.gateway.api.responses.records import Records
 from services.gateway.api.responses.render import Draft, begun, end_of, failure, output_items
 from services.gateway.api.responses.translation import chat_of, own_fields
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.http.renderer import Prepare
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import ApiError, internal
 from services.gateway.request.generation import Plan, Prompt
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.service.sink import Prepare
 from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 from services.shared.limits import MAX_RECORD_BYTES
@@ -93,7 +93,7 @@ class BackgroundAnswers:
 
         return prepared
 
-    def story(self, stored: Stored, request: ClientRequest, token_texts: ModelTexts) -> BackgroundStory:
+    def story(self, stored: Stored, request: RunningRequest, token_texts: ModelTexts) -> BackgroundStory:
         """Goes on where the stored events end, once it has been told of them."""
         order, asked = stored.order, _asked(stored.order)
         response = {**begun(order.id, order.created_at, order.model, asked), "status": stored.status.value}

@@ -24,7 +24,7 @@ from services.gateway.request.bodies import Hold, ReceivedBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import ClientRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.state.background_record import Status
 from services.gateway.state.owner import owner_of
 
@@ -72,7 +72,7 @@ class ResponsesCall:
             raise renamed(error) from None
 
     def renderer(
-        self, request: ClientRequest, created: int, model: str, token_texts: ModelTexts
+        self, request: RunningRequest, created: int, model: str, token_texts: ModelTexts
     ) -> ResponseRenderer | DetachedCall:
         response_id = f"{RESPONSE_PREFIX}{secrets.token_hex(16)}"
         if self._asked.background:

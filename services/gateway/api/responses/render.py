@@ -11,11 +11,11 @@ from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.api.logprob_forms import ChatLogprobs
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
-from services.gateway.http.renderer import HeaderRenderer
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
+from services.gateway.service.sink import HeaderRenderer
 
 Json = dict[str, Any]
 Keep = Callable[[Json], Awaitable[bool]]  # whether the response is kept
@@ -27,7 +27,7 @@ _ERROR_CODES = {429: "rate_limit_exceeded"}
 class Draft:
     """A response as far as it has come. response: as it began; all that becomes of it is in it at the end."""
 
-    def __init__(self, request: ClientRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
+    def __init__(self, request: RunningRequest, token_texts: ModelTexts, response: Json, output: OutputItems) -> None:
         self._request = request
         self._output = output
         self._logprobs = ChatLogprobs(request.generation, token_texts)
@@ -75,7 +75,7 @@ class ResponseRenderer(HeaderRenderer):
 
     def __init__(
         self,
-        request: ClientRequest,
+        request: RunningRequest,
         created: int,
         model: str,
         token_texts: ModelTexts,
@@ -183,7 +183,7 @@ def begun(response_id: str, created: int, model: str, asked: ResponsesRequest) -
     }
 
 
-def _usage(request: ClientRequest) -> Json:
+def _usage(request: RunningRequest) -> Json:
     usage = usage_of(request)
     details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {

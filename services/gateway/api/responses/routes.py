@@ -29,13 +29,14 @@ from services.gateway.api.responses.operations import (
 )
 from services.gateway.api.responses.records import RESPONSE_PREFIX, Records, gone
 from services.gateway.api.responses.render import failure
+from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.api.strict_json import parse_json
-from services.gateway.http.direct_routes import Endpoint
-from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.http.answer import HttpPort, endpoint_of
 from services.gateway.request.bodies import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out
 from services.gateway.request.origin import origin_of
+from services.gateway.service.sink import MakeOperation, Operation
 from services.gateway.state.background_record import OPEN
 from services.gateway.state.metadata import check_metadata
 from services.gateway.state.owner import owner_of
@@ -54,31 +55,32 @@ class ResponsesApi:
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
-    def __init__(self, generator: Generator, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
+    def __init__(self, port: HttpPort, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
         """background: None where nothing is kept."""
-        self._generator = generator
+        self._port = port
         self._preparer = preparer
         self._records = records
         self._background = background
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
         """Returns what generates, by path."""
         self._add_kept(app)
         self._add_conversations(app)
         self._add_items(app)
         return self._add_generation(app)
 
-    def _add_generation(self, app: FastAPI) -> Mapping[str, Endpoint]:
-        @app.post(RESPONSES)
-        async def responses() -> Response:
+    def _add_generation(self, app: FastAPI) -> Mapping[str, MakeOperation]:
+        def responses() -> Operation:
             call = ResponsesCall(self._preparer, self._records, self._background)
-            return Exchange(self._generator, call.prepare, call.renderer)
+            return Operation(call.prepare, call.renderer)
+
+        app.post(RESPONSES)(endpoint_of(self._port, responses))
 
         @app.post(INPUT_TOKENS)
         async def input_tokens(request: Request) -> Response:
             call = ResponsesCall(self._preparer, self._records, None)
             state = request.scope["state"]
-            async with self._generator.body_of(request.scope, request.receive) as body:
+            async with self._port.bodies.read(request.scope, request.receive) as body:
                 count = await call.count(body, origin_of(state))
             return _json({"object": "response.input_tokens", "input_tokens": count})
 
@@ -96,7 +98,7 @@ class ResponsesApi:
             if not found["background"] or self._background is None:
                 message = "'stream': only a response in the background is streamed again."
                 raise bad_request("stream", message, "unsupported_parameter")
-            return await self._background.stream(owner, response_id, after)
+            return FollowedStream(await self._background.stream(owner, response_id, after))
 
         @app.delete(RESPONSE)
         async def forget(request: Request, response_id: str) -> Response:
@@ -183,7 +185,7 @@ class ResponsesApi:
 
     async def _read(self, request: Request, model: type[B]) -> B:
         """Raises ApiError."""
-        async with self._generator.body_of(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
+        async with self._port.bodies.read(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
             try:
                 return model.model_validate(parse_json(body.take()))
             except ValidationError as error:

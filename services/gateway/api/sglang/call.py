@@ -25,7 +25,7 @@ from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import ClientRequest
+from services.gateway.request.request import RunningRequest
 
 
 class PromptSource:
@@ -95,7 +95,7 @@ class GenerateCall:
         parts = [Part(prompt, gen, request_id=rid) for prompt, gen, rid in zip(prompts, generations, rids, strict=True)]
         return Plan(model, parts)
 
-    def renderer(self, request: ClientRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
+    def renderer(self, request: RunningRequest, _created: int, _model: str, token_texts: ModelTexts) -> GenerateRenderer:
         return GenerateRenderer(request, self._many, self._forms, token_texts if self._texts else None)
 
 
@@ -125,7 +125,7 @@ class EncodeCall:
         generation = embedding_generation(common_of(request), embedding, fields)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
-    def renderer(self, _request: ClientRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:
+    def renderer(self, _request: RunningRequest, _created: int, _model: str, _token_texts: ModelTexts) -> EncodeRenderer:
         return EncodeRenderer(self._many)
 
 

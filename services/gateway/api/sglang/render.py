@@ -16,7 +16,7 @@ from services.gateway.api.sglang.sampling import LogprobWish
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice_output import Ending
 from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import Choice, ClientRequest, Delta
+from services.gateway.request.request import Choice, Delta, RunningRequest
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."
@@ -25,7 +25,7 @@ ABORT_MESSAGE = "The request was aborted."
 class GenerateRenderer:
     """token_texts: None when the tokens' texts are not wanted beside their ids."""
 
-    def __init__(self, request: ClientRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
+    def __init__(self, request: RunningRequest, many: bool, forms: Sequence[Form], token_texts: ModelTexts | None) -> None:
         self._many = many
         self._request_id = request.request_id
         self._answers = [_Answer(choice, forms[choice.index // request.generation.n], token_texts) for choice in request.choices]

@@ -30,12 +30,12 @@ from services.gateway.api.sglang.types import (
 )
 from services.gateway.api.strict_json import parse_json
 from services.gateway.dispatch.sessions import SessionCalls
-from services.gateway.http.direct_routes import Endpoint
-from services.gateway.http.exchange import Exchange, Generator
+from services.gateway.http.answer import HttpPort, endpoint_of
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter, AbortScope
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, unavailable
 from services.gateway.request.generation import Models
+from services.gateway.service.sink import MakeOperation, Operation
 from services.shared.limits import SMALL_BODY_BYTES
 
 
@@ -47,7 +47,7 @@ class NativeApi:
 
     def __init__(
         self,
-        generator: Generator,
+        port: HttpPort,
         models: Models,
         tokenizer: TokenizerClient,
         aborter: Aborter,
@@ -55,7 +55,7 @@ class NativeApi:
         failure: Callable[[], Awaitable[str]],
     ) -> None:
         """failure: why no answer can be made; "" if one can."""
-        self._generator = generator
+        self._port = port
         self._models = models
         self._tokenizer = tokenizer
         self._source = PromptSource(tokenizer)
@@ -63,35 +63,31 @@ class NativeApi:
         self._sessions = sessions
         self._failure = failure
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
         """Returns what generates, by path."""
         self._add_abort(app)
         self._add_sessions(app)
         self._add_state(app)
         return self._add_generation(app)
 
-    def _add_generation(self, app: FastAPI) -> Mapping[str, Endpoint]:
-        @app.post(GENERATE)
-        async def generate() -> Response:
+    def _add_generation(self, app: FastAPI) -> Mapping[str, MakeOperation]:
+        def generate() -> Operation:
             call = GenerateCall(self._models, self._source)
-            return Exchange(self._generator, call.prepare, call.renderer)
+            return Operation(call.prepare, call.renderer)
 
-        @app.put(GENERATE)
-        async def generate_by_put() -> Response:
-            return await generate()
-
-        @app.post(ENCODE)
-        async def encode() -> Response:
+        def encode() -> Operation:
             call = EncodeCall(self._models, self._source)
-            return Exchange(self._generator, call.prepare, call.renderer)
+            return Operation(call.prepare, call.renderer)
 
-        async def score() -> Response:
+        def score() -> Operation:
             call = ScoreCall(self._models, self._tokenizer)
-            return Exchange(self._generator, call.prepare, call.renderer)
+            return Operation(call.prepare, call.renderer)
 
-        for path in SCORE:
-            app.post(path)(score)
-        return {GENERATE: generate, ENCODE: encode, **dict.fromkeys(SCORE, score)}
+        made = {GENERATE: generate, ENCODE: encode, **dict.fromkeys(SCORE, score)}
+        for path, make in made.items():
+            app.post(path)(endpoint_of(self._port, make))
+        app.put(GENERATE)(endpoint_of(self._port, generate))
+        return made
 
     def _add_abort(self, app: FastAPI) -> None:
         @app.post(ABORT)
@@ -126,7 +122,7 @@ class NativeApi:
         async def health_generate() -> Response:
             failure = await self._failure()
             if failure:
-                raise unavailable(failure, self._generator.settings.retry_after_s)
+                raise unavailable(failure, self._port.settings.retry_after_s)
             return Response()
 
         for path in MODEL_INFO:
@@ -151,7 +147,7 @@ class NativeApi:
 
     async def _read(self, request: Request, model: type[M]) -> M:
         """Raises ApiError."""
-        async with self._generator.body_of(request.scope, request.receive, SMALL_BODY_BYTES) as body:
+        async with self._port.bodies.read(request.scope, request.receive, SMALL_BODY_BYTES) as body:
             return parse(model, parse_json(body.take()))
 
 

@@ -31,7 +31,7 @@ from services.gateway.request.budgets import check_chars
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import ClientRequest, Delta
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 from services.shared import limits
 
@@ -96,7 +96,7 @@ class ScoreCall:
         generation = score_generation(Common.of(request, request.extra_key or ""), score)
         return Plan(model, [Part(prompt, generation, request_id=rid) for prompt, rid in zip(prompts, rids, strict=True)])
 
-    def renderer(self, request: ClientRequest, _created: int, model: str, _token_texts: ModelTexts) -> ScoreRenderer:
+    def renderer(self, request: RunningRequest, _created: int, model: str, _token_texts: ModelTexts) -> ScoreRenderer:
         return ScoreRenderer(request, model, self._softmax)
 
     async def _prompts(self, scored: Scored, model: ModelInfo, origin: Origin, hash_root: bytes) -> list[Prompt]:
@@ -150,7 +150,7 @@ def _named(rid: str | None, count: int, origin: Origin) -> list[str]:
 class ScoreRenderer:
     """Writes one document: a list of scores for each item, in the order of the items."""
 
-    def __init__(self, request: ClientRequest, model: str, softmax: bool) -> None:
+    def __init__(self, request: RunningRequest, model: str, softmax: bool) -> None:
         self._request = request
         self._model = model
         self._softmax = softmax

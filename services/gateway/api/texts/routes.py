@@ -29,8 +29,7 @@ from services.gateway.api.texts.operations import (
 )
 from services.gateway.api.texts.parsing import calls_in, reasoning_in
 from services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest, SeparateRequest, TokenizeRequest
-from services.gateway.http.direct_routes import Endpoint
-from services.gateway.http.exchange import Generator
+from services.gateway.http.answer import HttpPort
 from services.gateway.parsers.output_parser import MakeParser, Schema
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import Body
@@ -38,6 +37,7 @@ from services.gateway.request.caller import Caller
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, Prompt
 from services.gateway.request.origin import Origin, origin_of
+from services.gateway.service.sink import MakeOperation
 from services.shared import limits
 
 B = TypeVar("B", bound=Body)
@@ -63,7 +63,7 @@ class TextsApi:
 
     def __init__(
         self,
-        generator: Generator,
+        port: HttpPort,
         texts: Texts,
         tokenizer: TokenizerClient,
         make_parser: MakeParser,
@@ -72,7 +72,7 @@ class TextsApi:
         loads: Loads,
         standing: Standing,
     ) -> None:
-        self._generator = generator
+        self._port = port
         self._texts = texts
         self._tokenizer = tokenizer
         self._make_parser = make_parser
@@ -81,7 +81,7 @@ class TextsApi:
         self._loads = loads
         self._standing = standing
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, Endpoint]:
+    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
         """None of them generates."""
         self._add_texts(app)
         self._add_parsers(app)
@@ -181,7 +181,7 @@ class TextsApi:
     @asynccontextmanager
     async def _given(self, request: Request, model: type[B]) -> AsyncIterator[B]:
         """What it says, whose bytes count as held while the block works on it. Raises ApiError."""
-        async with self._generator.body_of(request.scope, request.receive) as body:
+        async with self._port.bodies.read(request.scope, request.receive) as body:
             try:
                 given = model.model_validate(parse_json(body.take()))
             except ValidationError as error:

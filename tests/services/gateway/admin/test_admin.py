@@ -26,11 +26,11 @@ from services.gateway.api.cache_key import cache_key
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server
-from services.gateway.http.body_budget import BodyBudget
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.worker_link import WorkerLink
 from services.gateway.request.abort import Aborter, AbortScope, PeerAnswer
+from services.gateway.request.body_budget import BodyBudget
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
 from services.local.ports import free_ports

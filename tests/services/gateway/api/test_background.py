@@ -40,7 +40,7 @@ def often() -> Iterator[None]:
     """Gateways look for what there is to do, and write what has come."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background_runner, "LOOK_S", 0.05)
-        patch.setattr("services.gateway.background.narration.PIECE_S", 0.01)
+        patch.setattr("services.gateway.background.journal.PIECE_S", 0.01)
         patch.setattr(background_run, "PAUSES_S", (0.02, 0.1))
         yield
 

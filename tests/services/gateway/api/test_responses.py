@@ -11,8 +11,8 @@ import pytest
 from openai import OpenAI
 
 from services.gateway.api.responses.output import OutputItems
-from services.gateway.http.body_budget import HeldBytes
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.request.body_budget import HeldBytes
 from services.shared import limits
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System, wait_until

@@ -6,8 +6,6 @@ import asyncio
 import time
 from typing import Any
 
-from starlette.types import Message
-
 from services.gateway.background import follow
 from services.gateway.background.follow import Streams
 from services.gateway.state.background_record import Page, Status
@@ -32,10 +30,10 @@ async def fifty(store: Store, streams: Streams, told: list[list[bytes]]) -> list
     """Follow one response, and have been told of what there is."""
 
     async def one(at: int) -> None:
-        async def send(message: Message) -> None:
-            told[at].append(message["body"])
+        async def write(events: bytes) -> None:
+            told[at].append(events)
 
-        await streams.follow("owner", "resp_a", 0, send)
+        await streams.stream("owner", "resp_a", 0)(write)
 
     following = [asyncio.create_task(one(at)) for at in range(50)]
     while not all(told):

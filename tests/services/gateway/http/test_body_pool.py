@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.http.body_pool import BodyPool, Place, Stuck
+from services.gateway.request.body_budget import BodyPool, Place, Stuck
 
 
 def looping(test: Callable[[BodyPool], None]) -> None:

@@ -19,7 +19,7 @@ def idle(system: System) -> bool:
     if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.busy for link in gateway.detoks.links):
         return False
     parked = any(pool.parked for pool in gateway.dispatcher.fleet.pools.values())
-    return gateway.generator.idle and not parked and system.num_waiting == 0
+    return gateway.service.idle and not parked and system.num_waiting == 0
 
 
 def has_ended(system: System, phase: str) -> bool:
@@ -35,7 +35,7 @@ def gone_in(system: System, phase: str) -> bool:
 def test_while_sending_the_body(system: System) -> None:
     raw = socket.create_connection(("127.0.0.1", system.port))
     raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    wait_until(lambda: not system.gateway.generator.idle, "arrival")
+    wait_until(lambda: not system.gateway.service.idle, "arrival")
     raw.close()
     assert has_ended(system, "accepted")
     assert system.tokenizer.calls == []

@@ -53,7 +53,7 @@ def test_a_reader_of_a_byte_now_and_then_ends_at_its_deadline(stream: bool) -> N
 
         def gone() -> bool:
             deaf.read_one()
-            return not server.server_state.connections and system.gateway.generator.idle
+            return not server.server_state.connections and system.gateway.service.idle
 
         wait_until(gone, "its end", 60)
         assert system.chat().status_code == 200

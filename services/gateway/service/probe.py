@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from rootstock.v1 import common_pb2 as pb
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Generation, ModelInfo, Part, Prompt, one_step
-from services.gateway.request.request import ClientRequest, Series
+from services.gateway.request.generation import Generation, ModelInfo, Part, Plan, Prompt, one_step
+from services.gateway.request.origin import Origin
+from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from services.shared.limits import PRIORITY_RANGE
 
 RECENT_S = 2.0  # a step this young is proof enough, and asks nothing of a busy worker
@@ -21,27 +26,41 @@ TRY_S = 10.0
 _PROMPT_ID = 0  # a token that every vocabulary has
 
 
-class Uncounted:
-    """No client has asked for it."""
+class _ProbeSink(Sink):
+    """Waits for one token, and notes the error if none came."""
 
-    def series(self, model: str, key: str) -> Series:
-        return self
+    def __init__(self) -> None:
+        self.failure = ""
 
-    def first_token(self, since_arrival: float) -> None:
-        pass
+    def open(self, running: RunningRequest) -> None:
+        """The probe needs nothing of it."""
 
-    def further_tokens(self, between_two: float, count: int) -> None:
-        pass
+    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+        return True
 
-    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
-        pass
+    async def queued(self) -> None:
+        """The probe goes on waiting."""
+
+    async def take(self, deltas: Sequence[Delta], more: bool) -> None:
+        """Ignores the token."""
+
+    async def end(self) -> None:
+        """A token has come."""
+
+    async def fail(self, error: ApiError) -> None:
+        self.failure = error.message
+
+    def released(self, running: RunningRequest) -> None:
+        """The result is `failure`."""
 
 
 class GenerationProbe:
     """One per process. However many ask at once, one request goes to a worker."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, run: RunGeneration) -> None:
+        """run: GenerationService.run."""
         self._dispatcher = dispatcher
+        self._run = run
         self._numbers = itertools.count(1)
         self._trial: asyncio.Task[str] | None = None
 
@@ -64,26 +83,32 @@ class GenerationProbe:
         return await asyncio.shield(self._trial)
 
     async def _try(self, idle: Sequence[Link]) -> str:
-        request = ClientRequest(f"health-{next(self._numbers)}", self._dispatcher, Uncounted())
-        pool = self._asked(idle)
+        pool, sink = self._asked(idle), _ProbeSink()
+        plan = Plan(pool.model, [Part(Prompt([_PROMPT_ID], None), _one_token(pool.model))])
+
+        async def prepared(_body: ReceivedBody, _origin: Origin) -> Plan:
+            return plan
+
+        context = CallContext(f"health-{next(self._numbers)}", "/health_generate", is_counted=False)
+        avoid = {link.address for link in pool.links.values() if link not in idle}
+        call = GenerationCall(context, prepared, _no_body, asyncio.Event().wait, avoid=avoid)
         try:
             async with asyncio.timeout(TRY_S):
-                request.begin([Part(Prompt([_PROMPT_ID], None), _one_token(pool.model))], pool.model)
-                self._dispatcher.start(request, {link.address for link in pool.links.values() if link not in idle})
-                await request.news()
-        except ApiError as error:
-            return error.message
+                await self._run(call, sink)
         except TimeoutError:
             return f"No token has come within {TRY_S:g} s."
-        finally:
-            request.close()
-        return ""
+        return sink.failure
 
     def _asked(self, idle: Sequence[Link]) -> Pool:
         """The default model's workers, if one of them is idle."""
         pools = [pool for link in idle if (pool := self._dispatcher.fleet.pool_of(link)) is not None]
         default = self._dispatcher.catalog.default
         return next((pool for pool in pools if pool.model == default), pools[0])
+
+
+async def _no_body(_held: object) -> ReceivedBody:
+    """A probe has no body."""
+    return ReceivedBody(b"")
 
 
 def _trouble(link: Link) -> str:

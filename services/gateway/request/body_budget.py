@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import deque
 from collections.abc import Awaitable, Callable
 
-from services.gateway.http.body_pool import BodyPool, Stuck
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
 from services.shared.c_memory import return_freed
-from services.shared.limits import MAX_WAITING_BODIES, SMALL_BODY_BYTES, SMALL_BODY_POOL_BYTES
+from services.shared.limits import (
+    JSON_VALUE_BYTES,
+    MAX_JSON_VALUES,
+    MAX_WAITING_BODIES,
+    SMALL_BODY_BYTES,
+    SMALL_BODY_POOL_BYTES,
+)
 
 TRIM_BYTES = 1 << 20  # what was made of a smaller body is reused by the next one
 TRIM_S = 1.0  # from its end, so that one trim does for several
@@ -22,6 +29,73 @@ QUIET_S = 15.0  # from the last one's end
 YOUNG, OLDEST = 1, 2  # generations of the garbage collector
 
 Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
+
+
+class Stuck(Exception):
+    """Whoever could give bytes back waits for more: waiting would not end."""
+
+
+class Place:
+    """In the line for `size` more bytes. room: done once they are there. holds: bytes that it has already."""
+
+    __slots__ = ("holds", "room", "size")
+
+    def __init__(self, size: int, holds: int) -> None:
+        self.size = size
+        self.holds = holds
+        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class BodyPool:
+    """capacity: bytes. held: of them. Who takes gives back the same number, once."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held = 0
+        self._begun: deque[Place] = deque()  # those that hold something
+        self._new: deque[Place] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._begun) + len(self._new)
+
+    def take(self, size: int, holds: int = 0) -> bool:
+        """Whether there is room at once, with nobody before."""
+        before = len(self._begun) if holds else self.num_waiting
+        if before or self.held + size > self.capacity:
+            return False
+        self.held += size
+        return True
+
+    def join(self, size: int, holds: int = 0) -> Place:
+        """The end of the line. holds: what it has of this pool, and keeps while it waits. Raises Stuck."""
+        if holds and self.held == holds + sum(place.holds for place in self._begun):
+            raise Stuck
+        place = Place(size, holds)
+        (self._begun if holds else self._new).append(place)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """It will not take what it waits for, or has been given."""
+        if place.room.done():
+            self.give(place.size)
+            return
+        place.room.cancel()
+        (self._begun if place.holds else self._new).remove(place)
+        self._admit()  # those behind it may fit
+
+    def give(self, size: int) -> None:
+        self.held -= size
+        self._admit()
+
+    def _admit(self) -> None:
+        for line in (self._begun, self._new):
+            while line and self.held + line[0].size <= self.capacity:
+                place = line.popleft()
+                self.held += place.size
+                place.room.set_result(None)
+            if line:
+                return
 
 
 class ClientGone(Exception):
@@ -122,6 +196,31 @@ class HeldBytes:
         size, self.size = self.size, 0
         if size:
             self._budget.give(self._pool, size, size)
+
+
+async def hold_content(held: HeldBytes, content: bytes, max_bytes: int) -> ReceivedBody:
+    """Returns a body that is in memory already, and holds its bytes. Raises ApiError 413 or 503."""
+    if len(content) > max_bytes:
+        raise body_too_large(max_bytes)
+    await held.grow_to(len(content))
+    body = ReceivedBody(content, held.grow_by)
+    await hold_values(held, body)
+    return body
+
+
+def body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The request's body is larger than {max_bytes} bytes.", code="request_too_large")
+
+
+async def hold_values(held: HeldBytes, body: ReceivedBody) -> None:
+    """Holds the memory that the parsed values of a large body may take. Raises ApiError 413 or 503, or ClientGone."""
+    if held.size <= SMALL_BODY_BYTES:
+        return  # a small one becomes little, whatever it is made of
+    values = body.num_values
+    if values > MAX_JSON_VALUES:
+        message = f"The request's body has more than {MAX_JSON_VALUES} values, counted as commas and opening brackets."
+        raise ApiError(413, message, code="request_too_large")
+    await held.grow_to(min(values * JSON_VALUE_BYTES, held.most))
 
 
 class MemoryTrimmer:

@@ -1,0 +1,53 @@
+"""The stream of a background response: the events that the store has, then those that any gateway adds to them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.background.follow import Follow
+from services.gateway.http.body import attended, cut
+from services.gateway.http.direct_routes import HEAD
+from services.gateway.request.body_budget import ClientGone
+from services.gateway.request.errors import OPENAI, ApiError
+from services.gateway.state.state_store import StoreAway
+
+UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its stream
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class FollowedStream(Response):
+    """Sends the events to one client. The response goes on if the client leaves."""
+
+    background = None
+
+    def __init__(self, follow: Follow) -> None:
+        # Not Response.__init__: there is no content.
+        self._follow = follow
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(content: bytes) -> None:
+            """Raises TimeoutError if the client does not read."""
+            async with asyncio.timeout(UNREAD_S):
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+
+        try:
+            with attended(scope, receive):
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                if HEAD not in scope.get("extensions", {}):
+                    try:
+                        await self._follow(write)
+                    except StoreAway:
+                        error = ApiError(503, "What is kept cannot be reached just now.", code="store_unavailable")
+                        await write(OPENAI.event_of(error, scope["state"]["request_id"]))
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            cut(scope)  # the client does not read
+        except ClientGone:
+            return

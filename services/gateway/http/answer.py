@@ -1,0 +1,276 @@
+"""Serves a generation request over HTTP: one ASGI response that is sent whole, as server-sent events, or not at all.
+
+The client's connection is watched from the moment its body is read. When the client leaves, the request's task is cancelled, and
+the service releases the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.http.body import BodyReader, ClientWatch, cut, gone_of, read_body
+from services.gateway.observe.access_log import CUT, ERROR_CODE, WORK
+from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.playground.report import report_for
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.body_budget import ClientGone, HeldBytes
+from services.gateway.request.caller import NOBODY
+from services.gateway.request.context import CallContext
+from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
+from services.gateway.request.generation import Plan
+from services.gateway.request.origin import OMITTED_TOOLS
+from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.silence import Silence, commented
+from services.gateway.request.usage import work_of
+from services.gateway.service.sink import (
+    CollectedAnswer,
+    Detached,
+    GenerationCall,
+    MakeOperation,
+    MakeRenderer,
+    Operation,
+    Respond,
+    RunGeneration,
+    Sink,
+    StreamRenderer,
+    headers_of,
+)
+from services.shared import limits
+from services.shared.observe.log_fields import fields
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+READ_AHEAD_BYTES = 1 << 16  # of a response, which a client may leave unread for a while
+ERROR_SEND_S = 0.5  # for sending an error to a client that may have stopped reading
+ROUTING_KEY_HEADER = b"x-smg-routing-key"
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPort:
+    """The parts of the gateway that every response to a generation request uses."""
+
+    run: RunGeneration
+    settings: GatewaySettings
+    bodies: BodyReader  # of requests that generate nothing
+    logs_access: bool  # the access log is on
+
+
+class GenerationResponse(Response):
+    """The ASGI response to one generation request."""
+
+    background = None
+
+    def __init__(self, port: HttpPort, operation: Operation) -> None:
+        # Not Response.__init__: there is no content yet, and headers are sent with the first byte.
+        self._port = port
+        self._operation = operation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        settings = self._port.settings
+        headers, state = dict(scope["headers"]), scope["state"]
+        key = headers.get(ROUTING_KEY_HEADER, b"")
+        context = CallContext(
+            state["request_id"],
+            scope["path"],
+            scope["method"],
+            state.get("caller", NOBODY),
+            str(key, "latin-1"),
+            _trace_headers(headers),
+        )
+        sink = HttpSink(scope, send, self._operation.make_renderer, settings.sse_comment_s, self._port.logs_access)
+        watch = ClientWatch(scope, receive)
+
+        async def read(held: HeldBytes) -> ReceivedBody:
+            body = await read_body(scope, receive, held, settings.max_body_bytes, settings.body_timeout_s)
+            watch.start()
+            if len(key) > limits.MAX_ROUTING_KEY_CHARS:
+                name = ROUTING_KEY_HEADER.decode()
+                raise bad_request(name, f"'{name}' may have at most {limits.MAX_ROUTING_KEY_CHARS} characters.")
+            return body
+
+        report = report_for(scope) if settings.playground else None
+        call = GenerationCall(context, self._operation.prepare, read, gone_of(scope), report=report)
+        try:
+            with watch:
+                await self._port.run(call, sink)
+        except ClientGone:
+            state["code"] = CLIENT_CLOSED
+            return
+        if sink.detached is not None:
+            await sink.detached(scope, receive, send)
+
+
+class HttpSink(Sink):
+    """Sends one request's output to its client.
+
+    The status of a stream goes out with its first event or comment, so an error before that is a plain HTTP error.
+    """
+
+    def __init__(self, scope: Scope, send: Send, make_renderer: MakeRenderer, comment_s: float, logs_access: bool) -> None:
+        """comment_s: seconds of silence after which a stream gets a comment; 0: none."""
+        self.detached: Respond | None = None  # to be sent by the caller, if the request is computed in the background
+        self._scope = scope
+        self._send_message = send
+        self._make_renderer = make_renderer
+        self._comment_s = comment_s
+        self._logs_access = logs_access
+        self._form = scope["state"].get("form", OPENAI)
+        self._running: RunningRequest | None = None
+        self._collected: CollectedAnswer | None = None  # of a response that is sent whole
+        self._renderer: StreamRenderer | None = None  # of a stream
+        self._silence: Silence | None = None  # of a stream
+        self._last = b""  # last output of a stream, to be sent with its end
+        self._started = self._streams = False  # the status has been sent; as a stream's
+
+    def open(self, running: RunningRequest) -> None:
+        self._running = running
+        self._scope["state"][OMITTED_TOOLS] = running.origin.omitted_tools
+
+    async def while_preparing(self, work: Awaitable[T]) -> T:
+        return await commented(work, self._comment_s, self._comment)
+
+    async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
+        running = self._request
+        self._scope["state"]["model"] = plan.model.name
+        renderer = self._make_renderer(running, int(time.time()), plan.model.name, texts)
+        if isinstance(renderer, Detached):
+            self.detached = await renderer.detach(plan, running.hand_over())
+            return False
+        if running.generation.stream:
+            assert isinstance(renderer, StreamRenderer)
+            self._renderer = renderer
+            self._silence = Silence(self._comment_s, running.nudge)
+            return True
+        made = renderer
+        self._collected = CollectedAnswer(self._form, lambda *_: made)
+        self._collected.open(running)
+        return await self._collected.begin(plan, texts)
+
+    async def queued(self) -> None:
+        """Nothing is sent before there is output, or a comment is due."""
+
+    async def take(self, deltas: Sequence[Delta], more: bool) -> None:
+        if self._collected is not None:
+            await self._collected.take(deltas, more)
+            return
+        assert self._renderer is not None and self._silence is not None
+        content = b"".join([await self._renderer.chunk(delta) for delta in deltas])
+        if not more:
+            self._last = content
+            return
+        if deltas:
+            await self._start_stream()
+        if content:  # empty if the whole output is hidden
+            await self._send(content, False)
+            self._silence.said()
+        elif self._silence.is_long:
+            await self._comment()
+            self._silence.said()
+
+    async def end(self) -> None:
+        if self._collected is not None:
+            await self._collected.end()
+            await self._start(self._collected.status, self._collected.headers)
+            await self._send(self._collected.body, True)
+            return
+        assert self._renderer is not None
+        content = self._last + await self._renderer.ending()
+        await self._start_stream()
+        await self._send(content, True)
+
+    async def fail(self, error: ApiError) -> None:
+        """Sends the error as the response if nothing has been sent, else as the last event of the stream. A whole response that
+        has begun, and a client that does not read, have their connection closed."""
+        self._end_silence()
+        state = self._scope["state"]
+        state[ERROR_CODE] = error.code
+        try:
+            async with asyncio.timeout(ERROR_SEND_S):
+                if self._started and not self._streams:
+                    self._cut()
+                elif self._started:
+                    await self._send_message({"type": "http.response.body", "body": self._event_of(error), "more_body": False})
+                else:
+                    status, headers, body = self._form.answer(error, self._request.request_id)
+                    await self._start(status, headers)
+                    await self._send_message({"type": "http.response.body", "body": body, "more_body": False})
+        except TimeoutError:
+            about = fields(**self._request.origin.log_fields, status=error.status)
+            logger.warning("client does not read its error", extra=about)
+            self._cut()
+
+    def released(self, running: RunningRequest) -> None:
+        self._end_silence()
+        if self._logs_access:
+            self._scope["state"][WORK] = work_of(running)
+
+    @property
+    def _request(self) -> RunningRequest:
+        assert self._running is not None
+        return self._running
+
+    def _end_silence(self) -> None:
+        if self._silence is not None:
+            self._silence.end()
+
+    def _cut(self) -> None:
+        self._scope["state"][CUT] = True
+        cut(self._scope)
+
+    def _event_of(self, error: ApiError) -> bytes:
+        if self._renderer is not None:
+            return self._renderer.failure(error)
+        return bytes(self._form.event_of(error, self._request.request_id))
+
+    async def _comment(self) -> None:
+        if self._request.wants_stream:
+            await self._start_stream()
+            await self._send(self._form.comment, False)
+
+    async def _start_stream(self) -> None:
+        """Sends the status of a stream, once. Before the request is prepared, a renderer's headers are unknown and left out."""
+        if not self._started:
+            self._streams = True
+            await self._start(200, [*_SSE_HEADERS, *headers_of(self._renderer)])
+
+    async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        if self._request.trace is not None:
+            self._request.trace.first_byte(status)
+        await self._send_message({"type": "http.response.start", "status": status, "headers": [*headers]})
+
+    async def _send(self, piece: bytes, last: bool) -> None:
+        """Sends a part of the body. After a large last part, the end waits until the client has read it, so that the request's
+        deadline covers that too."""
+        if last and len(piece) > READ_AHEAD_BYTES:
+            await self._send_message({"type": "http.response.body", "body": piece, "more_body": True})
+            piece = b""
+        await self._send_message({"type": "http.response.body", "body": piece, "more_body": not last})
+
+
+def _trace_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): headers[name].decode("latin-1") for name in (b"traceparent", b"tracestate") if name in headers}
+
+
+def endpoint_of(port: HttpPort, make_operation: MakeOperation) -> Callable[[], Awaitable[Response]]:
+    """Returns the endpoint that FastAPI and DirectRoutes call for each request."""
+
+    async def endpoint() -> Response:
+        return GenerationResponse(port, make_operation())
+
+    return endpoint

@@ -1,0 +1,268 @@
+"""Runs generation requests without HTTP: admits, prepares, dispatches, and passes output to a sink (service/sink.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from services.gateway.config.settings import GatewaySettings
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.observe.attendance import Attendance
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.peers.token_texts import TokenTexts
+from services.gateway.request import budgets
+from services.gateway.request.abort import AbortScope
+from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.body_budget import BodyBudget, ClientGone, HeldBytes
+from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
+from services.gateway.request.generation import Plan
+from services.gateway.request.request import Choice, Measures, Phase, Releaser, RunningRequest, Series
+from services.gateway.request.trace import begin_trace
+from services.gateway.request.usage import usage_of
+from services.gateway.service.sink import GenerationCall, Sink
+from services.shared.observe.log_fields import fields
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from services.shared.observe.spans import Tracing
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch(Releaser, Protocol):
+    """Places choices on workers."""
+
+    def start(self, request: RunningRequest, refused_by: Collection[str] = ()) -> None:
+        """Places or queues every choice. refused_by: addresses of workers to avoid. Raises ApiError if the queue is full."""
+
+    def abort(self, choice: Choice) -> bool:
+        """Ends the choice with the output so far. Returns False if it has ended already."""
+
+    def worker_ids(self, choice: Choice) -> list[str]:
+        """Returns the ids of the workers that compute the choice."""
+
+
+class GenerationService:
+    """Owns all open generation requests of the process. Runs on the event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatch,
+        token_texts: TokenTexts,
+        metrics: GatewayMetrics,
+        bodies: BodyBudget,
+        keys: KeyRing,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.keys = keys
+        self.attendance = Attendance(asyncio.get_running_loop().time)
+        self._dispatcher = dispatcher
+        self.token_texts = token_texts
+        self._bodies = bodies
+        self._tracing = tracing
+        self._open: dict[RunningRequest, None] = {}
+        metrics.in_flight.set_function(lambda: float(len(self._open)))
+
+    async def run(self, call: GenerationCall, sink: Sink) -> None:
+        """Serves one request from its admission to its last output. Before it returns or raises, the request is released.
+
+        Cancelling it means that the client has left.
+
+        Raises:
+            ClientGone: The client left while its body was read.
+        """
+        held = self._bodies.open(call.gone)
+        running = self._opened(call, held)
+        sink.open(running)
+        try:
+            try:
+                self._admit(running, call)
+                body = await call.read_body(held)
+            except ApiError as error:
+                running.fail(error)
+                await self._tell(running, sink, error)
+            else:
+                await self._serve(running, call, body, sink)
+        except (ClientGone, asyncio.CancelledError):
+            self._client_gone(running)
+            raise
+        finally:
+            running.release()
+            sink.released(running)
+
+    def abort(self, scope: AbortScope, error: ApiError) -> int:
+        """Ends the choices that the scope names with the output so far, or the requests with `error` if they have no output to
+        return. Returns the number of ended choices and requests."""
+        return sum(self._abort(running, scope, error) for running in list(self._open))
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends every open request with this error."""
+        for running in list(self._open):
+            running.interrupt(error)
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def _opened(self, call: GenerationCall, held: HeldBytes) -> RunningRequest:
+        context = call.context
+        trace = None if self._tracing is None else begin_trace(self._tracing, context)
+        measures: Measures = self.metrics if context.is_counted else _UNCOUNTED
+        return RunningRequest(context, self._dispatcher, measures, trace, call.report, held, self._forget)
+
+    def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
+        """Raises ApiError if too many requests are open, or the key's limits are reached."""
+        running.admission = call.admission
+        if not call.context.is_counted:
+            return
+        if len(self._open) >= self.settings.max_concurrent_requests:
+            raise unavailable("Too many requests are in flight.", self.settings.retry_after_s, "queue_full")
+        self._open[running] = None
+        self.attendance.begin(_is_attended(running))
+        if call.admission is None:
+            running.admission = self.keys.begin(running.key)
+
+    def _forget(self, running: RunningRequest) -> None:
+        if running in self._open:
+            del self._open[running]
+            self.attendance.end(_is_attended(running))
+
+    async def _serve(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> None:
+        running.task = asyncio.current_task()
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                await self._generate(running, call, body, sink)
+            return
+        except ApiError as failure:
+            error = _alone(failure)
+        except TimeoutError:
+            error = timed_out()
+        except asyncio.CancelledError:
+            if running.error is None and (running.task is None or running.task.cancelling()):
+                raise
+            if running.error is None:
+                logger.error("a request was cancelled, and nobody had asked for it", extra=fields(**running.origin.log_fields))
+            error = running.error or internal()  # interrupted, and the client is still there
+        except Exception:
+            logger.exception("request failed", extra=fields(**running.origin.log_fields))
+            error = internal()
+        running.fail(error)
+        await self._tell(running, sink, error)
+
+    async def _generate(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> None:
+        plan = await self._prepared(running, call, body, sink)
+        if not await sink.begin(plan, self.token_texts.of_model(plan.model.source, plan.model.tokenizer)):
+            return
+        self._dispatcher.start(running, call.avoid)
+        if running.held is not None:
+            running.held.close()
+        await sink.queued()
+        more = True
+        while more:
+            choices = await running.news()
+            if not running.generation.stream and running.complete:
+                choices = running.choices  # a whole response has them by index
+            deltas = [delta for choice in choices if (delta := choice.take()) is not None]
+            more = not running.complete  # before the sink is awaited: output that comes from here on has not been taken
+            await sink.take(deltas, more)
+        self._count(running)
+        await sink.end()
+
+    async def _prepared(self, running: RunningRequest, call: GenerationCall, body: ReceivedBody, sink: Sink) -> Plan:
+        """Returns the plan of a request whose choices have been made. Raises ApiError."""
+        try:
+            plan = await sink.while_preparing(call.prepare(body, running.origin))
+            if call.context.routing_key:
+                plan = plan.routed(call.context.routing_key)
+            if running.error is not None:
+                raise running.error
+            self._count_cuts(running, plan)
+            budgets.check_logprobs(plan.parts, plan.model.context_len)
+            if running.admission is not None and call.admission is None:
+                running.admission.reserve(budgets.most_tokens(plan.parts, plan.model.context_len))
+            running.begin(plan.parts, plan.model)
+            if running.trace is not None:
+                running.trace.begin(plan.model.name, len(running.choices))
+        except (ValueError, OverflowError):
+            # Every field has its check; this is for a value that passed and does not fit its protobuf message.
+            logger.warning("a value does not fit its message", extra=fields(**running.origin.log_fields), exc_info=True)
+            raise bad_request(None, "A value of the request is out of its range.") from None
+        return plan
+
+    async def _tell(self, running: RunningRequest, sink: Sink, error: ApiError) -> None:
+        if running.trace is not None:
+            running.trace.failed(error)
+        await sink.fail(error)
+
+    def _client_gone(self, running: RunningRequest) -> None:
+        if not _is_attended(running):
+            return  # a lane or a lease was given up: nobody was waiting
+        self.metrics.aborts.labels(running.phase.value).inc()
+        if running.trace is not None:
+            running.trace.client_gone()
+        logger.info("client gone", extra=fields(**running.origin.log_fields, phase=running.phase.value))
+
+    def _count_cuts(self, running: RunningRequest, plan: Plan) -> None:
+        cuts = [part.prompt.num_cut for part in plan.parts if part.prompt.num_cut]
+        if cuts:
+            self.metrics.truncated_prompts.inc(len(cuts))
+            logger.info("prompts were cut", extra=fields(**running.origin.log_fields, prompts=len(cuts), tokens=sum(cuts)))
+
+    def _count(self, running: RunningRequest) -> None:
+        running.usage = usage = usage_of(running)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        since_arrival = running.clock() - running.arrived
+        running.series.answered(usage["prompt_tokens"], cached, usage["completion_tokens"], since_arrival)
+        if running.trace is not None:
+            running.trace.answered(usage, [choice.ending.finish_reason for choice in running.choices if choice.ending])
+
+    def _abort(self, running: RunningRequest, scope: AbortScope, error: ApiError) -> int:
+        if running.error is not None or not scope.owns(running.key):
+            return 0
+        whole = (running.request_id, *running.origin.names)
+        if running.phase is Phase.ACCEPTED:
+            if not scope.on(()) or not scope.names(*whole, *running.origin.part_names):
+                return 0
+            running.interrupt(error)
+            return 1
+        named = (each for each in running.choices if scope.names(*whole, each.part.request_id, each.request_id))
+        meant = [each for each in named if scope.on(self._dispatcher.worker_ids(each))]
+        if meant and running.generation.ends_with_prompt:
+            running.fail(error)
+            return int(running.error is not None)
+        return sum(self._dispatcher.abort(choice) for choice in meant)
+
+
+class _Uncounted:
+    """Series of requests that no client has sent."""
+
+    def series(self, model: str, key: str) -> Series:
+        return self
+
+    def first_token(self, since_arrival: float) -> None:
+        """Counts nothing."""
+
+    def further_tokens(self, between_two: float, count: int) -> None:
+        """Counts nothing."""
+
+    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
+        """Counts nothing."""
+
+
+_UNCOUNTED = _Uncounted()
+
+
+def _is_attended(running: RunningRequest) -> bool:
+    """Whether a client waits for the response."""
+    return not running.caller.background and running.context.is_counted
+
+
+def _alone(error: ApiError) -> ApiError:
+    """Returns the error without its frames: they have what was made of the body, and the error would keep that alive."""
+    error.__traceback__ = error.__context__ = None
+    return error
