@@ -1,4 +1,4 @@
-"""Times each CPU kernel against its torch twin at the shapes of a 0.6B model: python -m kernels.bench [--threads N]."""
+"""Times each CPU kernel and its torch twin at the shapes of a 0.6B model: python -m kernels.bench [--threads N]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Case = Callable[[Kernels], Callable[[], object]]
 
 
 def best_of(work: Callable[[], object], seconds: float = 0.3) -> float:
-    """Seconds of the fastest run."""
+    """Returns the seconds of the fastest run."""
     work()
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until or best == float("inf"):
@@ -102,7 +102,7 @@ def silu_case(tokens: int) -> Case:
 
 
 def cases() -> dict[str, Callable[[], Case]]:
-    """Made one at a time: together they would not fit a small machine."""
+    """Returns functions that make one case each, because all cases together do not fit a small machine."""
     found: dict[str, Callable[[], Case]] = {}
     for tokens in (1, 8, 32, 256, 2048):
         shapes = {"qkv": (HIDDEN, 4096), "o": (2048, HIDDEN), "down": (INNER, HIDDEN)}
@@ -125,7 +125,7 @@ def cases() -> dict[str, Callable[[], Case]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser.add_argument("--only", default="", help="Text that the names of the cases to run contain.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     kernels = load_kernels(options.threads, torch.bfloat16)

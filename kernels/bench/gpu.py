@@ -1,33 +1,83 @@
-"""Times the GPU kernels beside plain torch: python -m kernels.bench.gpu [--only PART] [--json FILE] [--seconds S]."""
+"""Times the GPU kernels and plain torch: python -m kernels.bench.gpu [--only PART] [--json FILE] [--seconds S]."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from kernels.bench.gpu_case import GpuCase, Make, Work
-from kernels.bench.gpu_report import COLUMNS, KernelFigures, figures_of, write_json
-from kernels.bench.gpu_timing import GpuTimer
+from kernels.bench.gpu_timing import GpuCase, GpuTimer, Make, Timing, Work
+
+COLUMNS = f"{'kernel':44} {'us':>9} {'GB/s':>7} {'% copy':>7} {'TFLOP/s':>8} {'torch us':>9} {'ratio':>6}  input"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """The results of one case, printed as a line of a table and written as JSON."""
+
+    name: str
+    microseconds: float = 0.0
+    gigabytes_per_second: float = 0.0
+    percent_of_copy: float = 0.0  # share of the bandwidth of a large copy in the same run
+    teraflops: float = 0.0
+    torch_microseconds: float | None = None  # time of the same work in plain torch; None without a comparison
+    # whether inputs came from memory; otherwise they came from the L2 cache, and more than 100 percent is possible
+    cold: bool = False
+    error: str = ""  # reason why there are no figures, or ""
+    torch_error: str = ""  # reason why there are no figures of plain torch, or ""
+
+    def line(self) -> str:
+        if self.error:
+            return f"{self.name:44} failed: {self.error}"
+        beside = "failed" if self.torch_error else ""
+        beside = beside if self.torch_microseconds is None else f"{self.torch_microseconds:.1f}"
+        ratio = "" if self.torch_microseconds is None else f"{self.torch_microseconds / self.microseconds:.2f}"
+        flops = f"{self.teraflops:.1f}" if self.teraflops else ""
+        rates = f"{self.microseconds:9.1f} {self.gigabytes_per_second:7.0f} {self.percent_of_copy:7.1f} {flops:>8}"
+        return f"{self.name:44} {rates} {beside:>9} {ratio:>6}  {'memory' if self.cold else 'L2'}"
+
+
+def figures_of(case: GpuCase, ours: Timing, plain: Timing | None, copy_bandwidth: float) -> KernelFigures:
+    """Computes the figures of a case from its times. copy_bandwidth is in bytes per second."""
+    seconds = ours.microseconds * 1e-6
+    rate = case.bytes_moved / seconds
+    return KernelFigures(
+        name=case.name,
+        microseconds=ours.microseconds,
+        gigabytes_per_second=rate / 1e9,
+        percent_of_copy=100 * rate / copy_bandwidth,
+        teraflops=case.flops / seconds / 1e12,
+        torch_microseconds=None if plain is None else plain.microseconds,
+        cold=ours.cold,
+    )
+
+
+def write_json(path: Path, run: dict[str, str | float], kernels: list[KernelFigures]) -> None:
+    """Writes the figures. `run` has the facts that all kernels share: device, versions, copy bandwidth."""
+    path.write_text(json.dumps({**run, "kernels": [asdict(figures) for figures in kernels]}, indent=1) + "\n")
+
 
 __all__ = ["GpuCase", "Make", "Work", "all_cases", "main"]
 
-NO_GPU = "There is no GPU here that torch can use, so no kernel was timed."
+NO_GPU = "torch finds no GPU, so no kernel was timed."
 
 
 def all_cases() -> Iterator[GpuCase]:
-    from kernels.bench import gpu_attention, gpu_deterministic, gpu_layers, gpu_sampling  # triton is not everywhere
+    from kernels.bench import gpu_attention, gpu_deterministic, gpu_layers, gpu_sampling  # triton may not be installed
 
     for module in (gpu_layers, gpu_attention, gpu_sampling, gpu_deterministic):
         yield from module.cases()
 
 
 def measured(case: GpuCase, timer: GpuTimer, copy_bandwidth: float) -> KernelFigures:
-    """A case that fails ends alone: its figures say why. Where plain torch fails, ours stand alone."""
+    """Times a case. An error ends this case only: its figures then have the error. If plain torch fails, the kernel's
+    figures stay.
+    """
     try:
         ours = timer.time(case.make, case.bytes_moved, case.captures)
     except Exception as error:
@@ -46,11 +96,11 @@ def _first_line(error: Exception) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0; 1 where a kernel failed; 2 where there is no GPU. The JSON file is written anew after each kernel."""
+    """Times the cases and rewrites the JSON file after each one. Returns 0; 1 if a kernel failed; 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of repeats a measurement")
+    parser.add_argument("--only", default="", help="Text that the names of the cases to run contain.")
+    parser.add_argument("--json", type=Path, help="File for the figures, as JSON.")
+    parser.add_argument("--seconds", type=float, default=0.2, help="Seconds for which a measurement repeats its work.")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)

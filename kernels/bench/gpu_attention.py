@@ -1,4 +1,4 @@
-"""Attention over pages at the shapes of two dense models: decode steps, prompts, a chunk behind a long prefix."""
+"""Makes the cases of paged attention at the shapes of two dense models: decode steps, prompts, a chunk behind a long prefix."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kernels.bench.gpu_case import GpuCase, Work
+from kernels.bench.gpu_timing import GpuCase, Work
 from kernels.contracts.ops import RaggedRows
 from kernels.triton.attention.attention import AttentionCall, allocate_scratch, as_heads, head_shape, plan_call, run_attention
 from kernels.triton.attention.attention_plan import Launch
 
 DTYPE, SIZE, PAGE_SIZE, KV_HEADS, HEAD_DIM = torch.bfloat16, 2, 16, 8, 128
-MODELS = {"0.6B": 16, "8B": 32}  # query heads
+MODELS = {"0.6B": 16, "8B": 32}  # number of query heads
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """rows of `count` tokens each, behind `start` others."""
+    """Sizes of a batch: `rows` rows of `count` tokens each, behind `start` earlier ones."""
 
     model: str
     rows: int
@@ -41,13 +41,13 @@ class AttentionSizes:
 
     @property
     def bytes_moved(self) -> int:
-        """Keys and values once, queries in, outputs out."""
+        """Bytes of keys, values, queries and outputs, each counted once."""
         own = 2 * self.rows * self.count * self.heads
         return (own + 2 * self.rows * self.context * KV_HEADS) * HEAD_DIM * SIZE
 
     @property
     def flops(self) -> int:
-        """Of pairs of tokens that see each other."""
+        """Floating-point operations of all pairs of a token and a token that it attends to."""
         pairs = self.rows * (self.count * self.start + self.count * (self.count + 1) // 2)
         return 4 * pairs * self.heads * HEAD_DIM
 
@@ -62,7 +62,7 @@ def extend_sizes() -> list[AttentionSizes]:
 
 
 def rows_of(sizes: AttentionSizes, device: torch.device) -> RaggedRows:
-    """On shuffled pages, as after a while of serving."""
+    """Returns rows on shuffled pages, as after a while of serving."""
     width = -(-sizes.context // PAGE_SIZE)
     table = torch.randperm(sizes.rows * width, device=device).view(sizes.rows, width).int()
     positions = (torch.arange(sizes.count, device=device) + sizes.start).repeat(sizes.rows)
@@ -102,7 +102,7 @@ def work_of(call: AttentionCall, launch: Launch, merge_apart: bool = False) -> W
 
 
 def plain(sizes: AttentionSizes, device: torch.device) -> Work:
-    """Torch's own over keys and values that lie in one piece, one copy for each key/value head."""
+    """Returns torch's attention over contiguous keys and values, with one copy per query head where torch needs it."""
     q = torch.randn(sizes.rows, sizes.heads, sizes.count, HEAD_DIM, device=device, dtype=DTYPE)
     keys, values = (torch.randn(sizes.rows, KV_HEADS, sizes.context, HEAD_DIM, device=device, dtype=DTYPE) for _ in "kv")
     if sizes.count == 1:

@@ -1,4 +1,4 @@
-"""Times attention with other block sizes than its tables have: python -m kernels.bench.gpu_attention_tune [--only PART]."""
+"""Times attention with block sizes other than those of its tables: python -m kernels.bench.gpu_attention_tune [--only PART]."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.bench.gpu import NO_GPU
 from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, work_of
-from kernels.bench.gpu_case import Work
-from kernels.bench.gpu_timing import GpuTimer
+from kernels.bench.gpu_timing import GpuTimer, Work
 from kernels.triton.attention.attention import head_shape, plan_call
 from kernels.triton.attention.attention_plan import Blocks, HeadShape, Launch, retiled
 
 
 def candidates(launch: Launch) -> Iterator[tuple[Blocks, int]]:
-    """(blocks, splits) around those of a plan, its own left out where every tile has as many."""
+    """Yields (blocks, splits) around those of a plan. The plan's own are left out unless it deals its splits."""
     lanes = [launch.blocks.m] if launch.one_token else [64, 128]
     splits = sorted({launch.splits} | ({1, 2, 4, 8, 16, 32} if launch.splits else set()))
     for m, n, warps, stages, split in product(lanes, [32, 64, 128], [4, 8], [2, 3, 4], splits):
@@ -33,7 +32,7 @@ def _work(sizes: AttentionSizes, launch: Launch, device: torch.device) -> Work:
 
 
 def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Iterator[tuple[float, Launch]]:
-    """(microseconds, launch) of each that the device can hold, the plan's own first."""
+    """Yields (microseconds, launch) of each launch that the device can hold, that of the plan first."""
     call = call_of(sizes, device)
     shape: HeadShape = head_shape(call.q, call.k_pool, call.v_pool)
     plan = plan_call(shape, call.rows, len(call.q), call.window, device)
@@ -47,9 +46,9 @@ def tuned(sizes: AttentionSizes, timer: GpuTimer, device: torch.device) -> Itera
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0; 2 where there is no GPU. Prints the plan's own first, then the best five of each shape."""
+    """Prints the time of the plan, then the best five, for each shape. Returns 0; 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of the names of the shapes to run")
+    parser.add_argument("--only", default="", help="Text that the names of the shapes to run contain.")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)

@@ -1,18 +1,20 @@
-"""Deterministic linear layers and attention at the shapes of two dense models, beside the kernels of ordinary steps."""
+"""Makes the cases of deterministic linear layers and attention at the shapes of two dense models, compared with ordinary
+kernels.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.bench.gpu_attention import AttentionSizes, call_of, decode_sizes, extend_sizes, ours, work_of
-from kernels.bench.gpu_case import GpuCase, Make, Work
 from kernels.bench.gpu_layers import DTYPE, SHAPES, SIZE, DecoderShape, rope_case
+from kernels.bench.gpu_timing import GpuCase, Make, Work
 from kernels.triton.attention.attention import head_shape
 from kernels.triton.attention.attention_plan import fixed_places, num_multiprocessors, plan_fixed
 from kernels.triton.layers.layers import TritonLayers
 
 TOKENS = (1, 64, 256, 8192)
-MAX_CONTEXT = 32768  # of a worker, by which splits are fixed
+MAX_CONTEXT = 32768  # context of the worker, which determines the fixed splits
 
 
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:

@@ -1,4 +1,6 @@
-"""Cases of the sampling kernels: 151,936 tokens; what is drawn from are logits of normal noise, sharper than a random model's."""
+"""Makes the cases of the sampling kernels: 151,936 tokens, with logits of normal noise that is sharper than a random
+model's.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.bench.gpu_case import GpuCase, Work
+from kernels.bench.gpu_timing import GpuCase, Work
 from kernels.contracts.sample_ops import SEEN, Measured, SampleRows, SlotColumn, SlotTable
 from kernels.triton.sampling.sampling import TritonSampling
 
 VOCAB, SPREAD, FLOAT = 151936, 4.0, 4
 WORDS, LISTED = -(-VOCAB // 32), 8
 ALWAYS = (1 << 31) - 1
-Params = Mapping[str, float]  # by SlotColumn's names
+Params = Mapping[str, float]  # values by names of SlotColumn
 
 
 def _table(rows: int, device: torch.device, params: Params) -> SlotTable:
-    """Counts as of 600 tokens, some of them from the prompt alone."""
+    """Returns a table whose counts are those of 600 tokens, some of them in the prompt only."""
     columns = torch.zeros((rows, SlotColumn.WIDTH), dtype=torch.int32)
     values = {"TOP_P": 1.0, "REPETITION": 1.0, "TOP_K": -1} | dict(params)
     for name, value in values.items():
@@ -70,7 +72,7 @@ def _plain_argmax(rows: int, device: torch.device) -> Work:
 
 
 def _plain_draw(rows: int, params: Params, device: torch.device) -> Work:
-    """By a sort, as most write it."""
+    """Returns a draw by sorting, the usual form in torch."""
     logits = _logits(rows, device)
     top_k, top_p = int(params.get("TOP_K", VOCAB)), params.get("TOP_P", 1.0)
 
@@ -138,7 +140,7 @@ def _measure_case(rows: int, num_top: int) -> GpuCase:
 
 def cases() -> list[GpuCase]:
     selects = [case for rows in (1, 64, 256) for case in _select_cases(rows)]
-    moved = 64 * VOCAB * (2 * FLOAT + 2)  # logits, the edited ones, counts
+    moved = 64 * VOCAB * (2 * FLOAT + 2)  # raw logits, edited logits, counts
     edits = [
         GpuCase("edit_logits penalties 64", partial(_edit, 64, PENALTIES), moved),
         GpuCase("edit_logits nothing to do 64", partial(_edit, 64, {}), 64 * SlotColumn.WIDTH * 4),

@@ -1,17 +1,35 @@
-"""Times work on a CUDA device: medians over replays of a CUDA graph, by events, so that no launch is in them.
+"""Times work on a CUDA device by events around replays of a CUDA graph, and takes the median. Launches are not in the time.
 
-A graph holds many calls, which go round among separate inputs: so many that together they are twice the L2 cache, where that
-takes no more than MAX_COPIES. Where it would, inputs stay in the cache, as those of a small layer do between its kernels.
+A graph has many calls, which take turns over separate inputs. The inputs together are twice as large as the L2 cache if
+MAX_COPIES suffice for that. Otherwise they stay in the cache, as those of a small layer do between its kernels.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from kernels.bench.gpu_case import Make, Work
+Work = Callable[[], object]
+Make = Callable[[torch.device], Work]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCase:
+    """A kernel at one shape."""
+
+    name: str
+    # allocates inputs and outputs, and returns the timed work: one call, without host work except the launch.
+    # It runs several times for separate inputs; the returned work keeps its inputs alive.
+    make: Make
+    bytes_moved: int  # smallest number of bytes that one call reads and writes
+    flops: int = 0  # floating-point operations of one call; 0: not reported
+    captures: bool = True  # whether a CUDA graph can capture the work; otherwise each call is launched
+    plain: Make | None = None  # the same work in plain torch; None for no comparison
+    plain_captures: bool = True  # as `captures`, for plain torch
+
 
 MAX_COPIES, MIN_CALLS, MIN_REPEATS, MAX_REPEATS = 16, 32, 5, 50
 COPY_BYTES = 1 << 30
@@ -19,10 +37,10 @@ COPY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """microseconds: of one call. cold: whether inputs came from memory and not from the L2 cache."""
+    """The time of one call."""
 
     microseconds: float
-    cold: bool
+    cold: bool  # whether inputs came from memory and not from the L2 cache
 
 
 def copies_for(bytes_moved: int, cache_bytes: int) -> int:
@@ -30,7 +48,7 @@ def copies_for(bytes_moved: int, cache_bytes: int) -> int:
 
 
 class GpuTimer:
-    """seconds: about how long one measurement may repeat its work. device: the current CUDA device."""
+    """Times work on the current CUDA device. `seconds` is the approximate time for which one measurement repeats its work."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device = device
@@ -38,11 +56,11 @@ class GpuTimer:
         self._cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
     def time(self, make: Make, bytes_moved: int, captures: bool) -> Timing:
-        """captures: see GpuCase; without, a call's launches are in its time."""
+        """Times the work that `make` returns. Without `captures`, the launches of a call are in its time."""
         copies = copies_for(bytes_moved, self._cache_bytes)
         works = [make(self._device) for _ in range(copies)]
         calls = -(-MIN_CALLS // copies) * copies
-        for work in works:  # compiles, and lets libraries allocate what they keep
+        for work in works:  # compiles kernels, and libraries allocate their workspaces
             work()
         torch.cuda.synchronize(self._device)
         repeat = _captured(works, calls) if captures else _in_turn(works, calls)
@@ -50,7 +68,7 @@ class GpuTimer:
         return Timing(median * 1e3, copies * bytes_moved >= 2 * self._cache_bytes)
 
     def copy_bandwidth(self) -> float:
-        """Bytes a second, read and written together, of copying COPY_BYTES."""
+        """Returns the bytes per second, read and written together, of a copy of COPY_BYTES."""
 
         def make(device: torch.device) -> Work:
             source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)

@@ -1,8 +1,10 @@
-"""The kernels a decoder needs, as one protocol. kernels.reference.layers satisfies it as a module, kernels.cpu as an object.
+"""Declares the kernels of a decoder's layers and the tensors that they share.
 
-Shapes: T tokens of a ragged batch (rows one after the other), R rows, H query heads, G key/value heads, D head size,
-P pages of S tokens. The model dtype (float32, bfloat16, float16) is that of every tensor unless said otherwise.
-Outputs are written into the first argument; it may alias no input. All tensors are contiguous and on one device.
+The module kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
+
+Letters in shapes: T tokens of a ragged batch (rows follow each other), R rows, H query heads, G key/value heads, D head size,
+P pages of S tokens each. Unless a line states another dtype, a tensor has the model dtype: float32, bfloat16 or float16.
+A kernel writes its outputs into its first argument, which aliases no input. All tensors are contiguous and on one device.
 """
 
 from __future__ import annotations
@@ -16,66 +18,97 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in the layout its kernel wants. Made and read by the same Kernels only.
+    """The weight of a linear layer in the layout that one implementation of Kernels reads.
 
-    data: weight, either as [N, K] or packed; bias: [N] in the model dtype, or None.
+    Only the implementation that made it may read it.
     """
 
-    data: Tensor
-    bias: Tensor | None
-    in_features: int
-    out_features: int
-    packed: bool
+    data: Tensor  # the weight: [N, K], or packed
+    bias: Tensor | None  # [N] in the model dtype; None if the layer has no bias
+    in_features: int  # K
+    out_features: int  # N
+    packed: bool  # whether `data` has a layout other than [N, K]
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """Which tokens a step computes. Row r computes positions starts[r] .. starts[r] + num_tokens[r] - 1 of one sequence.
+    """The tokens that one step computes.
 
-    page_table: int32[slots, pages], page ids of each slot's sequence; entries below 0 are read as page 0.
-    slots, starts, num_tokens, offsets: int32[R]; offsets[r] is the row's first token in the batch.
-    positions: int32[T]. locations: int64[T], page * S + offset in page where a token's key and value go; below 0: nowhere.
-    max_context: the largest starts[r] + num_tokens[r].
+    Row r computes positions starts[r] .. starts[r] + num_tokens[r] - 1 of one sequence.
     """
 
-    page_table: Tensor
-    slots: Tensor
-    starts: Tensor
-    num_tokens: Tensor
-    offsets: Tensor
-    positions: Tensor
+    page_table: Tensor  # int32[slots, pages]: page ids of each slot's sequence; a kernel reads an entry below 0 as page 0
+    slots: Tensor  # int32[R]
+    starts: Tensor  # int32[R]
+    num_tokens: Tensor  # int32[R]
+    offsets: Tensor  # int32[R]: index of the row's first token in the batch
+    positions: Tensor  # int32[T]
+    # int64[T]: page * S + offset in the page, where the token's key and value are written; below 0: not written
+    # int64[T]: page * S + offset in the page, where the token's key and value are written; below 0: not written
     locations: Tensor
-    max_context: int
+    max_context: int  # largest starts[r] + num_tokens[r]
+
+
+def require_contiguous(*tensors: Tensor) -> None:
+    """Checks that each tensor is contiguous. Raises ValueError with the shape of the first strided tensor."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+
+
+def misfit(*tensors: Tensor) -> ValueError:
+    """Returns an error that lists the shapes and dtypes of the tensors.
+
+    Call it only after a check has failed: formatting the shapes costs more than a launch.
+    """
+    return ValueError(f"shapes or dtypes do not fit: {', '.join(f'{tuple(t.shape)} {t.dtype}' for t in tensors)}")
 
 
 class Kernels(Protocol):
-    """Deterministic kernels keep a second contract: what a row of linear(), of a norm or of an activation gets, and a token of
-    paged_attention(), is a function of that row, or of the tokens before it, alone, to the last bit: not of how many others there
-    are, where a prompt is cut, which pages hold it. For one build and one CPU's instruction sets. CpuKernels says how."""
+    """The kernels of a decoder's layers.
+
+    Deterministic implementations also guarantee results to the last bit, for one build and one set of CPU instructions:
+
+    - A row of linear(), of a norm or of an activation depends on that row alone.
+    - A token of paged_attention() depends on its own and the earlier tokens of its sequence alone. The number of other rows,
+      the chunks of a prompt and the page ids have no influence.
+    """
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a key or value pool. Contents undefined, committed by the system as pages are first written."""
+        """Allocates memory for a key or value pool.
+
+        The contents are undefined. On a CPU, the system commits a page of memory when a kernel first writes to it.
+        """
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """weight [N, K] -> the layout linear() reads. The weight may be dropped afterwards."""
+        """Packs a weight [N, K] into the layout that linear() reads.
+
+        The caller may drop the weight afterwards.
+        """
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """out [T, N] (model dtype or float32) = x [T, K] @ weight.T + bias, accumulated in float32."""
+        """Computes out [T, N] = x [T, K] @ weight.T + bias, accumulated in float32.
+
+        `out` has the model dtype or float32.
+        """
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """weight [2 N, K], the N gate rows first -> the layout gated_linear() reads."""
+        """Packs a weight [2 N, K], whose first N rows are the gate, into the layout that gated_linear() reads."""
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """out [T, N] = silu(x @ gate.T) * (x @ up.T), biases added before."""
+        """Computes out [T, N] = silu(x @ gate.T) * (x @ up.T) with x [T, K]; biases are added before the activation."""
 
     def rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-        """out [T, N] = x / sqrt(mean(x^2) + eps) * weight [N], computed in float32."""
+        """Computes out [T, N] = x / sqrt(mean(x^2) + eps) * weight [N] in float32.
+
+        The source is Zhang and Sennrich, arXiv 1910.07467, section 4.
+        """
 
     def fused_add_rms_norm(self, out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        """residual [T, N] += x in place, then out = rms_norm(residual)."""
+        """Adds x [T, N] to residual [T, N] in place, then computes out = rms_norm(residual)."""
 
     def silu_and_mul(self, out: Tensor, x: Tensor) -> None:
-        """out [T, N] = silu(x[:, :N]) * x[:, N:], x [T, 2N]."""
+        """Computes out [T, N] = silu(x[:, :N]) * x[:, N:] with x [T, 2N] (SwiGLU: Shazeer, arXiv 2002.05202, section 2)."""
 
     def rope_write_kv(
         self,
@@ -87,23 +120,41 @@ class Kernels(Protocol):
         k_pool: Tensor,
         v_pool: Tensor,
     ) -> None:
-        """Rotates q and k of qkv [T, (H + 2G) D] (neox style: halves), each head RMS-normed first if norms (q, k: [D]) are given.
+        """Applies the rotary embedding to q and k, and writes k and v to the pools (RoPE: Su et al., arXiv 2104.09864, section
+        3.4.2).
 
-        q is rewritten in place; k and v go to the pools [P, G, S, D] at rows.locations and nowhere else.
-        cos_sin: float32[positions, D], cosines then sines of D / 2 angles.
+        The rotation pairs the two halves of a head, as GPT-NeoX does.
+
+        Args:
+            qkv: [T, (H + 2G) D]; q is rewritten in place.
+            norms: weights [D] of the RMS norms of q and k, applied to each head before the rotation; None for no norms.
+            eps: eps of these norms.
+            cos_sin: float32[positions, D], cosines and then sines of D / 2 angles.
+            rows: the keys and values of its tokens are written at rows.locations and nowhere else.
+            k_pool: [P, G, S, D].
+            v_pool: [P, G, S, D].
         """
 
     def paged_attention(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        """out [T, H D]: each token attends to positions 0 .. its own through its row's page table.
+        """Computes out [T, H D]: each token attends to positions 0 .. its own of its row.
 
-        q is the first H D columns of qkv [T, (H + 2G) D]; H / G query heads share a key/value head.
-        window: 0 for none, else only the last `window` positions, the token's own included.
+        Args:
+            out: [T, H D].
+            qkv: [T, (H + 2G) D]; its first H D columns are q. H / G query heads share a key/value head.
+            k_pool: [P, G, S, D].
+            v_pool: [P, G, S, D].
+            rows: the row's page table gives the pages of the keys and values.
+            scale: factor of the scores.
+            window: number of last positions, including the token's own, that a token attends to; 0 for all.
         """
 
     def write_kv(self, keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
-        """keys [T, G, D], values [T, G, E] -> the pools [P, G, S, D] and [P, G, S, E], at rows.locations and nowhere else."""
+        """Writes keys [T, G, D] and values [T, G, E] to the pools [P, G, S, D] and [P, G, S, E].
+
+        They are written at rows.locations and nowhere else.
+        """
 
     def general_attention(
         self,
@@ -117,8 +168,16 @@ class Kernels(Protocol):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> None:
-        """paged_attention for more kinds: q [T, H, D], pools [P, G, S, D] and [P, G, S, E], out [T, H, E].
+        """Computes paged_attention() with soft-capped scores, attention sinks, and values of another size than keys.
 
-        softcap: scores become softcap * tanh(score / softcap), 0 for none. sinks: [H], joins each softmax with no value of
-        its own.
+        Args:
+            out: [T, H, E].
+            q: [T, H, D].
+            k_pool: [P, G, S, D].
+            v_pool: [P, G, S, E].
+            rows: as in paged_attention().
+            scale: as in paged_attention().
+            window: as in paged_attention().
+            softcap: scores become softcap * tanh(score / softcap); 0 for no cap (Gemma 2, arXiv 2408.00118, section 2).
+            sinks: [H], one more score in each softmax, which has no value; None for no sinks.
         """

@@ -1,4 +1,4 @@
-"""What can be wrong with one row of a step. No torch here: the scheduler's plan has it too."""
+"""Defines the faults of one row of a step. The scheduler's plan imports it, so it does not import torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import enum
 
 
 class RowFault(enum.IntEnum):
-    """Ends the row's request alone. Kernels give NAN_LOGITS and NO_TOKEN_ALLOWED as their codes, and 0 for none."""
+    """A fault that ends the request of its row and of no other row.
 
-    NAN_LOGITS = 1
-    OUT_OF_VOCAB = 2
-    NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave nothing to sample
+    Sampling kernels report NAN_LOGITS and NO_TOKEN_ALLOWED by these values, and 0 for no fault.
+    """
+
+    NAN_LOGITS = 1  # the largest raw logit is NaN or infinite
+    OUT_OF_VOCAB = 2  # a token id of the row is outside the vocabulary
+    NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave no token to sample
     FAILED = 4  # the row's own parameters could not be applied
-    OUT_OF_MEMORY = 5  # the device had no room for the row's part of the step, however small
+    OUT_OF_MEMORY = 5  # the device has too little memory for the row's part of the step, even in the smallest pieces

@@ -1,11 +1,22 @@
-"""Sampling on the device, without sorting and without a host's look at a value. kernels.reference.layers satisfies it as a
-module, kernels.triton and kernels.cpu as objects. n rows of logits, V tokens of vocabulary, S slots; columns are int32
-unless said otherwise.
+"""Declares the sampling kernels and the tensors that they read.
 
-Order per row: repetition, frequency and presence penalties, further losses
-(DRY), logit bias, stop tokens before min_new_tokens, sets of tokens and the grammar's mask, temperature,
-top-n-sigma, top-k, top-p, min-p, draw.
-No call allocates, and none but measure_logprobs depends on anything but its tensors: all can be captured in a CUDA graph.
+The module kernels.reference.layers and the classes CpuSampling and TritonSampling implement the protocol.
+
+Letters in shapes: n rows of logits, V tokens of vocabulary, S slots. Columns are int32 unless a line states another dtype.
+
+A row passes these steps in this order:
+
+1. repetition, frequency and presence penalties
+2. further losses (DRY)
+3. logit bias
+4. stop tokens, forbidden before min_new_tokens
+5. allowed token sets and the grammar's mask
+6. temperature
+7. top-n-sigma, top-k, top-p, min-p
+8. the draw
+
+The Triton kernels do not sort the vocabulary, read no device value on the host and allocate no tensor, so a
+CUDA graph can capture each call.
 """
 
 from __future__ import annotations
@@ -18,87 +29,89 @@ from torch import Tensor
 
 
 class SlotColumn(enum.IntEnum):
-    """Columns of SlotTable.params. Floats are stored by their bits."""
+    """Columns of SlotTable.params. A float is stored by its bits."""
 
-    SEED_LOW = 0  # the seed's lower 32 bits
-    SEED_HIGH = 1
+    SEED_LOW = 0  # lower 32 bits of the seed
+    SEED_HIGH = 1  # upper 32 bits of the seed
     TEMPERATURE = 2  # float; 0: greedy
-    TOP_K = 3  # below 1: all
-    TOP_P = 4  # float, at least 0; the likeliest token stays at any value
-    MIN_P = 5  # float
-    REPETITION = 6  # float; 1: none
-    FREQUENCY = 7  # float
-    PRESENCE = 8  # float
-    EDITED_UNTIL = 9  # position of a sampled token from which on its logits are drawn from as they are
-    STOPPED_UNTIL = 10  # position of a sampled token from which on stop tokens may be sampled
-    NUM_BIASES = 11
-    NUM_STOPS = 12
-    COUNTS = 13  # 1: the slot's row of `counts` is kept and used
+    TOP_K = 3  # below 1: no cut
+    TOP_P = 4  # float, at least 0; the most likely token stays at any value
+    MIN_P = 5  # float; 0: no cut
+    REPETITION = 6  # float; 1: no penalty
+    FREQUENCY = 7  # float; 0: no penalty
+    PRESENCE = 8  # float; 0: no penalty
+    EDITED_UNTIL = 9  # position of the first sampled token whose logits need no edits by the slot's parameters
+    STOPPED_UNTIL = 10  # position of the first sampled token that may be a stop token
+    NUM_BIASES = 11  # valid entries in the slot's row of bias_ids
+    NUM_STOPS = 12  # valid entries in the slot's row of stop_ids
+    COUNTS = 13  # 1: the slot's row of `counts` is updated and used
     WORDS = 14  # 1: the slot's row of `words` is used
-    TOP_N_SIGMA = 15  # float; 0: all
-    WIDTH = 16
+    TOP_N_SIGMA = 15  # float; 0: no cut
+    WIDTH = 16  # number of columns
 
 
-SEEN = -(1 << 15)  # bit 15 of a count: the token stands in the prompt; the other 15 bits count it in the output
+SEEN = -(1 << 15)  # bit 15 of a count: the token occurs in the prompt; the other 15 bits count it in the output
 MAX_COUNT = (1 << 15) - 1
-NOBODY = -1  # the slot of a row that is padding, or is not sampled
-MAX_TOP = 32  # top log probabilities of one row
+NOBODY = -1  # slot of a row that is padding or is not sampled
+MAX_TOP = 32  # largest number of top log probabilities per row
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """What each slot asks for, on the device from its admission on.
+    """The sampling parameters of each slot, which stay on the device from the request's admission."""
 
-    params: [S, SlotColumn.WIDTH]. counts: int16[S, V], see SEEN. words: [S, ceil(V / 32)], bit i of word w set where token
-    32 w + i may be sampled. bias_ids: [S, B] and biases: float32[S, B], the first NUM_BIASES of them, ids inside the
-    vocabulary, possibly repeated. stop_ids: [S, C], the first NUM_STOPS.
-    """
-
-    params: Tensor
-    counts: Tensor
-    words: Tensor
-    bias_ids: Tensor
-    biases: Tensor
-    stop_ids: Tensor
+    params: Tensor  # int32[S, SlotColumn.WIDTH]
+    counts: Tensor  # int16[S, V]: occurrences of each token; see SEEN
+    words: Tensor  # int32[S, ceil(V / 32)]: bit i of word w allows token 32 w + i
+    bias_ids: Tensor  # int32[S, B]: ids of the vocabulary, possibly repeated; the first NUM_BIASES are valid
+    biases: Tensor  # float32[S, B]: values that are added to the logits at bias_ids
+    stop_ids: Tensor  # int32[S, C]: stop tokens; the first NUM_STOPS are valid
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The rows to sample. slots, positions: [n]; a slot below 0 is padding, for which nothing is read or written but its
-    token and fault, which become 0. positions: absolute, of the tokens to sample.
+    """The rows to sample.
 
-    mask_rows: [n], the row of masks that further limits the tokens, below 0 for none. masks: [m, ceil(V / 32)], as words.
-    loss_offsets: [n + 1]; loss_ids: [L], losses: float32[L]: row r's logits at ids loss_offsets[r] .. loss_offsets[r + 1] - 1
-    of loss_ids, distinct within the row, lose that much.
+    For a row with a slot below 0 (padding), a kernel only sets its token and its fault to 0.
     """
 
-    slots: Tensor
-    positions: Tensor
-    mask_rows: Tensor
-    masks: Tensor
-    loss_offsets: Tensor
-    loss_ids: Tensor
-    losses: Tensor
+    slots: Tensor  # int32[n]
+    positions: Tensor  # int32[n]: absolute positions of the tokens to sample
+    mask_rows: Tensor  # int32[n]: row of `masks` that also limits the tokens; below 0: no mask
+    masks: Tensor  # int32[m, ceil(V / 32)], as SlotTable.words
+    loss_offsets: Tensor  # int32[n + 1]: row r has entries loss_offsets[r] .. loss_offsets[r + 1] - 1 of the next two columns
+    loss_ids: Tensor  # int32[L]: token ids, distinct within a row
+    losses: Tensor  # float32[L]: values that are subtracted from the logits at loss_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Natural log probabilities of raw logits, float32. own: [n], of the row's token. top_ids: int32[n, K] and top: [n, K],
-    falling, of equals the lowest id first; -1 and -inf where the vocabulary is smaller. mass: [n], the log of the sum of exp."""
+    """Natural log probabilities of raw logits, filled by measure_logprobs()."""
 
-    own: Tensor
-    top_ids: Tensor
-    top: Tensor
-    mass: Tensor
+    own: Tensor  # float32[n]: log probability of the row's token
+    top_ids: Tensor  # int32[n, K]: most likely tokens first, the lower id first among equals; -1 beyond the vocabulary
+    top: Tensor  # float32[n, K]: log probabilities of top_ids; -inf beyond the vocabulary
+    mass: Tensor  # float32[n]: logsumexp of the row
 
 
 class SampleKernels(Protocol):
-    def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
-        """edited, logits: float32[n, V]. Fills edited for the rows that need it: position < EDITED_UNTIL, or a mask, or a
-        loss. Other rows of it stay undefined, at next to no cost. Penalties keep what is finite finite.
+    """The kernels that turn logits into tokens."""
 
-        With count c, seen if c != 0, and output count o = c & MAX_COUNT: a seen token's x becomes x / REPETITION if x > 0
-        else x * REPETITION; then x -= FREQUENCY * o + PRESENCE where o > 0.
+    def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
+        """Fills the rows of `edited` that need edits.
+
+        A row needs edits if its position is below EDITED_UNTIL, or it has a mask or a loss. The other rows stay undefined. A
+        finite logit stays finite under the penalties. Formulas, with count c and output count o = c & MAX_COUNT:
+
+        - If c != 0, x becomes x / REPETITION if x > 0, else x * REPETITION (CTRL: Keskar et al., arXiv 1909.05858, section
+          4.1).
+        - If o > 0, x then loses FREQUENCY * o + PRESENCE.
+
+        Args:
+            edited: float32[n, V].
+            logits: float32[n, V].
+            rows: the rows to edit.
+            table: the parameters of their slots.
         """
 
     def select_tokens(
@@ -111,23 +124,44 @@ class SampleKernels(Protocol):
         table: SlotTable,
         relay: Tensor,
     ) -> None:
-        """tokens, faults: int32[n], filled. Reads each row from edited if edit_logits has filled it, else from logits.
+        """Chooses a token per row. Reads a row from `edited` if edit_logits() has filled it, else from `logits`.
 
-        Greedy rows: the maximum, of equals the lowest id. Others: temperature, top-n-sigma (0 cuts nothing), top-k (below 1:
-        all; of equals the lowest ids stay), top-p of what is left (1 cuts nothing), min-p relative to the likeliest (0 cuts
-        nothing); then the first id, in ascending order of what is left, whose cumulated mass exceeds the uniform number times
-        the whole. That number is a function of seed and position alone, kernels.reference.sampling.uniform. A fault
-        (RowFault.NAN_LOGITS: the raw maximum is NaN or infinite; NO_TOKEN_ALLOWED: the edited one is) makes the token 0. Else
-        relay int64[S] gets the token at the row's slot, and counts[slot, token] one more where the slot has COUNTS (it stays at
-        MAX_COUNT).
+        A greedy row takes the maximum, and the lowest id among equals. Any other row passes these cuts:
+
+        1. temperature
+        2. top-n-sigma (0: no cut)
+        3. top-k (below 1: no cut; the lowest ids stay among equals)
+        4. top-p of the tokens that are left (1: no cut)
+        5. min-p relative to the most likely token (0: no cut)
+
+        The draw is the first id, in ascending order, whose cumulated mass exceeds u times the total mass. The uniform number u
+        is a function of the seed and the position alone: kernels.reference.sampling.uniform.
 
         Top-n-sigma (Tang et al., "Top-nσ: Not All Logits Are You Need", 2024) keeps each x with (max - x) / TEMPERATURE <=
-        TOP_N_SIGMA * sigma / TEMPERATURE: the maximum and its equals always, and at any temperature the same tokens, but for
-        these quotients' rounding. sigma: the standard deviation of the row's finite logits as edited, over their whole number.
-        Its sums are of float64, so that sigma, a float32, is the same wherever it is computed; all else is of float32.
+        TOP_N_SIGMA * sigma / TEMPERATURE. The maximum and its equals always stay. Except for the rounding of these quotients,
+        the same tokens stay at any temperature. sigma is the standard deviation of the row's finite edited logits, divided by
+        their number. Its sums are float64, so every implementation gets the same float32 sigma. All other numbers are float32.
+
+        A fault sets the token to 0: RowFault.NAN_LOGITS if the raw maximum is NaN or infinite, NO_TOKEN_ALLOWED if the edited
+        maximum is. Without a fault the kernel writes the token to relay at the row's slot and, if the slot has COUNTS,
+        increments counts[slot, token] up to MAX_COUNT.
+
+        Args:
+            tokens: int32[n], filled.
+            faults: int32[n], filled; 0 for no fault.
+            logits: float32[n, V].
+            edited: float32[n, V], the output of edit_logits().
+            rows: the rows to sample.
+            table: the parameters of their slots; `counts` is updated.
+            relay: int64[S], the last sampled token of each slot, updated.
         """
 
     def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        """logits: float32[N, V]; rows: int32[n], which of them to measure, below 0 for none; tokens: int32[n]. No copy of the
-        vocabulary is made. K, of out.top_ids, is at most MAX_TOP; 0 asks for no top ones. A token outside the vocabulary:
-        -inf."""
+        """Measures log probabilities of raw logits without a copy of the vocabulary.
+
+        Args:
+            out: filled; its K is at most MAX_TOP, and 0 asks for no top ones.
+            logits: float32[N, V].
+            tokens: int32[n]; the log probability of a token outside the vocabulary is -inf.
+            rows: int32[n], rows of logits to measure; for one below 0 the output stays undefined.
+        """

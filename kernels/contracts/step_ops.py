@@ -1,8 +1,9 @@
-"""What a step needs on the device before its forward pass: page tables and input tokens. kernels.reference.layers satisfies it
-as a module, kernels.triton and kernels.cpu as objects.
+"""Declares the kernels that prepare a step on the device: page tables and input tokens.
 
-No call reads a device value on the host, and none allocates: each can be captured in a CUDA graph, where its host arguments
-and the tensors' addresses are fixed. Columns are int32 unless said otherwise.
+The module kernels.reference.layers and the classes CpuKernels and TritonLayers implement the protocol.
+
+No call reads a device value on the host. Triton's kernels allocate no tensor, so a CUDA graph can capture each call; the host
+arguments and the tensors' addresses are then fixed. Columns are int32 unless a line states another dtype.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ from torch import Tensor
 from kernels.contracts.ops import Kernels, RaggedRows
 
 BringPieces = Callable[[Tensor, Tensor, Tensor], None]
-"""Pieces of rows into pools, by addresses: see kernels/triton/page_pieces.py."""
+"""Copies pieces of rows into pools by their addresses; kernels.triton.page_pieces.bring_pieces() is one."""
 
 
 @dataclass(frozen=True, slots=True)
-class TableUpdates:
-    """For update u, entries firsts[u] .. firsts[u] + counts[u] - 1 of row slots[u] become pages[offsets[u] + i].
+class DevicePageTableUpdates:
+    """Updates of page table rows, on the device.
 
-    slots, firsts, counts, offsets: [U]; pages: [N]. An update whose slot is below 0 or whose count is 0 does nothing; what
-    would lie outside the table is left out. Two updates of one call never name the same entry.
+    Update u sets entries firsts[u] .. firsts[u] + counts[u] - 1 of row slots[u] to pages[offsets[u]] and the ids that follow.
+    An update with a slot below 0 or a count of 0 does nothing. Entries outside the table are skipped. No two updates of one
+    call set the same entry.
     """
 
-    slots: Tensor
-    firsts: Tensor
-    counts: Tensor
-    offsets: Tensor
-    pages: Tensor
+    slots: Tensor  # int32[U]
+    firsts: Tensor  # int32[U]
+    counts: Tensor  # int32[U]
+    offsets: Tensor  # int32[U]
+    pages: Tensor  # int32[N]: page ids of all updates
 
 
 class StepKernels(Protocol):
-    def update_page_table(self, table: Tensor, updates: TableUpdates) -> None:
-        """table: int32[slots, pages], in place."""
+    """The kernels that run before a step's forward pass."""
+
+    def update_page_table(self, table: Tensor, updates: DevicePageTableUpdates) -> None:
+        """Applies the updates to table, int32[slots, pages], in place."""
 
     def resolve_tokens(
         self,
@@ -51,22 +55,35 @@ class StepKernels(Protocol):
         max_tokens: int,
         known: Tensor | None = None,
     ) -> None:
-        """Fills input_ids int64[T], rows.positions int32[T] and rows.locations int64[T] of the step.
+        """Fills input_ids, rows.positions and rows.locations of the step.
 
-        Token i of row r: position starts[r] + i; location through the page table of slots[r], below 0 where the slot is
-        below 0, the position is outside the table or its page is. Its id: of the first num_extend rows, given[offsets[r] +
-        i] (given: int32[T], read there alone); of the others, relay[slots[r]] (int64[slots]), unless known has an id at or
-        above 0 for that token (known: int32[T]; None: for none). Ids are cut to 0 .. vocab_size - 1. unwritten: int32[1],
-        counts the relayed ids that were below 0 in slots at or above 0; None: not counted. max_tokens: no row has more.
-        Tokens of rows with num_tokens 0 do not exist.
+        Token i of row r has position starts[r] + i. Its location comes from the page table of slots[r]. The location is below 0
+        if the slot is below 0, if the position is outside the table, or if its page is below 0. Ids are clamped to 0 ..
+        vocab_size - 1. A row with num_tokens 0 has no tokens.
+
+        Args:
+            input_ids: int64[T], filled.
+            rows: the step's rows; positions int32[T] and locations int64[T] are filled.
+            given: int32[T], the ids of the first num_extend rows, at the tokens' own indices.
+            relay: int64[slots], the last sampled token per slot, which is the id of the tokens of the other rows.
+            unwritten: int32[1], increased by the number of relayed ids below 0 in slots of 0 and above; None: not counted.
+            num_extend: number of rows whose ids are in `given`.
+            page_size: tokens per page.
+            vocab_size: number of token ids.
+            max_tokens: upper bound of the tokens of any row.
+            known: int32[T], ids that replace relayed ones; below 0: use the relayed id. None: no id is known.
         """
 
     def page_indices(self, out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
-        """out: int32[N]; indptr: int32[R + 1]. out[indptr[r] + i] = page i of row r, for i < indptr[r + 1] - indptr[r].
+        """Gathers the page ids of each row: out[indptr[r] + i] is page i of row r.
 
-        Pages are those of rows.page_table[rows.slots[r]]; 0 stands for an entry below 0, and for all of a slot below 0.
+        Args:
+            out: int32[N], filled.
+            indptr: int32[R + 1]; row r has indptr[r + 1] - indptr[r] pages.
+            rows: the pages of row r are those of rows.page_table[rows.slots[r]]. An entry below 0 and every entry of a slot
+                below 0 become 0.
         """
 
 
 class LayerKernels(Kernels, StepKernels, Protocol):
-    """What runs the model's layers also begins its steps."""
+    """The kernels of a model's layers and of the start of its steps."""

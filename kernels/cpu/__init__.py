@@ -1,4 +1,4 @@
-"""Kernels for CPUs: C++ where a compiler is at hand, else their twins in torch."""
+"""Loads the C++ kernels, or their torch twins if the library cannot be built."""
 
 from __future__ import annotations
 
@@ -13,35 +13,42 @@ import torch
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu.build import BuildFailed, built_library
-from kernels.cpu.copies import CpuCopies
-from kernels.cpu.library import CpuKernels
+from kernels.cpu.library import CpuCopies, CpuKernels
 from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
 
 logger = logging.getLogger(__name__)
-COST = "2 to 7 times slower than on C++ kernels"  # measured: docs/reference/performance.md
+COST = "2 to 7 times slower than on C++ kernels"  # measured in docs/reference/performance.md
 Made = TypeVar("Made")
 
 
 def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = False) -> LayerKernels:
-    """The fastest kernels that this machine can run for a model dtype. Builds them on first use. deterministic: see CpuKernels;
-    raises ValueError where these cannot run, for nothing stands in for them."""
+    """Returns the fastest kernels of this machine for a model dtype, building them on first use.
+
+    Args:
+        num_threads: size of the OpenMP team of each call.
+        dtype: dtype of the model.
+        deterministic: whether results keep the second contract of Kernels.
+
+    Raises:
+        ValueError: deterministic kernels cannot run here; the torch twins are not deterministic.
+    """
     made: LayerKernels | None = None
     if dtype in (torch.float32, torch.bfloat16):
         made = _made(partial(CpuKernels, threads=num_threads, deterministic=deterministic))
     if deterministic and made is None:
-        raise ValueError(f"deterministic kernels for {dtype} cannot be had: they are the C++ ones, of float32 and bfloat16")
+        raise ValueError(f"no deterministic kernels for {dtype}: only the C++ kernels for float32 and bfloat16 are deterministic")
     return made or reference
 
 
 def load_sampling(num_threads: int) -> SampleKernels:
-    """Logits are float32, whatever the model's dtype. Builds as load_kernels()."""
+    """Returns the sampling kernels, building them on first use. Logits are float32 for any model dtype."""
     made: SampleKernels | None = _made(partial(CpuSampling, threads=num_threads))
     return made or reference
 
 
 def load_copies() -> CpuCopies | None:
-    """None where there are no C++ kernels. Builds as load_kernels()."""
+    """Returns the C++ copies, building them on first use. Returns None if the build fails."""
     return _made(CpuCopies)
 
 

@@ -1,7 +1,10 @@
-"""Builds the C++ kernels into a shared library on first use and keeps it, keyed by sources, compiler, flags and CPU.
+"""Builds the C++ kernels into a shared library on first use.
 
-What kernels.cpu.prebuild has made from the same sources for this class of CPU is taken instead, and needs no compiler.
-Two processes may build at once: each compiles into a folder of its own and renames the result into place.
+A library is stored under a digest of sources, compiler flags and CPU. A library that kernels.cpu.prebuild has made from the
+same sources for this class of CPU is preferred and needs no compiler. Two processes may build at the same time: each compiles
+in its own folder and renames the result.
+
+The instruction set levels are those of the x86-64 psABI; feature names are those of /proc/cpuinfo.
 """
 
 from __future__ import annotations
@@ -15,11 +18,56 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kernels.cpu.variants import Variant, cpu_features, runnable
+_V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A class of CPUs for which the kernels can be built ahead of time."""
+
+    name: str  # part of the library's file name
+    machine: str  # architecture, as platform.machine() names it
+    options: tuple[str, ...]  # compiler options
+    needs: frozenset[str]  # features that a CPU must have
+
+
+VARIANTS = (  # per machine: the best first, the baseline last
+    Variant("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Variant("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
+    Variant("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
+    Variant("x86-64-v2", "x86_64", ("-march=x86-64-v2",), _V2),
+    Variant("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),
+)
+
+
+def cpu_features() -> frozenset[str]:
+    """Returns the features of the first CPU in /proc/cpuinfo; empty if there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.lower().startswith(("flags", "features"))), ":")
+    return frozenset(found.partition(":")[2].split())
+
+
+def runnable(machine: str, features: frozenset[str]) -> list[Variant]:
+    """Returns the variants that a CPU can run, best first."""
+    return [variant for variant in VARIANTS if variant.machine == machine and variant.needs <= features]
+
+
+def buildable() -> list[Variant]:
+    """Returns the variants of this machine's architecture. Its compiler can build all of them, even if its CPU cannot run
+    them.
+    """
+    return [variant for variant in VARIANTS if variant.machine == platform.machine()]
+
 
 logger = logging.getLogger(__name__)
 
@@ -27,21 +75,23 @@ SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
 PROJECT = Path(__file__).parents[2]
 COMPILERS = ("g++", "c++", "clang++")
-PACKAGE = "build-essential"  # of Debian, with a compiler
-# No -ffast-math: NaN and infinity must survive. The last two warnings are false ones from GCC's own vector headers.
+PACKAGE = "build-essential"  # Debian package with a compiler
+# No -ffast-math: NaN and infinity must survive. The last two options suppress false warnings in GCC's vector headers.
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default",
     "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-COMPILE_TIMEOUT_S = 300  # of one file
+COMPILE_TIMEOUT_S = 300  # for one file
 
 
 class BuildFailed(RuntimeError):
-    """The kernels cannot be built: there is no compiler, or it failed. The message has the fault and, without one, the remedy."""
+    """The kernels cannot be built: there is no compiler, or it failed. The message has the fault and names the package to
+    install.
+    """
 
 
 def _cpu_identity() -> str:
-    """What native code depends on: architecture and instruction sets."""
+    """Returns the parts of /proc/cpuinfo that native code depends on: architecture, model and instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -56,7 +106,10 @@ def _native_flag() -> str:
 
 
 def _torch_openmp() -> Path | None:
-    """The OpenMP runtime that torch loads: ours must be the same, or two thread pools would fight for the cores."""
+    """Returns the OpenMP runtime in torch's folder, or None.
+
+    The library must link the same runtime, because two runtimes would have two thread pools that compete for the cores.
+    """
     folder = Path(torch.__file__).parent
     found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
     return found[0] if found else None
@@ -84,7 +137,7 @@ def _writable(folders: list[Path]) -> Path:
             continue
         if os.access(folder, os.W_OK):
             return folder
-    raise BuildFailed(f"no folder for built kernels can be written: {', '.join(map(str, folders))}")
+    raise BuildFailed(f"no folder for built kernels is writable: {', '.join(map(str, folders))}")
 
 
 def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
@@ -108,7 +161,9 @@ def _key(options: tuple[str, ...], cpu: str, openmp: str) -> str:
 
 
 def _variant_name(variant: Variant) -> str:
-    """By the OpenMP runtime's file name: torch has loaded it before the library asks for it, wherever it lies."""
+    """Returns a file name that depends on the OpenMP runtime's file name, not its folder, because torch loads the runtime
+    first.
+    """
     openmp = _torch_openmp()
     return f"rootstock-{variant.name}-{_key(variant.options, variant.name, openmp.name if openmp else '')}.so"
 
@@ -116,12 +171,12 @@ def _variant_name(variant: Variant) -> str:
 def _compiler() -> str:
     found = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if found is None:
-        raise BuildFailed(f"no C++ compiler ({', '.join(COMPILERS)}) is installed; Debian's and Ubuntu's package is {PACKAGE}")
+        raise BuildFailed(f"no C++ compiler ({', '.join(COMPILERS)}) is installed; on Debian or Ubuntu install {PACKAGE}")
     return found
 
 
 def prebuild(variant: Variant, folder: Path) -> Path:
-    """Compiles the variant into folder, which exists. Raises BuildFailed."""
+    """Compiles the variant into an existing folder, unless the folder has it. Raises BuildFailed."""
     target = folder / _variant_name(variant)
     if not target.is_file():
         _compile(_compiler(), variant.options, target)
@@ -134,7 +189,7 @@ def _prebuilt() -> Path | None:
 
 
 def built_library() -> Path:
-    """Path of the shared library for this machine, compiled if need be. Raises BuildFailed."""
+    """Returns the shared library for this machine, compiling it if necessary. Raises BuildFailed."""
     if (prebuilt := _prebuilt()) is not None:
         return prebuilt
     options = (_native_flag(),)

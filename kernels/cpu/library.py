@@ -1,21 +1,69 @@
-"""The C++ kernels as a kernels.contracts.ops.Kernels and a kernels.contracts.step_ops.StepKernels: checks shapes, then passes
-addresses. For float32 and bfloat16 tensors.
+"""Implements Kernels and StepKernels with the C++ library, for float32 and bfloat16 tensors.
 
-Linear layers of bfloat16 take dot products where the CPU has them; all others are plain sums in order. Torch's depend on how many
-rows there are.
+Each method checks shapes and passes addresses. Linear layers of bfloat16 use the CPU's dot products if it has them; all others
+are plain sums in order. torch's own products are not used, because their sums depend on the number of rows.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear, RaggedRows
-from kernels.contracts.step_ops import TableUpdates
-from kernels.cpu.functions import FLOAT, INT, INT64, POINTER, bound, misfit, require_contiguous
+from kernels.contracts.ops import PackedLinear, RaggedRows, misfit, require_contiguous
+from kernels.contracts.step_ops import DevicePageTableUpdates
 from kernels.reference import layers
+
+POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+def bound(path: Path, signatures: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """Returns each function rootstock_NAME, which returns nothing and releases the interpreter lock.
+
+    Args:
+        path: the shared library.
+        signatures: argument types by NAME.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        AttributeError: the library lacks a function.
+    """
+    library = ctypes.CDLL(str(path))
+    functions = {name: getattr(library, f"rootstock_{name}") for name in signatures}
+    for name, function in functions.items():
+        function.argtypes, function.restype = signatures[name], None
+    return functions
+
+
+class CpuCopies:
+    """Copies many pieces of memory in one call without the interpreter lock. Raises OSError if the library cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._copy = bound(path, {"copy_pieces": [POINTER] * 3 + [INT64, INT]})["copy_pieces"]
+
+    def copy_pieces(self, to: NDArray[np.int64], source: NDArray[np.int64], sizes: NDArray[np.int64], streamed: bool) -> None:
+        """Copies piece i from source[i] to to[i]. No address is checked.
+
+        Args:
+            to: int64[n], addresses.
+            source: int64[n], addresses.
+            sizes: int64[n], bytes.
+            streamed: whether writes bypass the caches, so that their contents stay.
+
+        Raises:
+            ValueError: the arrays have different lengths.
+        """
+        if not to.shape == source.shape == sizes.shape or to.ndim != 1:
+            raise ValueError(f"shapes do not fit: {to.shape}, {source.shape}, {sizes.shape}")
+        columns = [np.ascontiguousarray(each, dtype=np.int64) for each in (to, source, sizes)]
+        self._copy(*(each.ctypes.data for each in columns), len(to), streamed)
+
 
 SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [POINTER] * 4 + [INT64] * 2 + [FLOAT, INT, INT],
@@ -31,7 +79,7 @@ SIGNATURES: dict[str, list[type]] = {
     "prefer_huge_pages": [POINTER, INT64],
     "has_packed_linear": [POINTER],
 }
-BLOCK = 64  # columns of a packed block
+BLOCK = 64  # columns per packed block
 
 
 def _is_bfloat16(tensor: Tensor) -> bool:
@@ -41,14 +89,23 @@ def _is_bfloat16(tensor: Tensor) -> bool:
 
 
 class CpuKernels:
-    """Loads the library at path. threads: size of the OpenMP team of each call. deterministic: what a row gets is a function of
-    that row alone (kernels.contracts.ops). Raises OSError if the library cannot be loaded."""
+    """The C++ kernels of a model's layers."""
 
     write_kv = staticmethod(layers.write_kv)
     general_attention = staticmethod(layers.general_attention)
     page_indices = staticmethod(layers.page_indices)
 
     def __init__(self, path: Path, threads: int, deterministic: bool = False) -> None:
+        """Loads the library.
+
+        Args:
+            path: the shared library.
+            threads: size of the OpenMP team of each call.
+            deterministic: whether results keep the second contract of Kernels.
+
+        Raises:
+            OSError: the library cannot be loaded.
+        """
         self._functions = bound(path, SIGNATURES)
         self._threads, self._deterministic = threads, deterministic
         packs = torch.zeros(1, dtype=torch.int32)
@@ -59,7 +116,7 @@ class CpuKernels:
         self._functions[name](*arguments, self._threads)
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        pool = torch.empty(shape, dtype=dtype)  # mapped on first touch, so the hint comes in time
+        pool = torch.empty(shape, dtype=dtype)  # the system maps it on first touch, so the hint below is in time
         self._functions["prefer_huge_pages"](pool.data_ptr(), pool.numel() * pool.itemsize)
         return pool
 
@@ -175,8 +232,8 @@ class CpuKernels:
         sizes = (len(rows.slots), width, heads, kv_heads, head_dim, page_size, window)
         self._call("paged_attention", *places, *sizes, scale, self._deterministic, _is_bfloat16(qkv))
 
-    def update_page_table(self, table: Tensor, updates: TableUpdates) -> None:
-        """See kernels.contracts.step_ops. Raises ValueError for what does not fit."""
+    def update_page_table(self, table: Tensor, updates: DevicePageTableUpdates) -> None:
+        """Implements StepKernels.update_page_table(). Raises ValueError if the shapes do not fit."""
         columns = (updates.slots, updates.firsts, updates.counts, updates.offsets)
         if len({len(column) for column in columns}) > 1:
             raise misfit(*columns)
@@ -197,7 +254,7 @@ class CpuKernels:
         max_tokens: int,
         known: Tensor | None = None,
     ) -> None:
-        """See kernels.contracts.step_ops. Raises ValueError for what does not fit."""
+        """Implements StepKernels.resolve_tokens(). Raises ValueError if the shapes do not fit."""
         tokens = len(input_ids)
         if not len(rows.positions) == len(rows.locations) == tokens or (known is not None and len(known) != tokens):
             raise misfit(input_ids, rows.positions, rows.locations, *(() if known is None else (known,)))
@@ -209,12 +266,12 @@ class CpuKernels:
 
 
 def _is_ordered(weight: PackedLinear) -> bool:
-    """Whether it is packed as [ceil(N / 64), K, 64]."""
+    """Whether the weight is packed as [ceil(N / 64), K, 64]."""
     return weight.data.dim() == 3
 
 
 def _packed_columns(rows: int, gated: bool) -> Tensor:
-    """int64: the weight row of each packed column; `rows`, one past the end, where the column is padding."""
+    """Returns int64: the weight row of each packed column; `rows`, one beyond the end, for padding."""
     if not gated:
         columns = torch.arange(-(-rows // BLOCK) * BLOCK)
         return columns.clamp(max=rows)

@@ -1,6 +1,6 @@
-"""python -m kernels.cpu.prebuild: builds the C++ kernels for every class of CPU, into the folder where they are looked for first.
+"""python -m kernels.cpu.prebuild: builds the C++ kernels for every class of CPU into the folder of prebuilt libraries.
 
-For images, whose CPU is not known when they are built and which carry no compiler.
+Images use it: their CPU is unknown when they are built, and they carry no compiler.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kernels.cpu.build import PREBUILT, BuildFailed, prebuild
-from kernels.cpu.variants import buildable
+from kernels.cpu.build import PREBUILT, BuildFailed, buildable, prebuild
 
 
 def main() -> int:

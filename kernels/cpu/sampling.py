@@ -1,4 +1,4 @@
-"""The C++ sampling kernels as kernels.contracts.sample_ops.SampleKernels: checks shapes, then passes addresses."""
+"""Implements SampleKernels with the C++ library. Each method checks shapes and passes addresses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.contracts.ops import misfit, require_contiguous
 from kernels.contracts.sample_ops import MAX_TOP, Measured, SampleRows, SlotColumn, SlotTable
-from kernels.cpu.functions import INT, INT64, POINTER, bound, misfit, require_contiguous
+from kernels.cpu.library import INT, INT64, POINTER, bound
 
 SIGNATURES: dict[str, list[type]] = {
     "edit_logits": [POINTER] * 15 + [INT64] * 4 + [INT],
@@ -19,16 +20,25 @@ SIGNATURES: dict[str, list[type]] = {
 
 
 class CpuSampling:
-    """Loads the library at path. threads: size of the OpenMP team of each call. Raises OSError if it cannot be loaded."""
+    """The C++ sampling kernels."""
 
     def __init__(self, path: Path, threads: int) -> None:
+        """Loads the library.
+
+        Args:
+            path: the shared library.
+            threads: size of the OpenMP team of each call.
+
+        Raises:
+            OSError: the library cannot be loaded.
+        """
         functions = bound(path, SIGNATURES)
         self._threads = threads
         self._edit, self._select = functions["edit_logits"], functions["select_tokens"]
         self._measure, self._uniforms = functions["measure_logprobs"], functions["uniforms"]
 
     def edit_logits(self, edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
-        """See kernels.contracts.sample_ops. Raises ValueError for what does not fit."""
+        """Implements SampleKernels.edit_logits(). Raises ValueError if the shapes do not fit."""
         _fits(edited, logits, rows, table)
         columns = (rows.slots, rows.positions, rows.mask_rows, rows.loss_offsets, rows.loss_ids, rows.losses, rows.masks)
         tables = (table.params, table.counts, table.words, table.bias_ids, table.biases, table.stop_ids)
@@ -46,7 +56,7 @@ class CpuSampling:
         table: SlotTable,
         relay: Tensor,
     ) -> None:
-        """See kernels.contracts.sample_ops. Raises ValueError for what does not fit."""
+        """Implements SampleKernels.select_tokens(). Raises ValueError if the shapes do not fit."""
         _fits(edited, logits, rows, table)
         if len(tokens) != len(logits) or relay.dtype != torch.int64:
             raise misfit(tokens, logits, relay)
@@ -55,7 +65,7 @@ class CpuSampling:
         self._select(*places, *logits.shape, self._threads)
 
     def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        """See kernels.contracts.sample_ops. Raises ValueError for what does not fit."""
+        """Implements SampleKernels.measure_logprobs(). Raises ValueError if the shapes do not fit."""
         count, num_top = out.top_ids.shape
         if num_top > MAX_TOP or not len(tokens) == len(rows) == count or logits.dtype != torch.float32:
             raise misfit(out.top_ids, logits, tokens, rows)
@@ -64,7 +74,7 @@ class CpuSampling:
         self._measure(*places, count, num_top, logits.shape[1], self._threads)
 
     def uniforms(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        """float64[n] in [0, 1): what draws at int32[n] positions with int64[n] seeds (by their bits) are made with."""
+        """Returns float64[n] in [0, 1), the numbers that draws with int64[n] seeds at int32[n] positions use."""
         require_contiguous(seeds, positions)
         out = torch.empty(len(seeds), dtype=torch.float64)
         self._uniforms(out.data_ptr(), seeds.data_ptr(), positions.data_ptr(), len(seeds), self._threads)

@@ -1,5 +1,8 @@
-"""Every kernel in plain torch: what the others are measured against, and what runs where no compiler is. See
-kernels.contracts.ops and kernels.contracts.step_ops."""
+"""Implements every kernel in plain torch.
+
+These functions define the results that the C++ and Triton kernels are tested against, and they run on machines without a
+compiler. For shapes see kernels.contracts.ops and kernels.contracts.step_ops.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.contracts.ops import PackedLinear, RaggedRows
-from kernels.contracts.step_ops import TableUpdates
+from kernels.contracts.step_ops import DevicePageTableUpdates
 from kernels.reference.sampling import edit_logits as edit_logits
 from kernels.reference.sampling import measure_logprobs as measure_logprobs
 from kernels.reference.sampling import select_tokens as select_tokens
 
-MAX_SCORES = 1 << 24  # attention scores in memory at a time, 64 MiB of float32
+MAX_SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB of float32
 
 
 def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -20,7 +23,7 @@ def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Keeps the weight as it is."""
+    """Returns the weight [N, K] unpacked."""
     return PackedLinear(weight.contiguous(), bias, weight.shape[1], weight.shape[0], False)
 
 
@@ -42,6 +45,7 @@ def gated_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns the RMS norm of x [..., N] with weight [N], as float32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
@@ -61,7 +65,7 @@ def silu_and_mul(out: Tensor, x: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: float32[T, heads, D]; cos, sin: float32[T, 1, D / 2]."""
+    """Returns x, float32[T, heads, D], rotated by cos and sin, float32[T, 1, D / 2]."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
@@ -87,13 +91,19 @@ def rope_write_kv(
 
 
 def _sequence(pool: Tensor, pages: Tensor, length: int) -> Tensor:
-    """Keys or values of one sequence, float32[G, length, D]."""
+    """Returns the first `length` keys or values of one sequence as float32[G, length, D].
+
+    Args:
+        pool: [P, G, S, D].
+        pages: int64[pages], the page ids of the sequence.
+        length: number of positions.
+    """
     picked = pool[pages].transpose(0, 1)
     return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, :length].float()
 
 
 def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
-    """keys [T, G, D], values [T, G, E] -> the pools [P, G, S, D] and [P, G, S, E], at rows.locations and nowhere else."""
+    """Implements Kernels.write_kv() on any device."""
     page_size = k_pool.shape[2]
     kept = rows.locations >= 0
     pages, offsets = rows.locations[kept] // page_size, rows.locations[kept] % page_size
@@ -102,7 +112,14 @@ def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_p
 
 
 def _weights(scores: Tensor, hidden: Tensor, softcap: float, sinks: Tensor | None) -> Tensor:
-    """scores: [t, G, H / G, s]; hidden: bool[t, s]; sinks: float32[G, H / G], scores of a place that holds no value."""
+    """Returns the softmax weights, float32[t, G, H / G, s].
+
+    Args:
+        scores: float32[t, G, H / G, s].
+        hidden: bool[t, s], whether the token does not attend to the position.
+        softcap: as in Kernels.general_attention().
+        sinks: float32[G, H / G], one more score per softmax, whose weight is dropped; None for no sinks.
+    """
     capped = softcap * torch.tanh(scores / softcap) if softcap else scores
     masked = capped.masked_fill(hidden[:, None, None, :], -torch.inf)
     if sinks is None:
@@ -122,10 +139,7 @@ def general_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """paged_attention for more kinds: q [T, H, D], pools [P, G, S, D] and [P, G, S, E], out [T, H, E].
-
-    softcap: scores become softcap * tanh(score / softcap), 0 for none. sinks: [H], joins each softmax with no value of its own.
-    """
+    """Implements Kernels.general_attention() on any device, row by row, with the row's length read on the host."""
     page_size, kv_heads, num_heads = k_pool.shape[2], k_pool.shape[1], q.shape[1]
     grouped = None if sinks is None else sinks.float().view(kv_heads, -1)
     for row in range(len(rows.slots)):
@@ -144,7 +158,7 @@ def general_attention(
 
 
 def _pieces(count: int, size: int) -> list[tuple[int, int]]:
-    """(first, length) of pieces of at most `size`."""
+    """Splits `count` into (first, length) of pieces of at most `size`."""
     return [(first, min(size, count - first)) for first in range(0, count, size)]
 
 
@@ -157,8 +171,11 @@ def paged_attention(
     general_attention(heads, q, k_pool, v_pool, rows, scale, window)
 
 
-def update_page_table(table: Tensor, updates: TableUpdates) -> None:
-    """Reads no value on the host. Writes by index alone: what is left out repeats what becomes of the table's first entry."""
+def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:
+    """Implements StepKernels.update_page_table() without reading a device value on the host.
+
+    It writes by index only. A skipped entry writes to the table's first entry the value that this entry has afterwards anyway.
+    """
     width, steps = table.shape[1], min(table.shape[1], len(updates.pages))
     if not len(updates.slots) * steps:
         return
@@ -173,7 +190,7 @@ def update_page_table(table: Tensor, updates: TableUpdates) -> None:
 
 
 def _scatter(out: Tensor, places: Tensor, kept: Tensor, values: Tensor) -> None:
-    """out[places] = values where kept, in place, without a look at how many are."""
+    """Sets out[places] = values where `kept`, in place, without reading on the host how many there are."""
     longer = torch.cat((out, out.new_zeros(1)))
     longer[torch.where(kept, places, len(out)).flatten()] = values.to(out.dtype).flatten()
     out.copy_(longer[:-1])
@@ -191,7 +208,7 @@ def resolve_tokens(
     max_tokens: int,
     known: Tensor | None = None,
 ) -> None:
-    """Reads no value on the host. Makes tables of [R, max_tokens]."""
+    """Implements StepKernels.resolve_tokens() without reading a device value on the host, by tables of [R, max_tokens]."""
     if not len(rows.slots) * max_tokens:
         return
     slots, width = rows.slots.long()[:, None], rows.page_table.shape[1]
@@ -216,7 +233,7 @@ def resolve_tokens(
 
 
 def page_indices(out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
-    """Reads no value on the host."""
+    """Implements StepKernels.page_indices() without reading a device value on the host."""
     if not len(out) or not len(rows.slots):
         return
     places, width = torch.arange(len(out), device=out.device), rows.page_table.shape[1]

@@ -1,5 +1,8 @@
-"""Sampling on the device in plain torch, row by row on the host: what kernels.triton and kernels.cpu are measured against. See
-kernels.contracts.sample_ops. It reads values on the host, so it is for no CUDA graph."""
+"""Implements the sampling kernels in plain torch, row by row.
+
+These functions define the results that the C++ and Triton kernels are tested against. They read values on the host, so no CUDA
+graph can capture them. For shapes see kernels.contracts.sample_ops.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,98 @@ from torch import Tensor
 
 from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import MAX_COUNT, Measured, SampleRows, SlotColumn, SlotTable
-from kernels.reference.draws import draw_token, support, tempered
+
+FIRST_CANDIDATES = 256  # number of most likely tokens that top-p tries first; each further try takes 16 times more
+
+
+def largest(logits: Tensor, count: int) -> Tensor:
+    """Returns the ascending ids of the `count` largest of float32[V]; among equals the lowest ids."""
+    least = torch.topk(logits, count).values[-1]
+    above = (logits > least).nonzero().squeeze(1)
+    level = (logits == least).nonzero().squeeze(1)[: count - len(above)]
+    return torch.cat((above, level)).sort().values
+
+
+def _nucleus(logits: Tensor, ids: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, bool]:
+    """Returns the smallest set of most likely tokens of `ids` whose mass reaches top_p, and whether all of `ids` reach it.
+
+    Args:
+        logits: float32[V].
+        ids: int64[k], the tokens to choose from.
+        total: log of the mass that probabilities are relative to.
+        top_p: share of that mass (nucleus sampling: Holtzman et al., arXiv 1904.09751, section 3.1).
+
+    Returns:
+        The ids in ascending order.
+    """
+    chances, order = (logits[ids].double() - total).exp().sort(descending=True, stable=True)
+    before = chances.cumsum(0) - chances
+    kept = before < top_p
+    kept[0] = True
+    return ids[order[kept]].sort().values, bool(chances.sum() >= top_p)
+
+
+def _log_mass(logits: Tensor) -> Tensor:
+    return logits.double().logsumexp(0)
+
+
+def _nucleus_of_all(logits: Tensor, top_p: float) -> Tensor:
+    total, size, count = _log_mass(logits), len(logits), FIRST_CANDIDATES
+    while count < size:
+        ids, reached = _nucleus(logits, largest(logits, count), total, top_p)
+        if reached:
+            return ids
+        count *= 16
+    return _nucleus(logits, torch.arange(size), total, top_p)[0]
+
+
+def tempered(logits: Tensor, temperature: float, top_n_sigma: float) -> Tensor:
+    """Returns float32[V], each logit minus the maximum, divided by the temperature; -inf for tokens that top-n-sigma cuts.
+
+    The maximum must be finite. top_n_sigma of 0 or less cuts nothing.
+    """
+    scaled = (logits - logits.max()) / temperature  # the maximum is subtracted first so that a tiny temperature cannot overflow
+    if top_n_sigma <= 0.0:
+        return scaled
+    sigma = logits[logits.isfinite()].double().std(correction=0).float()
+    return scaled.masked_fill(scaled < -(sigma * top_n_sigma / temperature), -torch.inf)
+
+
+def support(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | None:
+    """Returns the ascending ids that top-k, then top-p and then min-p leave; None if nothing is cut.
+
+    Args:
+        logits: float32[V], the result of tempered().
+        top_k: below 1: no cut.
+        top_p: share of the mass that top-k leaves; 1: no cut.
+        min_p: least probability relative to the most likely token; 0: no cut (Nguyen et al., arXiv 2407.01082, section 3).
+    """
+    ids: Tensor | None = None
+    if 0 < top_k < len(logits):
+        ids = largest(logits, top_k)
+    if top_p < 1.0:
+        ids = _nucleus_of_all(logits, top_p) if ids is None else _nucleus(logits, ids, _log_mass(logits[ids]), top_p)[0]
+    if min_p > 0.0:
+        ids = torch.arange(len(logits)) if ids is None else ids
+        ids = ids[logits[ids] >= logits.max() + math.log(min_p)]
+    return ids
+
+
+def draw_token(logits: Tensor, ids: Tensor | None, uniform: float) -> int:
+    """Draws by the inverse cumulated mass over ids in ascending order: the first id whose mass exceeds uniform * total.
+
+    Args:
+        logits: float32[V], the result of tempered().
+        ids: int64[k], the tokens to draw from; None for all.
+        uniform: number in [0, 1).
+    """
+    kept = logits if ids is None else logits[ids]
+    mass = (kept - kept.max()).exp_().cumsum(0, dtype=torch.float64)
+    place = int(torch.searchsorted(mass, mass[-1] * uniform, right=True))
+    if place >= len(mass):  # by rounding no mass exceeds the product: take the last id that has any mass
+        place = int(torch.searchsorted(mass, mass[-1]))
+    return place if ids is None else int(ids[place])
+
 
 UINT64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -18,7 +112,7 @@ FINITE = torch.finfo(torch.float32)
 
 
 class SlotParams:
-    """One slot's row of SlotTable.params, read on the host."""
+    """Host copy of one slot's row of SlotTable.params."""
 
     def __init__(self, params: Tensor) -> None:
         host = params.cpu()
@@ -38,20 +132,20 @@ class SlotParams:
 
 
 def _mixed(value: int) -> int:
-    """splitmix64's finaliser."""
+    """Returns the finaliser of splitmix64 (Steele et al., OOPSLA 2014; constants: Stafford's Mix13) of a 64-bit value."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & UINT64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & UINT64
     return value ^ value >> 31
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), with 53 bits: a function of the seed (64 bits) and the position alone."""
+    """Returns a number in [0, 1) with 53 random bits, a function of only the 64-bit seed and the position."""
     stream = _mixed((seed + GOLDEN) & UINT64)
     return (_mixed((stream + (position + 1) * GOLDEN) & UINT64) >> 11) * 2.0**-53
 
 
 def _bits(words: Tensor, size: int) -> Tensor:
-    """int32[ceil(size / 32)] -> bool[size]."""
+    """Unpacks int32[ceil(size / 32)] into bool[size]."""
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     return (words[:, None] >> shifts & 1).flatten()[:size] != 0
 
@@ -62,7 +156,18 @@ def _is_edited(row: int, rows: SampleRows, params: SlotParams) -> bool:
 
 
 def _penalized(x: Tensor, counts: Tensor, params: SlotParams) -> Tensor:
-    """x: float32[V]; counts: int16[V]. In float64 until the end, so that what is finite stays so."""
+    """Applies the penalties of SampleKernels.edit_logits() to the logits of one row.
+
+    The products are float64 and are clamped to float32's range, so a finite logit stays finite.
+
+    Args:
+        x: float32[V].
+        counts: int16[V].
+        params: the slot's parameters.
+
+    Returns:
+        float32[V].
+    """
     wide, repetition = x.double(), params.real(SlotColumn.REPETITION)
     scaled = torch.where(x > 0, wide / repetition, wide * repetition).clamp(FINITE.min, FINITE.max).float()
     x = torch.where((counts != 0) & x.isfinite(), scaled, x)
@@ -72,7 +177,7 @@ def _penalized(x: Tensor, counts: Tensor, params: SlotParams) -> Tensor:
 
 
 def _edit_row(x: Tensor, row: int, slot: int, params: SlotParams, rows: SampleRows, table: SlotTable) -> None:
-    """Edits float32[V] in place."""
+    """Edits the logits of one row, float32[V], in place."""
     if params.number(SlotColumn.COUNTS):
         x.copy_(_penalized(x, table.counts[slot], params))
     lost = slice(int(rows.loss_offsets[row]), int(rows.loss_offsets[row + 1]))
@@ -99,7 +204,7 @@ def edit_logits(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTab
 
 
 def _drawn(x: Tensor, position: int, params: SlotParams) -> int:
-    """x: float32[V] on the host, with a finite maximum."""
+    """Returns the token of one row of logits, float32[V] on the host, whose maximum is finite."""
     temperature = params.real(SlotColumn.TEMPERATURE)
     if temperature == 0:
         return int(x.argmax())
@@ -109,7 +214,7 @@ def _drawn(x: Tensor, position: int, params: SlotParams) -> int:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Of the maximum; a NaN counts as the maximum."""
+    """Whether the maximum of x is finite. A NaN counts as the maximum."""
     return math.isfinite(float(x.max()))
 
 

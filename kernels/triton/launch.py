@@ -1,15 +1,31 @@
-"""What launches share: sizes of blocks and warps, and the checks before them. A kernel runs on the current CUDA device."""
+"""Defines the parts that all launches share: block sizes, chained launches, and the counter that finds the last program.
+
+Chained launches use programmatic dependent launch: a kernel starts while the kernel before it still runs, which hides the
+launch latency. Each program of a chained kernel follows these steps:
+
+1. It calls begin_next().
+2. It may read data that no kernel writes, such as weights.
+3. It calls wait_for_last().
+4. It reads the outputs of other kernels, and it writes.
+
+A kernel runs on the current CUDA device.
+"""
 
 from __future__ import annotations
 
-import triton
-from torch import Tensor
+from functools import cache
+from typing import Any
 
-MAX_BLOCK = 1 << 15  # elements that one program holds at a time
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+MAX_BLOCK = 1 << 15  # largest number of elements that one program holds at a time
 
 
 def block_of(size: int) -> int:
-    """The power of two that holds `size`. Raises ValueError above MAX_BLOCK."""
+    """Returns the smallest power of two that holds `size` elements. Raises ValueError above MAX_BLOCK."""
     block = int(triton.next_power_of_2(size))
     if block > MAX_BLOCK:
         raise ValueError(f"{size} elements are more than the {MAX_BLOCK} that one program can hold")
@@ -17,16 +33,78 @@ def block_of(size: int) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """So many that a thread has 8 elements: 16 bytes of a half type, one load."""
+    """Returns the number of warps that gives each thread 8 elements: 16 bytes of a half type, one load."""
     return min(max(elements // 256, 1), 16)
 
 
-def require_contiguous(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
+@cache
+def _chains(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def misfit(*tensors: Tensor) -> ValueError:
-    """Made only once a check has failed: describing shapes costs more than a launch."""
-    return ValueError(f"shapes or dtypes do not fit: {', '.join(f'{tuple(t.shape)} {t.dtype}' for t in tensors)}")
+def chained(device: torch.device) -> dict[str, Any]:
+    """Returns the launch options of a kernel that calls begin_next() and wait_for_last().
+
+    Launches are chained on CUDA devices of compute capability 9.0 and above.
+    """
+    chains = _chains(device)
+    return {"CHAINED": chains, "launch_pdl": chains}
+
+
+@triton.jit
+def begin_next(CHAINED: tl.constexpr):
+    """Allows the next kernel to be launched once every program has called this. That kernel itself waits for the end of this
+    one.
+    """
+    if CHAINED:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(CHAINED: tl.constexpr):
+    """Waits until the kernel before this one has ended.
+
+    Before this call, a program does not write, and it reads only data that no kernel writes.
+    """
+    if CHAINED:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def take_turn(CHAINED: tl.constexpr):
+    """Calls begin_next() and wait_for_last(), for a kernel that has no work to do between them."""
+    begin_next(CHAINED)
+    wait_for_last(CHAINED)
+
+
+@triton.jit
+def last_to_end(arrivals, programs):
+    """Returns whether this program is the last of `programs` to call this.
+
+    The last program sees all stores of the other programs. It sets the counter back to 0.
+
+    Args:
+        arrivals: pointer to an int32 counter, 0 before the first call.
+        programs: number of programs that share the counter.
+    """
+    tl.debug_barrier()  # all threads have stored before a thread increments the counter
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == programs - 1:
+        tl.store(arrivals, 0)
+    return arrived == programs - 1
+
+
+@triton.jit
+def fetch_ahead(pointers, CHAINED: tl.constexpr):
+    """Prefetches lines of 128 bytes into the L2 cache without waiting for them.
+
+    A program calls it before wait_for_last(), for data that no kernel writes.
+
+    Args:
+        pointers: a block of pointers, one per line.
+        CHAINED: False: the call does nothing.
+    """
+    if CHAINED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,6 +1,7 @@
-"""Pieces of pages from the host's memory, read where they lie, into a device's pools: a layer at a time, by one launch.
+"""Copies pieces of pages from host memory into a device's pools, one layer per launch.
 
-A few programs go through all pieces, so that the steps beside them keep the device: what they wait for is the bus.
+The kernel reads the host memory in place. It uses few programs, so that concurrent steps keep most of the device: the bus
+limits the speed of the copy.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import misfit, require_contiguous
+from kernels.contracts.ops import misfit, require_contiguous
 
-PROGRAMS, BLOCK, WARPS = 32, 2048, 8  # of 16 KiB each: half a MiB on its way at once, which hides the bus's delay
+PROGRAMS, BLOCK, WARPS = 32, 2048, 8  # 16 KiB per program: half a MiB in flight hides the latency of the bus
 
 
 @triton.jit(
@@ -33,9 +34,18 @@ def _bring_pieces_kernel(rows, pages, parts, num_rows, num_pieces, BLOCK: tl.con
 
 
 def bring_pieces(rows: Tensor, pages: Tensor, parts: Tensor) -> None:
-    """rows: int64[n], addresses of rows that the device can read. pages: int64[n], where each goes. parts: int64[p, 3], of each
-    piece of a row the address of its pool, bytes of a page there, and where it begins in a row: multiples of 8 bytes, as the
-    addresses. All on the device; no address is checked. Raises ValueError for shapes that do not fit."""
+    """Copies each part of each row to its page in the part's pool.
+
+    All tensors are on the device. No address is checked. Addresses, sizes and offsets are multiples of 8 bytes.
+
+    Args:
+        rows: int64[n], addresses of rows that the device can read.
+        pages: int64[n], the page of the pools that each row goes to.
+        parts: int64[p, 3], for each part of a row: address of its pool, bytes of a page there, offset of the part in the row.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
     require_contiguous(rows, pages, parts)
     if rows.shape != pages.shape or rows.dim() != 1 or parts.dim() != 2 or parts.shape[1] != 3:
         raise misfit(rows, pages, parts)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels.cpu.build import built_library
-from kernels.cpu.copies import CpuCopies
+from kernels.cpu.library import CpuCopies
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.transfers import (
     ALL,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.contracts.sample_ops import SampleKernels
-from kernels.reference.draws import largest, support
+from kernels.reference.sampling import largest, support
 from services.worker.core.contracts.plan import RowFault, SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from tests.all_pairs import each_value

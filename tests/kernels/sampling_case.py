@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.contracts.sample_ops import SEEN, SampleKernels, SampleRows, SlotColumn, SlotTable
 from kernels.reference import sampling
-from kernels.reference.draws import draw_token, support, tempered
+from kernels.reference.sampling import draw_token, support, tempered
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0

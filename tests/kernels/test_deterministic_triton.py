@@ -15,7 +15,7 @@ from kernels.triton.attention import attention
 from kernels.triton.attention.attention_plan import Launch, plan_fixed
 from kernels.triton.layers import ordered_linear
 from kernels.triton.layers.layers import TritonLayers
-from kernels.triton.layers.ordered_linear import OrderedLinear, Tile, Tiles
+from kernels.triton.layers.linear import OrderedLinear, Tile, Tiles
 from tests.all_pairs import each_pair
 from tests.kernels.ordered_products import products_in_order
 from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, random, together

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from kernels.bench import gpu
-from kernels.bench.gpu_case import GpuCase
+from kernels.bench.gpu import COLUMNS, KernelFigures, figures_of, write_json
 from kernels.bench.gpu_layers import SHAPES, DecoderShape, cases
-from kernels.bench.gpu_report import COLUMNS, KernelFigures, figures_of, write_json
-from kernels.bench.gpu_timing import MAX_COPIES, Timing, copies_for
+from kernels.bench.gpu_timing import MAX_COPIES, GpuCase, Timing, copies_for
 from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.cpu import build
+from kernels.cpu.build import VARIANTS, buildable, cpu_features, runnable
 from kernels.cpu.library import CpuKernels
-from kernels.cpu.variants import VARIANTS, buildable, cpu_features, runnable
 from tests.kernels.compiled import COMPILED
 
 V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}

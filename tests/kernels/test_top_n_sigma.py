@@ -171,7 +171,7 @@ def test_a_greedy_row_is_as_without(back_end: str, device: torch.device) -> None
 def test_it_does_not_depend_on_the_batch(
     programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.triton.sampling.select_tokens.PROGRAMS", programs)
+    monkeypatch.setattr("kernels.triton.sampling.sampling.PROGRAMS", programs)
     row, asked = float32(NUMBERS.permuted(FALLING)), Asked(0.7, top_n_sigma=1.0, seed=4)
     slots = [asked, Asked(1.0, seed=4), Asked(), Asked(1.0, 20, top_n_sigma=0.5, seed=9)]
     alone = drawn(back_end, row, [Row(0)], slots, device)

@@ -10,8 +10,8 @@ from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.launch import MAX_BLOCK
 from kernels.triton.layers import one_row
+from kernels.triton.layers.kv_writes import FEW_TOKENS
 from kernels.triton.layers.layers import TritonLayers
-from kernels.triton.layers.rope_kv import FEW_TOKENS
 from tests.all_pairs import each_value
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

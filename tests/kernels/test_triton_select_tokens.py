@@ -165,7 +165,7 @@ def test_few_programs_do_what_many_do(asked: Asked, device: torch.device, monkey
     rows, slots = same_slots(asked, 2)
     logits = noise(2, WIDE, 13).sign()
     many = assert_as_twin(logits, rows, slots, device)
-    monkeypatch.setattr("kernels.triton.sampling.select_tokens.PROGRAMS", 1)
+    monkeypatch.setattr("kernels.triton.sampling.sampling.PROGRAMS", 1)
     assert assert_as_twin(logits, rows, slots, device).tokens.equal(many.tokens)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.contracts.ops import RaggedRows
-from kernels.contracts.step_ops import StepKernels, TableUpdates
+from kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
 from kernels.cpu.build import built_library
 from kernels.cpu.library import CpuKernels
 from kernels.reference import layers as reference
@@ -32,11 +32,13 @@ def column(values: list[int], device: torch.device, dtype: torch.dtype = torch.i
     return torch.tensor([POISON, *values, POISON], dtype=dtype, device=device)[1:-1]
 
 
-def updates_of(rows: list[tuple[int, int, list[int]]], device: torch.device) -> TableUpdates:
+def updates_of(rows: list[tuple[int, int, list[int]]], device: torch.device) -> DevicePageTableUpdates:
     """From (slot, first entry, pages)."""
     offsets = [sum(len(pages) for _, _, pages in rows[:index]) for index in range(len(rows))]
     columns = [slot for slot, _, _ in rows], [first for _, first, _ in rows], [len(pages) for _, _, pages in rows], offsets
-    return TableUpdates(*(column(values, device) for values in columns), column([p for _, _, ps in rows for p in ps], device))
+    return DevicePageTableUpdates(
+        *(column(values, device) for values in columns), column([p for _, _, ps in rows for p in ps], device)
+    )
 
 
 CASES: dict[str, list[tuple[int, int, list[int]]]] = {
@@ -222,7 +224,7 @@ def test_page_indices(kernels: StepKernels, device: torch.device, slots: list[in
 def test_columns_that_do_not_fit_are_refused(kernels: StepKernels, device: torch.device) -> None:
     table = torch.zeros(1, 3, dtype=torch.int32, device=device)
     held = ragged([(0, 0, 1)], table, 1, device)
-    short = TableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
+    short = DevicePageTableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
     relay, ids = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.update_page_table(table, short)
@@ -244,7 +246,7 @@ def test_the_twins_read_no_value_on_the_host() -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows = RaggedRows(blank(4, 9), blank(3), blank(3), blank(3), blank(3), blank(7), blank(7, dtype=torch.int64), 9)
-    reference.update_page_table(rows.page_table, TableUpdates(blank(3), blank(3), blank(3), blank(3), blank(5)))
+    reference.update_page_table(rows.page_table, DevicePageTableUpdates(blank(3), blank(3), blank(3), blank(3), blank(5)))
     ids, relay = blank(7, dtype=torch.int64), blank(4, dtype=torch.int64)
     reference.resolve_tokens(ids, rows, blank(5), relay, blank(1), num_extend=1, page_size=4, vocab_size=50, max_tokens=5)
     reference.resolve_tokens(ids, rows, blank(5), relay, blank(1), 0, 4, 50, max_tokens=1, known=blank(7))

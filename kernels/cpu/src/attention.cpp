@@ -1,6 +1,8 @@
-// Paged attention of any type and head size: a tile of queries of one row and key/value head looks at its keys a block at a time,
-// scores are kept whole, and values are added up a block at a time. A query's result is the same in any tile: each score is a sum
-// over lanes in one order, and each number of the result one chain over the keys that the query sees.
+// Paged attention of any type and head size. A tile has the queries of some tokens of one row and key/value head. It computes the
+// scores of its keys a block at a time, stores all of them, and then adds up the values a block at a time.
+//
+// A query's result is the same in any tile: each score is a sum over lanes in one order, and each number of the result is one chain
+// over the keys that the query attends to.
 
 #include "attention.h"
 
@@ -14,18 +16,18 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kTileRows = 6;               // queries whose values are added up at once
-constexpr int64_t kMostQueries = 48;           // of a tile
-constexpr int64_t kScores = int64_t{1} << 17;  // of a tile, unless kTileRows queries have more
-constexpr int64_t kWidenFrom = 3;              // queries for which a block of keys or values is widened once
-constexpr int64_t kValues = 128;               // keys whose values are added up before the next queries' turn
+constexpr int64_t kTileRows = 6;               // queries whose values are added up together
+constexpr int64_t kMostQueries = 48;           // largest number of queries of a tile
+constexpr int64_t kScores = int64_t{1} << 17;  // largest number of scores of a tile, unless kTileRows queries have more
+constexpr int64_t kWidenFrom = 3;              // smallest number of queries for which a block of keys or values is widened in memory
+constexpr int64_t kValues = 128;               // keys per block of values
 
 struct Scratch {
     std::vector<int64_t> places;
     std::vector<float> queries, keys, values, scores, sums, inverses;
 };
 
-// depth: head_dim in whole vectors; behind head_dim there are zeros. Keys and positions are counted from `begin`.
+// depth is head_dim rounded up to whole vectors, padded with zeros. Keys and positions are relative to `begin`.
 template <typename T> struct Tile {
     const Attention<T>& job;
     int64_t row, kv_head, token, start, queries, begin, end, depth, stride;
@@ -42,7 +44,7 @@ template <typename T> void widen_to(float* target, const T* source, int64_t coun
     std::fill(target + count, target + padded, 0.0f);
 }
 
-// Where the keys and values of all that is seen lie in the pools. Walks the page table once.
+// Finds the offsets in the pools of all keys and values that the tile attends to, in one pass over the page table.
 template <typename T> void locate(const Tile<T>& tile) {
     const int64_t page_size = tile.job.page_size;
     auto& places = tile.scratch.places;
@@ -66,7 +68,7 @@ void score_block(float* scores, const float* query, const S* const (&keys)[kWidt
     store(scores, sum_each(sums) * scale);
 }
 
-// Scores of a block of keys, for all queries that see any of them. Behind the last key it is looked at again.
+// Computes the scores of a block of keys, for the queries that attend to any of them. The last key fills up the block.
 template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) {
     const T* keys[kWidth];
     const float* widened[kWidth];
@@ -89,7 +91,7 @@ template <typename T> void score(const Tile<T>& tile, int64_t block, bool wide) 
     }
 }
 
-// Scores to weights in place; returns the inverse of their sum. There is room for a whole vector behind them.
+// Turns scores into weights in place and returns the inverse of their sum. The buffer has one more vector after the scores.
 float soften(float* scores, int64_t count) {
     const int64_t padded = (count + kWidth - 1) / kWidth * kWidth;
     std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());
@@ -104,8 +106,8 @@ float soften(float* scores, int64_t count) {
     return 1.0f / sum;
 }
 
-// Adds to the sums of ROWS queries the values of the keys from begin on, below end. values: of a block from `block` on; step:
-// from one to the next there, 0 where they are found by their places.
+// Adds the values of keys begin .. end - 1 to the sums of ROWS queries. If step is not 0, `values` has the values of the keys from
+// `block` on, step elements apart. If step is 0, a value lies in the pool at its key's place.
 template <int ROWS, int VECTORS, typename T, typename S>
 void mix_columns(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, int64_t block, const S* values, int64_t step,
                  int64_t column) {
@@ -145,10 +147,11 @@ void mix_rows(const Tile<T>& tile, int64_t query, int64_t begin, int64_t end, in
     walk.template operator()<1>();
 }
 
-// Of a block of keys, for some queries: first and last what not all of them see.
+// Adds up the values of a block for ROWS queries: the keys that some queries attend to one query at a time, before and after the
+// keys that all of them attend to.
 template <int ROWS, typename T, typename S>
 void mix(const Tile<T>& tile, int64_t query, int64_t block, int64_t end, const S* values, int64_t step) {
-    const int64_t behind = query + ROWS - 1;  // the last query sees the most, and begins the latest
+    const int64_t behind = query + ROWS - 1;  // the last query has the latest first key and the latest last key
     const int64_t low = std::clamp(tile.first(behind), block, end), high = std::clamp(tile.last(query), low, end);
     for (int r = 0; r < ROWS; ++r) {
         const int64_t begin = std::max(block, tile.first(query + r));
@@ -189,7 +192,7 @@ template <typename T> void add_values(const Tile<T>& tile, bool wide) {
     }
 }
 
-// `count` tokens of a row from `token` on.
+// Computes `count` tokens of a row from `token` on.
 template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int64_t token, int64_t count, int64_t kv_head) {
     thread_local Scratch scratch;
     const int64_t start = job.starts[row] + token, begin = job.first_seen(start), end = start + count;
@@ -211,7 +214,7 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
         widen_to(scratch.queries.data() + q * depth, job.query(tile.token + q / job.group(), head(q)), job.head_dim, depth);
     }
     std::fill(tile.sums(0), tile.sums(queries), 0.0f);
-    // What is not as wide as a float, or as whole vectors, is read by way of memory that is: the same numbers.
+    // Keys and values of another type than float, or not in whole vectors, are first widened in memory. The numbers are the same.
     const bool wide = job.head_dim != depth || (!std::is_same_v<T, float> && queries >= kWidenFrom);
     for (int64_t block = 0; block < end - begin; block += kWidth) score(tile, block, wide);
     for (int64_t q = 0; q < queries; ++q) {
@@ -225,7 +228,7 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
 }
 
 template <typename T> void attend(const Attention<T>& job, int threads) {
-    const auto most = [&](int64_t row, int64_t first) {  // so few that their scores stay in the second-level cache
+    const auto most = [&](int64_t row, int64_t first) {  // the scores of this many tokens stay in the second-level cache
         const int64_t context = job.starts[row] + std::min<int64_t>(first + kMostQueries, job.num_tokens[row]);
         return std::max<int64_t>(1, std::clamp(kScores / context, kTileRows, kMostQueries) / job.group());
     };

@@ -1,4 +1,4 @@
-// What the attention kernels are given: a ragged batch over a paged pool. See kernels/contracts/ops.py for shapes.
+// Arguments of the attention kernels: a ragged batch over a paged pool. See kernels/contracts/ops.py for shapes.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ template <typename T> struct Attention {
     const int32_t* offsets;
     int64_t rows, table_width, heads, kv_heads, head_dim, page_size, window;
     float scale;
-    bool ordered;  // a token's result is the same alone and among others, to the last bit
+    bool ordered;  // a token's result does not depend on other tokens of its tile, to the last bit
 
     int64_t group() const { return heads / kv_heads; }
     const T* query(int64_t token, int64_t head) const {
@@ -27,17 +27,17 @@ template <typename T> struct Attention {
     }
     T* result(int64_t token, int64_t head) const { return out + (token * heads + head) * head_dim; }
 
-    // Element offset in the pools of one position of a row.
+    // Returns the element offset in the pools of a position of a row.
     int64_t place(int64_t row, int64_t position, int64_t kv_head) const {
-        const int64_t slot = std::max(slots[row], 0);  // a row of padding reads some page that is there
+        const int64_t slot = std::max(slots[row], 0);  // a padding row reads an existing page
         const int64_t page = std::max(page_table[slot * table_width + position / page_size], 0);
         return ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim;
     }
-    // First position that a token at `position` sees.
+    // Returns the first position that a token at `position` attends to.
     int64_t first_seen(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
-// The bfloat16 kernels with dot products: true if they took the job (the CPU has them and the head size suits them).
+// Runs the bfloat16 kernels with dot products. Returns false, without work done, if the CPU or the head size does not allow them.
 bool attend_bf16(const Attention<bf16>& job, int threads);
 
 }  // namespace rootstock

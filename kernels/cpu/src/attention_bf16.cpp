@@ -1,4 +1,4 @@
-// The bfloat16 kernels with dot products, where the CPU has them.
+// Runs the bfloat16 attention kernels with dot products if the CPU has them.
 
 #include "attention_tasks.h"
 #include "attention_tile.h"

@@ -1,6 +1,6 @@
-// Scores and values of a block of keys for few queries, as in decoding: bound by reading, so nothing is packed.
+// Scores and values of a block of keys for few queries, as in decoding. Reading limits the speed, so keys and values are not packed.
 //
-// Each number is the same chain of dot products as in a packed tile, so a token gets the same bits alone and among others.
+// Each number is the same chain of dot products as in a packed tile, so a token's bits do not depend on the size of its tile.
 
 #include "attention_tile.h"
 #include "vector16.h"
@@ -12,7 +12,7 @@ namespace {
 
 inline void prefetch(const bf16* source) { _mm_prefetch(reinterpret_cast<const char*>(source), _MM_HINT_T1); }
 
-// v[i]: 128-bit parts 0 to 3 of key i become keys 0 to 3 of part i.
+// Transposes 128-bit parts: v[i] has parts 0 to 3 of key i before, and keys 0 to 3 of part i after.
 inline void transpose_parts(__m512 (&v)[4]) {
     const __m512 a = even_lanes(v[0], v[1]), b = odd_lanes(v[0], v[1]), c = even_lanes(v[2], v[3]), d = odd_lanes(v[2], v[3]);
     v[0] = even_lanes(a, c);
@@ -21,7 +21,7 @@ inline void transpose_parts(__m512 (&v)[4]) {
     v[3] = odd_lanes(b, d);
 }
 
-// sums[i]: the four parts of the scores of keys 4 i to 4 i + 3. Their sums, of 16 keys in order.
+// Adds the four parts of each score: sums[i] has those of keys 4 i to 4 i + 3. Returns the scores of 16 keys in order.
 inline __m512 add_parts(__m512 (&sums)[4]) {
     const __m512 a = _mm512_unpacklo_ps(sums[0], sums[1]), b = _mm512_unpackhi_ps(sums[0], sums[1]);
     const __m512 c = _mm512_unpacklo_ps(sums[2], sums[3]), d = _mm512_unpackhi_ps(sums[2], sums[3]);
@@ -67,7 +67,7 @@ template <int QUERIES> void score(const Tile& tile, const int64_t* places, int64
     }
 }
 
-// Columns `column` .. `column` + 31 of two neighbouring keys, as pairs in the order of the columns.
+// 32 columns of two neighbouring keys, as pairs in the order of the columns.
 struct Pairs {
     __m512bh low, high;
 };
@@ -81,7 +81,7 @@ inline Pairs pairs_at(const bf16* one, const bf16* two) {
             reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(a, second, b))};
 }
 
-// VECTORS: of 32 columns, done at once.
+// Adds up the values of VECTORS vectors of 32 columns.
 template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* places, int64_t count, int64_t column) {
     float* o = tile.o + column;
     __m512 sums[QUERIES][2 * VECTORS];
@@ -90,7 +90,7 @@ template <int QUERIES, int VECTORS> void mix(const Tile& tile, const int64_t* pl
     }
     for (int64_t key = 0; key < count; key += 2) {
         const bf16* one = tile.job.values + places[key] + column;
-        const bf16* two = tile.job.values + places[key + 1] + column;  // past count, the last one again, whose weight there is 0
+        const bf16* two = tile.job.values + places[key + 1] + column;  // beyond count: the last value with weight 0
         for (int v = 0; v < VECTORS; ++v) {
             prefetch(tile.job.keys + places[kKeys + key] + column + v * 32);
             prefetch(tile.job.keys + places[kKeys + key + 1] + column + v * 32);

@@ -1,4 +1,4 @@
-// Which tile of which row each thread takes.
+// Distributes the tiles of all rows over the threads.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,8 @@
 
 namespace rootstock {
 
-// Calls work(row, first, count, kv_head) for tiles of `count` tokens of a row from `first` on, which are all tokens, on any thread.
-// most(row, first): tokens of such a tile, 1 at least. Longest first, so that the last ones are short.
+// Calls work(row, first, count, kv_head) on any thread for tiles of `count` tokens from `first` on, which together are all tokens.
+// most(row, first) is the largest number of tokens of a tile, at least 1. The longest tiles run first, so that the last are short.
 template <typename T, typename Most, typename Work>
 void for_each_tile(const Attention<T>& job, int threads, Most&& most, Work&& work) {
     struct Task {

@@ -1,8 +1,8 @@
-// Attention of many tokens of a row, as in a prefill: flash style (arXiv 2205.14135), both products in bfloat16 tiles.
+// Attention of many tokens of a row, as in a prefill: FlashAttention (arXiv 2205.14135, section 3.1) with bfloat16 products.
 //
-// A tile of queries walks over its keys 64 at a time. Keys and values are packed once per tile, unless it has few queries
-// (attention_few.cpp); scores, weights and sums stay in the second-level cache. Blocks of keys begin at multiples of 64, and what a
-// query does not see adds nothing, so that in ordered jobs a query's result does not depend on which others share its tile.
+// A tile of queries walks over its keys in blocks of 64. It packs keys and values once, unless it has few queries
+// (attention_few.cpp). Scores, weights and sums stay in the second-level cache. Blocks begin at multiples of 64, and a masked key adds
+// 0. So in ordered jobs, a query's result does not depend on the other queries of its tile.
 
 #include <vector>
 
@@ -14,7 +14,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kRowsOfParts = 3;  // sums and totals of 3 x 4 vectors fit the registers
+constexpr int64_t kRowsOfParts = 3;  // sums and totals of 3 x 4 vectors each fit the registers
 
 template <typename T> struct Buffer {
     std::vector<T> storage;
@@ -42,8 +42,8 @@ void gather_queries(const Tile& tile) {
     std::fill(tile.o, tile.o + tile.queries * tile.wide, 0.0f);
 }
 
-// Where the keys and values of the positions from begin on, below end, lie in the pools; then the last one's place again. Walks
-// the page table once: a division per key would cost more than the key's dot product.
+// Finds the offsets in the pools of positions begin .. end - 1, and fills the rest with the last one. It walks over the page table
+// once, because a division per key would cost more than the key's dot product.
 void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&places)[kPlaces]) {
     const Attention<bf16>& job = tile.job;
     const int64_t count = std::min(kPlaces, end - begin);
@@ -56,7 +56,7 @@ void locate(const Tile& tile, int64_t begin, int64_t end, int64_t (&places)[kPla
     std::fill(places + count, places + kPlaces, places[count - 1]);
 }
 
-// Keys begin .. begin + count - 1 as columns: k[pair][64][2], pairs of a part together. Columns past count are zero.
+// Packs keys begin .. begin + count - 1 as columns: k[pair][64][2], with the pairs of a part together. Columns from count on are 0.
 void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
     const int64_t pairs = tile.job.head_dim / 2, parts = tile.job.ordered ? kParts : 1;
     const auto place = [&](int64_t pair) { return pair % parts * (pairs / parts) + pair / parts; };
@@ -77,7 +77,7 @@ void pack_keys(const Tile& tile, int64_t begin, int64_t count) {
     }
 }
 
-// Values as rows of pairs: v[block of 64 columns][32 pairs of keys][64][2]. Rows past count are zero.
+// Packs values as rows of pairs: v[block of 64 columns][32 pairs of keys][64][2]. Rows from count on are 0.
 void pack_values(const Tile& tile, int64_t begin, int64_t count) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -102,7 +102,7 @@ template <int ROWS> void store_scores(const Tile& tile, int64_t row, const __m51
     }
 }
 
-// In the order of few queries: each part of a product by itself.
+// Computes scores in the order of attention_few.cpp: each part of a dot product is a sum of its own.
 void make_scores_by_parts(const Tile& tile) {
     const int64_t dim = tile.job.head_dim, pairs = dim / 2 / kParts;
     for (int64_t row = 0; row < tile.queries; row += kRowsOfParts) {
@@ -135,7 +135,7 @@ void make_scores(const Tile& tile) {
     }
 }
 
-// Scores of one query with all keys that it does not see at minus infinity. begin: position of the first key.
+// Loads the scores of one query, minus infinity for masked keys. begin is the position of the first key.
 inline void load_scores(const Tile& tile, int64_t query, int64_t begin, __m512 (&scores)[kVectors]) {
     const int64_t position = tile.position(query), seen = tile.job.first_seen(position);
     const int64_t from = std::clamp<int64_t>(seen - begin, 0, kKeys), to = std::clamp<int64_t>(position + 1 - begin, 0, kKeys);
@@ -148,7 +148,7 @@ inline void load_scores(const Tile& tile, int64_t query, int64_t begin, __m512 (
     }
 }
 
-// Running softmax of one query over the keys at hand: weights to p, sums so far scaled down if the peak rose.
+// Adds a block of keys to the online softmax of one query: stores weights to p, and scales earlier sums down if the peak rises.
 void soften(const Tile& tile, int64_t query, int64_t begin) {
     __m512 scores[kVectors], weights[kVectors];
     load_scores(tile, query, begin, scores);
@@ -188,7 +188,7 @@ void mix_values(const Tile& tile) {
 
 void write_results(const Tile& tile) {
     const int64_t group = tile.job.group();
-    const __m512 zero = _mm512_setzero_ps();  // makes -0 to 0, which keys that are not seen do as well
+    const __m512 zero = _mm512_setzero_ps();  // turns -0 into 0, as the addition of a masked key does
     for (int64_t query = 0; query < tile.queries; ++query) {
         bf16* out = tile.job.result(tile.first_token + query / group, tile.kv_head * group + query % group);
         const float* o = tile.o + query * tile.wide;

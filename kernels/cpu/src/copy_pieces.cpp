@@ -1,4 +1,4 @@
-// Copies of many pieces of memory in one call: pages of KV, which lie layer by layer in a pool and together in a tier.
+// Copies many pieces of memory in one call: pages of KV, which lie layer by layer in a pool and contiguously in a tier.
 
 #include <cstdint>
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Past the caches, which a step beside it fills with what it needs: without them nothing is read to be overwritten.
+// Copies past the caches, so that a concurrent step keeps their contents. The target's lines are not read before they are written.
 void stream(char* to, const char* from, int64_t bytes) {
     int64_t at = 0;
 #if defined(__SSE2__)
@@ -31,7 +31,7 @@ void stream(char* to, const char* from, int64_t bytes) {
 
 }  // namespace
 
-// to, from: int64[count], addresses; sizes: int64[count], bytes. No piece of `to` meets another one, or one of `from`.
+// to and from are int64[count] addresses, sizes int64[count] bytes. No piece of `to` overlaps another piece of `to` or of `from`.
 extern "C" void rootstock_copy_pieces(const int64_t* to, const int64_t* from, const int64_t* sizes, int64_t count, int streamed) {
     for (int64_t piece = 0; piece < count; ++piece) {
         char* target = reinterpret_cast<char*>(to[piece]);

@@ -1,4 +1,4 @@
-// Drawing tokens: temperature, top-n-sigma, top-k, top-p, min-p and the inverse of the cumulated mass; and the likeliest one.
+// Draws tokens: temperature, top-n-sigma, top-k, top-p, min-p and the inverse of the cumulated mass. Also finds the maximum.
 
 #include "draw.h"
 
@@ -12,10 +12,10 @@ namespace rootstock {
 namespace {
 
 constexpr int64_t kBlock = 64;
-constexpr int64_t kLikely = 256;  // of the likeliest tokens tried for top-p before all are ranked
+constexpr int64_t kLikely = 256;  // most likely tokens that top-p tries before all are ranked
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// One row at work: mass[i] = exp((x[i] - peak) / temperature), block by block with its sums and highest logits.
+// The row that is drawn from: mass[i] = exp((x[i] - peak) / temperature), with the sum and the largest logit of each block.
 struct Row {
     const float* x;
     int64_t size;
@@ -51,7 +51,7 @@ void weigh(Row& row, float temperature) {
     }
 }
 
-// The standard deviation of the finite logits; no other than -inf is not finite.
+// Returns the standard deviation of the finite logits. Every other logit is -inf.
 float sigma_of(const float* x, int64_t size) {
     double sum = 0.0, squares = 0.0;
     int64_t number = 0;
@@ -69,7 +69,7 @@ float sigma_of(const float* x, int64_t size) {
     return static_cast<float>(std::sqrt(squares / static_cast<double>(number)));
 }
 
-// Top-n-sigma: what lies below loses its mass.
+// Applies top-n-sigma: a token below its bound gets mass 0.
 void keep_near(Row& row, const Rule& rule) {
     const float least = -(rule.top_n_sigma * sigma_of(row.x, row.size) / rule.temperature);
     row.total = 0.0;
@@ -84,7 +84,7 @@ void keep_near(Row& row, const Rule& rule) {
     }
 }
 
-// The first place whose cumulated mass exceeds the target; the last with any mass where rounding leaves none.
+// Returns the first token whose cumulated mass exceeds the target; the last token with any mass if rounding prevents that.
 int64_t draw_from_all(const Row& row, double uniform) {
     const double target = uniform * row.total;
     double before = 0.0;
@@ -105,7 +105,7 @@ int64_t draw_from_all(const Row& row, double uniform) {
     return last;
 }
 
-// The k-th largest of the block maxima: at least k logits are no smaller.
+// Returns the k-th largest of the block maxima: at least k logits are as large or larger.
 float bound_of_top(const Row& row, int64_t k) {
     if (k >= static_cast<int64_t>(row.highest.size())) return kNone;
     std::vector<float> highest = row.highest;
@@ -113,8 +113,8 @@ float bound_of_top(const Row& row, int64_t k) {
     return highest[k - 1];
 }
 
-// Ids of logits from bound on that may survive, likeliest first, lower ids first among equals. What lies under the least mass sums to less than
-// top_p leaves out, so it cannot be in the nucleus.
+// Returns the ids of logits from bound on that the cuts may leave, most likely first, the lower id first among equals. All tokens
+// below the least mass together have less mass than top_p leaves out, so none of them is in the nucleus.
 std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
     const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
     const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);
@@ -172,7 +172,7 @@ int64_t draw_row(const float* x, int64_t size, const Rule& rule) {
     return ranked || rule.top_p < 1.0f || rule.min_p > 0.0f ? draw_filtered(row, rule) : draw_from_all(row, rule.uniform);
 }
 
-// Chunks keep the second look inside the cache.
+// The second pass over a chunk finds it in the cache.
 int64_t argmax_row(const float* x, int64_t size) {
     constexpr int64_t kChunk = 4096;
     float best = -std::numeric_limits<float>::infinity();

@@ -1,4 +1,4 @@
-// edit_logits (kernels/contracts/sample_ops.py): one row of logits per piece of work; a row that needs nothing is left out.
+// Implements edit_logits (kernels/contracts/sample_ops.py). A piece of work is one row of logits that needs edits.
 
 #include <algorithm>
 #include <limits>
@@ -32,7 +32,7 @@ struct Penalties {
     float repetition, frequency, presence;
 };
 
-// The float32 quotient and product are the float64 ones rounded. What is finite stays so.
+// The float32 quotient and product equal the rounded float64 ones. A finite logit stays finite.
 float penalized(float x, int32_t count, const Penalties& by) {
     if (count == 0) return x;
     if (x > -std::numeric_limits<float>::infinity() && x < std::numeric_limits<float>::infinity()) {
@@ -44,7 +44,7 @@ float penalized(float x, int32_t count, const Penalties& by) {
     return outputs > 0 ? x - static_cast<float>(lost) : x;
 }
 
-// Most tokens have never been seen: whole blocks of them are passed over.
+// Most tokens have a count of 0, so whole blocks of them are skipped.
 void penalize(float* x, const int16_t* counts, int64_t size, const Penalties& by) {
     for (int64_t first = 0; first < size; first += kBlock) {
         const int64_t end = std::min(size, first + kBlock);
@@ -103,7 +103,7 @@ extern "C" void rootstock_edit_logits(float* edited, const float* logits, const 
     for (int64_t row = 0; row < count; ++row) {
         if (slots[row] >= 0 && is_edited(rows, row, Slot{params + slots[row] * kWidth})) wanted.push_back(row);
     }
-    const std::vector<int64_t>& chosen = wanted;  // threads of the team have a `wanted` of their own
+    const std::vector<int64_t>& chosen = wanted;  // `wanted` is another object in each thread of the team
     for_each_piece(static_cast<int64_t>(chosen.size()), threads, [&](int64_t piece, int64_t) {
         const int64_t row = chosen[piece], index = slots[row];
         float* x = edited + row * size;

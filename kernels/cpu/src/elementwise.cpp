@@ -1,4 +1,5 @@
-// Norms, gated activation, rotary embedding with the write into the paged pool. Memory-bound; plain loops.
+// Norms, the gated activation, and the rotary embedding with the write to the paged pool. Memory limits their speed; the loops are
+// plain.
 
 #include <algorithm>
 #include <vector>
@@ -8,7 +9,7 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kParallelElements = 1 << 14;  // below this a parallel region costs more than it saves
+constexpr int64_t kParallelElements = 1 << 14;  // up to this number, a parallel region costs more than it saves
 
 template <typename T> float inverse_rms(const T* x, int64_t size, float eps) {
     float sum = 0.0f;
@@ -56,7 +57,7 @@ struct RopeShape {
     float eps;
 };
 
-// One head: norm if NORMED, then rotation of its two halves. to may be from.
+// Rotates the two halves of one head, after its norm if NORMED. `to` may equal `from`.
 template <bool NORMED, typename T>
 void rotate(T* to, const T* from, const T* norm, const float* cos_sin, int64_t dim, float eps) {
     const int64_t half = dim / 2;
@@ -114,7 +115,7 @@ using rootstock::bf16;
 
 extern "C" {
 
-// bfloat16 is 1 where the tensors are bfloat16, 0 where they are float32. residual may be null.
+// bfloat16 is 1 if the tensors are bfloat16, 0 if they are float32. residual may be null.
 void rootstock_rms_norm(void* out, const void* x, void* residual, const void* weight, int64_t rows, int64_t size, float eps,
                         int bfloat16, int threads) {
     if (bfloat16) {

@@ -1,6 +1,6 @@
-// Linear layers over packed bfloat16 weights: from one row (bound by memory) to thousands (bound by the dot-product unit).
+// Linear layers over packed bfloat16 weights. Memory limits the speed for one row, the dot-product unit for thousands of rows.
 //
-// A block of 64 columns stays in the second-level cache while all rows pass over it; the next block is fetched meanwhile.
+// A block of 64 columns stays in the second-level cache while all rows are multiplied by it, and the next block is prefetched.
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@ namespace rootstock {
 
 constexpr int64_t kHugePage = int64_t{1} << 21;
 
-// Large pages spare most address translation misses of a pass over the weights. A hint: failure changes nothing.
+// Asks for huge pages, which save most address translation misses of a pass over the weights. A failure has no effect.
 static void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const int64_t begin = (reinterpret_cast<int64_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
@@ -39,7 +39,7 @@ struct Linear {
     const bf16* w;     // packed
     const bf16* bias;  // in packed column order, or null
     int64_t rows, columns, depth;
-    bool wide;         // out is float32, else bfloat16
+    bool wide;         // whether out is float32; otherwise bfloat16
 };
 
 inline void store16(const Linear& job, int64_t row, int64_t column, __m512 values, int64_t width) {
@@ -80,12 +80,12 @@ void run_tile(const Linear& job, int64_t row, int64_t block, Ahead ahead) {
     }
 }
 
-// All rows over one block, in tiles of nearly equal height. after: the block that this thread takes next, or null; its lines
-// are fetched evenly meanwhile.
+// Multiplies all rows by one block, in tiles of nearly equal height. after is the block that this thread takes next, or null; its
+// lines are prefetched at an even rate.
 template <Finish FINISH>
 void run_block(const Linear& job, int64_t begin, int64_t end, int64_t block, const bf16* after) {
     const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, pairs = job.depth / 2;
-    const int lines = tiles == 1 ? 0 : tiles <= 3 ? 2 : 1;  // one tile streams: the hardware fetches ahead of it
+    const int lines = tiles == 1 ? 0 : tiles <= 3 ? 2 : 1;  // a single tile streams the block, so the hardware prefetches it
     int64_t left = after != nullptr ? kVectors * pairs : 0;
     for (int64_t row = begin, tile = 0; tile < tiles; ++tile) {
         const int64_t count = (end - row + tiles - tile - 1) / (tiles - tile);
@@ -97,7 +97,7 @@ void run_block(const Linear& job, int64_t begin, int64_t end, int64_t block, con
     }
 }
 
-// Splits rows only when there are too few column blocks to keep the threads busy.
+// Splits the rows only if there are too few column blocks for the threads.
 template <Finish FINISH> void run_linear(const Linear& job, int threads) {
     const int64_t blocks = (job.columns + kTileCols - 1) / kTileCols;
     const int64_t tiles = (job.rows + kTileRows - 1) / kTileRows;
@@ -111,7 +111,7 @@ template <Finish FINISH> void run_linear(const Linear& job, int threads) {
     });
 }
 
-// Source row of a packed column; -1 for padding. Gated: 32 gate columns, then the 32 up columns they meet.
+// Returns the weight row of a packed column, -1 for padding. A gated block has 32 gate columns and then their 32 up columns.
 int64_t source_row(int64_t column, int64_t rows, bool gated) {
     if (!gated) return column < rows ? column : -1;
     const int64_t half = rows / 2, place = column / 64 * 32 + column % 32;
@@ -129,10 +129,10 @@ extern "C" {
 
 void rootstock_prefer_huge_pages(void* data, int64_t bytes) { rootstock::prefer_huge_pages(data, bytes); }
 
-// 1 if the packed linear layers below are there.
+// Sets *answer to 1 if the packed linear layers below are compiled in.
 void rootstock_has_packed_linear(int32_t* answer) { *answer = ROOTSTOCK_DOT_BF16; }
 
-// weight [rows, depth] -> [ceil(rows / 64)][depth / 2][64][2], padded with zeros. depth is even; a gated weight's rows are even.
+// Packs a weight [rows, depth] as [ceil(rows / 64)][depth / 2][64][2], padded with 0. depth and the rows of a gated weight are even.
 void rootstock_pack_linear(bf16* packed, const bf16* weight, int64_t rows, int64_t depth, int gated, int threads) {
 #if ROOTSTOCK_DOT_BF16
     const int64_t columns = (gated ? (rows / 2 + 31) / 32 : (rows + 63) / 64) * 64;

@@ -1,5 +1,5 @@
-// Linear layers of any type and depth whose rows get the same bits in any company: each number is one chain of products, in the
-// order of the depth, however many rows there are.
+// Linear layers of any type and depth. A row's bits do not depend on other rows: each number is one chain of products in the order of
+// the depth.
 
 #include <algorithm>
 #include <type_traits>
@@ -11,8 +11,8 @@
 namespace rootstock {
 namespace {
 
-constexpr int64_t kRows = 6, kColumns = 64;  // of a tile; of a block
-constexpr int64_t kSegment = 256;            // of the depth: so much of a tile's rows is widened at once
+constexpr int64_t kRows = 6, kColumns = 64;  // rows per tile; columns per block
+constexpr int64_t kSegment = 256;            // elements of the depth of a tile's rows that are widened at a time
 constexpr int kAcross = kColumns / kWidth;   // vectors of a block's columns
 
 template <typename T> struct Ordered {
@@ -33,7 +33,7 @@ template <typename T> struct Ordered {
     }
 };
 
-// Numbers k .. k + n of each row: as they are, or widened, at `wide`.
+// Returns n numbers of each row as float32: x itself, or a copy in `wide`.
 template <int ROWS> const float* widened(const float* x, int64_t, int64_t, float*) { return x; }
 
 template <int ROWS> const float* widened(const bf16* x, int64_t depth, int64_t n, float* wide) {
@@ -53,7 +53,7 @@ template <typename T, int ROWS> void run_tile(const Ordered<T>& job, int64_t row
         const float* x = widened<ROWS>(job.x + row * job.depth + begin, job.depth, n, wide);
         const T* w = job.w + (block * job.depth + begin) * kColumns + first;
         for (int64_t k = 0; k < n; ++k) {
-            // Both written out, or the compiler keeps the sums in memory.
+            // Without both pragmas the compiler keeps the sums in memory.
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v) {
                 const Vector columns = load(w + k * kColumns + v * kWidth);
@@ -115,7 +115,7 @@ using rootstock::bf16;
 
 extern "C" {
 
-// weight [rows, depth] -> [ceil(rows / 64)][depth][64], padded with zeros. bfloat16 as below.
+// Packs a weight [rows, depth] as [ceil(rows / 64)][depth][64], padded with 0. bfloat16 is as below.
 void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int64_t depth, int bfloat16, int threads) {
     if (bfloat16) {
         rootstock::pack(static_cast<bf16*>(packed), static_cast<const bf16*>(weight), rows, depth, threads);
@@ -124,8 +124,8 @@ void rootstock_pack_ordered(void* packed, const void* weight, int64_t rows, int6
     }
 }
 
-// out [rows, columns] = x [rows, depth] . w + bias. bfloat16 is 1 where the tensors are bfloat16, 0 where they are float32; wide: out
-// is float32 in any case.
+// Computes out [rows, columns] = x [rows, depth] . w + bias. bfloat16 is 1 if the tensors are bfloat16, 0 if they are float32. With
+// wide, out is float32 in both cases.
 void rootstock_linear_ordered(void* out, const void* x, const void* w, const void* bias, int64_t rows, int64_t columns,
                               int64_t depth, int wide, int bfloat16, int threads) {
     if (bfloat16) {

@@ -1,4 +1,4 @@
-// measure_logprobs (kernels/contracts/sample_ops.py): natural log probabilities of raw logits, one row per piece of work.
+// Implements measure_logprobs (kernels/contracts/sample_ops.py). A piece of work is one row of logits.
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +21,7 @@ float largest_of(const float* x, int64_t count) {
     return most;
 }
 
-// The log of the sum of exp; of the largest value itself where that is not finite.
+// Returns the log of the sum of exp, or the largest value if it is not finite.
 float log_mass(const float* x, int64_t size) {
     const float peak = x[argmax_row(x, size)];
     if (!std::isfinite(peak)) return peak;
@@ -36,7 +36,7 @@ float log_mass(const float* x, int64_t size) {
     return static_cast<float>(peak + std::log(total));
 }
 
-// The num largest in falling order, of equals the lowest id first; -1 and -inf behind the vocabulary's end.
+// Finds the num largest logits in falling order, the lower id first among equals; -1 and -inf beyond the vocabulary.
 void rank(int32_t* ids, float* values, int64_t num, const float* x, int64_t size) {
     int64_t held = 0;
     for (int64_t first = 0; first < size; first += kBlock) {
@@ -57,7 +57,7 @@ void rank(int32_t* ids, float* values, int64_t num, const float* x, int64_t size
 }  // namespace
 }  // namespace rootstock
 
-// own, mass: [count]; top_ids, top: [count, num_top]; logits: [any, size]; rows: below 0 for none.
+// own, mass: [count]; top_ids, top: [count, num_top]; logits: [any, size]. A row below 0 is skipped.
 extern "C" void rootstock_measure_logprobs(float* own, int32_t* top_ids, float* top, float* mass, const float* logits,
                                            const int32_t* tokens, const int32_t* rows, int64_t count, int64_t num_top,
                                            int64_t size, int threads) {

@@ -1,4 +1,4 @@
-// Storage types, conversions and the exponential that all kernels share. Plain C++: compilers vectorise it on any target.
+// Storage types, conversions and the exponential that all kernels share, in plain C++ that compilers vectorise on any target.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace rootstock {
 
-// Upper half of a float32.
+// The upper half of a float32.
 struct bf16 {
     uint16_t bits;
 };
@@ -32,7 +32,7 @@ template <typename T> inline T narrow(float value);
 
 template <> inline float narrow<float>(float value) { return value; }
 
-// Round to nearest even; a NaN stays one.
+// Rounds to nearest even. A NaN stays a NaN.
 template <> inline bf16 narrow<bf16>(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
@@ -40,7 +40,7 @@ template <> inline bf16 narrow<bf16>(float value) {
     return bf16{static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
 }
 
-// e^x to about 2 ulp; 0 below -87.
+// Returns e^x to about 2 ulp, 0 below -87 (polynomial of Cephes, expf.c).
 inline float exponential(float x) {
     const float clamped = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     const float whole = std::floor(clamped * 1.44269504089f + 0.5f);

@@ -1,5 +1,5 @@
-// Loops over equal pieces of work: each thread walks a range of its own in order, then helps the others with theirs.
-// In order, so that fetching the piece that follows pays; with help, so that a thread that lost its core delays nobody.
+// Loops over equal pieces of work. Each thread walks through its own range in order, so that prefetching the next piece pays. It then
+// takes pieces from the other ranges, so that a thread that has lost its core does not delay the loop.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct alignas(64) Range {
     int64_t end = 0;
 };
 
-// Calls work(index, last): each index below count once, on any thread; last is the end of the range that index is of.
+// Calls work(index, last) once for each index below count, on any thread. last is the end of the range that contains index.
 template <typename Work> void for_each_piece(int64_t count, int threads, Work&& work) {
     const int team = static_cast<int>(std::min<int64_t>(threads, count));
     if (team <= 1) {

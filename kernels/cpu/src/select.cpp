@@ -1,4 +1,4 @@
-// select_tokens (kernels/contracts/sample_ops.py): one row of logits per piece of work.
+// Implements select_tokens (kernels/contracts/sample_ops.py). A piece of work is one row of logits.
 
 #include <cmath>
 
@@ -9,21 +9,21 @@
 namespace rootstock {
 namespace {
 
-constexpr int32_t kNanLogits = 1, kNoTokenAllowed = 3;  // as kernels.contracts.row_fault.RowFault has them
+constexpr int32_t kNanLogits = 1, kNoTokenAllowed = 3;  // values of kernels.contracts.row_fault.RowFault
 
 struct Choice {
     int64_t token;
     int32_t fault;
 };
 
-// splitmix64's finaliser.
+// Returns the finaliser of splitmix64 (Steele et al., OOPSLA 2014; constants: Stafford's Mix13).
 uint64_t mixed(uint64_t value) {
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBull;
     return value ^ (value >> 31);
 }
 
-// In [0, 1), with 53 bits: a function of the seed and the position alone.
+// Returns a number in [0, 1) with 53 random bits, a function of only the seed and the position.
 double uniform_of(uint64_t seed, int32_t position) {
     constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
     const uint64_t stream = mixed(seed + kGolden);
@@ -35,7 +35,7 @@ uint64_t seed_of(const Slot& slot) {
     return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// edited: null where the row is drawn from as it is.
+// edited is null if the row needs no edits.
 Choice choose(const float* logits, const float* edited, int64_t size, const Slot& slot, int32_t position) {
     int64_t best = argmax_row(logits, size);
     if (!std::isfinite(logits[best])) return {0, kNanLogits};

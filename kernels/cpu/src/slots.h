@@ -1,4 +1,4 @@
-// What slots ask for and which rows are sampled: kernels.contracts.sample_ops.SlotTable and SampleRows as addresses.
+// The slots' sampling parameters and the rows to sample: kernels.contracts.sample_ops.SlotTable and SampleRows as addresses.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,13 @@
 
 namespace rootstock {
 
-// Columns of the parameters, as kernels.contracts.sample_ops.SlotColumn has them.
+// Columns of the parameters, in the order of kernels.contracts.sample_ops.SlotColumn.
 enum Column : int {
     kSeedLow, kSeedHigh, kTemperature, kTopK, kTopP, kMinP, kRepetition, kFrequency, kPresence,
     kEditedUntil, kStoppedUntil, kNumBiases, kNumStops, kCounts, kWords, kTopNSigma, kWidth = 16
 };
 
-constexpr int32_t kMaxCount = (1 << 15) - 1;  // the lower 15 bits of a count: how often the token stands in the output
+constexpr int32_t kMaxCount = (1 << 15) - 1;  // mask of the lower 15 bits of a count: occurrences of the token in the output
 
 struct Slot {
     const int32_t* params;
@@ -29,7 +29,7 @@ struct Rows {
     const int32_t *slots, *positions, *mask_rows, *loss_offsets;
 };
 
-// Whether edit_logits fills the row, and select_tokens reads it there.
+// Returns whether edit_logits fills the row, so that select_tokens reads it from there.
 inline bool is_edited(const Rows& rows, int64_t row, const Slot& slot) {
     return rows.positions[row] < slot.number(kEditedUntil) || rows.mask_rows[row] >= 0 ||
            rows.loss_offsets[row + 1] > rows.loss_offsets[row];

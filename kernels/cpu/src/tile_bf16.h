@@ -1,7 +1,7 @@
-// The inner kernel of every bfloat16 matrix product: a few rows times one block of 64 packed columns, in dot products of pairs.
+// The inner loop of every bfloat16 matrix product: a few rows times one block of 64 packed columns, in dot products of pairs.
 //
-// Packed block: [K / 2][64][2], so that one 64-byte load holds a pair of k for 16 columns and a 32-bit broadcast of a row
-// holds the pair it meets. Accumulators: rows x 4 vectors of 16 float32.
+// A packed block is [K / 2][64][2]: one 64-byte load has a pair of k for 16 columns, and a 32-bit broadcast of a row has the pair that
+// it is multiplied by. The accumulators are rows x 4 vectors of 16 float32.
 #pragma once
 
 #include "numeric.h"
@@ -11,7 +11,7 @@
 
 namespace rootstock {
 
-constexpr int kTileRows = 6;   // 6 x 4 accumulators, 4 columns vectors and a broadcast fit the 32 registers
+constexpr int kTileRows = 6;   // 6 x 4 accumulators, 4 vectors of columns and a broadcast fit the 32 registers
 constexpr int kTileCols = 64;
 constexpr int kVectors = kTileCols / 16;
 
@@ -23,13 +23,13 @@ inline __m512bh pair_at(const bf16* row, int64_t pair) {
 
 inline __m512bh load_pairs(const bf16* source) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(source)); }
 
-// What to bring into the second-level cache while a tile is computed on: `lines` cache lines per pair, from `next` on.
+// Memory to prefetch into the second-level cache during a tile: `lines` cache lines per pair, from `next` on.
 struct Ahead {
     const bf16* next = nullptr;
     int lines = 0;
 };
 
-// sums[r][v] += a[r] . w[:, v] over `pairs` pairs; those of a are STEP apart.
+// Computes sums[r][v] += a[r] . w[:, v] over `pairs` pairs; the pairs of a are STEP apart.
 template <int ROWS, int STEP = 1>
 inline void multiply_tile(__m512 (&sums)[ROWS][kVectors], const bf16* a, int64_t stride, const bf16* w, int64_t pairs,
                           Ahead ahead = {}) {
@@ -52,7 +52,7 @@ template <int ROWS> inline void clear(__m512 (&sums)[ROWS][kVectors]) {
     }
 }
 
-// Calls work.template operator()<ROWS>() with the constant that equals rows, 1 to kTileRows.
+// Calls work.template operator()<ROWS>() with rows, 1 to kTileRows, as a constant.
 template <typename Work> inline void with_rows(int64_t rows, Work&& work) {
     switch (rows) {
         case 1: work.template operator()<1>(); break;

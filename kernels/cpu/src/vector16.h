@@ -1,4 +1,4 @@
-// Vectors of 16 float32: loads from bfloat16, exponential, and the two transposes that attention needs.
+// Vectors of 16 float32: loads from bfloat16, the exponential, and the two transposes that attention needs.
 #pragma once
 
 #include "numeric.h"
@@ -13,7 +13,7 @@ inline __m512 widen16(const bf16* source) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// As exponential() in numeric.h; 0 below -87, minus infinity included.
+// Returns e^x as exponential() in numeric.h does, 0 below -87 and for minus infinity.
 inline __m512 exponential16(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), x);
@@ -37,7 +37,7 @@ inline __m512 silu16(__m512 x) {
 inline __m512 even_lanes(__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88); }
 inline __m512 odd_lanes(__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0xdd); }
 
-// Lane i of the result is the sum of the lanes of v[i].
+// Returns a vector whose lane i is the sum of the lanes of v[i].
 inline __m512 sum_each(__m512 (&v)[16]) {
     __m512 pairs[8], quads[4];
     for (int i = 0; i < 8; ++i) {
@@ -52,7 +52,7 @@ inline __m512 sum_each(__m512 (&v)[16]) {
     return _mm512_add_ps(even_lanes(low, high), odd_lanes(low, high));
 }
 
-// Lane i of v[j] becomes lane j of v[i]; 32-bit lanes.
+// Transposes 32-bit lanes: lane i of v[j] becomes lane j of v[i].
 inline void transpose(__m512 (&v)[16]) {
     __m512 t[16];
     for (int i = 0; i < 8; ++i) {
@@ -66,7 +66,7 @@ inline void transpose(__m512 (&v)[16]) {
             v[4 * i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
         }
     }
-    for (int i = 0; i < 4; ++i) {  // v[4 g + i]: lane group l holds column 4 l + i of rows 4 g .. 4 g + 3
+    for (int i = 0; i < 4; ++i) {  // lane group l of v[4 g + i] has column 4 l + i of rows 4 g .. 4 g + 3
         const __m512 a = even_lanes(v[i], v[4 + i]), b = odd_lanes(v[i], v[4 + i]);
         const __m512 c = even_lanes(v[8 + i], v[12 + i]), d = odd_lanes(v[8 + i], v[12 + i]);
         t[i] = even_lanes(a, c);

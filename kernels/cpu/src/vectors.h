@@ -1,4 +1,4 @@
-// Vectors of float32 as wide as the CPU's: loads from either type, sums over lanes in one order, and how many fit the registers.
+// Vectors of float32 of the CPU's width: loads from both types, sums over lanes in one order, and the number that fits the registers.
 #pragma once
 
 #include <utility>
@@ -28,8 +28,8 @@ inline Vector load(const bf16* source) {
 
 inline void store(float* target, Vector values) { *reinterpret_cast<Vector*>(target) = values; }
 
-// Of a tile of so many rows, at most `most`, a power of two: its sums, a vector of columns and a number of a row fit the
-// registers.
+// Returns the vectors per row of a tile whose sums, a vector of columns and a broadcast number fit the registers. The result is at
+// most `most`, a power of two.
 constexpr int vectors_of(int rows, int most) {
     while (rows * most + 2 > kRegisters) most /= 2;
     return most;
@@ -46,7 +46,7 @@ template <size_t... I> Vector with_neighbour(Vector a, Vector b, std::index_sequ
 }
 #endif
 
-// Lane i is the sum of the lanes of v[i], of neighbours first. v is overwritten.
+// Returns a vector whose lane i is the sum of the lanes of v[i], neighbours first. Overwrites v.
 inline Vector sum_each(Vector (&v)[kWidth]) {
 #pragma GCC unroll 8
     for (int count = kWidth / 2; count > 0; count /= 2) {

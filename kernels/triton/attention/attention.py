@@ -1,4 +1,4 @@
-"""Attention over pages in Triton, with the signatures of kernels.contracts.ops.Kernels."""
+"""Launches paged attention in Triton, with the signatures of kernels.contracts.ops.Kernels."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from kernels.triton.attention.attention_plan import (
     plan_extend,
     reach,
 )
-from kernels.triton.chaining import chained
+from kernels.triton.launch import chained
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Where splits leave what they found. One launch at a time may use it; captured graphs keep its addresses.
+    """Memory for the partial results of splits. One launch at a time may use it; captured graphs keep its addresses."""
 
-    partials: float32[lanes, E]. levels: float32[lanes]. arrivals: int32[counters], 0 between launches.
-    """
-
-    partials: Tensor
-    levels: Tensor
-    arrivals: Tensor
+    partials: Tensor  # float32[lanes, E]: weighted means
+    levels: Tensor  # float32[lanes]: log2 of the softmax sums
+    arrivals: Tensor  # int32[counters]: ended splits per tile; 0 between launches
 
     def holds(self, launch: Launch, value_dim: int) -> bool:
+        """Whether the scratch is large enough for the launch."""
         return self.partials.numel() >= launch.scratch_lanes * value_dim and self.arrivals.numel() >= launch.counters
 
 
 def allocate_scratch(lanes: int, counters: int, value_dim: int, device: torch.device) -> AttentionScratch:
-    """For launches of at most so many scratch_lanes and counters."""
+    """Allocates scratch for launches of at most `lanes` scratch_lanes and `counters` counters. value_dim is E."""
     return AttentionScratch(
         partials=torch.empty(max(lanes, 1), value_dim, dtype=torch.float32, device=device),
         levels=torch.empty(max(lanes, 1), dtype=torch.float32, device=device),
@@ -51,21 +49,21 @@ def allocate_scratch(lanes: int, counters: int, value_dim: int, device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Tensors and numbers of one layer's attention; see Kernels.general_attention."""
+    """Arguments of one layer's attention; see Kernels.general_attention."""
 
-    out: Tensor
-    q: Tensor
-    k_pool: Tensor
-    v_pool: Tensor
+    out: Tensor  # [T, H, E]
+    q: Tensor  # [T, H, D]
+    k_pool: Tensor  # [P, G, S, D]
+    v_pool: Tensor  # [P, G, S, E]
     rows: RaggedRows
     scale: float
     window: int
     softcap: float = 0.0
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # [H]
 
 
 def head_shape(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> HeadShape:
-    """q [T, H, D], pools [P, G, S, D] and [P, G, S, E]. Raises ValueError where they do not fit."""
+    """Returns the sizes of q [T, H, D] and the pools [P, G, S, D] and [P, G, S, E]. Raises ValueError if they do not fit."""
     kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
     if v_pool.shape[:3] != k_pool.shape[:3] or q.shape[2] != head_dim or q.shape[1] % kv_heads:
         raise ValueError(f"q {tuple(q.shape)} does not fit pools {tuple(k_pool.shape)} and {tuple(v_pool.shape)}")
@@ -73,7 +71,7 @@ def head_shape(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> HeadShape:
 
 
 def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, device: torch.device) -> Launch:
-    """As many tokens as rows: taken for rows of one token each."""
+    """Plans a launch. If T equals R, each row counts as one token."""
     num_rows, multiprocessors = rows.slots.shape[0], num_multiprocessors(device)
     seen = reach(rows.max_context, window)
     if num_tokens == num_rows:
@@ -84,12 +82,12 @@ def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, 
 def paged_attention(
     out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
 ) -> None:
-    """See Kernels.paged_attention. Rows follow each other in the batch; T == R is taken for one token a row."""
+    """Implements Kernels.paged_attention(). If T equals R, each row counts as one token."""
     general_attention(*as_heads(out, qkv, k_pool, v_pool), k_pool, v_pool, rows, scale, window)
 
 
 def as_heads(out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
-    """out [T, H E] as [T, H, E], and the first H D columns of qkv [T, (H + 2 G) D] as [T, H, D]."""
+    """Returns views of out [T, H E] as [T, H, E] and of the first H D columns of qkv [T, (H + 2 G) D] as [T, H, D]."""
     tokens, head_dim, value_dim = qkv.shape[0], k_pool.shape[3], v_pool.shape[3]
     heads = out.shape[1] // value_dim
     return out.view(tokens, heads, value_dim), qkv[:, : heads * head_dim].view(tokens, heads, head_dim)
@@ -106,7 +104,10 @@ def general_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """See Kernels.general_attention. q may be strided but for its last dimension. Scratch is allocated where keys are split."""
+    """Implements Kernels.general_attention(). q may be strided except in its last dimension.
+
+    It allocates scratch if the plan splits keys.
+    """
     if q.shape[0] == 0:
         return
     shape = head_shape(q, k_pool, v_pool)
@@ -118,9 +119,19 @@ def general_attention(
 def run_attention(
     call: AttentionCall, shape: HeadShape, launch: Launch, scratch: AttentionScratch | None, merge_apart: bool = False
 ) -> None:
-    """Launches; allocates nothing and looks at no value. merge_apart: splits are merged by a launch of their own, not by the
-    last of them to end; not of a launch with `extra`. Raises ValueError for tensors that do not fit, or scratch that is too
-    small."""
+    """Launches the kernels of a plan. It allocates nothing and reads no device value on the host.
+
+    Args:
+        call: the tensors.
+        shape: the result of head_shape() for these tensors.
+        launch: the plan.
+        scratch: memory for splits; None if the plan has none.
+        merge_apart: whether a second launch merges the splits. By default, the last split of a tile to end merges them. Plans
+            with `extra` or `fixed` splits do not support it.
+
+    Raises:
+        ValueError: the tensors do not fit, or the scratch is too small.
+    """
     _check(call, shape, launch, scratch, merge_apart)
     out, rows, blocks, splits = call.out, call.rows, launch.blocks, launch.splits
     unused = call.out
@@ -172,10 +183,10 @@ def run_attention(
         MERGE=not merge_apart,
         HAS_SOFTCAP=call.softcap != 0,
         LANES=int(triton.next_power_of_2(launch.heads)) if launch.one_token else blocks.m,
-        UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter multiplies no bfloat16
+        UPCAST=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        enable_fp_fusion=not launch.fixed,  # what is fused depends on what stands beside it
+        enable_fp_fusion=not launch.fixed,  # the compiler would fuse different operations in different variants
         **chained(out.device),
     )
     if merge_apart and splits > 1:
@@ -189,12 +200,13 @@ def _check(call: AttentionCall, shape: HeadShape, launch: Launch, scratch: Atten
     if out.shape != (q.shape[0], q.shape[1], shape.value_dim) or q.stride(2) != 1:
         raise ValueError(f"out {tuple(out.shape)} does not fit q {tuple(q.shape)} and values of {shape.value_dim}")
     if not (out.is_contiguous() and call.k_pool.is_contiguous() and call.v_pool.is_contiguous()):
-        raise ValueError("out and the pools are contiguous")
+        raise ValueError("out and the pools must be contiguous")
     if not out.dtype == q.dtype == call.k_pool.dtype == call.v_pool.dtype:
-        raise ValueError(f"one dtype for all, not {out.dtype}, {q.dtype}, {call.k_pool.dtype} and {call.v_pool.dtype}")
+        dtypes = f"{out.dtype}, {q.dtype}, {call.k_pool.dtype} and {call.v_pool.dtype}"
+        raise ValueError(f"out, q and the pools must have one dtype; they have {dtypes}")
     if call.sinks is not None and call.sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks {tuple(call.sinks.shape)} for {q.shape[1]} heads")
+        raise ValueError(f"sinks {tuple(call.sinks.shape)} do not fit {q.shape[1]} heads")
     if merge_apart and (launch.extra or launch.fixed):
-        raise ValueError("splits that are dealt out by length, or fixed, are merged by the last of them to end")
+        raise ValueError("a launch with dealt or fixed splits does not support merge_apart")
     if launch.splits and (scratch is None or not scratch.holds(launch, shape.value_dim)):
-        raise ValueError("no scratch that holds the launch's splits")
+        raise ValueError("the scratch is missing or too small for the launch's splits")

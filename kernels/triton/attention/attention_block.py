@@ -1,4 +1,8 @@
-"""Device functions of attention over pages: online softmax in float32 (flash attention 2), in base 2."""
+"""Computes attention to blocks of keys: online softmax in float32 and base 2 (FlashAttention-2, arXiv 2307.08691, section 3.1).
+
+Letters in shapes: M = BLOCK_M query lanes, N = BLOCK_N keys, E = BLOCK_E columns of values. A lane is one query head of one
+token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, c, UPCAST: tl.constexpr):
-    """c + a @ b in float32. UPCAST: operands widen first, for where half types cannot be multiplied."""
+    """Returns c + a @ b in float32. UPCAST widens the operands first, because the interpreter cannot multiply bfloat16."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -17,7 +21,7 @@ def dot(a, b, c, UPCAST: tl.constexpr):
 
 @triton.jit
 def load_rows(base, offsets, inside, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """[len(offsets), BLOCK] of DIM elements each; 0 where not inside (looked at if MASKED) and from DIM on."""
+    """Loads [len(offsets), BLOCK] elements, 0 from column DIM on and, if MASKED, in rows that are not `inside`."""
     columns = tl.arange(0, BLOCK)
     pointers = base + offsets[:, None] + columns[None, :]
     if MASKED:
@@ -60,14 +64,32 @@ def fold_keys(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Takes places begin .. end - 1 of a sequence into acc [M, E], total [M] and peak [M], all of them float32.
+    """Adds positions begin .. end - 1 of a sequence to acc [M, E], total [M] and peak [M], which are float32.
 
-    Not MASKED: every query sees every place, and end - begin is a multiple of BLOCK_N. MASKED: nothing is read from `end` on;
-    with CAUSAL a query sees the places up to its position, and the last `window` of them alone with HAS_WINDOW.
+    acc is the weighted sum of values, total the sum of weights and peak the largest score, relative to which weights are
+    computed.
+
+    Args:
+        acc: float32[M, E].
+        total: float32[M].
+        peak: float32[M].
+        q: [M, BLOCK_D].
+        k_head: pointer to the head's first key in the pool [P, G, S, D].
+        v_head: pointer to the head's first value in the pool [P, G, S, E].
+        table: pointer to the row's page ids, int32.
+        begin: first position.
+        end: last position + 1.
+        positions: int32[M], position of each query.
+        window: number of last positions that a query attends to, with HAS_WINDOW.
+        score_scale: factor of the scores, log2(e) or 1 / softcap included.
+        cap_scale: softcap * log2(e), with HAS_SOFTCAP.
+        MASKED: False: every query attends to every position, and end - begin is a multiple of BLOCK_N. True: nothing is read
+            from `end` on.
+        CAUSAL: with MASKED, a query attends to positions up to its own, within its window.
     """
     lanes = tl.arange(0, BLOCK_N)
-    # Page ids are loaded one block ahead and carried: the loads of keys then depend on no load of their own iteration, and
-    # the compiler's pipeline spends all its stages on keys and values.
+    # Page ids are loaded one block ahead: the loads of keys then depend on no load of the same iteration, so the compiler's
+    # pipeline uses all its stages for keys and values.
     pages = tl.load(table + (begin + lanes) // PAGE_SIZE, mask=begin + lanes < end, other=0)
     for first in range(begin, end, BLOCK_N):
         places = first + lanes
@@ -75,7 +97,7 @@ def fold_keys(
         page = tl.maximum(pages, 0).to(tl.int64) * (NUM_KV_HEADS * PAGE_SIZE)
         place = page + places % PAGE_SIZE
         k = load_rows(k_head, place * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, MASKED)
-        # Values are masked too: 0 times what lies beyond the end could be NaN.
+        # Values are masked too, because memory beyond the end may hold NaN, and 0 times NaN is NaN.
         v = load_rows(v_head, place * VALUE_DIM, inside, VALUE_DIM, BLOCK_E, MASKED)
         ahead = places + BLOCK_N
         pages = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
@@ -91,7 +113,7 @@ def fold_keys(
                     seen = seen & (places[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(peak, tl.max(scores, 1))
-        # Under a window a query may have seen nothing yet, and -inf less -inf is NaN.
+        # Under a window a query may have attended to no key yet, and -inf - -inf is NaN.
         level = tl.where(raised == float("-inf"), 0.0, raised) if MASKED and CAUSAL else raised
         weights = tl.exp2(scores - level[:, None])
         kept = tl.exp2(peak - level)
@@ -130,10 +152,18 @@ def fold_tile(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """(acc [M, E], total [M], peak [M]) of places lower .. upper - 1, out of the begin .. end - 1 that the tile's tokens see.
+    """Computes (acc [M, E], total [M], peak [M]) of positions lower .. upper - 1 for one tile of queries.
 
-    position: the first token's. With ONE_TOKEN it is the only one, and sees them all, or with ROUNDED all but those before its
-    window.
+    Args:
+        lower: first position of the split.
+        upper: last position + 1 of the split.
+        begin: first position that a token of the tile attends to.
+        end: last such position + 1.
+        position: position of the tile's first token.
+        ONE_TOKEN: the tile has one token, which attends to all positions of the split.
+        ROUNDED: with ONE_TOKEN, the split may begin before the token's window.
+
+    The other arguments are those of fold_keys().
     """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -146,7 +176,7 @@ def fold_tile(
             True, ROUNDED and HAS_WINDOW, HAS_WINDOW, HAS_SOFTCAP, UPCAST,
         )
     else:
-        # Three stretches: cut by the window's lower edge, seen by every token of the tile, cut by causality.
+        # Three ranges of positions: masked by the window's lower edge, unmasked, masked by causality.
         opened = begin
         if HAS_WINDOW:
             opened += tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N

@@ -1,4 +1,4 @@
-"""Attention of ragged rows to keys and values in pages: tiles of tokens, or rows of one token, with the keys split or not."""
+"""Computes attention of ragged rows to keys and values in pages, with tiles of tokens or rows of one token."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from kernels.triton.attention.attention_merge import (
     take_first,
 )
 from kernels.triton.attention.attention_tiles import find_lanes, find_places, find_span, find_work
-from kernels.triton.chaining import last_to_end, take_turn
+from kernels.triton.launch import last_to_end, take_turn
 
 
-# No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
+# Triton compiles no variant for a step's numbers or for the alignment of its columns in a larger buffer.
+# The kernel is one function of 120 lines: its parameters are most of them, and a helper would repeat them.
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "window", "room"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
 )
 def attention_kernel(
     out,  # [T, H, E], contiguous
-    q,  # [T, H, D] by strides
-    k_pool,
-    v_pool,
-    page_table,
-    slots,
+    q,  # [T, H, D], strided
+    k_pool,  # [P, G, S, D]
+    v_pool,  # [P, G, S, E]
+    page_table,  # int32[slots, pages]
+    slots,  # int32[R], as the next three
     starts,
     num_tokens,
     offsets,
     sinks,  # [H]; any pointer without HAS_SINKS
-    partials,  # float32[splits * BLOCK_M, E]; these three: any pointer without SPLIT
+    partials,  # float32[splits * BLOCK_M, E]; any pointer without SPLIT, as the next two
     levels,  # float32[splits * BLOCK_M]
-    arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after
+    arrivals,  # int32[tiles of tokens and heads that may be split], 0 before and after the launch
     out_stride,
     q_stride,
     q_head_stride,
@@ -45,12 +46,12 @@ def attention_kernel(
     first_row,
     num_rows,
     window,
-    room,  # splits that a tile may have, without DEAL
+    room,  # largest number of splits of a tile, without DEAL
     score_scale,
     cap_scale,
     NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a key/value head
-    HEADS: tl.constexpr,  # query heads of a tile, GROUP at most
+    GROUP: tl.constexpr,  # query heads per key/value head
+    HEADS: tl.constexpr,  # query heads of a tile, at most GROUP
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -59,26 +60,26 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,  # of a row, with DEAL
-    ONE_TOKEN: tl.constexpr,  # rows first_row .. of one token each; otherwise rows 0 .. num_rows - 1 of any number
+    MAX_SPLITS: tl.constexpr,  # largest number of splits of a row, with DEAL
+    ONE_TOKEN: tl.constexpr,  # rows from first_row on have one token each; otherwise rows 0 .. num_rows - 1 have any number
     SPLIT: tl.constexpr,
-    DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their length; otherwise each tile has the grid's second axis of them
-    FIXED: tl.constexpr,  # splits of MIN_BLOCKS blocks of keys each, at places of their own; without DEAL
-    MERGE: tl.constexpr,  # the last split of a tile to end merges all; otherwise merge_kernel does
+    DEAL: tl.constexpr,  # with ONE_TOKEN: rows get splits by their length; otherwise the grid's second axis has a tile's splits
+    FIXED: tl.constexpr,  # splits have MIN_BLOCKS blocks of keys and begin at multiples of their size; without DEAL
+    MERGE: tl.constexpr,  # the last split of a tile to end merges all of them; otherwise merge_kernel does
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    LANES: tl.constexpr,  # of a tile's, that have anything
+    LANES: tl.constexpr,  # lanes of a tile that hold queries
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program: TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes; one split of their keys.
+    """Computes TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes, over one split of their keys.
 
-    With DEAL the grid has as many tiles as rows and `extra` more, which go to the splits of long rows: no program is there for a
-    split that a row may have and does not need, but for those of the `extra` that are left over.
+    With DEAL, the grid has one tile per row and `extra` more, which compute further splits of long rows. So the grid has no
+    idle programs except for the part of `extra` that no row needs.
 
-    With FIXED a token's result is a function of what it sees alone, to the last bit, where all launches have the same blocks:
-    splits are found and merged in the same way by many programs (SPLIT), each of which takes every so many of them, or by one.
+    With FIXED, a token's result depends on the keys that it attends to alone, to the last bit, if all launches have the same
+    blocks. Splits are computed and merged in the same way by several programs (SPLIT) and by a single one.
     """
     # fmt: off
     take_turn(CHAINED)
@@ -91,7 +92,7 @@ def attention_kernel(
         tl.program_id(0) // across, tiles, first_row, num_rows, slots, starts, offsets, window,
         BLOCK_N, MIN_BLOCKS, MAX_SPLITS, TILE_TOKENS, ONE_TOKEN, DEAL, HAS_WINDOW,
     )
-    if row == first_row + num_rows:  # a dealt split that no row needs
+    if row == first_row + num_rows:  # no row needs this dealt split
         return
     slot, start = tl.load(slots + row), tl.load(starts + row)
     count = 1 if ONE_TOKEN else tl.load(num_tokens + row)
@@ -106,7 +107,7 @@ def attention_kernel(
     tokens = tl.load(offsets + row) + own
     positions = start + own
     queries = load_rows(q, tokens.to(tl.int64) * q_stride + heads * q_head_stride, valid, HEAD_DIM, BLOCK_D, True)
-    table = page_table + slot.to(tl.int64) * table_stride  # not read from for a slot below 0
+    table = page_table + slot.to(tl.int64) * table_stride  # never read if the slot is below 0
     kv_head = part // CHUNKS
     k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
     v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)

@@ -1,4 +1,7 @@
-"""What comes after the keys: sinks, the mean, and the merge of a tile's splits (flash decoding)."""
+"""Ends a tile: attention sinks, the division by the softmax sum, and the merge of splits (Flash-Decoding, Dao et al. 2023).
+
+Letters in shapes are those of attention_block.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def store_means(
     BLOCK_E: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """out [T, H, E] = acc / total, the sink of each head counted in total; 0 where nothing was seen."""
+    """Stores acc / total to out [T, H, E], with each head's sink in the total; 0 if a lane attends to no position."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         raised = tl.maximum(peak, sink)
@@ -39,16 +42,17 @@ def store_means(
 
 @triton.jit
 def split_number(split, first, rest, step):
-    """Where a tile's split is kept: the first one at `first`, the others at rest + step, rest + 2 step, ..."""
+    """Returns the index of a split in partials and levels: `first` for split 0, rest + split * step for the others."""
     return tl.where(split == 0, first, rest + split * step)
 
 
 @triton.jit
 def split_places(dealt, part, across, extra, room, DEAL: tl.constexpr):
-    """(counter of a tile's splits that have ended, and of split_number: step, first, rest).
+    """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_number().
 
-    Dealt splits lie by their number among all dealt ones, `dealt` of which are of rows before; the first split of a row that is
-    split lies as far behind all of them. Without DEAL a tile's splits lie side by side, with room for so many.
+    With DEAL, the splits beyond one per row lie in the order of the rows; `dealt` of them belong to earlier rows. The first
+    split of a row that is split lies `extra` splits behind its second one. Without DEAL, a tile's splits lie side by side,
+    `room` per tile.
     """
     if DEAL:
         counter = dealt * across + part
@@ -65,14 +69,16 @@ def split_places(dealt, part, across, extra, room, DEAL: tl.constexpr):
 
 @triton.jit
 def split_means(acc, total, peak):
-    """(weighted means [M, E], level [M]) of one split: its peak + log2(total), -inf where it saw nothing."""
+    """Returns (means [M, E], level [M]) of one split. level is peak + log2(total), -inf for a lane that attends to no
+    position.
+    """
     whole = tl.where(total == 0.0, 1.0, total)
     return acc * (1.0 / whole)[:, None], peak + tl.log2(whole)
 
 
 @triton.jit
 def take_split(acc, total, peak, means, level):
-    """One more split into (acc [M, E], total [M], peak [M]), which begin as 0, 0 and -inf."""
+    """Adds one split to (acc [M, E], total [M], peak [M]), which begin as 0, 0 and -inf."""
     raised = tl.maximum(peak, level)
     base = tl.where(raised == float("-inf"), 0.0, raised)
     kept, weight = tl.exp2(peak - base), tl.exp2(level - base)
@@ -81,7 +87,7 @@ def take_split(acc, total, peak, means, level):
 
 @triton.jit
 def take_first(acc, total, peak, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """What take_split() makes of one split alone."""
+    """Returns the result of take_split() for a single split."""
     means, level = split_means(acc, total, peak)
     none = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     zero = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -92,7 +98,7 @@ def take_first(acc, total, peak, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
 def store_split(
     partials, levels, number, acc, total, peak, valid, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
-    """One split's means to partials, its level to levels."""
+    """Stores the means of one split, float32[M, E], to partials and its level, float32[M], to levels."""
     at = number.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_E)
     means, level = split_means(acc, total, peak)
@@ -137,8 +143,11 @@ def fold_splits(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """(acc [M, E], total [M], peak [M]) of all of a tile's fixed splits, one after the other: see fold_tile. With SPLIT of the
-    last alone of splits split, split + programs, ..., which go to kept + split, ... where the tile has more than one."""
+    """Computes the fixed splits split, split + programs, … of a tile; see fold_tile().
+
+    With SPLIT, the function stores each split at kept + its number if the tile has several, and returns
+    (acc [M, E], total [M], peak [M]) of the last one. Without SPLIT, it returns these of all splits together.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -175,13 +184,14 @@ def merge_splits(
     BLOCK_E: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """(acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of `used` splits of a tile, kept by store_split at
-    split_number(...)."""
+    """Returns (acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of the tile's `used` splits, stored by
+    store_split().
+    """
     lanes = tl.arange(0, LANES)
     acc = tl.zeros([LANES, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([LANES], dtype=tl.float32)
     peak = tl.full([LANES], float("-inf"), dtype=tl.float32)
-    # Loads of several splits are under way at a time, as far as registers allow.
+    # The loads of several splits are in flight at a time if the registers suffice.
     for split in tl.range(0, used, loop_unroll_factor=4 if LANES * BLOCK_E <= 4096 else 1):
         at = split_number(split, first, rest, step).to(tl.int64) * BLOCK_M + lanes
         level = tl.load(levels + at, mask=valid, other=float("-inf"))
@@ -214,7 +224,7 @@ def merge_tile(
     TILE_TOKENS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """A tile's out [tokens, heads, E], of the first lanes of its splits. offset: the row's first token in the batch."""
+    """Merges the splits of a tile into out [tokens, heads, E]. offset is the index of the row's first token in the batch."""
     own, heads, valid = find_lanes(part, first, count, GROUP, HEADS, LANES, TILE_TOKENS)
     acc, total, peak = merge_splits(
         partials, levels, kept_first, kept_rest, step, used, valid, LANES, BLOCK_M, BLOCK_E, VALUE_DIM
@@ -222,7 +232,7 @@ def merge_tile(
     store_means(out, acc, total, peak, sinks, offset + own, heads, valid, out_stride, VALUE_DIM, BLOCK_E, HAS_SINKS)
 
 
-# No variant is compiled for a step's numbers, nor for where its columns lie in a larger buffer.
+# Triton compiles no variant for a step's numbers or for the alignment of its columns in a larger buffer.
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "window", "splits"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
@@ -253,8 +263,7 @@ def merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """What attention_kernel with SPLIT and without DEAL leaves without MERGE, as a launch after it: the same programs, less the
-    splits."""
+    """Merges the splits of attention_kernel with SPLIT, without DEAL and MERGE. The grid is that kernel's first axis."""
     TILE_TOKENS: tl.constexpr = 1 if ONE_TOKEN else BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     across = NUM_KV_HEADS * CHUNKS

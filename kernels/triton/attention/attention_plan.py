@@ -1,4 +1,7 @@
-"""How attention is launched, from numbers that the host knows: block sizes, tiles, splits."""
+"""Plans launches of attention from numbers that the host has: block sizes, tiles, splits.
+
+A tile is a group of tokens of one row with some query heads. A split is a range of the keys of a tile.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,28 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-MIN_DOT = 16  # rows and columns of the smallest product that tensor cores take
+MIN_DOT = 16  # smallest number of rows and columns of a tensor core product
 MAX_SPLITS = 64
-SPLIT_PLACES = 256  # keys and values that are worth a split: less costs more to merge than it saves
-DECODE_PROGRAMS = 8  # of a split launch for each multiprocessor: it holds three at a time, and uneven rows even out
+SPLIT_PLACES = 256  # smallest number of positions per split: the merge of a smaller one costs more than it saves
+DECODE_PROGRAMS = 8  # programs per multiprocessor of a split launch; it runs three at a time, so uneven rows balance
 EXTEND_PROGRAMS = 2
-FIXED_PLACES, FIXED_SPLITS = 512, 32  # places of a fixed split at least, and splits of the longest context at most
+FIXED_PLACES, FIXED_SPLITS = 512, 32  # smallest number of positions per fixed split; most splits of the longest context
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """m: query lanes of a tile, tokens times heads. n: keys of a block; num_stages - 1 blocks are on their way at a time."""
+    """Block sizes of one program."""
 
-    m: int
-    n: int
-    num_warps: int
-    num_stages: int
+    m: int  # query lanes of a tile: tokens times heads
+    n: int  # keys of a block
+    num_warps: int  # warps of a program
+    num_stages: int  # num_stages - 1 blocks are in flight at a time
 
 
-# By the larger of key and value size, rounded up to a power of two, and bytes of an element. A Hopper multiprocessor has
-# 227 KiB of shared memory and 64 Ki registers; wgmma wants 64 query lanes a warp group. None of them spills registers on sm_90.
-WIDE_BLOCKS: dict[tuple[int, int], Blocks] = {  # prompts that fill the device
+# The keys of these tables: the larger of key and value size, rounded up to a power of two, and the bytes of an element. A Hopper
+# multiprocessor has 227 KiB of shared memory and 64 Ki registers; wgmma takes 64 query lanes per warp group. No entry spills
+# registers on sm_90.
+WIDE_BLOCKS: dict[tuple[int, int], Blocks] = {  # for prompts that fill the device
     (64, 2): Blocks(128, 128, 8, 3),
     (128, 2): Blocks(128, 64, 8, 3),
     (256, 2): Blocks(128, 32, 8, 3),
@@ -37,7 +41,7 @@ WIDE_BLOCKS: dict[tuple[int, int], Blocks] = {  # prompts that fill the device
     (128, 4): Blocks(32, 16, 8, 2),
     (256, 4): Blocks(16, 32, 8, 2),
 }
-NARROW_BLOCKS: dict[tuple[int, int], Blocks] = {  # prompts that do not
+NARROW_BLOCKS: dict[tuple[int, int], Blocks] = {  # for shorter prompts
     (64, 2): Blocks(64, 64, 4, 3),
     (128, 2): Blocks(64, 64, 4, 3),
     (256, 2): Blocks(64, 32, 8, 3),
@@ -47,7 +51,7 @@ NARROW_BLOCKS: dict[tuple[int, int], Blocks] = {  # prompts that do not
     (128, 4): Blocks(16, 16, 4, 2),
     (256, 4): Blocks(16, 32, 8, 2),
 }
-DECODE_BLOCKS: dict[tuple[int, int], Blocks] = {  # rows of one token: 32 KiB a stage, three programs a multiprocessor
+DECODE_BLOCKS: dict[tuple[int, int], Blocks] = {  # for rows of one token: 32 KiB per stage, three programs per multiprocessor
     (64, 2): Blocks(16, 128, 4, 3),
     (128, 2): Blocks(16, 64, 4, 3),
     (256, 2): Blocks(16, 32, 4, 3),
@@ -57,24 +61,24 @@ DECODE_BLOCKS: dict[tuple[int, int], Blocks] = {  # rows of one token: 32 KiB a 
     (128, 4): Blocks(16, 32, 8, 2),
     (256, 4): Blocks(16, 32, 8, 2),
 }
-SMALLEST_BLOCKS = Blocks(16, 16, 8, 1)  # sizes that no table has
-MAX_DECODE_LANES = 64  # query heads of one program, where its results fit registers: up to values of WIDEST
+SMALLEST_BLOCKS = Blocks(16, 16, 8, 1)  # for sizes that no table has
+MAX_DECODE_LANES = 64  # query heads of one program if its results fit the registers: values of at most WIDEST columns
 WIDEST = 256
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """group: query heads of a key/value head. itemsize: bytes of an element."""
+    """Sizes of the attention heads of one layer."""
 
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    value_dim: int
-    itemsize: int
+    num_kv_heads: int  # key/value heads, G
+    group: int  # query heads per key/value head, H / G
+    head_dim: int  # columns of a key, D
+    value_dim: int  # columns of a value, E
+    itemsize: int  # bytes of an element
 
     @property
     def size(self) -> int:
-        """Of the tables: what a program pads keys and values to, 64 at least."""
+        """Number of columns that a program pads keys and values to, at least 64."""
         return max(64, int(triton.next_power_of_2(max(self.head_dim, self.value_dim))))
 
     def blocks(self, table: dict[tuple[int, int], Blocks]) -> Blocks:
@@ -83,66 +87,76 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of attention_kernel over rows first_row .. first_row + num_rows - 1.
+    """A launch of attention_kernel over rows first_row .. first_row + num_rows - 1.
 
-    one_token: every one of them has one. heads: query heads of a tile. tiles: of tokens, an upper bound. programs: first axis of
-    the grid. splits: of the keys of a tile at most; 0 for a launch that cannot split. min_blocks: of keys that a split has at
-    least. extra: splits beyond one a row, of all rows together, that the device deals out by the rows' lengths; then `splits` is
-    1, the grid's second axis. 0: each tile has `splits`. fixed: splits of min_blocks blocks each, at fixed places, of which a
-    tile has `room` at most; each of its `splits` programs takes every splits-th of them, and one takes all where `splits` is 0.
+    There are three ways to split the keys of a tile:
+
+    - even: each tile has `splits` splits, the grid's second axis.
+    - dealt (extra > 0): the device gives long rows more splits, `extra` in total beyond one per row. `splits` is then 1.
+    - fixed: splits have min_blocks blocks each and begin at multiples of their size, so a token's result does not depend on the
+      launch. A tile has at most `room` of them. Each of its `splits` programs takes every splits-th one; if `splits` is 0, one
+      program takes all.
     """
 
     first_row: int
     num_rows: int
-    one_token: bool
+    one_token: bool  # whether every row has one token
     blocks: Blocks
-    heads: int
-    tiles: int
-    programs: int
-    splits: int
-    min_blocks: int
-    extra: int = 0
-    fixed: bool = False
-    room: int = 0
+    heads: int  # query heads of a tile
+    tiles: int  # tiles of tokens; an upper bound
+    programs: int  # first axis of the grid
+    splits: int  # largest number of splits of a tile; 0 if the launch cannot split
+    min_blocks: int  # smallest number of blocks of keys per split
+    extra: int = 0  # number of dealt splits beyond one per row; 0: not dealt
+    fixed: bool = False  # whether splits are fixed
+    room: int = 0  # largest number of fixed splits of a tile
 
     @property
     def dealt_programs(self) -> int:
-        """Of the splits that are dealt out."""
+        """Number of programs that compute dealt splits."""
         return self.programs // (self.tiles + self.extra) * self.extra
 
     @property
     def scratch_lanes(self) -> int:
-        """Query lanes of partial results. Of dealt splits: each, and the first ones of at most as many rows."""
+        """Query lanes of partial results. Dealt splits need twice their own: the rows that they belong to also store a first
+        split.
+        """
         if self.extra:
             return 2 * self.dealt_programs * self.blocks.m
         return self.programs * (self.room or self.splits) * self.blocks.m if self.splits > 1 else 0
 
     @property
     def counters(self) -> int:
+        """Counters that AttentionScratch.arrivals needs."""
         if self.extra:
             return self.dealt_programs
         return self.programs if self.splits > 1 else 0
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 4 elsewhere, where programs run one after the other."""
+    """Returns the multiprocessors of a GPU; 4 on other devices, where programs run in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def choose_splits(programs: int, wanted: int, max_context: int) -> int:
-    """So many that `programs` tiles become about `wanted` programs, and that a split has SPLIT_PLACES of the longest context at
-    least."""
+    """Returns the splits per tile so that `programs` tiles make about `wanted` programs.
+
+    A split gets at least SPLIT_PLACES positions of the longest context.
+    """
     return max(min(round(wanted / programs), -(-max_context // SPLIT_PLACES), MAX_SPLITS), 1)
 
 
 def reach(max_context: int, window: int) -> int:
-    """Places that a token sees at most."""
+    """Returns the largest number of positions that a token attends to."""
     return min(max_context, window) if window else max_context
 
 
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
-    """(scratch_lanes, counters) that no plan below exceeds: `wanted` programs are overshot by a third at most, by 1.5 tiles'
-    worth that round to 2 splits; a row whose heads alone are more has one split to spare."""
+    """Returns (scratch_lanes, counters) that no plan of plan_decode() or plan_extend() exceeds.
+
+    A plan exceeds `wanted` programs by at most a third, because 1.5 splits per tile round to 2. A row whose heads alone make
+    more programs has at most one extra split.
+    """
     row = plan_decode(shape, 0, 1, 1, multiprocessors)
     dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)
     narrow = shape.blocks(NARROW_BLOCKS).m * (EXTEND_PROGRAMS * multiprocessors * 4 // 3 + 1)
@@ -150,10 +164,11 @@ def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
 
 
 def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: int, multiprocessors: int) -> Launch:
-    """Rows of one token. The number of rows and max_context fix the launch: a graph takes the largest there may be.
+    """Plans a launch for rows of one token. The launch depends on num_rows and max_context only, so a graph uses the largest
+    values.
 
-    Several rows are split by their lengths, which are known on the device alone: one long row among many short ones must not be
-    streamed by one program. A row by itself needs no dealing.
+    Several rows are split by their lengths, which only the device has: one program must not read one long row among many short
+    ones alone. A single row needs no dealing.
     """
     blocks = shape.blocks(DECODE_BLOCKS)
     heads = min(shape.group, MAX_DECODE_LANES if shape.size <= WIDEST else MIN_DOT)
@@ -178,8 +193,10 @@ def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: in
 
 
 def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, multiprocessors: int) -> Launch:
-    """Rows 0 .. num_rows - 1 of num_tokens tokens together: wide tiles where the rows fill them and they fill the device, else
-    narrow ones, whose keys are split."""
+    """Plans a launch for rows 0 .. num_rows - 1 with num_tokens tokens in total.
+
+    The tiles are wide if the rows fill them and they fill the device. Otherwise they are narrow, and their keys are split.
+    """
     wide = _tiled(shape, shape.blocks(WIDE_BLOCKS), num_rows, num_tokens, 0)
     narrow = _tiled(shape, shape.blocks(NARROW_BLOCKS), num_rows, num_tokens, 1)
     if wide.programs >= multiprocessors and num_tokens * shape.group > num_rows * narrow.blocks.m:
@@ -189,16 +206,24 @@ def plan_extend(shape: HeadShape, num_rows: int, num_tokens: int, max_context: i
 
 
 def fixed_places(max_context: int) -> int:
-    """Of a split, so that the longest context of a worker has FIXED_SPLITS or fewer whole ones."""
+    """Returns the positions of a fixed split, so that the longest context of a worker has at most FIXED_SPLITS whole ones."""
     return max(FIXED_PLACES, int(triton.next_power_of_2(-(-max_context // FIXED_SPLITS))))
 
 
 def plan_fixed(
     shape: HeadShape, num_rows: int, num_tokens: int, max_context: int, places: int, multiprocessors: int, one_token: bool = False
 ) -> Launch:
-    """Rows of any numbers of tokens, one with the same blocks as many, so that a token's result does not depend on the launch.
-    max_context: the longest of these rows, or what a window leaves of it. places: see fixed_places; the same for all launches.
-    one_token: every row has one, and a tile is a row."""
+    """Plans a launch with fixed splits: a token's result does not depend on the launch.
+
+    Args:
+        shape: sizes of the heads.
+        num_rows: rows, of any numbers of tokens.
+        num_tokens: tokens of all rows.
+        max_context: longest context of these rows, or the window if that is shorter.
+        places: positions of a split, from fixed_places(); the same for all launches of a worker.
+        multiprocessors: multiprocessors of the device.
+        one_token: whether every row has one token; a tile is then a row.
+    """
     blocks = shape.blocks(NARROW_BLOCKS)
     whole = _fixed(shape, blocks, num_rows, num_tokens, places, one_token)
     if not one_token and num_tokens * shape.group > num_rows * blocks.m:
@@ -213,19 +238,23 @@ def plan_fixed(
 
 
 def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: int) -> tuple[int, int]:
-    """(scratch_lanes, counters) that no plan_fixed exceeds."""
-    programs = EXTEND_PROGRAMS * multiprocessors // 2  # of tiles whose keys are split
+    """Returns (scratch_lanes, counters) that no plan of plan_fixed() exceeds."""
+    programs = EXTEND_PROGRAMS * multiprocessors // 2  # only a plan of fewer tiles splits keys
     blocks = shape.blocks(NARROW_BLOCKS)
     return programs * _fixed_room(max_context, fixed_places(max_context), blocks) * blocks.m, programs
 
 
 def _fixed_room(places_seen: int, places: int, blocks: Blocks) -> int:
-    """Splits that a tile may need, whose tokens together see a tile's tokens more; a window may begin inside a split."""
+    """Returns the most splits of a tile. Its tokens attend to blocks.m more positions together, and a window may begin
+    inside a split.
+    """
     return -(-(places_seen + blocks.m) // places) + 1
 
 
 def _doubled(blocks: Blocks) -> Blocks:
-    """Twice the lanes by twice the warps, where a warp group has the lanes that it had: a lane's sums are the same."""
+    """Returns blocks of twice the lanes and twice the warps if a warp group keeps its lanes: each lane then adds in the same
+    order.
+    """
     return replace(blocks, m=2 * blocks.m, num_warps=2 * blocks.num_warps) if blocks.m == 16 * blocks.num_warps else blocks
 
 
@@ -244,7 +273,9 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
 
 
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
-    """The same work with other block sizes, and as many splits for each tile. Only a launch with splits may be given some."""
+    """Returns a plan of the same work with other block sizes and `splits` splits per tile. A plan without splits cannot get
+    any.
+    """
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles
         min_blocks = max(SPLIT_PLACES // blocks.n, 1)

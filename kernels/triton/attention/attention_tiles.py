@@ -1,4 +1,4 @@
-"""Which rows, tokens, heads and keys a program of paged attention works on."""
+"""Finds the rows, tokens, heads and keys of a program of paged attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE_TOKEN: tl.constexpr):
-    """(row, its first token in the tile) of a tile.
+    """Returns (row, its first token in the tile) of a tile.
 
-    Row r owns tiles from offsets[r] // TILE_TOKENS + r on: at least as many as its tokens need, in order, and no sum over the
-    rows before it has to be known. A tile that its row does not need starts behind the row's last token.
+    Row r owns the tiles from offsets[r] // TILE_TOKENS + r on. These are at least as many as its tokens need, and no sum over
+    earlier rows is necessary. A tile that its row does not need starts behind the row's last token.
     """
     if ONE_TOKEN:
         row = first_row + tile
@@ -30,7 +30,7 @@ def find_tile(tile, first_row, num_rows, offsets, TILE_TOKENS: tl.constexpr, ONE
 
 @triton.jit
 def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """(first, last + 1) of the places that tokens first .. of a row see: none for a slot below 0."""
+    """Returns (first, last + 1) of the positions that tokens from `first` on attend to: an empty range for a slot below 0."""
     end = start + tl.minimum(first + TILE_TOKENS, count)
     begin = 0
     if HAS_WINDOW:
@@ -40,7 +40,7 @@ def find_span(slot, start, first, count, window, TILE_TOKENS: tl.constexpr, HAS_
 
 @triton.jit
 def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """(places of each split but the last, splits that have any, 1 at least). Short spans leave splits empty."""
+    """Returns (positions of each split except the last, number of nonempty splits, at least 1) of evenly split keys."""
     blocks = tl.cdiv(end - begin, BLOCK_N)
     each = tl.maximum(tl.cdiv(blocks, splits), MIN_BLOCKS)
     return each * BLOCK_N, tl.maximum(tl.cdiv(blocks, each), 1)
@@ -48,8 +48,11 @@ def find_split(begin, end, splits, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constex
 
 @triton.jit
 def fixed_splits(begin, end, BLOCK_N: tl.constexpr, PLACES: tl.constexpr):
-    """(first place, start of its split, splits) of a span whose blocks and splits lie where they do in any other span: at
-    multiples of BLOCK_N and PLACES, which is one of BLOCK_N, counted from place 0."""
+    """Returns (first position, start of its split, number of splits) of a span.
+
+    Blocks begin at multiples of BLOCK_N and splits at multiples of PLACES, itself a multiple of BLOCK_N, counted from position
+    0. They are thus the same in every span.
+    """
     first = begin // BLOCK_N * BLOCK_N
     base = begin // PLACES * PLACES
     return first, base, tl.maximum(tl.cdiv(end - base, PLACES), 1)
@@ -57,14 +60,16 @@ def fixed_splits(begin, end, BLOCK_N: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def fixed_split(split, base, begin, end, PLACES: tl.constexpr):
-    """(first place, last + 1) of a split of fixed_splits."""
+    """Returns (first position, last + 1) of one of the splits of fixed_splits()."""
     return tl.maximum(base + split * PLACES, begin), tl.minimum(base + (split + 1) * PLACES, end)
 
 
 @triton.jit
 def share_out(blocks, share, MAX_SPLITS: tl.constexpr):
-    """(blocks of each split but the last, splits that have any, 1 at least) of rows of so many blocks, `share` of them or fewer
-    to a split: even splits, of which a row has MAX_SPLITS at most."""
+    """Returns (blocks of each split except the last, number of nonempty splits, at least 1) of rows of `blocks` blocks of keys.
+
+    A split has at most `share` blocks unless the row would have more than MAX_SPLITS splits.
+    """
     wanted = tl.minimum(tl.maximum(tl.cdiv(blocks, share), 1), MAX_SPLITS)
     each = tl.maximum(tl.cdiv(blocks, wanted), 1)
     return each, tl.maximum(tl.cdiv(blocks, each), 1)
@@ -83,7 +88,12 @@ def find_places(
     DEAL: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """(first place of the span, start of its first split, first and last + 1 of the split's, splits that the span has)."""
+    """Returns the position range of a split.
+
+    Returns:
+        (first position of the span, start of its first split, first position of the split, its last position + 1, splits of the
+        span).
+    """
     base, lower, upper = begin, begin, end
     used = 1
     if FIXED:
@@ -102,7 +112,7 @@ def find_places(
 
 @triton.jit
 def row_blocks(begin, first_row, num_rows, slots, starts, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """(blocks of keys, whether there is such a row) of rows begin .. begin + 255 of those from first_row on, one token each."""
+    """Returns (blocks of keys, whether the row exists) of rows begin .. begin + 255 after first_row, of one token each."""
     rows = begin + tl.arange(0, 256)
     inside = rows < num_rows
     slot = tl.load(slots + first_row + rows, mask=inside, other=-1)
@@ -125,12 +135,15 @@ def deal_splits(
     MAX_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """(row counted from first_row, splits of the rows before it beyond one each, the item's split of its row, share): who works
-    on item number `item` of num_rows + extra. row is num_rows where the item is nobody's.
+    """Finds the split of program `item` among num_rows + extra programs.
 
-    share: blocks of a split at most, of all rows' blocks one part in `extra`, so that all splits beyond one a row are `extra` at
-    most: of b blocks they are (b - 1) // share. A row much longer than the others is split finely, equal ones only if they are
-    few.
+    Returns:
+        (row, dealt, split, share): the row, counted from first_row (num_rows if no row needs the program); the number of splits
+        beyond one per row in earlier rows; the number of the split in its row; the largest number of blocks per split.
+
+    A split's share is one part in `extra` of all rows' blocks. A row of b blocks then has (b - 1) // share splits beyond one,
+    and all rows together at most `extra`. A row that is much longer than the others gets many splits; equal rows get some if
+    they are few.
     """
     total = 0
     for begin in range(0, num_rows, 256):
@@ -170,7 +183,9 @@ def find_work(
     DEAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """(row, first token in it, split, and, of DEAL, `dealt` and `share` of deal_splits) of number `tile` of the grid's tiles."""
+    """Returns (row, first token in it, split, dealt, share) of number `tile` of the grid's tiles; for the last two see
+    deal_splits().
+    """
     dealt = 0
     share = 0
     if DEAL:
@@ -180,7 +195,7 @@ def find_work(
         row += first_row
         first = 0
     else:
-        # The last tiles of a row see the most: they begin first.
+        # The last tiles of a row attend to the most keys, so they begin first.
         turn = tile if ONE_TOKEN else tiles - 1 - tile
         row, first = find_tile(turn, first_row, num_rows, offsets, TILE_TOKENS, ONE_TOKEN)
         split = tl.program_id(1)
@@ -197,9 +212,13 @@ def find_lanes(
     BLOCK_M: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """(token in its row, query head, whether there is such a one) of each lane: the heads of a token side by side.
+    """Returns (token in its row, query head, whether the lane holds a query) of each lane. The heads of a token are side by
+    side.
 
-    across: number of the tile's heads, kv_head * chunks + chunk, where a chunk is HEADS of the GROUP of a key/value head.
+    Args:
+        across: kv_head * chunks + chunk, where a chunk is HEADS of the GROUP query heads of a key/value head.
+        first: the tile's first token in its row.
+        count: tokens of the row.
     """
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     lanes = tl.arange(0, BLOCK_M)

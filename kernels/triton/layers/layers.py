@@ -1,38 +1,46 @@
-"""The Triton kernels as kernels.contracts.ops.Kernels and kernels.contracts.step_ops.StepKernels. Matrix products are
-torch's (cuBLAS), but for those of one row, which it reads weights for too slowly, and deterministic ones: it chooses the order of
-a row's sums by the number of rows."""
+"""Implements Kernels and StepKernels with the Triton kernels.
+
+Matrix products are torch's (cuBLAS), with two exceptions. cuBLAS reads weights too slowly for one row. It also chooses the
+order of a row's sums by the number of rows, so deterministic products are ours.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear, RaggedRows
+from kernels.contracts.ops import PackedLinear, RaggedRows, misfit
 from kernels.reference import layers
 from kernels.triton.attention import attention
-from kernels.triton.launch import misfit
-from kernels.triton.layers import activation, norms, rope_kv, step, write_kv
-from kernels.triton.layers.one_row import one_row_linear
-from kernels.triton.layers.ordered_linear import OrderedLinear
+from kernels.triton.layers import elementwise, kv_writes, step
+from kernels.triton.layers.linear import OrderedLinear, one_row_linear
 
 
 class TritonLayers:
-    """Holds nothing but its device. Every call is launched on the current stream of the current device, which has to be
-    `device`, and can be captured in a CUDA graph once a call of the same shapes has compiled its kernel.
+    """The Triton kernels of a model's layers, without state except for the device.
 
-    gated_linear allocates [T, 2 N], and attention what it splits keys into: from torch's caching allocator, which under capture
-    takes it from the graph's own pool and gives it to the next layer.
+    Every call launches on the current stream of the current device, which must be `device`. A CUDA graph can capture a call
+    once a call of the same shapes has compiled its kernel.
+
+    gated_linear() allocates [T, 2 N], and attention allocates scratch for splits. They use torch's caching allocator; under
+    capture it takes the memory from the graph's own pool and reuses it for the next layer.
     """
 
     def __init__(self, device: torch.device, deterministic: bool = False) -> None:
-        """deterministic: see Kernels; attention is then TritonAttention's of the same kind, not paged_attention()."""
+        """Prepares the kernels for one device.
+
+        Args:
+            device: the device of all tensors.
+            deterministic: whether results keep the second contract of Kernels, except paged_attention(), for which the caller
+                uses TritonAttention.
+        """
         self._device, self._deterministic = device, deterministic
         self._in_order = OrderedLinear(device) if deterministic else None
 
-    rms_norm = staticmethod(norms.rms_norm)
-    fused_add_rms_norm = staticmethod(norms.fused_add_rms_norm)
-    silu_and_mul = staticmethod(activation.silu_and_mul)
-    write_kv = staticmethod(write_kv.write_kv)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    fused_add_rms_norm = staticmethod(elementwise.fused_add_rms_norm)
+    silu_and_mul = staticmethod(elementwise.silu_and_mul)
+    write_kv = staticmethod(kv_writes.write_kv)
     paged_attention = staticmethod(attention.paged_attention)
     general_attention = staticmethod(attention.general_attention)
     update_page_table = staticmethod(step.update_page_table)
@@ -54,11 +62,15 @@ class TritonLayers:
         k_pool: Tensor,
         v_pool: Tensor,
     ) -> None:
-        """See Kernels. Raises ValueError for shapes that do not fit."""
-        rope_kv.rope_write_kv(qkv, norms, eps, cos_sin, rows, k_pool, v_pool, self._deterministic)
+        """Implements Kernels.rope_write_kv(). Raises ValueError if the shapes do not fit."""
+        kv_writes.rope_write_kv(qkv, norms, eps, cos_sin, rows, k_pool, v_pool, self._deterministic)
 
     def linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """See Kernels. Raises ValueError for shapes that do not fit, and an output neither of x's dtype nor float32."""
+        """Implements Kernels.linear().
+
+        Raises:
+            ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.
+        """
         if self._in_order is not None:
             self._in_order(out, x, weight)
             return
@@ -84,10 +96,10 @@ class TritonLayers:
             out.add_(weight.bias)
 
     def gated_linear(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """See Kernels. Raises as linear."""
+        """Implements Kernels.gated_linear(). Raises as linear()."""
         if self._in_order is not None:
             self._in_order.gated(out, x, weight)
             return
         both = x.new_empty((x.shape[0], weight.out_features))
         self.linear(both, x, weight)
-        activation.silu_and_mul(out, both)
+        elementwise.silu_and_mul(out, both)

@@ -1,7 +1,7 @@
-"""The start of a step: page tables, input tokens, page indices. One program does (a part of) one row or one update.
+"""Prepares a step: page tables, input tokens, page indices. One program handles a row, a part of one, or an update.
 
-Columns come from slices of larger buffers, so their addresses are aligned now one way and now another: no kernel is compiled
-anew for that, nor for a count that changes from step to step.
+Columns are slices of larger buffers, so the alignment of their addresses changes from step to step. No variant of a kernel is
+compiled for an alignment or for a count that changes from step to step.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.contracts.step_ops import TableUpdates
-from kernels.triton.launch import misfit, require_contiguous
+from kernels.contracts.ops import RaggedRows, misfit, require_contiguous
+from kernels.contracts.step_ops import DevicePageTableUpdates
 
 UPDATE_BLOCK, FEW_TOKENS, MANY_TOKENS, INDEX_BLOCK, INDEX_PARTS = 128, 32, 512, 256, 8
 ROW_COLUMNS = ["slots", "starts", "num_tokens", "offsets"]
@@ -103,8 +102,8 @@ def _page_indices_kernel(out, indptr, table, slots, width, BLOCK: tl.constexpr, 
         tl.store(out + begin + entries, tl.maximum(page, 0), mask=wanted)
 
 
-def update_page_table(table: Tensor, updates: TableUpdates) -> None:
-    """See StepKernels. Raises ValueError for shapes that do not fit."""
+def update_page_table(table: Tensor, updates: DevicePageTableUpdates) -> None:
+    """Implements StepKernels.update_page_table(). Raises ValueError if the shapes do not fit."""
     columns = (updates.slots, updates.firsts, updates.counts, updates.offsets)
     require_contiguous(table, *columns, updates.pages)
     if len({len(column) for column in columns}) > 1:
@@ -126,7 +125,7 @@ def resolve_tokens(
     max_tokens: int,
     known: Tensor | None = None,
 ) -> None:
-    """See StepKernels; one launch. Raises ValueError for shapes that do not fit."""
+    """Implements StepKernels.resolve_tokens() in one launch. Raises ValueError if the shapes do not fit."""
     require_contiguous(input_ids, rows.positions, rows.locations, rows.page_table, relay)
     if len(rows.positions) != len(input_ids) or len(rows.locations) != len(input_ids):
         raise misfit(input_ids, rows.positions, rows.locations)
@@ -160,7 +159,7 @@ def resolve_tokens(
 
 
 def page_indices(out: Tensor, indptr: Tensor, rows: RaggedRows) -> None:
-    """See StepKernels. Raises ValueError for shapes that do not fit."""
+    """Implements StepKernels.page_indices(). Raises ValueError if the shapes do not fit."""
     require_contiguous(out, indptr, rows.page_table)
     if len(indptr) != len(rows.slots) + 1:
         raise misfit(indptr, rows.slots)

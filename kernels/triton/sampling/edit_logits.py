@@ -1,4 +1,4 @@
-"""edit_logits: each program edits one block of one row's vocabulary, and ends at once where the row needs nothing."""
+"""Edits logits: each program edits one block of one row's vocabulary, and returns at once if the row needs no edits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.contracts.ops import misfit, require_contiguous
 from kernels.contracts.sample_ops import MAX_COUNT, SampleRows, SlotColumn, SlotTable
-from kernels.triton.launch import misfit, require_contiguous
 from kernels.triton.sampling.select_keys import int_param, is_edited, real_param
 from kernels.triton.sampling.select_peaks import ROW_COLUMNS
 
@@ -26,7 +26,10 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def penalized(x, counts, repetition, frequency, presence):
-    """Of a count of 0 nothing. The float32 quotient and product are the float64 ones rounded."""
+    """Applies repetition, frequency and presence penalties to x; a count of 0 changes nothing.
+
+    The float32 quotient and product equal the rounded float64 ones. A finite x stays finite.
+    """
     scaled = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     finite = (x > float("-inf")) & (x < float("inf"))
@@ -38,13 +41,15 @@ def penalized(x, counts, repetition, frequency, presence):
 
 @triton.jit
 def allowed(words, ids, inside):
-    """bool: whether the ids' bits are set."""
+    """Returns whether the bits of `ids` are set in `words`, int32[ceil(V / 32)]."""
     return (tl.load(words + ids // 32, mask=inside, other=0) >> (ids % 32)) & 1 != 0
 
 
 @triton.jit
 def add_listed(row_out, ids, values, first, end, block, sign, BLOCK: tl.constexpr, LIST_BLOCK: tl.constexpr):
-    """Adds sign * values[i] at ids[i] for first <= i < end, of ids in this block. What is forbidden, -inf, stays so."""
+    """Adds sign * values[i] at ids[i], first <= i < end, for the ids in this program's block. A forbidden token, -inf, stays
+    so.
+    """
     for begin in range(first, end, LIST_BLOCK):
         places = begin + tl.arange(0, LIST_BLOCK)
         token = tl.load(ids + places, mask=places < end, other=-1)
@@ -121,7 +126,7 @@ def edit_kernel(
 
 
 def edit_logits(edited: Tensor, logits: Tensor, rows: SampleRows, table: SlotTable) -> None:
-    """See kernels.contracts.sample_ops. Biases of one id given several times are added in any order."""
+    """Implements SampleKernels.edit_logits(). Several biases of one id are added in any order."""
     num_rows, vocab_size = logits.shape
     num_words = triton.cdiv(vocab_size, 32)
     if edited.shape != logits.shape or table.counts.shape[1] != vocab_size or table.words.shape[1] != num_words:

@@ -1,7 +1,8 @@
-"""measure_logprobs in two launches: each program measures a span of a row, then one program per row merges these.
+"""Measures log probabilities in two launches: each program measures a span of a row, then one program per row merges the spans.
 
-The top ones are kept as int64: the float's bits, turned so that integers order them, above the bits of the id, inverted so that
-of equals the lowest id is the greatest. One maximum gives value and id, and no two are equal.
+A candidate for the top log probabilities is one int64. The upper half has the float's bits, changed so that integers have the
+order of the floats. The lower half has the inverted id, so that the lowest id among equals is the greatest. One maximum gives
+both value and id, and no two candidates are equal.
 """
 
 from __future__ import annotations
@@ -13,23 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.contracts.ops import misfit, require_contiguous
 from kernels.contracts.sample_ops import MAX_TOP as MOST_TOP
 from kernels.contracts.sample_ops import Measured
-from kernels.triton.launch import misfit, require_contiguous
 
 TILE, TILES_OF_SPAN = 2048, 4
 MAX_TOP = tl.constexpr(MOST_TOP)
-NOTHING = tl.constexpr(-(1 << 63))  # below every float, -inf included
+NOTHING = tl.constexpr(-(1 << 63))  # below every candidate, including that of -inf
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureScratch:
-    """Of n rows and spans of TILES_OF_SPAN tiles. peaks, sums: float32[n, spans], sum of exp(logit - peak); top: int64[n,
-    spans, MAX_TOP], in any order."""
+    """Results of the spans of n rows. A span has TILES_OF_SPAN tiles."""
 
-    peaks: Tensor
-    sums: Tensor
-    top: Tensor
+    peaks: Tensor  # float32[n, spans], largest logit
+    sums: Tensor  # float32[n, spans], sum of exp(logit - peak)
+    top: Tensor  # int64[n, spans, MAX_TOP], packed candidates in any order
 
     @classmethod
     def of(cls, max_rows: int, vocab_size: int, device: torch.device) -> MeasureScratch:
@@ -43,7 +43,7 @@ class MeasureScratch:
 
 @triton.jit
 def packed(x, ids):
-    """int64: see the module."""
+    """Packs float32 x and its ids into int64; see the module."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -62,7 +62,7 @@ def id_of(pack):
 
 @triton.jit
 def exp_below(x, peak):
-    """exp(x - peak), 0 of -inf whatever the peak."""
+    """Returns exp(x - peak), 0 if x is -inf, whatever the peak."""
     return tl.where(x == float("-inf"), 0.0, tl.exp(x - peak))
 
 
@@ -75,8 +75,8 @@ def span_kernel(logits, rows, peaks, sums, top, vocab_size, NUM_TOP: tl.constexp
         return
     place = index * tl.num_programs(1) + span
     lanes = tl.arange(0, MAX_TOP)
-    best = NOTHING + lanes.to(tl.int64)  # all distinct, so that one at a time is replaced
-    best = tl.where(lanes < NUM_TOP, best, 0x7FFFFFFFFFFFFFFF)  # lanes not asked for are never the least
+    best = NOTHING + lanes.to(tl.int64)  # distinct values, so that a comparison replaces a single lane
+    best = tl.where(lanes < NUM_TOP, best, 0x7FFFFFFFFFFFFFFF)  # lanes beyond NUM_TOP are never the least
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     first = span * TILES
@@ -131,7 +131,7 @@ def merge_kernel(own, mass_out, top_ids_out, top_out, logits, tokens, rows, peak
 
 
 def measure_logprobs(out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor, scratch: MeasureScratch) -> None:
-    """See kernels.contracts.sample_ops. As many rows at a time as the scratch has."""
+    """Implements SampleKernels.measure_logprobs(). The scratch limits the number of rows per launch."""
     vocab_size, num_top = logits.shape[1], out.top_ids.shape[1]
     spans, size = triton.cdiv(vocab_size, TILE * TILES_OF_SPAN), len(scratch.peaks)
     if spans != scratch.peaks.shape[1] or num_top > MAX_TOP.value or out.top.shape != out.top_ids.shape:

@@ -1,6 +1,7 @@
-"""A draw among few tokens, held by one program: gathered by the maxima of their groups, so that little of the row is read.
+"""Draws among few tokens, which one program holds.
 
-Each cut, each cut among equals and the draw itself are one search: for the least key, or id, up to which enough is reached.
+The program finds them by the maxima of their groups, so it reads only a small part of the row. Each cut, each cut among equals
+and the draw itself are the same search: the least key, or id, up to which the weights reach a goal.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from kernels.triton.sampling.select_keys import (
 )
 from kernels.triton.sampling.select_scratch import CANDIDATES, GROUP
 
-STEPS = tl.constexpr(4)  # pivots of one step of a search
-BATCH = tl.constexpr(16)  # groups read in one go
+STEPS = tl.constexpr(4)  # pivots per step of a search
+BATCH = tl.constexpr(16)  # groups that are read at a time
 
 
 @triton.jit
 def group_keys(group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
-    """int32[GROUPS]: of the groups' maxima."""
+    """Returns the keys of the groups' maxima, int32[GROUPS]."""
     groups = tl.arange(0, GROUPS)
     return key_of(tl.load(group_tops + groups, mask=groups < num_groups, other=float("-inf")), peak, temperature)
 
@@ -42,7 +43,9 @@ def group_keys(group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
 def gather(
     source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys_out, ids_out, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stores the tokens with keys up to high, and returns how many they are; more than CANDIDATES: stored in part."""
+    """Stores keys and ids of the tokens with keys up to `high`. Returns their number; if it exceeds CANDIDATES, only a part
+    is stored.
+    """
     near = group_keys(group_tops, num_groups, peak, temperature, GROUPS) <= high
     num_near = tl.sum(near.to(tl.int32))
     total = tl.zeros((), tl.int32) + (CANDIDATES + 1)
@@ -70,7 +73,7 @@ def gather(
 
 @triton.jit
 def first_of_equals(kept, keys, ids, limit, quota, vocab_size):
-    """kept, but for keys beyond the limit and all but the quota of lowest ids with that very key."""
+    """Removes from `kept` the keys beyond `limit` and, among the tokens with key `limit`, all except the `quota` lowest ids."""
     level = kept & (keys == limit)
     kept = kept & (keys <= limit)
     if tl.sum(level.to(tl.int64)) > quota:
@@ -81,7 +84,14 @@ def first_of_equals(kept, keys, ids, limit, quota, vocab_size):
 
 @triton.jit
 def draw_candidates(keys, ids, number, slot_params, slot, kind, whole, uniform, vocab_size):
-    """The token. keys, ids: int32[CANDIDATES], the first `number` of them. whole: the mass that a nucleus is cut from."""
+    """Returns the drawn token.
+
+    Args:
+        keys: int32[CANDIDATES], of which the first `number` are valid.
+        ids: int32[CANDIDATES], the tokens of these keys.
+        number: number of candidates.
+        whole: mass that top-p is relative to, if kind is NUCLEUS.
+    """
     kept = tl.arange(0, CANDIDATES) < number
     keys = tl.where(kept, keys, NO_KEY)
     masses = tl.where(kept, mass_of(keys), 0)

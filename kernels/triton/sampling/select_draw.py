@@ -1,5 +1,8 @@
-"""The last stage of select_tokens: one program ends one row. A greedy row takes the best of its maxima; another draws among few
-tokens (select_candidates) or, where its cuts leave many, from the whole row (select_wide)."""
+"""Ends select_tokens(): one program per row.
+
+A greedy row takes the best of its maxima. Another row draws among few tokens (select_candidates) or, if its cuts leave many
+tokens, from the whole row (select_wide).
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,15 @@ COUNT_BITS = tl.constexpr(MAX_COUNT)
 def candidate_bound(
     slot_params, slot, kind, counts, masses, group_tops, num_groups, peak, temperature, near, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """(high, whole): a key within which all tokens are that can be left, below 0 where these are more than CANDIDATES; and the
-    row's mass, of a NUCLEUS. A top-k is bounded by as many groups' maxima, or a few more. near: the last key that top-n-sigma
-    leaves."""
+    """Returns a key that bounds the candidates of a row, and the mass of the row.
+
+    Args:
+        near: the last key that top-n-sigma leaves.
+
+    Returns:
+        (high, whole). All tokens that the cuts can leave have keys up to `high`; it is below 0 if they may be more than
+        CANDIDATES. A top-k is bounded by the maxima of k groups or a few more. `whole` is 0 unless kind is NUCLEUS.
+    """
     whole = tl.zeros((), tl.int64)
     high = tl.full((), -1, tl.int32)
     if kind == LIKELIEST:
@@ -72,7 +81,7 @@ def draw_row(
     source, slot_params, slot, kind, peak, near, position, group_tops, tile_masses, counts, masses, pivots, near_groups, keys,
     ids, vocab_size, num_groups, TILE: tl.constexpr, TALLY_TILE: tl.constexpr, TALLIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that is not greedy. near: the last key that top-n-sigma leaves."""
+    """Returns the token of a row that is not greedy. near is the last key that top-n-sigma leaves."""
     temperature = real_param(slot_params, slot, TEMPERATURE)
     uniform = uniform_of(int_param(slot_params, slot, SEED_LOW), int_param(slot_params, slot, SEED_HIGH), position)
     high, whole = candidate_bound(

@@ -1,4 +1,7 @@
-"""The first stage of select_tokens, all a greedy row needs: maxima of spans of each row. Grid: rows, spans of tiles."""
+"""Finds the maxima of spans of each row: the first stage of select_tokens(). A greedy row needs no further measurement.
+
+The grid is rows by spans of tiles.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ ROW_COLUMNS = ["slots", "positions", "mask_rows", "loss_offsets"]
 
 @triton.jit
 def with_infinity(x):
-    """A NaN becomes infinity: either makes a fault, and a maximum may drop a NaN."""
+    """Replaces a NaN by infinity: both make a fault, but a maximum may drop a NaN."""
     return tl.where(x != x, float("inf"), x)
 
 
@@ -24,7 +27,9 @@ def is_finite(x):
 
 @triton.jit
 def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.constexpr):
-    """Stores one tile's part of the row's spreads. Tile by tile, so that sums are the same however a row is divided."""
+    """Stores the number, mean and squared deviations of one tile's finite logits. By tile, so that sums do not depend on the
+    programs.
+    """
     ids = tile * TILE + tl.arange(0, TILE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
     finite = is_finite(x)
@@ -39,7 +44,7 @@ def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.conste
 
 @triton.jit
 def forget(counts, masses, row):
-    """Sums that later stages add to begin at 0."""
+    """Sets the sums that later stages add to to 0."""
     places = row * ROUNDS * PIVOTS + tl.arange(0, ROUNDS * PIVOTS)
     tl.store(counts + places, tl.zeros((ROUNDS * PIVOTS,), tl.int32))
     tl.store(masses + places, tl.zeros((ROUNDS * PIVOTS,), tl.int64))

@@ -1,8 +1,8 @@
-"""The middle stages of select_tokens, for rows that draw from many tokens. Grid: rows, spans of tiles.
+"""Measures rows that draw from many tokens: the middle stages of select_tokens(). The grid is rows by spans of tiles.
 
-What top-k and top-p leave lies within a key. It is looked for in a bracket: keys low < high such that what is measured (count
-or mass) of the keys up to low is short of a goal, and that of the keys up to high is not. Two rounds of all programs narrow it
-for rows that are cut by top-p alone; where the first leaves few tokens within high, the second has nothing to do.
+Top-k and top-p leave the tokens up to some key. A search looks for it in a bracket of two keys, low < high. The measure (count
+or mass) of the keys up to low is short of a goal, and that of the keys up to high is not. Two rounds of all programs narrow the
+bracket for rows with top-p and without top-k. If the first round leaves few tokens within high, the second one does nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernels.triton.sampling.select_scratch import CANDIDATES, PIVOTS, ROUNDS
 
 @triton.jit
 def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr):
-    """ids, keys of the tile's tokens; NO_KEY beyond the vocabulary."""
+    """Returns the ids and keys of a tile's tokens, with NO_KEY beyond the vocabulary."""
     ids = tile * TILE + tl.arange(0, TILE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
     return ids, key_of(x, peak, temperature)
@@ -41,7 +41,9 @@ def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr
 
 @triton.jit
 def first_pivots(near):
-    """Spread over where the masses are, ever wider apart; none lies beyond near, and the last is that."""
+    """Returns int32[PIVOTS], spread over the range of the masses with growing gaps. None exceeds `near`, which is the last
+    one.
+    """
     steps = tl.arange(0, PIVOTS).to(tl.float32)
     pivots = tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)
     return tl.minimum(pivots, near)
@@ -49,8 +51,16 @@ def first_pivots(near):
 
 @triton.jit
 def next_pivots(low, high, short, excess):
-    """int32[PIVOTS] inside the bracket, close around where the goal would be met if the measure grew evenly: short: what low
-    lacks of the goal; excess: what high has beyond it. The widest gap is at most half of the bracket, whatever they are."""
+    """Returns int32[PIVOTS] inside the bracket, close around the key that meets the goal if the measure grows evenly.
+
+    The widest gap is at most half of the bracket.
+
+    Args:
+        low: lower key of the bracket.
+        high: upper key of the bracket.
+        short: goal minus the measure up to low.
+        excess: measure up to high minus the goal.
+    """
     share = short.to(tl.float32) / tl.maximum((short + excess).to(tl.float32), 1.0)
     steps = tl.arange(0, PIVOTS)
     width = 0.5 / (1 << (2 * (steps % (PIVOTS // 2)))).to(tl.float32)
@@ -61,8 +71,11 @@ def next_pivots(low, high, short, excess):
 
 @triton.jit
 def measure(source, first, last, vocab_size, peak, temperature, pivots, low, high, TILE: tl.constexpr):
-    """Of tiles first .. last - 1: counts and masses of the keys up to each pivot; the least key above low, and the greatest up
-    to high (above and below all keys if there is none)."""
+    """Measures tiles first .. last - 1.
+
+    Returns:
+        Counts and masses of the keys up to each pivot; the least key above low, or NO_KEY; the greatest key up to high, or -1.
+    """
     counts = tl.zeros((PIVOTS, TILE), tl.int32)
     masses = tl.zeros((PIVOTS, TILE), tl.int64)
     near = tl.full((TILE,), NO_KEY, tl.int32)
@@ -79,7 +92,7 @@ def measure(source, first, last, vocab_size, peak, temperature, pivots, low, hig
 
 @triton.jit
 def narrowed(pivots, counts, masses, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high):
-    """The bracket, with counts and masses up to its ends, after a look at the pivots."""
+    """Narrows the bracket by the measures of the pivots. Returns it with the counts and masses up to its ends."""
     enough = tl.where(by_mass != 0, masses, counts.to(tl.int64)) >= goal
     high = tl.min(tl.where(enough, pivots, high))
     count_high = tl.min(tl.where(enough, counts, count_high))
@@ -92,7 +105,7 @@ def narrowed(pivots, counts, masses, by_mass, goal, low, high, count_low, mass_l
 
 @triton.jit
 def first_bracket(pivots, counts, masses, by_mass, goal):
-    """From the first pivots, the last of which has all that counts."""
+    """Returns the bracket of the first pivots, the last of which includes all tokens."""
     low, high = tl.full((), -1, tl.int32), tl.full((), KEY_END, tl.int32)
     none, no_mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
     return narrowed(pivots, counts, masses, by_mass, goal, low, high, none, no_mass, tl.max(counts), tl.max(masses))
@@ -100,7 +113,7 @@ def first_bracket(pivots, counts, masses, by_mass, goal):
 
 @triton.jit
 def row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size):
-    """Where the row's logits are sampled from."""
+    """Returns the pointer to the logits that the row is sampled from."""
     source = logits + row.to(tl.int64) * vocab_size
     if is_edited(slot_params, slot, positions, mask_rows, loss_offsets, row):
         source = edited + row.to(tl.int64) * vocab_size
@@ -115,7 +128,7 @@ def peak_of(tops, row, num_parts, max_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def sigma_key(slot_params, slot, spreads, row, num_tiles, temperature, TILES: tl.constexpr):
-    """The last key that top-n-sigma leaves. num_tiles: of the row's spreads."""
+    """Returns the last key that top-n-sigma leaves. num_tiles is the number of the row's spreads."""
     deviations = real_param(slot_params, slot, TOP_N_SIGMA)
     key = tl.full((), KEY_END, tl.int32)
     if deviations > 0.0:
@@ -137,7 +150,7 @@ def tally_kernel(
     logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, spreads, tile_masses, vocab_size, max_parts,
     num_parts, tiles_each, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Masses of tiles where nothing is cut but by top-n-sigma and min-p."""
+    """Sums the masses of tiles, for rows without top-k and top-p."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -162,7 +175,7 @@ def round_kernel(
     logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, spreads, counts, masses, pivots_out, vocab_size,
     max_parts, num_parts, tiles_each, ROUND: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Measures rows cut by top-p and not by top-k."""
+    """Measures rows with top-p and without top-k."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -183,7 +196,7 @@ def round_kernel(
         if count_high <= CANDIDATES:
             return
         pivots = next_pivots(low, high, goal - mass_low, mass_high - goal)
-        if part == 0:  # to be read later: computed anew in another kernel, these floats could round otherwise
+        if part == 0:  # stored, because another kernel could round these floats differently
             tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
     source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
     first = part * tiles_each

@@ -1,4 +1,4 @@
-"""What the stages of select_tokens leave for one another, by row of the call."""
+"""Allocates the memory in which the stages of select_tokens() pass results to each other."""
 
 from __future__ import annotations
 
@@ -11,39 +11,32 @@ from torch import Tensor
 
 from kernels.triton.sampling.select_keys import MAX_VOCAB
 
-PEAK_TILE = 2048  # logits looked at in one go: by the first stage, by the tally, by the others
-TALLY_TILE = 4096
-TILE = 1024
-GROUP = tl.constexpr(64)  # neighbours whose maximum is kept, to find the likeliest tokens without reading the row again
-CANDIDATES = tl.constexpr(2048)  # tokens that a draw can be left with for it to be made without reading the row again
-PIVOTS = tl.constexpr(8)  # keys up to which counts and masses are taken in one pass
-ROUNDS = tl.constexpr(2)  # passes that all programs share before one program goes on alone
+PEAK_TILE = 2048  # logits per tile of the first stage
+TALLY_TILE = 4096  # logits per tile of the tally
+TILE = 1024  # logits per tile of the other stages
+GROUP = tl.constexpr(64)  # adjacent tokens whose maximum is stored, by which the most likely tokens are found
+CANDIDATES = tl.constexpr(2048)  # largest number of tokens that a draw holds without reading the whole row again
+PIVOTS = tl.constexpr(8)  # keys for which one pass takes counts and masses
+ROUNDS = tl.constexpr(2)  # passes of all programs before a single program ends the search
 
 
 @dataclass(frozen=True, slots=True)
 class SelectScratch:
-    """n rows, V tokens. parts: up to ceil(V / PEAK_TILE) spans of a row, each the work of one program of the first stage.
+    """Results of the stages, for n rows and V tokens. A part is the span of a row that one program of the first stage reads."""
 
-    tops, raw_tops: float32[n, parts], maxima of what is sampled from and of the raw logits, infinite for a NaN; top_ids:
-    int32[n, parts], the former's lowest ids. spreads: float64[n, 3, ceil(V / PEAK_TILE)], of rows with top-n-sigma, by tile:
-    how many finite logits, their mean, the sum of their squared distances from it. group_tops: float32[n, ceil(V / GROUP)], of
-    rows with top-k or top-p. tile_masses: int64[n, ceil(V / TALLY_TILE)], of rows without. counts: int32[n, ROUNDS, PIVOTS] and
-    masses: int64, the same, of rows with top-p and no top-k; pivots: int32[n, PIVOTS], of their last round. near_groups,
-    candidate_keys, candidate_ids: int32[n, CANDIDATES].
-    """
-
-    tops: Tensor
-    raw_tops: Tensor
-    top_ids: Tensor
+    tops: Tensor  # float32[n, parts]: maxima of the logits that are sampled from; infinite for a NaN
+    raw_tops: Tensor  # float32[n, parts]: maxima of the raw logits; infinite for a NaN
+    top_ids: Tensor  # int32[n, parts]: lowest ids of `tops`
+    # float64[n, 3, ceil(V / PEAK_TILE)]: number, mean and squared deviations of a tile's finite logits (top-n-sigma)
     spreads: Tensor
-    group_tops: Tensor
-    tile_masses: Tensor
-    counts: Tensor
-    masses: Tensor
-    pivots: Tensor
-    near_groups: Tensor
-    candidate_keys: Tensor
-    candidate_ids: Tensor
+    group_tops: Tensor  # float32[n, ceil(V / GROUP)]: maxima of groups (top-k or top-p)
+    tile_masses: Tensor  # int64[n, ceil(V / TALLY_TILE)]: masses of tiles (neither top-k nor top-p)
+    counts: Tensor  # int32[n, ROUNDS, PIVOTS]: tokens up to each pivot (top-p without top-k)
+    masses: Tensor  # int64[n, ROUNDS, PIVOTS]: their masses
+    pivots: Tensor  # int32[n, PIVOTS]: pivots of the last round
+    near_groups: Tensor  # int32[n, CANDIDATES]: groups that have candidates
+    candidate_keys: Tensor  # int32[n, CANDIDATES]
+    candidate_ids: Tensor  # int32[n, CANDIDATES]
 
     @classmethod
     def of(cls, max_rows: int, vocab_size: int, device: torch.device) -> SelectScratch:

@@ -1,5 +1,8 @@
-"""A draw from many tokens, by one program that reads the whole row several times: the bracket (see select_rounds) is narrowed
-until one key is left in it, for top-k, then for top-p; then the draw walks through the row."""
+"""Draws from many tokens by one program that reads the whole row several times.
+
+It narrows the bracket (see select_rounds) until one key is left in it, for top-k and then for top-p. The draw then walks
+through the row.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def search(
     source, vocab_size, peak, temperature, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The bracket narrowed until high alone is in it."""
+    """Narrows the bracket until it contains `high` only."""
     while high - low > 1:
         short = goal - tl.where(by_mass != 0, mass_low, count_low)
         excess = tl.where(by_mass != 0, mass_high, count_high) - goal
@@ -39,7 +42,7 @@ def search(
         low, high, count_low, mass_low, count_high, mass_high = narrowed(
             pivots, counts, masses, by_mass, goal, low, high, count_low, mass_low, count_high, mass_high
         )
-        low = tl.maximum(low, near - 1)  # no key lies between
+        low = tl.maximum(low, near - 1)  # there is no key between low and near
         high = tl.minimum(high, far)
     return low, high, count_low, mass_low, count_high, mass_high
 
@@ -48,10 +51,14 @@ def search(
 def cut_row(
     source, vocab_size, peak, temperature, near, slot_params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr
 ):  # fmt: skip
-    """(limit, quota, mass): keys below the limit are left, and of those at it the quota of lowest ids; what they weigh.
+    """Returns (limit, quota, mass): the cuts leave the keys below limit and, at limit, the quota of lowest ids; mass is their
+    sum.
 
-    near: the last key that top-n-sigma leaves.
-    counts, masses: of the row, by round and pivot, where kind is NUCLEUS; last_pivots: of the last round.
+    Args:
+        near: the last key that top-n-sigma leaves.
+        counts: int32[ROUNDS, PIVOTS] of the row, if kind is NUCLEUS.
+        masses: int64[ROUNDS, PIVOTS] of the row, if kind is NUCLEUS.
+        last_pivots: int32[PIVOTS], pivots of the last round.
     """
     top_p = real_param(slot_params, slot, TOP_P)
     num_tiles = tl.cdiv(vocab_size, TILE)
@@ -100,7 +107,7 @@ def cut_row(
 
 @triton.jit
 def walk(source, tile, passed, drawn, limit, quota, vocab_size, peak, temperature, TILE: tl.constexpr):
-    """The first token from the tile on whose cumulated mass exceeds `drawn`; `passed` lies before the tile."""
+    """Returns the first token, from `tile` on, whose cumulated mass exceeds `drawn`. The mass before the tile is `passed`."""
     token = tl.zeros((), tl.int32)
     equals = tl.zeros((), tl.int64)
     while (passed <= drawn) & (tile < tl.cdiv(vocab_size, TILE)):

@@ -13,9 +13,8 @@ import kernels
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.contracts.step_ops import BringPieces, LayerKernels
 from kernels.cpu import load_copies, load_kernels, load_sampling
-from kernels.cpu.build import built_library
-from kernels.cpu.copies import CpuCopies
-from kernels.cpu.variants import cpu_features
+from kernels.cpu.build import built_library, cpu_features
+from kernels.cpu.library import CpuCopies
 from kernels.reference import layers as reference
 
 TRITON_SOURCES = Path(kernels.__file__).parent / "triton"

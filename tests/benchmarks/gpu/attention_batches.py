@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.bench.gpu_case import Work
+from kernels.bench.gpu_timing import Work
 from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers
 from services.worker.exec.attention import flashinfer_limits as limits

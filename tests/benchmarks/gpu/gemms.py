@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.bench.gpu_case import Make, Work
+from kernels.bench.gpu_timing import Make, Work
 from kernels.reference import layers
 from kernels.triton.layers.layers import TritonLayers
 from tests.benchmarks.gpu.command import Setting, run_command

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.bench.gpu_case import Make
-from kernels.bench.gpu_timing import GpuTimer
+from kernels.bench.gpu_timing import GpuTimer, Make
 from tests.benchmarks.gpu.ceilings import median_s
 from tests.benchmarks.gpu.command import Setting
 
@@ -13,7 +12,7 @@ SECONDS = 0.1  # of repeats
 
 
 def microseconds(make: Make, bytes_moved: int, setting: Setting) -> float:
-    """See kernels.bench.gpu_case.GpuCase. By the clock where there is no GPU."""
+    """See kernels.bench.gpu_timing.GpuCase. By the clock where there is no GPU."""
     device = torch.device(setting.device)
     if setting.on_gpu:
         return GpuTimer(device, SECONDS).time(make, bytes_moved, captures=True).microseconds

@@ -35,11 +35,13 @@ EXEC = (
         ("relay[slot] = token", "relay[row] = token"),
     ),
     *of(
-        "exec", "kernels/reference/draws.py", ("scaled = (logits - logits.max()) / temperature", "scaled = logits / temperature")
+        "exec",
+        "kernels/reference/sampling.py",
+        ("scaled = (logits - logits.max()) / temperature", "scaled = logits / temperature"),
     ),
     *of(
         "exec",
-        "kernels/reference/draws.py",
+        "kernels/reference/sampling.py",
         ("before = chances.cumsum(0) - chances", "before = chances.cumsum(0)"),
         ("logits.max() + math.log(min_p)", "logits.max() + math.log(min_p) / 2"),
         ("[: count - len(above)]", "[-(count - len(above)) :]"),

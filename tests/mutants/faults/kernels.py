@@ -47,7 +47,7 @@ KERNELS = (
     ),
     *of(
         "kernels",
-        "kernels/reference/draws.py",
+        "kernels/reference/sampling.py",
         ("scaled < -(sigma", "scaled <= -(sigma"),
         ("std(correction=0)", "std()"),
         only="test_top_n_sigma",
@@ -74,7 +74,7 @@ KERNELS = (
     ),
     *of(
         "kernels",
-        "kernels/triton/layers/ordered_linear.py",
+        "kernels/triton/layers/linear.py",
         ("total += tl.load(at, mask=inside, other=0.0)", "total = total * 1.0001 + tl.load(at, mask=inside, other=0.0)"),
         ("w_rows = columns + lanes % 2 * WIDTH if GATED", "w_rows = columns + (1 - lanes % 2) * WIDTH if GATED"),
         ("total.to(KIND).to(tl.float32)", "total"),
@@ -82,13 +82,13 @@ KERNELS = (
     ),
     *of(
         "kernels",
-        "kernels/triton/chaining.py",
+        "kernels/triton/launch.py",
         ("        tl.store(arrivals, 0)\n", "        tl.store(arrivals, 1)\n"),
         only="test_deterministic_triton",
     ),
     *of(
         "kernels",
-        "kernels/triton/layers/one_row.py",
+        "kernels/triton/layers/linear.py",
         ("deep = depths < DEPTH", "deep = depths < DEPTH - begin // BLOCK_K"),
         ("inside = columns < WIDTH", "inside = columns <= WIDTH"),
         only="test_triton_layers",

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.contracts.step_ops import StepKernels, TableUpdates
+from kernels.contracts.step_ops import DevicePageTableUpdates, StepKernels
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan, RowFault, RowLogprobs, StepResult
 from services.worker.exec.attention.backend import AttentionBackend, AttentionBatch
@@ -287,7 +287,7 @@ class DeviceRunner:
             self._unwritten.zero_()
 
     def _update_table(self, views: Mapping[str, Tensor]) -> None:
-        self._kernels.update_page_table(self.passes.table, TableUpdates(*(views[name] for name in TABLE_COLUMNS)))
+        self._kernels.update_page_table(self.passes.table, DevicePageTableUpdates(*(views[name] for name in TABLE_COLUMNS)))
 
     # The forward pass
 

@@ -1,9 +1,17 @@
-"""Linear layers whose rows get the same bits in any company: fixed blocks, and the depth in segments that are added in order.
+"""Computes linear layers of one row, and deterministic linear layers of any number of rows.
 
-Few rows of a weight that is not wide: each segment has a program of its own, and the last of a block to end adds them all, for
-the weight is what takes time to read, and its columns alone are too few programs. Else one program takes all segments of its
-block, which is larger where that leaves programs enough. The sums are the same ones, in the same order, none fused with a
-product: a tensor core adds what it multiplies by depth alone, whatever rows and columns stand beside.
+One row: the time is that of reading the weight, so the kernel uses no tensor core and keeps all loads in flight. A program has
+a few of the weight's rows and as much of the depth as its registers hold. If launches are chained, it reads weights, which no
+kernel of a step writes, while the kernel before still runs.
+
+Deterministic: a row gets the same bits with any other rows. Blocks are fixed, and the depth is cut into segments whose sums are
+added in order. There are two ways with the same sums:
+
+- Few rows of a narrow weight: each segment has its own program, and the last program of a block to end adds the sums. The
+  weight takes the time to read, and its columns alone make too few programs.
+- Otherwise one program takes all segments of a block. Blocks are larger if enough programs remain.
+
+No sum is fused with a product. A tensor core adds its products by depth alone, whatever the other rows and columns are.
 """
 
 from __future__ import annotations
@@ -15,44 +23,106 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import PackedLinear
+from kernels.contracts.ops import PackedLinear, misfit, require_contiguous
 from kernels.triton.attention.attention_block import dot
-from kernels.triton.chaining import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
-from kernels.triton.launch import misfit, require_contiguous
+from kernels.triton.launch import begin_next, chained, fetch_ahead, last_to_end, wait_for_last
 
-SHORT, LONG = 512, 1024  # segments of the depth
-PROGRAMS = 128  # that are enough: about one a multiprocessor
-WIDE_BLOCKS, VOCABULARY_BLOCKS = 512, 2048  # of columns, from which these alone are programs enough, and fill the device at once
+MAX_DEPTH = 4096  # largest depth that a program of one row holds at a time
+ELEMENTS = 4096  # elements of the weight that such a program holds at a time
+NUM_WARPS = 4  # warps of such a program, each with at least one row of the weight
+
+
+@triton.jit
+def _one_row_kernel(
+    out,  # [N]
+    x,  # [K]
+    weight,  # [N, K]
+    bias,  # [N]; any pointer without HAS_BIAS
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    begin_next(CHAINED)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < WIDTH
+    w_at = weight + columns.to(tl.int64)[:, None] * DEPTH
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for begin in tl.static_range(0, DEPTH, BLOCK_K):
+        depths = begin + tl.arange(0, BLOCK_K)
+        deep = depths < DEPTH
+        w = tl.load(w_at + depths[None, :], mask=inside[:, None] & deep[None, :], other=0.0)
+        if begin == 0:
+            wait_for_last(CHAINED)
+        row = tl.load(x + depths, mask=deep, other=0.0).to(tl.float32)
+        total += tl.sum(w.to(tl.float32) * row[None, :], axis=1)
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def one_row_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
+    """Implements Kernels.linear() for one row: out [1, N], x [1, K].
+
+    Raises:
+        ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.
+    """
+    depth, width = weight.in_features, weight.out_features
+    if weight.packed or x.shape != (1, depth) or out.shape != (1, width) or out.dtype not in (x.dtype, torch.float32):
+        raise misfit(out, x, weight.data)
+    require_contiguous(out, x, weight.data)
+    block_k = min(int(triton.next_power_of_2(depth)), MAX_DEPTH)
+    block_n = max(ELEMENTS // block_k, NUM_WARPS)
+    _one_row_kernel[triton.cdiv(width, block_n),](
+        out,
+        x,
+        weight.data,
+        out if weight.bias is None else weight.bias,
+        WIDTH=width,
+        DEPTH=depth,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        HAS_BIAS=weight.bias is not None,
+        num_warps=NUM_WARPS,
+        **chained(x.device),
+    )
+
+
+SHORT, LONG = 512, 1024  # elements of a segment of the depth
+PROGRAMS = 128  # enough programs: about one per multiprocessor
+# Numbers of blocks of columns from which on the columns alone are enough programs, and from which on they fill the device.
+WIDE_BLOCKS, VOCABULARY_BLOCKS = 512, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """m: rows of a block, n: columns, k: of the depth. num_stages - 1 blocks of the depth are on their way at a time."""
+    """Block sizes of one program."""
 
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
+    m: int  # rows of a block
+    n: int  # columns of a block
+    k: int  # elements of the depth of a block
+    num_warps: int  # warps of a program
+    num_stages: int  # num_stages - 1 blocks of the depth are in flight at a time
 
     def blocks(self, rows: int, width: int) -> tuple[int, int]:
-        """Of columns, and of rows."""
+        """Returns the numbers of blocks of columns and of rows."""
         return -(-width // self.n), -(-rows // self.m)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """few: up to so many rows segments have programs of their own. deep: of those, where a multiprocessor has one block. some:
-    more rows. many: where its blocks are PROGRAMS."""
+    """The tiles of one element size, by the number of rows."""
 
-    few: Tile
-    deep: Tile
-    some: Tile
-    many: Tile
+    few: Tile  # for up to few.m rows, whose segments have their own programs
+    deep: Tile  # as `few`, if a multiprocessor gets one block
+    some: Tile  # for more rows
+    many: Tile  # for more rows if there are at least PROGRAMS of its blocks
 
 
 EVEN = Tile(64, 64, 64, 4, 3)
-TILES = {  # by an element's bytes
+TILES = {  # by the bytes of an element
     2: Tiles(Tile(64, 32, 128, 4, 4), Tile(64, 32, 256, 4, 3), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 4)),
     4: Tiles(EVEN, EVEN, EVEN, EVEN),
 }
@@ -61,7 +131,9 @@ TILES = {  # by an element's bytes
 @triton.jit
 def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                 UPCAST: tl.constexpr):  # fmt: skip
-    """float32[M, N] of depths begin .. end - 1. x_at, w_at: pointers [M], [N] to the rows' first elements."""
+    """Returns float32[M, N], the products of depths begin .. end - 1. x_at [M] and w_at [N] point to the rows' first
+    elements.
+    """
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for first in range(begin, end, BLOCK_K):
         depths = first + tl.arange(0, BLOCK_K)
@@ -75,7 +147,7 @@ def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constex
 @triton.jit
 def _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """A block of sums, and bias, to out. GATED: they are rounded to KIND first, as where another kernel takes them on."""
+    """Stores a block of sums, with the bias, to out. GATED rounds them to KIND first, as silu_and_mul() would read them."""
     if HAS_BIAS:
         total += tl.load(bias + w_rows, mask=columns_in, other=0.0).to(tl.float32)[None, :]
     places = rows.to(tl.int64)[:, None] * WIDTH
@@ -94,10 +166,10 @@ def _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDT
 def _linear_kernel(
     out,  # [T, N]
     x,  # [T, K]
-    weight,  # [N, K]; [2 N, K] with GATED, gates first
-    bias,  # of as many; any pointer without HAS_BIAS
-    partials,  # float32[segments, T, columns of all blocks]; this and the next: any pointer without SPLIT
-    arrivals,  # int32[blocks of columns], 0 before and after
+    weight,  # [N, K]; [2 N, K] with GATED, the gate rows first
+    bias,  # [N]; [2 N] with GATED; any pointer without HAS_BIAS
+    partials,  # float32[segments, T, columns of all blocks]; any pointer without SPLIT, as the next
+    arrivals,  # int32[blocks of columns], 0 before and after the launch
     num_rows,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -105,10 +177,10 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr,  # elements of 128 bytes
-    FEW: tl.constexpr,  # rows, for which the weight is all that takes time
-    SPLIT: tl.constexpr,
-    GATED: tl.constexpr,  # out = silu(x @ gate.T) * (x @ up.T): gates and ups lie side by side in a block
+    LINE: tl.constexpr,  # elements in 128 bytes
+    FEW: tl.constexpr,  # few rows: the time is that of reading the weight, which is prefetched
+    SPLIT: tl.constexpr,  # each segment has its own program
+    GATED: tl.constexpr,  # out = silu(x @ gate.T) * (x @ up.T); a block has gate and up columns in turn
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -138,7 +210,7 @@ def _linear_kernel(
         last = last_to_end(arrivals + tl.program_id(0), tl.num_programs(2))
         if last:
             total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-            for _ in tl.range(0, (DEPTH + SEGMENT - 1) // SEGMENT, loop_unroll_factor=4):  # so many loads are under way
+            for _ in tl.range(0, (DEPTH + SEGMENT - 1) // SEGMENT, loop_unroll_factor=4):  # four loads in flight
                 total += tl.load(at, mask=inside, other=0.0)
                 at += size
             _store_block(out, total, bias, w_rows, columns_in, rows, rows_in, KIND, WIDTH, BLOCK_M, BLOCK_N, HAS_BIAS, GATED)
@@ -151,20 +223,31 @@ def _linear_kernel(
 
 
 class OrderedLinear:
-    """Kernels.linear and gated_linear in their second contract. One call at a time: segments count their ends where the next
-    call's do."""
+    """Implements the deterministic contract of Kernels.linear() and gated_linear().
+
+    One call runs at a time: all calls count ended segments in the same counters.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arrivals: Tensor | None = None
 
     def __call__(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """Raises ValueError for shapes that do not fit, and an output neither of x's dtype nor float32. Allocates
-        float32[segments, T, N] for few rows, and a little once: not in a first call under capture."""
+        """Computes Kernels.linear().
+
+        It allocates float32[segments, T, N] for few rows. The first call allocates the counters and must not be captured.
+
+        Raises:
+            ValueError: the shapes do not fit, or the output has neither x's dtype nor float32.
+        """
         self._launch(out, x, weight, weight.out_features, gated=False)
 
     def gated(self, out: Tensor, x: Tensor, weight: PackedLinear) -> None:
-        """The same bits as two products that are rounded to x's dtype, and silu_and_mul. Raises and allocates as a call."""
+        """Computes Kernels.gated_linear().
+
+        The bits equal those of linear() with outputs of x's dtype, followed by silu_and_mul(). Raises and allocates as
+        __call__().
+        """
         self._launch(out, x, weight, weight.out_features // 2, gated=True)
 
     def _launch(self, out: Tensor, x: Tensor, weight: PackedLinear, width: int, gated: bool) -> None:
@@ -203,7 +286,7 @@ class OrderedLinear:
             SPLIT=split,
             GATED=gated,
             HAS_BIAS=weight.bias is not None,
-            UPCAST=x.device.type == "cpu" and x.dtype == torch.bfloat16,  # the interpreter multiplies no bfloat16
+            UPCAST=x.device.type == "cpu" and x.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
@@ -211,13 +294,15 @@ class OrderedLinear:
         )
 
     def _counters(self) -> Tensor:
-        if self._arrivals is None:  # on the stream that calls
+        if self._arrivals is None:  # allocated on the caller's stream
             self._arrivals = torch.zeros(WIDE_BLOCKS, dtype=torch.int32, device=self._device)
         return self._arrivals
 
 
 def segment_of(outs: int, depth: int) -> int:
-    """Of a weight [outs, depth]: the longer one, where its blocks of few rows are programs enough. Rows have no say in it."""
+    """Returns the segment of a weight [outs, depth]: LONG if this still gives enough programs for few rows. Rows have no
+    influence.
+    """
     return LONG if triton.cdiv(outs, TILES[2].few.n) * triton.cdiv(depth, LONG) >= PROGRAMS else SHORT
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding and writes to the paged pools. One program does some heads of one token."""
+"""Writes keys and values to the paged pools, with and without rotary embedding. One program writes some heads of one token."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.contracts.ops import RaggedRows
-from kernels.triton.chaining import chained, take_turn
-from kernels.triton.launch import block_of, misfit, require_contiguous, warps_for
+from kernels.contracts.ops import RaggedRows, misfit, require_contiguous
+from kernels.triton.launch import block_of, chained, take_turn, warps_for
 
-FEW_TOKENS = 64  # up to so many, small tiles: they fill more of the device
+FEW_TOKENS = 64  # largest number of tokens with small tiles, which fill more of the device
 
 
 @triton.jit
 def _turned(source, norm, eps, angles, low_places, halves, inside, shown, DIM: tl.constexpr, NORMED: tl.constexpr):
-    """float32 [TILE, HALF_BLOCK] twice: the lower and the upper half of each head, normed and turned."""
+    """Returns the lower and the upper half of each head, normed and rotated, each float32[TILE, HALF_BLOCK]."""
     half: tl.constexpr = DIM // 2
     low = tl.load(source + low_places, mask=shown, other=0.0).to(tl.float32)
     high = tl.load(source + low_places + half, mask=shown, other=0.0).to(tl.float32)
@@ -61,7 +60,9 @@ def _rope_write_kernel(
     NORMED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Tiles of query heads come first, then of key heads, then of value heads."""
+    """Rotates one tile of heads of one token. Tiles of query heads come first, then those of key heads, then those of value
+    heads.
+    """
     take_turn(CHAINED)
     token, tile = tl.program_id(0), tl.program_id(1)
     q_tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
@@ -69,9 +70,9 @@ def _rope_write_kernel(
     half: tl.constexpr = DIM // 2
     location = tl.load(locations + token)
     page = location // PAGE_SIZE
-    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # of the first head, in cells of DIM
+    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # the first head's index in cells of DIM
     written_heads = tl.where(location >= 0, KV_HEADS, 0)
-    # A token that is written nowhere may stand past the table.
+    # A token that is not written may have a position beyond the table.
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), num_positions - 1)
     angles = cos_sin + position.to(tl.int64) * DIM
     halves = tl.arange(0, HALF_BLOCK)
@@ -109,8 +110,11 @@ def rope_write_kv(
     v_pool: Tensor,
     fixed: bool = False,
 ) -> None:
-    """See Kernels; one launch. A position outside cos_sin takes its nearest row. fixed: in the same way whatever the number of
-    tokens, so that norms add in one order. Raises ValueError for shapes that do not fit."""
+    """Implements Kernels.rope_write_kv() in one launch. A position outside cos_sin uses its nearest row.
+
+    With `fixed`, tiles do not depend on the number of tokens, so that norms add in one order. Raises ValueError if the shapes
+    do not fit.
+    """
     require_contiguous(qkv, cos_sin, k_pool, v_pool, rows.positions, rows.locations)
     _, kv_heads, page_size, dim = k_pool.shape
     tokens, width = qkv.shape
@@ -147,4 +151,117 @@ def rope_write_kv(
         NORMED=norms is not None,
         num_warps=warps_for(tile * half_block),
         **chained(qkv.device),
+    )
+
+
+TILE_ELEMENTS = 1024  # approximate number of elements of a program
+
+
+@triton.jit
+def _copy_heads(
+    pool,
+    source,
+    base,
+    head_stride,
+    column_stride,
+    heads,
+    shown,
+    first_cell,
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    wanted = shown[:, None] & (columns < DIM)[None, :]
+    places = base + heads.to(tl.int64)[:, None] * head_stride + columns.to(tl.int64)[None, :] * column_stride
+    taken = tl.load(source + places, mask=wanted, other=0.0)
+    kept = (first_cell + heads * PAGE_SIZE)[:, None] * DIM + columns[None, :]
+    tl.store(pool + kept, taken.to(pool.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize_on_alignment=["locations"])
+def _write_kv_kernel(
+    keys,
+    key_token_stride,
+    key_head_stride,
+    key_stride,
+    values,
+    value_token_stride,
+    value_head_stride,
+    value_stride,
+    locations,
+    k_pool,
+    v_pool,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    location = tl.load(locations + token)
+    page = location // PAGE_SIZE
+    first_cell = page * (KV_HEADS * PAGE_SIZE) + (location - page * PAGE_SIZE)  # the first head's index in cells
+    shown = heads < tl.where(location >= 0, KV_HEADS, 0)
+    _copy_heads(
+        k_pool,
+        keys,
+        token * key_token_stride,
+        key_head_stride,
+        key_stride,
+        heads,
+        shown,
+        first_cell,
+        PAGE_SIZE,
+        KEY_DIM,
+        KEY_BLOCK,
+    )
+    _copy_heads(
+        v_pool,
+        values,
+        token * value_token_stride,
+        value_head_stride,
+        value_stride,
+        heads,
+        shown,
+        first_cell,
+        PAGE_SIZE,
+        VALUE_DIM,
+        VALUE_BLOCK,
+    )
+
+
+def write_kv(keys: Tensor, values: Tensor, rows: RaggedRows, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Implements Kernels.write_kv(). keys and values may have any strides. Raises ValueError if the shapes do not fit."""
+    require_contiguous(k_pool, v_pool, rows.locations)
+    pages, kv_heads, page_size, key_dim = k_pool.shape
+    tokens, value_dim = keys.shape[0], v_pool.shape[3]
+    if keys.shape != (tokens, kv_heads, key_dim) or v_pool.shape != (pages, kv_heads, page_size, value_dim):
+        raise misfit(keys, k_pool, v_pool)
+    if values.shape != (tokens, kv_heads, value_dim) or len(rows.locations) != tokens:
+        raise misfit(keys, values, v_pool, rows.locations)
+    if tokens == 0:
+        return
+    key_block, value_block = block_of(key_dim), block_of(value_dim)
+    widest = max(key_block, value_block)
+    tile = max(min(TILE_ELEMENTS // widest, triton.next_power_of_2(kv_heads)), 1)
+    _write_kv_kernel[(tokens, triton.cdiv(kv_heads, tile))](
+        keys,
+        *keys.stride(),
+        values,
+        *values.stride(),
+        rows.locations,
+        k_pool,
+        v_pool,
+        KV_HEADS=kv_heads,
+        PAGE_SIZE=page_size,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        TILE=tile,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=value_block,
+        num_warps=warps_for(tile * widest),
     )

@@ -1,0 +1,97 @@
+"""Computes RMS norms, with one program per token that holds the whole row, and the gated activation."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.contracts.ops import misfit, require_contiguous
+from kernels.triton.launch import begin_next, block_of, chained, take_turn, wait_for_last, warps_for
+
+
+@triton.jit
+def _rms_norm_kernel(out, x, residual, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+                     CHAINED: tl.constexpr):  # fmt: skip
+    begin_next(CHAINED)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    places = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)  # in flight together with the row
+    wait_for_last(CHAINED)
+    wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        wide += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+        rounded = wide.to(residual.dtype.element_ty)
+        tl.store(residual + places, rounded, mask=inside)
+        wide = rounded.to(tl.float32)  # the norm reads the rounded residual
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    tl.store(out + places, (wide * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
+    require_contiguous(out, x, weight)
+    if x.dim() != 2 or out.shape != x.shape or weight.shape[0] != x.shape[1]:
+        raise misfit(out, x, weight)
+    tokens, width = x.shape
+    if tokens == 0:
+        return
+    block, held = block_of(width), x if residual is None else residual
+    _rms_norm_kernel[(tokens,)](
+        out,
+        x,
+        held,
+        weight,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ADDS=residual is not None,
+        num_warps=warps_for(block),
+        **chained(x.device),
+    )
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Implements Kernels.rms_norm(). Raises ValueError for shapes that do not fit and rows of more than launch.MAX_BLOCK
+    columns.
+    """
+    _launch(out, x, None, weight, eps)
+
+
+def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """Implements Kernels.fused_add_rms_norm(). The sum is rounded to the residual's dtype before the norm. Raises as
+    rms_norm().
+    """
+    require_contiguous(residual)
+    if residual.shape != x.shape:
+        raise misfit(x, residual)
+    _launch(out, x, residual, weight, eps)
+
+
+BLOCK = 1024  # columns of the activation per program
+
+
+@triton.jit
+def _silu_and_mul_kernel(out, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    take_turn(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    places = token * (2 * WIDTH) + columns
+    gate = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + places + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * WIDTH + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    """Implements Kernels.silu_and_mul(). Raises ValueError if the shapes do not fit."""
+    require_contiguous(out, x)
+    if out.dim() != 2 or x.shape != (out.shape[0], 2 * out.shape[1]):
+        raise misfit(out, x)
+    tokens, width = out.shape
+    if tokens == 0:
+        return
+    block = min(BLOCK, triton.next_power_of_2(width))
+    grid = (tokens, triton.cdiv(width, block))
+    _silu_and_mul_kernel[grid](out, x, WIDTH=width, BLOCK=block, num_warps=warps_for(block), **chained(x.device))
