@@ -1,4 +1,6 @@
-"""Where tests keep what they compile of the C++ kernels as images do: once for all of the same sources."""
+"""Names the folder in which tests keep libraries that they prebuild as images do; one build serves all tests of the same
+sources.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""python -m tests.kernels.hopper MODULE: compiles for an H100 or H200 each kernel that the cases of a bench module would launch.
+"""python -m tests.kernels.hopper MODULE: compiles for an H100 or H200 each kernel that the cases of a bench module launch.
 
-No GPU is needed: tensors have shapes and no memory, and what would launch compiles instead. Prints, as JSON, the bytes of
-shared memory of each kernel's variants, and how often a product is fused with a sum in those that forbid it. It has to be a
-process of its own, one without Triton's interpreter.
+No GPU is needed: tensors have shapes and no memory, and a launch compiles the kernel instead. The command prints as JSON the
+bytes of shared memory of each kernel's variants, and the number of fused products in variants that forbid fusion. It must be a
+process of its own, without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kernels.triton import chaining
+from kernels.triton import launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -47,10 +47,10 @@ def _typed(value: Any) -> str:
 
 
 class HopperCompiler:
-    """Stands in for launches. shared: bytes of shared memory by kernel, one entry a variant. fused: products that are fused
-    with sums, by kernel, one entry a variant that was asked not to."""
+    """Compiles kernels in place of launches."""
 
     def __init__(self) -> None:
+        # By kernel, with one entry per variant: products fused with sums, of variants that forbid it; bytes of shared memory.
         self.fused: dict[str, list[int]] = defaultdict(list)
         self.shared: dict[str, list[int]] = defaultdict(list)
         self._known: set[str] = set()
@@ -89,7 +89,7 @@ def main(module: str) -> None:
         compiler.compile(kernel, arguments, options)
 
     JITFunction.run = run
-    chaining._chains = lambda device: True  # as Hopper's kernels do
+    launch._chains = lambda device: True  # launches are chained on Hopper
     for case in importlib.import_module(module).cases():
         case.make(torch.device("meta"))()
     print(json.dumps({"shared": compiler.shared, "fused": compiler.fused}))

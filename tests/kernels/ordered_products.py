@@ -1,6 +1,6 @@
-"""Products of matrices as tensor cores make them: each number's sum in one order, wherever its row lies in a tile.
+"""Replaces the matrix product of Triton's interpreter by a sum in a fixed order, as tensor cores make it.
 
-Triton's interpreter multiplies by numpy, whose order depends on that.
+The interpreter multiplies by numpy, whose order of a number's sum depends on the row's index in a tile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the interpreter, where it runs: one depth after the other."""
+    """Makes the interpreter add the products one depth after the other."""
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         sums = d.data.copy()

@@ -1,5 +1,7 @@
-"""What a call of the sampling kernels is given: rows, what their slots ask for, and what the call leaves. What is drawn at random
-for the tests of any back end, and what rounding can lead to, is here alone."""
+"""Builds the arguments of a call of the sampling kernels, and collects its results.
+
+Tests of all back ends share the random parameters and the tolerance for rounding defined here.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from kernels.reference.sampling import draw_token, support, tempered
 
 ALWAYS = (1 << 31) - 1
 POISON = 777.0
-NEAR = 2e-6  # of a boundary between two tokens: masses are rounded differently
+NEAR = 2e-6  # distance to a boundary between two tokens within which rounding decides
 Columns = TypeVar("Columns", SampleRows, SlotTable)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Of one slot. seen: prompt tokens; outputs: token -> count; both only where counted. allowed: None for all."""
+    """Sampling parameters of one slot."""
 
     temperature: float = 0.0
     top_k: int = -1
@@ -39,10 +41,10 @@ class Asked:
     biases: tuple[tuple[int, float], ...] = ()
     stops: tuple[int, ...] = ()
     stopped_until: int = 0
-    counted: bool = False
-    seen: tuple[int, ...] = ()
-    outputs: Mapping[int, int] = field(default_factory=dict)
-    allowed: Sequence[int] | None = None
+    counted: bool = False  # whether the slot's counts are used
+    seen: tuple[int, ...] = ()  # prompt tokens, if counted
+    outputs: Mapping[int, int] = field(default_factory=dict)  # output counts by token, if counted
+    allowed: Sequence[int] | None = None  # allowed tokens; None for all
 
     @property
     def edited(self) -> bool:
@@ -51,16 +53,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Row:
-    """slot below 0: padding. mask: the tokens that a grammar allows, None for all. losses: token -> what it loses."""
+    """A row to sample."""
 
-    slot: int
+    slot: int  # below 0: padding
     position: int = 10
-    mask: Sequence[int] | None = None
-    losses: Mapping[int, float] = field(default_factory=dict)
+    mask: Sequence[int] | None = None  # tokens that the grammar allows; None for all
+    losses: Mapping[int, float] = field(default_factory=dict)  # values to subtract by token
 
 
 def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
-    """How a slot's token is drawn: fields that Asked and the core's SamplingParams call the same."""
+    """Returns random parameters of a draw, under the names that Asked and the core's SamplingParams share."""
     return {
         "temperature": chance.choice([0.0, 0.0, 0.25, 0.5, 0.7, 1.0, 2.0, 3.0, 1e-9, 2.0**-30]),
         "top_k": chance.choice([-1, -1, -1, 0, 1, 2, 3, 20, 50, vocab_size - 1, vocab_size, vocab_size + 7]),
@@ -72,7 +74,7 @@ def random_cuts(chance: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def could_be(logits: Tensor, asked: Asked, position: int) -> set[int]:
-    """The tokens that rounding at a boundary can lead to. logits: float32[V], edited."""
+    """Returns the tokens that rounding at a boundary can lead to. logits is float32[V], edited."""
     scaled = tempered(logits, float(np.float32(asked.temperature)), float(np.float32(asked.top_n_sigma)))
     uniform, found = sampling.uniform(asked.seed, position), set()
     for step in (-NEAR, 0.0, NEAR):
@@ -166,13 +168,13 @@ def rows_of(rows: Sequence[Row], vocab_size: int) -> SampleRows:
 
 
 def on_device(columns: Columns, device: torch.device) -> Columns:
-    """The same, each of its tensors on the device."""
+    """Returns a copy with all tensors on the device."""
     return replace(columns, **{name.name: getattr(columns, name.name).to(device) for name in fields(columns)})
 
 
 @dataclass
 class Left:
-    """By a call: tokens and faults, edited logits, relay and counts."""
+    """Tensors that a call of the sampling kernels has written."""
 
     tokens: Tensor
     faults: Tensor
@@ -182,7 +184,7 @@ class Left:
 
 
 def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: SlotTable, device: torch.device) -> Left:
-    """edit_logits and select_tokens over poisoned outputs; the inputs are left alone."""
+    """Runs edit_logits and select_tokens over poisoned outputs, and checks that the logits stay unchanged."""
     table = on_device(replace(table, counts=table.counts.clone()), device)
     rows, held = on_device(rows, device), logits.to(device, copy=True)
     left = Left(
@@ -194,11 +196,11 @@ def sampled(kernels: SampleKernels, logits: Tensor, rows: SampleRows, table: Slo
     )
     kernels.edit_logits(left.edited, held, rows, table)
     kernels.select_tokens(left.tokens, left.faults, held, left.edited, rows, table, left.relay)
-    assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the logits are left alone"
+    assert held.cpu().view(torch.int32).equal(logits.view(torch.int32)), "the kernels do not change the logits"
     return Left(*(column.cpu() for column in (left.tokens, left.faults, left.edited, left.relay, left.counts)))
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """float64[n], the twin's definition."""
+    """Returns the reference's uniform numbers, float64[n]."""
     pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
     return np.array([sampling.uniform(seed, position) for seed, position in pairs])

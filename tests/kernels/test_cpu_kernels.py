@@ -1,4 +1,4 @@
-"""Each C++ kernel does what its twin in torch does, over odd shapes, in float32 and bfloat16."""
+"""Compares each C++ kernel with its torch reference, over odd shapes, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.cpu.build import BuildFailed, built_library
 from kernels.cpu.library import CpuKernels
 from kernels.cpu.sampling import CpuSampling
 from kernels.reference import layers as reference
-from kernels.reference import sampling as sampling_twin
+from kernels.reference import sampling as sampling_reference
 from tests.all_pairs import each_pair, each_value
 from tests.kernels.sampling_case import Asked, Left, Row, rows_of, sampled, table_of
 
@@ -40,7 +40,7 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
 
 @pytest.mark.by_day(one_in=5, seed=1)
 @each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 31, 64, 1000, 1024])
-def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     found, expected = torch.empty_like(x), torch.empty_like(x)
     kernels.rms_norm(found, x, weight, 1e-5)
@@ -50,7 +50,7 @@ def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int)
 
 @pytest.mark.by_day(one_in=2, seed=6)
 @each_pair(dtype=DTYPES, rows=[1, 40], size=[33, 1024])
-def test_fused_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_fused_add_rms_norm_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     held, held_too = random(rows, size, dtype=dtype, seed=2), random(rows, size, dtype=dtype, seed=2)
     found, expected = torch.empty_like(x), torch.empty_like(x)
@@ -62,7 +62,7 @@ def test_fused_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, 
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @each_value(dtype=DTYPES, rows=[1, 40, 40], size=[1, 17, 768])
-def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_silu_and_mul_matches_reference(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
     x = random(rows, 2 * size, dtype=dtype) * 8
     found, expected = torch.empty(rows, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
     kernels.silu_and_mul(found, x)
@@ -70,7 +70,7 @@ def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: 
     assert_same(found, expected, dtype)
 
 
-def test_extremes_survive_activation(kernels: CpuKernels) -> None:
+def test_silu_and_mul_keeps_extreme_values(kernels: CpuKernels) -> None:
     gate = torch.tensor([-torch.inf, -200.0, -90.0, 0.0, 90.0, 200.0, torch.nan])
     found = torch.empty(1, 7)
     kernels.silu_and_mul(found, torch.cat((gate, torch.ones(7)))[None])
@@ -78,8 +78,8 @@ def test_extremes_survive_activation(kernels: CpuKernels) -> None:
     assert torch.isnan(found[0, 6])
 
 
-# In each type: tiles of 1 to 6 rows, blocks with and without a tail, each with and without a bias, rows in one part, in several,
-# and in more than there are rows for; depths in one segment and in several. An odd depth has no pairs.
+# Per type: tiles of 1 to 6 rows, blocks with and without a tail, with and without a bias, rows in one part and in several, more
+# parts than rows, depths of one segment and of several. An odd depth has no pairs.
 LINEAR = [
     (torch.float32, 1, (65, 64), False),
     (torch.float32, 2, (64, 635), True),
@@ -109,7 +109,9 @@ GATED = [
 
 @pytest.mark.by_day(one_in=2, seed=25)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), LINEAR, ids=str)
-def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
+def test_linear_matches_reference(
+    kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
+) -> None:
     outs, ins = weights
     x, weight = random(rows, ins, dtype=dtype), random(outs, ins, dtype=dtype, seed=1) / ins**0.5
     added = random(outs, dtype=dtype, seed=2) if bias else None
@@ -122,7 +124,9 @@ def test_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tup
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("dtype", "rows", "weights", "bias"), GATED, ids=str)
-def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool) -> None:
+def test_gated_linear_matches_reference(
+    kernels: CpuKernels, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
+) -> None:
     size, ins = weights
     x, weight = random(rows, ins, dtype=dtype), random(2 * size, ins, dtype=dtype, seed=1) / ins**0.5
     added = random(2 * size, dtype=dtype, seed=2) if bias else None
@@ -133,7 +137,7 @@ def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, rows: int, weight
 
 
 def ragged(shapes: list[tuple[int, int]], page_size: int, seed: int = 0) -> tuple[RaggedRows, int]:
-    """Rows of (start, tokens) on shuffled pages and scattered slots; and how many pages there are."""
+    """Returns rows of (start, tokens) on shuffled pages and scattered slots, and the number of pages."""
     width = max(-(-(start + count) // page_size) for start, count in shapes) + 1
     num_pages = width * len(shapes)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
@@ -165,7 +169,7 @@ def ragged(shapes: list[tuple[int, int]], page_size: int, seed: int = 0) -> tupl
     ],
     ids=str,
 )
-def test_rope_write_kv(
+def test_rope_write_kv_matches_reference(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], normed: bool, page_size: int
 ) -> None:
     heads, kv_heads, head_dim = shape
@@ -196,9 +200,9 @@ BATCHES = {
 }
 
 
-# The tiles of any CPU take float32 and sizes of a head that no dot product suits, of whole vectors or not: each batch, page and
-# window once, and more than a tile's queries and a block's values. With dot products a row of few queries (tokens times heads of
-# a group, below 8) reads keys as they lie, others pack them: both with each size of a head.
+# Every CPU uses the general tiles for float32 and for head sizes without dot products: the cases have each batch, page size and
+# window once, and more queries than a tile and more values than a block. With dot products, a row of few queries (tokens times
+# heads of a group, below 8) reads keys unpacked, and others pack them: both cases run with each head size.
 ATTENTION = [
     (torch.float32, "one-decode", (4, 2, 64), (1, 0)),
     (torch.float32, "first-token", (7, 1, 128), (16, 24)),
@@ -224,15 +228,15 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize(("dtype", "batch", "shape", "layout"), ATTENTION, ids=str)
-def test_paged_attention(
+def test_paged_attention_matches_reference(
     kernels: CpuKernels, dtype: torch.dtype, batch: str, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
-    """shape: heads, KV heads, numbers of a head. layout: tokens of a page, and of the window."""
+    """shape is (heads, KV heads, head size), layout is (tokens per page, window)."""
     (heads, kv_heads, head_dim), (page_size, window) = shape, layout
     rows, num_pages = ragged(BATCHES[batch], page_size)
     num_tokens = int(rows.num_tokens.sum())
     qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    keys = torch.full((num_pages, kv_heads, page_size, head_dim), torch.nan, dtype=dtype)  # unwritten memory may hold anything
+    keys = torch.full((num_pages, kv_heads, page_size, head_dim), torch.nan, dtype=dtype)  # unwritten memory may hold NaN
     values = keys.clone()
     for row, (start, count) in enumerate(BATCHES[batch]):
         places = torch.arange(start + count)
@@ -246,7 +250,7 @@ def test_paged_attention(
 
 
 def chosen(logits: Tensor, asked: Asked, positions: list[int]) -> Left:
-    """What select_tokens leaves: one row of logits and one slot for each position."""
+    """Returns the results of select_tokens for one row of logits and one slot per position."""
     vocab_size, rows = logits.shape[1], [Row(slot, position) for slot, position in enumerate(positions)]
     table = table_of([asked] * len(rows), vocab_size)
     return sampled(CpuSampling(built_library(), 2), logits, rows_of(rows, vocab_size), table, torch.device("cpu"))
@@ -257,7 +261,7 @@ def chosen(logits: Tensor, asked: Asked, positions: list[int]) -> Left:
     [([0.0, 3.0, 3.0, 1.0], 1), ([-5.0], 0), ([-torch.inf, -1e30, -1e30], 1)],
     ids=["lowest-of-equals", "one", "after-minus-infinity"],
 )
-def test_greedy_cases(row: list[float], place: int) -> None:
+def test_select_tokens_takes_lowest_maximum_when_greedy(row: list[float], place: int) -> None:
     left = chosen(torch.tensor([row]), Asked(), [4])
     assert left.tokens.tolist() == left.relay.tolist() == [place] and left.faults.tolist() == [0]
 
@@ -271,14 +275,14 @@ def test_greedy_cases(row: list[float], place: int) -> None:
     },
     asked={"draw": Asked(1.0), "top-p": Asked(1.0, top_p=0.5), "greedy": Asked()},
 )
-def test_a_row_that_is_not_finite_gives_no_token(row: list[float], asked: Asked) -> None:
+def test_select_tokens_reports_nan_logits_when_maximum_is_not_finite(row: list[float], asked: Asked) -> None:
     left = chosen(torch.tensor([row]), asked, [4])
     assert (left.tokens.tolist(), left.faults.tolist(), left.relay.tolist()) == ([0], [RowFault.NAN_LOGITS], [-1])
 
 
 @pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize("size", [1, 4096, 4097, 20001])
-def test_greedy(size: int) -> None:
+def test_select_tokens_matches_argmax_when_greedy(size: int) -> None:
     logits = random(5, size)
     assert chosen(logits, Asked(), [1] * 5).tokens.tolist() == logits.argmax(-1).tolist()
 
@@ -286,12 +290,12 @@ def test_greedy(size: int) -> None:
 CUTS = [(-1, 1.0, 0.0), (5, 1.0, 0.0), (200, 1.0, 0.0), (-1, 0.9, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 0.05), (40, 0.8, 0.01)]
 
 
-def assert_draws_as_the_twin(size: int, temperature: float, cut: tuple[int, float, float]) -> None:
-    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounded: ties at every cut
+def assert_draws_as_reference(size: int, temperature: float, cut: tuple[int, float, float]) -> None:
+    logits, count = (random(4, size) * 3).round(decimals=1), 50  # rounding makes ties at every cut
     logits[2, 1:] = -torch.inf
     each, asked = logits[torch.arange(count) % 4], Asked(temperature, *cut, seed=9)
     found, rows = chosen(each, asked, list(range(count))), [Row(slot, slot) for slot in range(count)]
-    expected = sampled(sampling_twin, each, rows_of(rows, size), table_of([asked] * count, size), torch.device("cpu"))
+    expected = sampled(sampling_reference, each, rows_of(rows, size), table_of([asked] * count, size), torch.device("cpu"))
     assert found.faults.tolist() == expected.faults.tolist() == [0] * count
     assert int((found.tokens != expected.tokens).sum()) <= 1, "only rounding at a boundary between two tokens may differ"
     assert found.relay.tolist() == found.tokens.tolist()
@@ -315,14 +319,14 @@ def measured(kernels: SampleKernels, logits: Tensor, tokens: Tensor, rows: Tenso
     ],
     ids=str,
 )
-def test_measure_logprobs(vocab_size: int, num_top: int, tied: bool) -> None:
+def test_measure_logprobs_matches_reference(vocab_size: int, num_top: int, tied: bool) -> None:
     logits = random(3, vocab_size, seed=vocab_size) * 4
     logits = logits.round() if tied else logits
     logits[1, vocab_size // 3 :] = -torch.inf if vocab_size > 3 else 0.0
     tokens = torch.tensor([0, vocab_size - 1, vocab_size, -1], dtype=torch.int32)
     rows = torch.tensor([2, 0, 1, 1], dtype=torch.int32)
     found, expected = (
-        measured(kernels, logits, tokens, rows, num_top) for kernels in (CpuSampling(built_library(), 2), sampling_twin)
+        measured(kernels, logits, tokens, rows, num_top) for kernels in (CpuSampling(built_library(), 2), sampling_reference)
     )
     assert found.top_ids.equal(expected.top_ids)
     for name in ("own", "top", "mass"):
@@ -330,14 +334,14 @@ def test_measure_logprobs(vocab_size: int, num_top: int, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_shows_in_its_mass(poison: float) -> None:
+def test_measure_logprobs_returns_nonfinite_mass_when_logits_are_not_finite(poison: float) -> None:
     logits = torch.zeros((2, 3000))
     logits[0, 2500] = poison
     tokens, rows = torch.zeros(2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
     assert measured(CpuSampling(built_library(), 2), logits, tokens, rows, 2).mass.isfinite().tolist() == [False, True]
 
 
-def test_sampling_columns_that_do_not_fit_are_refused() -> None:
+def test_cpu_sampling_rejects_unfit_shapes() -> None:
     kernels, table, rows = CpuSampling(built_library(), 1), table_of([Asked()], 40), rows_of([Row(0)], 40)
     logits, ints, relay = torch.zeros(1, 40), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="do not fit"):
@@ -360,12 +364,14 @@ def test_sampling_columns_that_do_not_fit_are_refused() -> None:
     ],
     ids=str,
 )
-def test_draw(size: int, cut: tuple[int, float, float], temperature: float) -> None:
-    """From flat distributions, where every cut leaves tokens out that have some mass, and from sharp ones."""
-    assert_draws_as_the_twin(size, temperature, cut)
+def test_select_tokens_draws_as_reference(size: int, cut: tuple[int, float, float], temperature: float) -> None:
+    """Flat distributions, where every cut removes tokens with some mass, and sharp ones."""
+    assert_draws_as_reference(size, temperature, cut)
 
 
-def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_kernels_returns_reference_when_build_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def no_library() -> None:
         raise BuildFailed("no C++ compiler found")
 
@@ -374,7 +380,7 @@ def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, 
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
-def test_wrong_shapes_are_refused(kernels: CpuKernels) -> None:
+def test_cpu_kernels_reject_unfit_tensors(kernels: CpuKernels) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         kernels.silu_and_mul(torch.empty(2, 3), torch.empty(2, 5))
     with pytest.raises(ValueError, match="not contiguous"):

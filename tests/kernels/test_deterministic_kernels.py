@@ -1,4 +1,4 @@
-"""What a row gets is the same to the last bit alone, among others, whole and in pieces."""
+"""Checks that a row's result has the same bits in any batch, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def slices(rows: int) -> Iterator[slice]:
-    """Each row alone, and runs of every number that a tile may have, and more."""
+    """Yields single rows, and runs of every size that a tile may have, and of larger sizes."""
     yield from (slice(row, row + 1) for row in range(rows))
     for size in (2, 3, 4, 5, 6, 7, 13):
         yield from (slice(first, first + size) for first in range(0, rows - size, 5))
 
 
 def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """compute: x [rows, N] -> [rows, M]."""
+    """Compares compute() of parts of x with the same rows of the whole. compute maps [rows, N] to [rows, M]."""
     whole = compute(x)
     for part in slices(len(x)):
         assert torch.equal(compute(x[part].clone()), whole[part]), part
@@ -44,7 +44,9 @@ def assert_rows_alone(compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=59)
 @each_pair(dtype=DTYPES, weights=[(65, 64), (200, 31), (16, 1024)], bias=[False, True], wide=[False, True])
-def test_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool) -> None:
+def test_linear_gives_same_bits_for_any_rows(
+    kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool
+) -> None:
     outs, ins = weights
     added = random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
@@ -58,7 +60,7 @@ def test_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int
 
 
 @each_pair(dtype=DTYPES, weights=[(33, 64), (96, 31)])
-def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int]) -> None:
+def test_gated_linear_gives_same_bits_for_any_rows(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[int, int]) -> None:
     size, ins = weights
     packed = kernels.pack_gated(random(2 * size, ins, dtype=dtype, seed=1), None)
 
@@ -71,7 +73,7 @@ def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, weights: tuple[in
 
 
 @each_pair(dtype=DTYPES, size=[31, 1000])
-def test_norms_and_activation(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
+def test_norms_and_activation_give_same_bits_for_any_rows(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
     weight = random(size, dtype=dtype, seed=1)
 
     def normed(x: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def one_row(table: Tensor, start: int, count: int, slot: int, page_size: int) ->
 
 
 def together(table: Tensor, parts: Sequence[tuple[int, int, int]]) -> RaggedRows:
-    """parts: (slot, start, count) of each row."""
+    """Returns a batch of rows from (slot, start, count)."""
     slots, starts, counts = (torch.tensor(column, dtype=torch.int32) for column in zip(*parts, strict=True))
     positions = torch.cat([torch.arange(start, start + count, dtype=torch.int32) for _, start, count in parts])
     offsets, most = (counts.cumsum(0) - counts).int(), int((starts + counts).max())
@@ -112,7 +114,7 @@ def together(table: Tensor, parts: Sequence[tuple[int, int, int]]) -> RaggedRows
 
 
 class Context:
-    """Queries, keys and values of a sequence in its own pages, beside others."""
+    """Queries, keys and values of a sequence in its own pages, with a copy of the keys and values on other pages per slot."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, window: int) -> None:
         self.heads, self.kv_heads, self.head_dim = shape
@@ -123,13 +125,13 @@ class Context:
         self.keys, self.values = random(*pool, dtype=dtype, seed=2), random(*pool, dtype=dtype, seed=3)
         places = torch.arange(LENGTH)
         kept, offsets = self.table[0, places // page_size].long(), places % page_size
-        for slot in (1, 2):  # the same keys on other pages
+        for slot in (1, 2):  # copies on other pages
             pages = self.table[slot, places // page_size].long()
             self.keys[pages, :, offsets] = self.keys[kept, :, offsets]
             self.values[pages, :, offsets] = self.values[kept, :, offsets]
 
     def attend(self, kernels: Kernels, rows: RaggedRows) -> Tensor:
-        """[tokens, H D], of the tokens at the rows' positions."""
+        """Returns [tokens, H D], the attention of the tokens at the rows' positions."""
         qkv = self.qkv[rows.positions.long()].contiguous()
         out = torch.empty(len(qkv), self.heads * self.head_dim, dtype=qkv.dtype)
         kernels.paged_attention(out, qkv, self.keys, self.values, rows, self.head_dim**-0.5, self.window)
@@ -156,10 +158,10 @@ SHAPES = [
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_attention_wherever_it_is_cut(
+def test_paged_attention_gives_same_bits_for_any_chunks(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
-    """shape: heads, KV heads, numbers of a head. layout: tokens of a page, and of the window."""
+    """shape is (heads, KV heads, head size), layout is (tokens per page, window)."""
     context = Context(dtype, shape, *layout)
     whole = context.in_pieces(kernels, [LENGTH])
     for sizes in CUTS:
@@ -169,10 +171,10 @@ def test_attention_wherever_it_is_cut(
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_attention_beside_others(
+def test_paged_attention_gives_same_bits_in_any_batch(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int]
 ) -> None:
-    """On other pages, too."""
+    """Some of the other rows use other pages."""
     context = Context(dtype, shape, *layout)
     whole = context.in_pieces(kernels, [LENGTH])
     parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]
@@ -183,7 +185,7 @@ def test_attention_beside_others(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_otherwise_it_is_not(dtype: torch.dtype) -> None:
-    """What is asserted above can be otherwise: torch's twins order their sums by the sizes of a step, on every CPU."""
+def test_reference_attention_changes_bits_when_chunks_differ(dtype: torch.dtype) -> None:
+    """torch's own kernels order their sums by the sizes of a step on every CPU, so these comparisons can fail."""
     context = Context(dtype, (4, 2, 64), 16, 0)
     assert not torch.equal(context.in_pieces(layers, [1] * LENGTH), context.in_pieces(layers, [LENGTH]))

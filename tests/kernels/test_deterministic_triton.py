@@ -1,4 +1,4 @@
-"""The same of the Triton kernels: a row's bits, and a token's, are those of that row alone."""
+"""Checks that the bits of a row, or of a token, do not depend on other rows in the deterministic Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.attention import attention
 from kernels.triton.attention.attention_plan import Launch, plan_fixed
-from kernels.triton.layers import ordered_linear
+from kernels.triton.layers import linear
 from kernels.triton.layers.layers import TritonLayers
 from kernels.triton.layers.linear import OrderedLinear, Tile, Tiles
 from tests.all_pairs import each_pair
@@ -22,16 +22,23 @@ from tests.kernels.test_deterministic_kernels import CUTS, LENGTH, Context, rand
 from tests.night import NIGHTLY
 
 CPU = torch.device("cpu")
-PLACES = 64  # of a split: a context has three
+PLACES = 64  # positions per split: a context has three splits
 LARGE = Tile(128, 128, 128, 8, 2)
 ROOMY = Tiles(few=Tile(64, 128, 64, 4, 2), deep=Tile(64, 16, 256, 4, 2), some=LARGE, many=LARGE)
 ROW_CUTS = (1, 3, 40, 64, 65, 97)
-ATTENTION_CUTS = CUTS[2:] if NIGHTLY else CUTS[2:3]  # the least even one
+ATTENTION_CUTS = CUTS[2:] if NIGHTLY else CUTS[2:3]  # by day the least even chunks
 
 
 def launched(shape: attention.HeadShape, rows: RaggedRows, num_tokens: int, split: bool, strided: bool) -> Launch:
-    """With blocks of 32 keys, so that a tile meets whole, cut and unseen ones. split: by many programs, or by one. strided: by
-    two. Rows of one token each are tiles of one."""
+    """Returns a plan with blocks of 32 keys, so that a tile has unmasked, partly masked and fully masked blocks.
+
+    Args:
+        shape: sizes of the heads.
+        rows: the batch; if every row has one token, a tile is a row.
+        num_tokens: tokens of the batch.
+        split: whether several programs compute the splits.
+        strided: whether two programs compute the splits, so that each takes several.
+    """
     many, one = 1 << 20 if split else 0, bool((rows.num_tokens == 1).all())
     launch = plan_fixed(shape, len(rows.slots), num_tokens, rows.max_context + PLACES, PLACES, many, one)
     blocks = replace(launch.blocks, n=32)
@@ -44,7 +51,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fixed:
-    """Kernels that have attention alone."""
+    """Kernels with attention only, by plans with fixed splits."""
 
     def __init__(self, split: bool, strided: bool = False) -> None:
         self._split, self._strided = split, strided
@@ -59,7 +66,7 @@ class Fixed:
         scratch = attention.allocate_scratch(launch.scratch_lanes, launch.counters, shape.value_dim, CPU)
         call = attention.AttentionCall(out, q, k_pool, v_pool, rows, scale, window)
         attention.run_attention(call, shape, launch, scratch)
-        assert not scratch.arrivals.any(), "the next launch counts from nothing"
+        assert not scratch.arrivals.any(), "the counters are 0 after a launch"
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
@@ -70,11 +77,11 @@ class Fixed:
     wide=[False, True],
     programs=[128, 1],
 )
-def test_linear(
+def test_linear_gives_same_bits_for_any_rows_and_blocks(
     dtype: torch.dtype, weights: tuple[int, int], bias: bool, wide: bool, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outs, ins = weights
-    monkeypatch.setattr(ordered_linear, "PROGRAMS", programs)  # enough for long segments, if one is
+    monkeypatch.setattr(linear, "PROGRAMS", programs)  # with 1, every weight has enough programs for long segments
     kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_linear(random(outs, ins, dtype=dtype, seed=1), added)
 
@@ -90,17 +97,17 @@ def test_linear(
         for first in (0, 97 - size):
             part = slice(first, first + size)
             assert torch.equal(compute(kernels, x[part].clone()), whole[part]), part
-    monkeypatch.setattr(ordered_linear, "TILES", {2: ROOMY, 4: ROOMY})
-    assert torch.equal(compute(kernels, x), whole), "by other blocks"
+    monkeypatch.setattr(linear, "TILES", {2: ROOMY, 4: ROOMY})
+    assert torch.equal(compute(kernels, x), whole), "other blocks give the same bits"
     assert torch.equal(compute(kernels, x[:3].clone()), whole[:3])
-    monkeypatch.setattr(OrderedLinear, "_counters", None)  # which no program of what is wide looks at
+    monkeypatch.setattr(OrderedLinear, "_counters", None)  # wide weights are not split, so they need no counters
     for bound in ("WIDE_BLOCKS", "VOCABULARY_BLOCKS"):
-        monkeypatch.setattr(ordered_linear, bound, 1)
+        monkeypatch.setattr(linear, bound, 1)
         assert torch.equal(compute(kernels, x[:3].clone()), whole[:3]), bound
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gated_linear_is_two_products_and_what_is_made_of_them(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_linear_gives_bits_of_two_products_and_activation(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     outs, ins, dtype = (70, 600, torch.bfloat16) if bias else (66, 64, torch.float32)
     kernels, added = TritonLayers(CPU, deterministic=True), random(outs, dtype=dtype, seed=2) if bias else None
     packed = kernels.pack_gated(random(outs, ins, dtype=dtype, seed=1), added)
@@ -109,8 +116,8 @@ def test_gated_linear_is_two_products_and_what_is_made_of_them(bias: bool, monke
     kernels.linear(both, x, packed)
     kernels.silu_and_mul(expected, both)
     found = torch.empty_like(expected)
-    for tiles in (ordered_linear.TILES, {2: ROOMY, 4: ROOMY}):
-        monkeypatch.setattr(ordered_linear, "TILES", tiles)
+    for tiles in (linear.TILES, {2: ROOMY, 4: ROOMY}):
+        monkeypatch.setattr(linear, "TILES", tiles)
         for size in ROW_CUTS:
             kernels.gated_linear(found[:size], x[:size].clone(), packed)
             assert torch.equal(found[:size], expected[:size]), (tiles, size)
@@ -122,7 +129,7 @@ SHAPES = [(torch.bfloat16, (4, 2, 64), (16, 0)), (torch.float32, (6, 2, 32), (4,
 @pytest.mark.by_day(one_in=6, seed=2)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_attention_wherever_it_is_cut_and_however_it_is_launched(
+def test_paged_attention_gives_same_bits_for_any_chunks_and_launches(
     dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
 ) -> None:
     context = Context(dtype, shape, *layout)
@@ -139,8 +146,10 @@ def test_attention_wherever_it_is_cut_and_however_it_is_launched(
 @pytest.mark.by_day(one_in=6, seed=1)
 @pytest.mark.parametrize("split", [True, False], ids=["many programs", "one program"])
 @pytest.mark.parametrize(("dtype", "shape", "layout"), SHAPES, ids=str)
-def test_attention_beside_others(dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool) -> None:
-    """On other pages, too."""
+def test_paged_attention_gives_same_bits_in_any_batch(
+    dtype: torch.dtype, shape: tuple[int, int, int], layout: tuple[int, int], split: bool
+) -> None:
+    """Some of the other rows use other pages."""
     context = Context(dtype, shape, *layout)
     whole = context.in_pieces(Fixed(False), [LENGTH])
     parts = [(2, 100, 50), (1, 0, 9), (2, 37, 1), (0, 9, 60), (1, 149, 1)]

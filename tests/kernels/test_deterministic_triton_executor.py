@@ -1,4 +1,4 @@
-"""Deterministic mode with nothing but Triton kernels: one prompt says one string in any context, to the last bit."""
+"""Checks deterministic mode with Triton kernels only: a prompt gets the same ids and logprob bits in any context."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.exec.tiny_models import TinyModel
 from tests.kernels.ordered_products import products_in_order
 from tests.night import NIGHTLY
 
-CONTEXTS = 34 if NIGHTLY else 1  # of each way of sampling
+CONTEXTS = 34 if NIGHTLY else 1  # contexts per way of sampling
 WORLD = World(
     vocab_size=67,
     context_len=32,
@@ -60,6 +60,6 @@ def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPat
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_one_prompt_says_one_string_of_ids_and_logprob_bits(executor: Executor, number: int) -> None:
+def test_executor_gives_same_ids_and_logprob_bits_in_any_context(executor: Executor, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), 11, 5))[number]
     assert len(strings(WORLD, executor, target, range(100 * number, 100 * number + CONTEXTS))) == 1

@@ -1,4 +1,4 @@
-"""What of the GPU kernels' bench can be shown without a GPU: the cases run, compile for Hopper, and are reported."""
+"""Checks the GPU kernels' bench without a GPU: the cases run, compile for Hopper, and are reported."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.night import NIGHTLY
 ROOT = Path(__file__).resolve().parents[2]
 
 TOY = DecoderShape("toy", hidden=24, inner=40, heads=3, kv_heads=1, head_dim=8, vocab=33, page_size=4)
-LOGARITHM = 12  # fused steps of one
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
+LOGARITHM = 12  # fused steps of one logarithm
+SHARED_MEMORY = 227 * 1024  # largest number of bytes of a program on Hopper
 KERNELS = {
     "gpu_layers": {
         "_rms_norm_kernel",
@@ -48,7 +48,7 @@ KERNELS = {
 }
 
 
-def test_every_case_runs_and_so_does_plain_torch(device: torch.device) -> None:
+def test_layer_cases_run_with_kernels_and_plain_torch(device: torch.device) -> None:
     toys = cases((TOY,), tokens=(1, 3, 5), context=9)
     assert len({case.name for case in toys}) == len(toys)
     for case in toys:
@@ -59,7 +59,7 @@ def test_every_case_runs_and_so_does_plain_torch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
-def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) -> None:
+def test_kernels_compile_for_hopper_at_bench_shapes(name: str) -> None:
     if name != "gpu_layers" and not NIGHTLY:
         pytest.skip("takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -71,18 +71,19 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_the_bench(name: str) 
     assert set(shared) == KERNELS[name]
     if name == "gpu_deterministic":
         assert set(told["fused"]) == KERNELS[name] - {"_rope_write_kernel"}
-        assert len(shared["_rope_write_kernel"]) == len(SHAPES), "one for few tokens and for many"
+        assert len(shared["_rope_write_kernel"]) == len(SHAPES), "few and many tokens use the same variant"
     else:
         assert not told["fused"]
     for kernel, counts in told["fused"].items():
-        logarithms = 4 if kernel == "attention_kernel" else 0  # of a thread: one a lane of a split, in steps that CUDA has fixed
+        logarithms = 4 if kernel == "attention_kernel" else 0  # per thread, one per lane of a split; CUDA fixes their steps
         assert {count % LOGARITHM for count in counts} == {0} and max(counts) <= logarithms * LOGARITHM, kernel
     assert max(max(sizes) for sizes in shared.values()) <= SHARED_MEMORY
 
 
-def test_no_argument_of_a_kernel_has_a_name_that_its_launcher_uses() -> None:
-    """Triton writes a function that takes a kernel's arguments by their names and has variables of its own beside them; what has
-    such a name is not launched, and only a device launches."""
+def test_kernels_avoid_argument_names_of_the_launcher() -> None:
+    """Triton generates a launcher that has the kernel's argument names and its own variables in one scope. A collision makes
+    the launch fail, on a device only.
+    """
     used = {"params", "specialization", "options", "backend", "specialize_impl", "JITCallable", "grid", "warmup"}
     taken, kernels = [], 0
     for path in sorted((ROOT / "kernels/triton").rglob("*.py")):
@@ -97,11 +98,11 @@ def test_no_argument_of_a_kernel_has_a_name_that_its_launcher_uses() -> None:
     assert kernels > 20 and taken == []
 
 
-def test_inputs_go_round_until_the_cache_cannot_hold_them() -> None:
+def test_copies_for_exceeds_the_cache() -> None:
     assert [copies_for(size, 50) for size in (1, 25, 30, 99, 100, 1000)] == [MAX_COPIES, 4, 4, 2, 1, 1]
 
 
-def test_figures_of_a_case() -> None:
+def test_figures_of_computes_rates() -> None:
     case = GpuCase("one", lambda _: lambda: None, bytes_moved=3_000_000, flops=8_000_000)
     figures = figures_of(case, Timing(2.0, cold=True), Timing(5.0, cold=True), copy_bandwidth=4e12)
     expected = KernelFigures("one", 2.0, pytest.approx(1500.0), pytest.approx(37.5), pytest.approx(4.0), 5.0, True)
@@ -113,7 +114,7 @@ def test_figures_of_a_case() -> None:
 
 
 class NoPlainTorch:
-    """Times what is ours, and fails at what is torch's."""
+    """Times the kernel, and raises for plain torch."""
 
     def time(self, make: object, bytes_moved: int, captures: bool) -> Timing:
         if make == "plain":
@@ -121,7 +122,7 @@ class NoPlainTorch:
         return Timing(2.0, cold=True)
 
 
-def test_figures_stand_without_those_of_plain_torch() -> None:
+def test_measured_keeps_figures_when_plain_torch_fails() -> None:
     case = GpuCase("one", lambda _: lambda: None, 1_000_000, plain="plain")  # type: ignore[arg-type]
     figures = gpu.measured(case, NoPlainTorch(), 1e12)  # type: ignore[arg-type]
     assert (figures.microseconds, figures.error, figures.torch_error) == (2.0, "", "RuntimeError: cannot be captured")
@@ -133,7 +134,7 @@ class Broken:
         raise RuntimeError("no such kernel\nand more")
 
 
-def test_a_case_that_fails_says_so_and_the_others_go_on(tmp_path: Path) -> None:
+def test_measured_reports_error_when_case_fails(tmp_path: Path) -> None:
     figures = gpu.measured(GpuCase("one", lambda _: lambda: None, 1), Broken(), 1e12)  # type: ignore[arg-type]
     assert figures.line().split() == ["one", "failed:", "RuntimeError:", "no", "such", "kernel"]
     write_json(tmp_path / "figures.json", {"device": "none"}, [figures])
@@ -142,6 +143,6 @@ def test_a_case_that_fails_says_so_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_bench_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_returns_2_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert capsys.readouterr().err.strip() == gpu.NO_GPU

@@ -1,5 +1,4 @@
-"""Pages brought into a device's pools group by group of layers, where rows are read as they lie in the host's memory: what the
-kernel writes is what whole pages would, and nothing else."""
+"""Checks that copying pages layer by layer from host memory into a device's pools writes the bytes that whole pages would."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ PAGES = 7
 
 
 class DeviceCopier(PageCopier):
-    """As if the pools were a device's, where they are the host's."""
+    """A copier that treats host pools as a device's."""
 
     _on_host = property(lambda self: False)  # type: ignore[assignment]
 
 
 def pools(device: torch.device) -> list[KVPool]:
-    """A model's of layers unlike each other, and one of what drafts. The widest piece is of several blocks and a rest."""
+    """Returns a model's pool with unequal layers, and a draft model's. The widest piece has several blocks and a remainder."""
     shapes = [[(2, 4, 16), (2, 4, 8)], [(1, 4, 64), (1, 4, 64)], [(8, 16, 264), (8, 16, 136)]], [[(1, 4, 8), (1, 4, 2)]]
     made = [[[torch.randn(PAGES, *shape, device=device) for shape in layer] for layer in each] for each in shapes]
     return [KVPool(tuple(keys for keys, _ in each), tuple(values for _, values in each)) for each in made]
@@ -40,7 +39,7 @@ def rows_of(count: int, size: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("pages", [[3], [6, 0, 4, 1]], ids=len)
-def test_layers_come_in_their_order_and_are_what_whole_pages_would_be(device: torch.device, pages: list[int]) -> None:
+def test_bringing_restores_layers_in_order(device: torch.device, pages: list[int]) -> None:
     torch.manual_seed(1)
     made = pools(device)
     whole = [KVPool(tuple(k.clone() for k in pool.keys), tuple(v.clone() for v in pool.values)) for pool in made]
@@ -51,7 +50,8 @@ def test_layers_come_in_their_order_and_are_what_whole_pages_would_be(device: to
     before, wanted = [each.clone() for each in parts(made)], parts(whole)
     DeviceCopier(whole).restore(rows, ids)
     bring, come = copier.bringing(memory, at, ids), set[int]()
-    assert [len(layers) for layers in copier.groups.layers] == [1] * 4 and copier.groups.layers[0] == (3,), "what drafts is first"
+    assert [len(layers) for layers in copier.groups.layers] == [1] * 4
+    assert copier.groups.layers[0] == (3,), "the draft model's layers come first"
     for group, layers in enumerate(copier.groups.layers):
         bring(group)
         come |= set(layers)
@@ -60,7 +60,7 @@ def test_layers_come_in_their_order_and_are_what_whole_pages_would_be(device: to
             assert part.view(torch.uint8).equal(expected.view(torch.uint8)), f"part {number} after group {group}"
 
 
-def test_whole_pages_go_in_pieces_for_which_there_is_room(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_copies_whole_pages_in_pieces_of_staged_bytes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made = pools(device)
     copier, ids = DeviceCopier(made), np.array([5, 2, 6], dtype=np.int32)
     rows = rows_of(3, copier.page_bytes, device)
@@ -77,17 +77,17 @@ def test_whole_pages_go_in_pieces_for_which_there_is_room(device: torch.device, 
         copier.restore(rows[:1].unbind(), np.array([PAGES], dtype=np.int32))
 
 
-def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+def test_bring_pieces_rejects_unfit_shapes(device: torch.device) -> None:
     two, three = (torch.zeros(count, dtype=torch.int64, device=device) for count in (2, 3))
     with pytest.raises(ValueError, match="fit"):
         page_pieces.bring_pieces(two, three, torch.zeros((1, 3), dtype=torch.int64, device=device))
 
 
-class TestAtTheStart:
-    """What brings pages layer by layer is tried once, with a page that is afterwards what it was."""
+class TestStartupTrial:
+    """At start-up the worker tries the copy layer by layer once, with a page that it then restores."""
 
     @pytest.mark.parametrize("how", ["rightly", "wrongly", "not at all"])
-    def test_it_is_used_if_it_does_what_it_should(self, device: torch.device, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_trial_accepts_correct_copies_only(self, device: torch.device, how: str, caplog: pytest.LogCaptureFixture) -> None:
         made = pools(device)
         before = [each.clone() for each in parts(made)]
 
@@ -101,8 +101,8 @@ class TestAtTheStart:
         assert ("layer by layer" in caplog.text) == (how == "not at all")
         assert all(part.equal(old) for part, old in zip(parts(made), before, strict=True))
 
-    def test_pieces_that_are_no_whole_words_come_as_whole_pages(self, device: torch.device) -> None:
+    def test_can_bring_is_false_when_pieces_are_not_whole_words(self, device: torch.device) -> None:
         odd = KVPool((torch.zeros(2, 1, 1, 3, device=device),), (torch.zeros(2, 1, 1, 2, device=device),))
         copier = DeviceCopier([odd], bring=page_pieces.bring_pieces)
         assert not copier.can_bring and not brings_rightly(copier, rows_of(1, copier.page_bytes, device))
-        assert not DeviceCopier([pools(device)[0]]).can_bring, "nothing reads the host's memory"
+        assert not DeviceCopier([pools(device)[0]]).can_bring, "no kernel reads host memory"

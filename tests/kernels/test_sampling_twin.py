@@ -1,5 +1,7 @@
-"""The C++ sampling kernels and torch's twins: the executor's sampler over either samples what the twin does over columns made by
-hand, row for row and step for step; and what each does with faults, counts and padding."""
+"""Compares the executor's sampler over the C++ kernels with the torch reference over columns made by hand.
+
+Also checks faults, counts and padding of both.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import MAX_COUNT, SEEN, Measured, SampleKernels
 from kernels.cpu.build import built_library
 from kernels.cpu.sampling import CpuSampling
-from kernels.reference import sampling as sampling_twin
+from kernels.reference import sampling as sampling_reference
 from services.worker.core.contracts.plan import SlotParams
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 from services.worker.exec.sampling.dry import Repeats
@@ -72,8 +74,8 @@ def asked_of(slot: SlotParams, vocab_size: int) -> Asked:
 @pytest.mark.by_day(one_in=5, seed=2)
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @each_value(vocab_size=[1, 33, 257, 1000, 258], tied={"distinct": False, "tied": True})
-def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
-    """The twin is on the other side of each comparison."""
+def test_sampler_samples_as_reference(kernels: SampleKernels, vocab_size: int, tied: bool) -> None:
+    """Both sides run the same steps: C++ in the sampler, the reference over columns made by hand."""
     chance, numbers = random.Random(vocab_size), np.random.default_rng(vocab_size)
     sampler, slots = Sampling(SLOTS, vocab_size, kernels), []
     for index in range(SLOTS):
@@ -97,7 +99,7 @@ def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied:
             Row(int(slot), PROMPT + step, np.flatnonzero(masks[row]).tolist() if row in masks else None)
             for row, slot in enumerate(order)
         ]
-        left = sampled(sampling_twin, logits, rows_of(rows, vocab_size), table, CPU)
+        left = sampled(sampling_reference, logits, rows_of(rows, vocab_size), table, CPU)
         assert left.tokens.tolist() == expected.tokens.tolist()
         found = {row: RowFault(fault) for row, fault in enumerate(left.faults.tolist()) if fault}
         assert found == expected.faults
@@ -105,13 +107,13 @@ def test_as_the_executors_sampler(kernels: SampleKernels, vocab_size: int, tied:
         assert left.relay[torch.from_numpy(order)[sound].long()].tolist() == expected.tokens[sound].tolist()
         table.counts.copy_(left.counts)
         faults += len(found)
-    assert faults > 0, "some rows had nothing left"
+    assert faults > 0, "some rows had no token left"
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kernels", ["cpp"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) -> None:
+def test_sampler_passes_dry_penalties_as_losses(kernels: SampleKernels, temperature: float) -> None:
     dry, history = DryParams(multiplier=2.0, allowed_length=1), np.array([3, 1, 2, 3, 1], dtype=np.int32)
     params = SamplingParams(9, temperature=temperature, seed=7, dry=dry)
     ids, lost = Repeats(dry, history.astype(np.int64)).penalties()
@@ -120,7 +122,7 @@ def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) ->
     table = table_of([Asked(temperature, seed=7)], 8)
     logits = torch.tensor([[0.0, 0.1, 2.0, 0.2, 0.3, 1.0, 0.4, 0.5]])
     for position in range(5, 25):
-        left = sampled(sampling_twin, logits, rows_of([Row(0, position, losses=losses)], 8), table, CPU)
+        left = sampled(sampling_reference, logits, rows_of([Row(0, position, losses=losses)], 8), table, CPU)
         fresh = Sampling(1, 8, kernels)
         fresh.admit(SlotParams(0, 5, params, (), history))
         found = fresh.sample(logits, np.array([0], np.int32), np.array([position], np.int32))
@@ -134,7 +136,7 @@ def test_what_dry_takes_is_a_loss(kernels: SampleKernels, temperature: float) ->
     asked={"greedy": Asked(), "draw": Asked(1.0), "edited": Asked(1.0, biases=((1, 2.0),))},
     poison=[torch.nan, torch.inf],
 )
-def test_faults(kernels: SampleKernels, asked: Asked, poison: float) -> None:
+def test_select_tokens_reports_faults(kernels: SampleKernels, asked: Asked, poison: float) -> None:
     logits = torch.zeros((3, 8))
     logits[0, 3] = poison
     rows = rows_of([Row(0), Row(1, mask=[]), Row(2, mask=[5])], 8)
@@ -143,8 +145,8 @@ def test_faults(kernels: SampleKernels, asked: Asked, poison: float) -> None:
     assert left.tokens.tolist() == [0, 0, 5] and left.relay.tolist() == [-1, -1, 5]
 
 
-def test_every_language_draws_with_the_same_numbers() -> None:
-    """C++ and Python here, Triton in test_triton_select_tokens."""
+def test_uniforms_are_equal_in_cpp_and_python() -> None:
+    """C++ and Python are compared here, Triton in test_triton_select_tokens."""
     numbers = np.random.default_rng(1)
     seeds = np.append(numbers.integers(0, 1 << 64, 200, dtype=np.uint64), np.array([0, 1 << 63, 2**64 - 1], dtype=np.uint64))
     positions = np.append(numbers.integers(0, ALWAYS, 202), ALWAYS).astype(np.int32)
@@ -153,13 +155,13 @@ def test_every_language_draws_with_the_same_numbers() -> None:
     assert found.tolist() == uniforms(seeds, positions).tolist()
 
 
-def test_counts_stop_at_their_greatest(kernels: SampleKernels) -> None:
+def test_select_tokens_stops_counting_at_max_count(kernels: SampleKernels) -> None:
     table = table_of([Asked(counted=True, seen=(2,), outputs={2: MAX_COUNT}), Asked(counted=True), Asked()], 4)
     left = sampled(kernels, torch.tensor([[0.0, 0, 9, 0]] * 3), rows_of([Row(0), Row(1), Row(2)], 4), table, CPU)
     assert left.counts.tolist() == [[0, 0, SEEN | MAX_COUNT, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
 
 
-def test_padding_touches_nothing(kernels: SampleKernels) -> None:
+def test_select_tokens_skips_padding(kernels: SampleKernels) -> None:
     left = sampled(kernels, torch.full((2, 4), torch.nan), rows_of([Row(-1), Row(-1)], 4), table_of([Asked()], 4), CPU)
     assert left.tokens.tolist() == left.faults.tolist() == [0, 0]
     assert left.relay.tolist() == [-1] and (left.edited == 777).all()
@@ -167,7 +169,7 @@ def test_padding_touches_nothing(kernels: SampleKernels) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(3, 5), (40, 7), (40, 0)])
-def test_measured(kernels: SampleKernels, vocab_size: int, num_top: int) -> None:
+def test_measure_logprobs_matches_log_softmax(kernels: SampleKernels, vocab_size: int, num_top: int) -> None:
     logits = torch.randn((4, vocab_size), generator=torch.Generator().manual_seed(3)).mul(2).round()
     out = Measured(torch.zeros(3), torch.full((3, num_top), 9, dtype=torch.int32), torch.zeros(3, num_top), torch.zeros(3))
     tokens = torch.tensor([1, 2, vocab_size], dtype=torch.int32)

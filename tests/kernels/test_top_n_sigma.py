@@ -1,4 +1,4 @@
-"""Top-n-sigma by each back end against plain numpy: which tokens it leaves, before and with the other cuts."""
+"""Checks top-n-sigma of each back end against numpy: the tokens that it leaves, alone and with other cuts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from kernels.contracts.sample_ops import SampleKernels
 from kernels.cpu.build import built_library
 from kernels.cpu.sampling import CpuSampling
-from kernels.reference import sampling as sampling_twin
+from kernels.reference import sampling as sampling_reference
 from kernels.triton.sampling.sampling import TritonSampling
 from tests.all_pairs import each_pair
 from tests.kernels.sampling_case import Asked, Row, rows_of, sampled, table_of, uniforms
 
-HOT = 2.0**13  # a temperature at which a token's chance hardly depends on its logit, and that divides without rounding
-WIDE = 5000  # more tokens than a tile, or the candidates of a draw
+HOT = 2.0**13  # a temperature that makes tokens about equally likely and divides without rounding
+WIDE = 5000  # more tokens than a tile or the candidates of a draw
 NUMBERS = np.random.default_rng(3)
 NOISE = NUMBERS.normal(size=300) * 3
 MASKED = np.where(NUMBERS.random(300) < 0.3, -np.inf, NOISE)
@@ -39,7 +39,7 @@ def back_end(request: pytest.FixtureRequest) -> str:
 def drawn(back_end: str, logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> list[int]:
     number, vocab_size = logits.shape
     where = device if back_end == "triton" else torch.device("cpu")
-    kernels: SampleKernels = sampling_twin
+    kernels: SampleKernels = sampling_reference
     if back_end != "torch":
         kernels = CpuSampling(built_library(), 2) if back_end == "cpp" else TritonSampling(number, vocab_size, device)
     left = sampled(kernels, logits, rows_of(rows, vocab_size), table_of(asked, vocab_size), where)
@@ -49,8 +49,10 @@ def drawn(back_end: str, logits: Tensor, rows: list[Row], asked: list[Asked], de
 
 
 def extremes(back_end: str, logits: Tensor, asked: Asked, device: torch.device, row: Row | None = None) -> tuple[int, int]:
-    """Of one row of logits the tokens with the lowest and the highest id that can be drawn, where all are about as likely: by
-    seeds whose uniform numbers lie at the ends."""
+    """Returns the lowest and the highest id that can be drawn from a row whose tokens are about equally likely.
+
+    The seeds' uniform numbers are near 0 and near 1.
+    """
     row = replace(row or Row(0), position=0)
     ends = uniforms(np.arange(1 << 15, dtype=np.uint64), np.zeros(1 << 15, dtype=np.int32))
     slots = [replace(asked, seed=int(seed)) for seed in (ends.argmin(), ends.argmax())]
@@ -59,7 +61,7 @@ def extremes(back_end: str, logits: Tensor, asked: Asked, device: torch.device, 
 
 
 def left_by(logits: NDArray[np.float64], n: float) -> list[int]:
-    """The tokens that top-n-sigma keeps."""
+    """Returns the tokens that top-n-sigma keeps."""
     sigma = logits[np.isfinite(logits)].std()
     return np.flatnonzero(logits >= logits.max() - n * sigma).tolist()
 
@@ -79,8 +81,10 @@ ROWS = {
 
 @pytest.mark.by_day(one_in=4, seed=30)
 @each_pair(indirect=("back_end",), row=ROWS, n={"half": 0.5, "two": 2.0, "huge": 1e6}, back_end=BACK_ENDS)
-def test_what_is_left(row: NDArray[np.float64], n: float, back_end: str, device: torch.device) -> None:
-    """The last token drawn is the least that is left: ids are in falling order of logits. All that is forbidden comes last."""
+def test_top_n_sigma_keeps_logits_near_the_maximum(
+    row: NDArray[np.float64], n: float, back_end: str, device: torch.device
+) -> None:
+    """Ids are in falling order of logits, and masked tokens come last, so the last token drawn is the least likely one left."""
     held = -np.sort(-row.astype(np.float32)).astype(np.float64)
     kept = left_by(held, n) if n < 1e6 else np.flatnonzero(np.isfinite(held)).tolist()
     hot = float(np.float32(np.ptp(held[np.isfinite(held)]))) * 64
@@ -89,8 +93,10 @@ def test_what_is_left(row: NDArray[np.float64], n: float, back_end: str, device:
 
 @pytest.mark.by_day(one_in=4, seed=1)
 @each_pair(indirect=("back_end",), n=[0.5, 1.0, 2.0], temperature=[0.5, 1.0, 3.0], back_end=BACK_ENDS)
-def test_the_draws_are_of_what_is_left(n: float, temperature: float, back_end: str, device: torch.device) -> None:
-    """Inverse CDF over what is left, in float64. What is left is the same at every temperature."""
+def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float, back_end: str, device: torch.device) -> None:
+    """Compares with the inverse cumulated mass of the tokens left, in float64. The same tokens are left at every
+    temperature.
+    """
     number, held = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
     kept = left_by(held, n)
     mass = np.exp((held[kept] - held.max()) / temperature).cumsum()
@@ -117,14 +123,16 @@ def test_the_draws_are_of_what_is_left(n: float, temperature: float, back_end: s
     ],
     ids=["all equal", "one finite", "at the threshold", "just below it", "beside forbidden ones", "widest"],
 )
-def test_edges(row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device) -> None:
-    """The widest row's other half is kept, but has no mass: as with any temperature that leaves it none."""
+def test_top_n_sigma_keeps_equals_at_the_threshold(
+    row: list[float], n: float, first: int, last: int, back_end: str, device: torch.device
+) -> None:
+    """The widest row keeps its other half, but at this temperature that half has no mass."""
     hot = HOT if max(row) < 1e9 else 1.0
     assert extremes(back_end, torch.tensor([row]), Asked(hot, top_n_sigma=n), device) == (first, last)
 
 
-def test_sigma_is_of_what_the_edits_leave(back_end: str, device: torch.device) -> None:
-    """A bias and a mask: of 4, 2 and 0 the standard deviation is 1.63."""
+def test_sigma_includes_edited_logits_only(back_end: str, device: torch.device) -> None:
+    """A bias and a mask leave 4, 2 and 0, with a standard deviation of 1.63."""
     logits, row = torch.tensor([[0.0, 4.0, -96.0, 60.0, -50.0, 7.0]]), Row(0, mask=[0, 1, 2])
     asked = Asked(HOT, biases=((2, 98.0),))
     assert extremes(back_end, logits, replace(asked, top_n_sigma=1.2), device, row) == (1, 1)
@@ -145,10 +153,12 @@ CUTS: dict[str, tuple[dict[str, float], float]] = {
 
 @pytest.mark.by_day(one_in=4, seed=30)
 @each_pair(indirect=("back_end",), cut=CUTS, n={"tight": 0.5, "loose": 4.0}, back_end=BACK_ENDS)
-def test_other_cuts_are_of_what_it_leaves(
+def test_other_cuts_apply_to_kept_tokens(
     cut: tuple[dict[str, float], float], n: float, back_end: str, device: torch.device
 ) -> None:
-    """At a high temperature all have nearly the same mass: top-p keeps a share of them. The least likely come last."""
+    """At a high temperature all tokens have nearly the same mass, so top-p keeps a share of them. The least likely come
+    last.
+    """
     cuts, share = cut
     held = FALLING.astype(np.float32).astype(np.float64)
     kept = len(left_by(held, n))
@@ -159,7 +169,7 @@ def test_other_cuts_are_of_what_it_leaves(
     assert first == 0 and abs(last + 1 - count) <= (2 if "top_p" in cuts else 0), (last, count)
 
 
-def test_a_greedy_row_is_as_without(back_end: str, device: torch.device) -> None:
+def test_top_n_sigma_keeps_the_token_when_greedy(back_end: str, device: torch.device) -> None:
     logits = float32(MASKED)
     assert drawn(back_end, logits, [Row(0)], [Asked(top_n_sigma=0.5)], device) == [int(MASKED.argmax())]
 
@@ -168,9 +178,7 @@ def test_a_greedy_row_is_as_without(back_end: str, device: torch.device) -> None
 @pytest.mark.parametrize(
     ("back_end", "programs"), [("cpp", 528), ("torch", 528), ("triton", 528), ("triton", 1)], indirect=["back_end"]
 )
-def test_it_does_not_depend_on_the_batch(
-    programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draw_is_equal_in_any_batch(programs: int, back_end: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.triton.sampling.sampling.PROGRAMS", programs)
     row, asked = float32(NUMBERS.permuted(FALLING)), Asked(0.7, top_n_sigma=1.0, seed=4)
     slots = [asked, Asked(1.0, seed=4), Asked(), Asked(1.0, 20, top_n_sigma=0.5, seed=9)]

@@ -1,4 +1,4 @@
-"""Attention in Triton does what its twin in kernels.reference.layers does; memory that no token sees may hold anything."""
+"""Compares attention in Triton with kernels.reference.layers. Memory that no token attends to holds NaN."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def ragged(shapes: Shapes, page_size: int) -> tuple[RaggedRows, int]:
-    """Rows on shuffled pages and scattered slots, on the CPU; and how many pages there are. Page 0 is nobody's."""
+    """Returns rows on shuffled pages and scattered slots, on the CPU, and the number of pages. No row has page 0."""
     width = max(-(-(start + count) // page_size) for start, count in shapes) + 1
     num_pages = width * len(shapes) + 1
     order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1
@@ -61,7 +61,10 @@ def ragged(shapes: Shapes, page_size: int) -> tuple[RaggedRows, int]:
 
 
 def filled_pool(rows: RaggedRows, shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int, unseen: int = 0) -> Tensor:
-    """A pool with random numbers where the rows' contexts lie, and NaN in all else. unseen: NaN for each row's first too."""
+    """Returns a pool with random numbers in the rows' contexts and NaN elsewhere.
+
+    The first `unseen` positions of each row are also NaN.
+    """
     pool = torch.full(shape, torch.nan, dtype=dtype)
     for row in range(len(rows.slots)):
         places = torch.arange(unseen, int(rows.starts[row] + rows.num_tokens[row]))
@@ -104,7 +107,7 @@ def case(
 
 
 def expected(call: AttentionCall) -> Tensor:
-    """The twin's answer on the CPU in float32."""
+    """Returns the reference's result on the CPU in float32."""
     out = torch.empty(call.out.shape)
     q, keys, values = (tensor.float().cpu() for tensor in (call.q, call.k_pool, call.v_pool))
     sinks = None if call.sinks is None else call.sinks.float().cpu()
@@ -123,7 +126,7 @@ def attend(call: AttentionCall) -> None:
 
 
 def launch_of(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int) -> tuple[HeadShape, Launch]:
-    """A launch with these sizes, whatever would be chosen for the device. A split may be as short as a block."""
+    """Returns a launch with these sizes, independent of the device. A split has at least one block."""
     shape = head_shape(call.q, call.k_pool, call.v_pool)
     rows = len(call.rows.slots)
     heads = min(shape.group, blocks.m)
@@ -138,7 +141,7 @@ def run(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int, merge
     scratch.partials.fill_(torch.nan)
     scratch.levels.fill_(torch.nan)
     run_attention(call, shape, launch, scratch, merge_apart)
-    assert int(scratch.arrivals.abs().sum()) == 0, "counters are left as they were found"
+    assert int(scratch.arrivals.abs().sum()) == 0, "the counters are 0 after a launch"
     return scratch
 
 
@@ -154,7 +157,9 @@ def run(call: AttentionCall, one_token: bool, blocks: Blocks, splits: int, merge
     ],
 )
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_shapes(shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], page_size: int, device: torch.device) -> None:
+def test_general_attention_matches_reference(
+    shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], page_size: int, device: torch.device
+) -> None:
     call = case(shapes, heads, dims, page_size, device)
     attend(call)
     assert_right(call)
@@ -162,7 +167,9 @@ def test_shapes(shapes: Shapes, heads: tuple[int, int], dims: tuple[int, int], p
 
 @pytest.mark.by_day(one_in=4, seed=5)
 @each_pair(dtype=[torch.float16, torch.bfloat16], shapes={"mixed": MIXED, "decodes": DECODES}, head_dim=[24, 128])
-def test_half_types(shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+def test_general_attention_matches_reference_in_half_types(
+    shapes: Shapes, dtype: torch.dtype, head_dim: int, device: torch.device
+) -> None:
     call = case(shapes, (4, 2), (head_dim, head_dim), 16, device, dtype=dtype, sinks=True)
     attend(call)
     assert_right(call)
@@ -181,7 +188,9 @@ KINDS = {
 @pytest.mark.by_day(one_in=2, seed=74)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("window-6", "sinks")])
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_kinds(shapes: Shapes, kind: str, device: torch.device) -> None:
+def test_general_attention_matches_reference_with_window_softcap_and_sinks(
+    shapes: Shapes, kind: str, device: torch.device
+) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device, **KINDS[kind])  # type: ignore[arg-type]
     attend(call)
     assert_right(call)
@@ -193,14 +202,18 @@ def test_kinds(shapes: Shapes, kind: str, device: torch.device) -> None:
     [("sinks", 1, False), ("all", 2, False), ("all", 5, True), ("window-6", 5, False)],
 )
 @pytest.mark.parametrize(("shapes", "one_token"), [(MIXED, False), (DECODES, True)], ids=["mixed", "decodes"])
-def test_splits(shapes: Shapes, one_token: bool, splits: int, kind: str, merge_apart: bool, device: torch.device) -> None:
+def test_run_attention_matches_reference_when_keys_are_split(
+    shapes: Shapes, one_token: bool, splits: int, kind: str, merge_apart: bool, device: torch.device
+) -> None:
     call = case(shapes, (6, 2), (16, 24), 4, device, **KINDS[kind])  # type: ignore[arg-type]
     run(call, one_token, Blocks(16, 16, 4, 2), splits, merge_apart)
     assert_right(call)
 
 
-def test_short_contexts_leave_splits_alone(device: torch.device) -> None:
-    """Of 5 splits, 33 places in blocks of 16 need 3, 5 places none: their one block's result goes straight out."""
+def test_run_attention_uses_fewer_splits_when_context_is_short(device: torch.device) -> None:
+    """With 5 splits in blocks of 16, 33 positions need 3 splits. 5 positions need one block, whose result is stored
+    directly.
+    """
     call = case([(32, 1), (4, 1)], (1, 1), (16, 16), 4, device)
     scratch = run(call, True, Blocks(16, 16, 4, 1), 5)
     written = ~scratch.levels.view(2, 5, 16)[:, :, 0].isnan()
@@ -214,23 +227,22 @@ UNEVEN: Shapes = [(SHORT + row % 7, 1) for row in range(20)] + [(LONG - 1, 1)] +
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("kind", ["plain", "all"])
-def test_a_long_row_among_short_ones_is_split_by_its_length(kind: str, device: torch.device) -> None:
-    """As in a captured step, where the number of rows alone is known beforehand. No other row is split, and none waits for one
-    program to stream the long one."""
+def test_plan_decode_splits_a_long_row_among_short_rows(kind: str, device: torch.device) -> None:
+    """A captured step has only the number of rows when it is planned. The short rows are not split."""
     call = case(UNEVEN, (4, 1), (16, 16), 4, device, **KINDS.get(kind, {}))  # type: ignore[arg-type]
     call.rows.slots[3], call.rows.slots[30] = -1, -1  # padding
     shape = head_shape(call.q, call.k_pool, call.v_pool)
     launch = plan_decode(shape, 0, len(UNEVEN), 1 << 15, 4)
     scratch = allocate_scratch(launch.scratch_lanes, launch.counters, 16, device)
     scratch.levels.fill_(torch.nan)
-    for _ in range(1 + (kind == "plain")):  # counters serve again
+    for _ in range(1 + (kind == "plain")):  # the second launch uses the counters of the first
         run_attention(call, shape, launch, scratch)
         assert int(scratch.arrivals.abs().sum()) == 0
     live = [row for row in range(len(UNEVEN)) if row not in (3, 30)]
     torch.testing.assert_close(call.out[live].float().cpu(), expected(call)[live], atol=2e-5, rtol=2e-5)
     assert not call.out.isnan().any()
     splits = int((~scratch.levels.view(-1, launch.blocks.m)[:, 0].isnan()).sum())
-    assert splits == (0 if call.window else -(-LONG // 256)), "256 places a split: the device has room for so many"
+    assert splits == (0 if call.window else -(-LONG // 256)), "a split has 256 positions"
 
 
 @triton.jit
@@ -254,8 +266,8 @@ MANY_ROWS = pytest.param(
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), MANY_ROWS, (9, 30, 100)])
-def test_splits_are_dealt_out_once_each(rows: int, extra: int, window: int, device: torch.device) -> None:
-    """Over row 1 and on, of blocks of 16 places: two a split at least, eight splits a row at most."""
+def test_deal_splits_deals_each_split_once(rows: int, extra: int, window: int, device: torch.device) -> None:
+    """Rows from row 1 on have blocks of 16 positions: at least two per split, at most eight splits per row."""
     rng = torch.Generator().manual_seed(rows + extra)
     starts = (torch.rand(rows + 1, generator=rng) ** 6 * 3000).int()
     slots = torch.where(torch.rand(rows + 1, generator=rng) < 0.2, -1, 0).int()
@@ -274,13 +286,13 @@ def test_splits_are_dealt_out_once_each(rows: int, extra: int, window: int, devi
         dealt += used - 1
     assert dealt <= extra
     assert found[: len(expected)].tolist() == expected
-    assert set(found[len(expected) :, 0].tolist()) <= {rows}, "nobody's"
+    assert set(found[len(expected) :, 0].tolist()) <= {rows}, "the remaining programs have no row"
 
 
 @pytest.mark.by_day(one_in=2)
 @each_value(lanes=[16, 32, 128], splits=[0, 3])
-def test_tiles_of_prompts(lanes: int, splits: int, device: torch.device) -> None:
-    """Rows longer and shorter than a tile, and rows of no token, in tiles of 5, 10 and 42 tokens of 3 heads."""
+def test_run_attention_matches_reference_for_any_row_length(lanes: int, splits: int, device: torch.device) -> None:
+    """Rows longer and shorter than a tile, and rows without tokens, in tiles of 5, 10 and 42 tokens of 3 heads."""
     call = case([(0, 11), (3, 0), (40, 43), (2, 1), (9, 0), (17, 10)], (3, 1), (16, 16), 4, device, window=30)
     run(call, False, Blocks(lanes, 16, 4, 1), splits)
     assert_right(call)
@@ -288,7 +300,7 @@ def test_tiles_of_prompts(lanes: int, splits: int, device: torch.device) -> None
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_a_plan_with_other_blocks(shapes: Shapes, device: torch.device) -> None:
+def test_retiled_plan_matches_reference(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device)
     shape, tokens = head_shape(call.q, call.k_pool, call.v_pool), len(call.q)
     plan = plan_call(shape, call.rows, tokens, 0, device)
@@ -301,14 +313,16 @@ def test_a_plan_with_other_blocks(shapes: Shapes, device: torch.device) -> None:
 @pytest.mark.by_day(one_in=4, seed=1)
 @pytest.mark.parametrize("group", [16, 36])
 @pytest.mark.parametrize(("shapes", "one_token"), [([(0, 2), (40, 1)], False), (DECODES, True)], ids=["mixed", "decodes"])
-def test_more_heads_than_lanes(shapes: Shapes, one_token: bool, group: int, device: torch.device) -> None:
+def test_run_attention_matches_reference_when_heads_exceed_lanes(
+    shapes: Shapes, one_token: bool, group: int, device: torch.device
+) -> None:
     call = case(shapes, (group, 1), (16, 16), 4, device, sinks=True)
     run(call, one_token, Blocks(16, 32, 4, 1), 2)
     assert_right(call)
 
 
-def test_many_rows(device: torch.device) -> None:
-    """More rows than are searched at a time."""
+def test_find_tile_finds_rows_beyond_256(device: torch.device) -> None:
+    """The batch has more rows than find_tile searches at a time."""
     shapes = [(row % 3 + 1, 3 if row in (0, 255, 256, 258) else 0) for row in range(259)]
     call = case(shapes, (2, 1), (16, 16), 4, device)
     run(call, False, Blocks(16, 16, 4, 1), 0)
@@ -317,8 +331,8 @@ def test_many_rows(device: torch.device) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_pages_behind_the_window_may_be_gone(shapes: Shapes, device: torch.device) -> None:
-    """Their entries are below 0 and read as page 0, which holds NaN."""
+def test_general_attention_ignores_pages_before_the_window(shapes: Shapes, device: torch.device) -> None:
+    """The table entries of these pages are below 0, which reads page 0, and page 0 holds NaN."""
     call = case(shapes, (4, 2), (16, 16), 4, device, window=6)
     right = expected(call)
     for row, (start, _) in enumerate(shapes):
@@ -327,7 +341,7 @@ def test_pages_behind_the_window_may_be_gone(shapes: Shapes, device: torch.devic
     torch.testing.assert_close(call.out.cpu(), right, atol=2e-5, rtol=2e-5)
 
 
-def test_an_entry_below_0_reads_page_0(device: torch.device) -> None:
+def test_general_attention_reads_page_0_for_entries_below_0(device: torch.device) -> None:
     call = case([(9, 3), (12, 1)], (4, 2), (16, 16), 4, device)
     for pool in (call.k_pool, call.v_pool):
         pool[0] = random(*pool.shape[1:], seed=3).to(device)
@@ -337,8 +351,8 @@ def test_an_entry_below_0_reads_page_0(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("one_token", [True, False], ids=["decode", "extend"])
-def test_padding_rows(one_token: bool, device: torch.device) -> None:
-    """Their slot is below 0; the other rows are as if they were not there."""
+def test_run_attention_ignores_padding_rows(one_token: bool, device: torch.device) -> None:
+    """The slot of a padding row is below 0. The results of the other rows do not change."""
     call = case([(30, 1), (0, 1), (7, 1), (0, 1)], (4, 2), (16, 16), 4, device)
     right = expected(call)
     call.rows.slots[1::2] = -1
@@ -348,8 +362,8 @@ def test_padding_rows(one_token: bool, device: torch.device) -> None:
     assert not call.out[1::2].isnan().any()
 
 
-def test_scores_far_apart(device: torch.device) -> None:
-    """Neither the largest scores nor a sink above them overflow."""
+def test_general_attention_keeps_large_scores_finite(device: torch.device) -> None:
+    """Neither large scores nor a larger sink overflow."""
     call = case(MIXED, (2, 1), (16, 16), 4, device)
     call = replace(call, scale=60.0, sinks=torch.tensor([300.0, -300.0], device=device))
     attend(call)
@@ -357,7 +371,7 @@ def test_scores_far_apart(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_paged_attention(shapes: Shapes, device: torch.device) -> None:
+def test_paged_attention_matches_reference(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device, window=9)
     tokens = call.q.shape[0]
     qkv = torch.full((tokens, 8 * 16), torch.nan, device=device)
@@ -367,20 +381,20 @@ def test_paged_attention(shapes: Shapes, device: torch.device) -> None:
     torch.testing.assert_close(out.view(call.out.shape).cpu(), expected(call), atol=2e-5, rtol=2e-5)
 
 
-def test_strided_queries(device: torch.device) -> None:
+def test_general_attention_reads_strided_queries(device: torch.device) -> None:
     call = case(MIXED, (4, 2), (16, 16), 4, device)
     attend(replace(call, q=call.q.transpose(0, 1).contiguous().transpose(0, 1)))
     assert_right(call)
 
 
-def test_no_tokens(device: torch.device) -> None:
+def test_general_attention_writes_nothing_when_batch_is_empty(device: torch.device) -> None:
     call = case([(0, 1)], (4, 2), (16, 16), 4, device)
     nothing = replace(call.rows, slots=call.rows.slots[:0], starts=call.rows.starts[:0], num_tokens=call.rows.num_tokens[:0])
     general_attention(call.out[:0], call.q[:0], call.k_pool, call.v_pool, nothing, 1.0, 0)
-    assert call.out.isnan().all(), "nothing was written"
+    assert call.out.isnan().all(), "no output was written"
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_attention_rejects_unfit_tensors(device: torch.device) -> None:
     call = case([(0, 2)], (4, 2), (16, 16), 4, device)
     wrong = {
         "heads": replace(call, q=call.q[:, :3], out=call.out[:, :3]),
@@ -397,20 +411,20 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     shape, launch = launch_of(call, True, Blocks(16, 16, 4, 1), 4)
     with pytest.raises(ValueError, match="scratch"):
         run_attention(call, shape, launch, allocate_scratch(0, 0, shape.value_dim, device))
-    with pytest.raises(ValueError, match="dealt out"):
+    with pytest.raises(ValueError, match="merge_apart"):
         run_attention(call, shape, replace(launch, extra=1), None, merge_apart=True)
 
 
-def test_plans_fill_the_device() -> None:
+def test_plans_fill_the_device_with_programs() -> None:
     shape = HeadShape(num_kv_heads=8, group=4, head_dim=128, value_dim=128, itemsize=2)
     many = plan_decode(shape, 0, 256, 40960, 132)
-    assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # to be dealt out by the rows' lengths
-    assert plan_decode(shape, 0, 2, 40960, 132).extra == 126, "64 splits of a row at most"
+    assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # splits are dealt by the rows' lengths
+    assert plan_decode(shape, 0, 2, 40960, 132).extra == 126, "a row has at most 64 splits"
     assert plan_decode(shape, 0, 64, 200, 132).extra == 1, "one kernel serves all lengths"
     assert retiled(shape, many, many.blocks, 2, 256).programs == 256 * 8
-    assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # a split has 256 places at least
+    assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # a split has at least 256 positions
     assert plan_decode(shape, 0, 1, 1 << 20, 132).splits == 64
     assert plan_extend(shape, 4, 4 * 2048, 2048, 132).splits == 0
     assert plan_extend(shape, 1, 64, 16384, 132).splits > 1
-    assert plan_extend(shape, 64, 64 * 5, 1024, 132).blocks.m == 64  # short rows would leave wide tiles empty
+    assert plan_extend(shape, 64, 64 * 5, 1024, 132).blocks.m == 64  # short rows do not fill wide tiles
     assert choose_splits(1, 1, 1) == 1

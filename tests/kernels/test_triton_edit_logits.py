@@ -1,4 +1,4 @@
-"""edit_logits in Triton and in C++ does what its twin does, bit for bit."""
+"""Compares edit_logits in Triton and in C++ with the torch reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kernels.contracts.sample_ops import MAX_COUNT
 from kernels.cpu.build import built_library
 from kernels.cpu.sampling import CpuSampling
-from kernels.reference import sampling as sampling_twin
+from kernels.reference import sampling as sampling_reference
 from kernels.triton.sampling import edit_logits
 from tests.kernels.sampling_case import POISON, Asked, Row, on_device, rows_of, table_of
 
@@ -31,10 +31,12 @@ def edited(kernels: object, logits: torch.Tensor, rows: list[Row], asked: list[A
     return out.cpu()
 
 
-def assert_as_twin(
+def assert_as_reference(
     kernels: object, logits: torch.Tensor, rows: list[Row], asked: list[Asked], device: torch.device
 ) -> torch.Tensor:
-    found, expected = (edited(each, logits, rows, asked, device if each is kernels else CPU) for each in (kernels, sampling_twin))
+    found, expected = (
+        edited(each, logits, rows, asked, device if each is kernels else CPU) for each in (kernels, sampling_reference)
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     return found
 
@@ -57,7 +59,7 @@ def random_asked(chance: random.Random, vocab_size: int) -> Asked:
 
 @pytest.mark.by_day(one_in=2, seed=92)
 @pytest.mark.parametrize("vocab_size", [1, 31, 257, 4096, 5001])
-def test_random_rows(editing: object, vocab_size: int, device: torch.device) -> None:
+def test_edit_logits_matches_reference(editing: object, vocab_size: int, device: torch.device) -> None:
     chance = random.Random(vocab_size)
     asked = [random_asked(chance, vocab_size) for _ in range(12)]
     logits = torch.randn((13, vocab_size), generator=torch.Generator().manual_seed(1)) * 5
@@ -67,8 +69,8 @@ def test_random_rows(editing: object, vocab_size: int, device: torch.device) -> 
         mask = sorted({chance.randrange(vocab_size) for _ in range(vocab_size)}) if chance.random() < 0.4 else None
         lost = chance.sample(range(vocab_size), min(vocab_size, 9)) if chance.random() < 0.4 else []
         rows.append(Row(slot, 10, mask, {token: chance.uniform(0, 9) for token in lost}))
-    found = assert_as_twin(editing, logits, rows, asked, device)
-    assert (found[0] == POISON).all(), "padding is left alone"
+    found = assert_as_reference(editing, logits, rows, asked, device)
+    assert (found[0] == POISON).all(), "padding is not written"
 
 
 @pytest.mark.by_day(one_in=2, seed=5)
@@ -81,33 +83,33 @@ def test_random_rows(editing: object, vocab_size: int, device: torch.device) -> 
     ],
     ids=["nothing asked", "stop tokens may come", "padding"],
 )
-def test_rows_that_need_nothing_stay_as_they_are(editing: object, asked: Asked, row: Row, device: torch.device) -> None:
-    assert (assert_as_twin(editing, torch.randn(1, 70), [row], [asked], device) == POISON).all()
+def test_edit_logits_skips_rows_without_edits(editing: object, asked: Asked, row: Row, device: torch.device) -> None:
+    assert (assert_as_reference(editing, torch.randn(1, 70), [row], [asked], device) == POISON).all()
 
 
-def test_biases_of_one_token_are_all_added(editing: object, device: torch.device) -> None:
+def test_edit_logits_adds_all_biases_of_a_token(editing: object, device: torch.device) -> None:
     biases = tuple((token, 0.5) for token in (3, 4, 3, 5000) * 35)
-    found = assert_as_twin(editing, torch.ones(1, 5001), [Row(0)], [Asked(biases=biases)], device)
+    found = assert_as_reference(editing, torch.ones(1, 5001), [Row(0)], [Asked(biases=biases)], device)
     assert found[0, [2, 3, 4, 5000]].tolist() == [1.0, 36.0, 18.5, 18.5]
 
 
-def test_what_is_forbidden_stays_so(editing: object, device: torch.device) -> None:
+def test_edit_logits_keeps_forbidden_tokens_at_minus_infinity(editing: object, device: torch.device) -> None:
     asked = Asked(biases=((1, 50.0), (2, 50.0), (3, 50.0)), stops=(1, 5), stopped_until=11, allowed=[0, 1, 3, 4, 5])
-    found = assert_as_twin(editing, torch.zeros(1, 6), [Row(0, 10, mask=[0, 1, 2, 5])], [asked], device)
+    found = assert_as_reference(editing, torch.zeros(1, 6), [Row(0, 10, mask=[0, 1, 2, 5])], [asked], device)
     assert found[0].tolist() == [0.0, *[-torch.inf] * 5]
 
 
-def test_losses_of_a_list_longer_than_a_block(editing: object, device: torch.device) -> None:
+def test_edit_logits_subtracts_losses_beyond_one_block(editing: object, device: torch.device) -> None:
     losses = {token: 0.25 * token for token in range(0, 900, 3)}
-    found = assert_as_twin(editing, torch.zeros(2, 900), [Row(0), Row(1, losses=losses)], [Asked()] * 2, device)
+    found = assert_as_reference(editing, torch.zeros(2, 900), [Row(0), Row(1, losses=losses)], [Asked()] * 2, device)
     assert found[1, 897] == -0.25 * 897 and found[1, 898] == 0
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("repetition", [1e-30, 1e30])
-def test_a_penalty_keeps_what_is_finite(editing: object, repetition: float, device: torch.device) -> None:
+def test_edit_logits_keeps_finite_logits_finite(editing: object, repetition: float, device: torch.device) -> None:
     logits = torch.tensor([[LARGEST, -LARGEST, 1e30, -1e30, 0.0, -torch.inf, torch.nan, torch.inf]])
     asked = Asked(repetition=repetition, counted=True, seen=tuple(range(8)))
-    found = assert_as_twin(editing, logits, [Row(0)], [asked], device)
+    found = assert_as_reference(editing, logits, [Row(0)], [asked], device)
     assert found[0, :5].isfinite().all() and found[0, 5] == -torch.inf

@@ -1,4 +1,4 @@
-"""The device executor with nothing but Triton kernels in it: layers, attention, sampling, from request to answer."""
+"""Runs the device executor with Triton kernels only: layers, attention and sampling, from the request to the completion."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ VOCAB, NEW_TOKENS, PAGE_SIZE, PAGES, CONTEXT = 67, 4, 4, 16, 32
 MODEL = TinyModel("Qwen3", {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_dim": 16, "max_position_embeddings": 64})
 
 
-def test_requests_from_end_to_end(tmp_path: Path, device: torch.device) -> None:
-    """One greedy request and one that uses all of the sampler, together; the longer prompt is cut."""
+def test_executor_completes_greedy_and_sampled_requests(tmp_path: Path, device: torch.device) -> None:
+    """A greedy request runs together with a request that uses most sampling parameters; the longer prompt is chunked."""
 
     def weights(checkpoint: Any, config: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> DecoderWeights:
         return stream_decoder_weights(checkpoint, config, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
@@ -69,8 +69,8 @@ def test_requests_from_end_to_end(tmp_path: Path, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes minutes: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_guesses_by_a_model_are_verified(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head on the same kernels guesses, and columns of the sampler begin in the middle of others."""
+def test_executor_verifies_draft_tokens_of_a_model(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft head runs on the same kernels, and its sampler columns begin in the middle of larger columns."""
     model = MODEL.build(tmp_path).to(device)
     add_mtp(tmp_path, deepseek=False)
     monkeypatch.setattr(DraftController, "choose", always)

@@ -1,4 +1,4 @@
-"""The Triton kernels of a layer do what their twins in kernels.reference.layers do, over odd shapes."""
+"""Compares the Triton kernels of a layer with kernels.reference.layers, over odd shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.contracts.ops import RaggedRows
 from kernels.reference import layers as reference
 from kernels.triton.launch import MAX_BLOCK
-from kernels.triton.layers import one_row
+from kernels.triton.layers import linear
 from kernels.triton.layers.kv_writes import FEW_TOKENS
 from kernels.triton.layers.layers import TritonLayers
 from tests.all_pairs import each_value
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 POISON = -77.0
 
-# A kernel converts where it loads and stores, and looks at the dtype nowhere else: shapes and dtypes meet in no code.
+# A kernel depends on the dtype at its loads and stores only, so the cases need not combine all shapes and dtypes.
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
 
 
 def guarded(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A poisoned [rows, columns] with a poisoned row on each side, and the whole."""
+    """Returns a poisoned [rows, columns] with a poisoned row before and after it, and the tensor that contains all rows."""
     whole = torch.full((rows + 2, columns), POISON, dtype=dtype, device=device)
     return whole[1:-1], whole
 
@@ -47,7 +47,9 @@ def assert_same(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: floa
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1), (3, 7), (5, 64), (2, 1000), (1, 16384)])
-def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_rms_norm_matches_reference(
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     rows, size = shape
     x, weight = random(rows, size, dtype=dtype, device=device), random(size, dtype=dtype, device=device, seed=1)
     (found, whole), expected = guarded(rows, size, dtype, device), torch.empty_like(x)
@@ -59,7 +61,7 @@ def test_rms_norm(kernels: TritonLayers, device: torch.device, dtype: torch.dtyp
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1000), (4, 33), (2, 64)])
-def test_the_residual_rounds_before_the_norm_reads_it(
+def test_fused_add_rms_norm_matches_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     rows, size = shape
@@ -69,7 +71,7 @@ def test_the_residual_rounds_before_the_norm_reads_it(
     held_too, found, expected = held.clone(), torch.full_like(x, POISON), torch.empty_like(x)
     kernels.fused_add_rms_norm(found, x, held, weight, 1e-6)
     reference.fused_add_rms_norm(expected, x, held_too, weight, 1e-6)
-    if dtype == torch.bfloat16 and not x.is_cuda:  # Triton's interpreter cuts off what it should round
+    if dtype == torch.bfloat16 and not x.is_cuda:  # Triton's interpreter truncates instead of rounding
         assert_same(held, held_too, dtype)
     else:
         assert torch.equal(held, held_too)
@@ -77,8 +79,8 @@ def test_the_residual_rounds_before_the_norm_reads_it(
     assert_unharmed(whole)
 
 
-def test_what_the_norm_reads_has_the_rounding_of_the_residual(kernels: TritonLayers, device: torch.device) -> None:
-    """1 + 2^-11 rounds to 1 in float16: nothing is left of the addition in either."""
+def test_fused_add_rms_norm_reads_the_rounded_residual(kernels: TritonLayers, device: torch.device) -> None:
+    """1 + 2^-11 rounds to 1 in float16, so neither the residual nor the norm contains the addend."""
     x = torch.full((1, 2), 2.0**-11, dtype=torch.float16, device=device)
     residual = torch.tensor([[1.0, 0.0]], dtype=torch.float16, device=device)
     weight, found = torch.full((2,), 1.0, dtype=torch.float16, device=device), torch.empty_like(x)
@@ -89,7 +91,9 @@ def test_what_the_norm_reads_has_the_rounding_of_the_residual(kernels: TritonLay
 
 @pytest.mark.by_day(one_in=3, seed=1)
 @each_value(dtype=DTYPES, shape=[(1, 1), (3, 17), (2, 1030)])
-def test_silu_and_mul(kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_silu_and_mul_matches_reference(
+    kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     rows, size = shape
     x = random(rows, 2 * size, dtype=dtype, device=device) * 8
     (found, whole), expected = guarded(rows, size, dtype, device), torch.empty(rows, size, dtype=dtype, device=device)
@@ -99,7 +103,7 @@ def test_silu_and_mul(kernels: TritonLayers, device: torch.device, dtype: torch.
     assert_unharmed(whole)
 
 
-def test_extremes_survive_activation(kernels: TritonLayers, device: torch.device) -> None:
+def test_silu_and_mul_keeps_extreme_values(kernels: TritonLayers, device: torch.device) -> None:
     gate = torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0, torch.nan])
     found = torch.empty(1, 6, device=device)
     kernels.silu_and_mul(found, torch.cat((gate, torch.ones(6)))[None].to(device))
@@ -109,7 +113,7 @@ def test_extremes_survive_activation(kernels: TritonLayers, device: torch.device
 
 @pytest.mark.by_day(one_in=2, seed=3)
 @each_value(dtype=DTYPES, rows=[0, 1, 7, 7], weights=[(65, 64), (10, 3)], bias=[False, False, True, True])
-def test_linear(
+def test_linear_matches_float64(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, rows: int, weights: tuple[int, int], bias: bool
 ) -> None:
     outs, ins = weights
@@ -131,7 +135,7 @@ def test_linear(
 
 @pytest.mark.by_day(one_in=2, seed=5)
 @each_value(dtype=DTYPES, weights=[(9, 130), (5, 64), (70, 33)], bias=[False, True])
-def test_a_row_by_itself_in_pieces(
+def test_one_row_linear_matches_float64_in_blocks_of_depth(
     kernels: TritonLayers,
     device: torch.device,
     dtype: torch.dtype,
@@ -140,22 +144,22 @@ def test_a_row_by_itself_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outs, ins = weights
-    monkeypatch.setattr(one_row, "MAX_DEPTH", 64)  # as where registers hold no more of the depth
+    monkeypatch.setattr(linear, "MAX_DEPTH", 64)  # the depth needs several blocks
     x = random(1, ins, dtype=dtype, device=device)
     weight = random(outs, ins, dtype=dtype, device=device, seed=1) / ins**0.5
     added = random(outs, dtype=dtype, device=device, seed=2) if bias else None
     found, whole = guarded(1, outs, dtype, device)
-    one_row.one_row_linear(found, x, kernels.pack_linear(weight, added))
+    linear.one_row_linear(found, x, kernels.pack_linear(weight, added))
     assert_same(found, torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double()), dtype)
     assert_unharmed(whole)
     with pytest.raises(ValueError, match="do not fit"):
-        one_row.one_row_linear(
+        linear.one_row_linear(
             torch.empty(2, outs, dtype=dtype, device=device), x.expand(2, ins), kernels.pack_linear(weight, added)
         )
 
 
 def placed(locations: list[int], positions: list[int], device: torch.device) -> RaggedRows:
-    """Rows of which only what a token's keys and values need is filled."""
+    """Returns rows with positions and locations only."""
     empty = torch.empty(0, dtype=torch.int32, device=device)
     return RaggedRows(
         page_table=empty.view(0, 1),
@@ -170,7 +174,7 @@ def placed(locations: list[int], positions: list[int], device: torch.device) -> 
 
 
 def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
-    """Every third token is written nowhere."""
+    """Returns tokens at random locations; every third one has none."""
     order = torch.randperm(cells, generator=torch.Generator().manual_seed(5)).tolist()
     places = [-1 if token % 3 == 2 else order[token] for token in range(tokens)]
     return placed(places, [(7 * token) % 20 for token in range(tokens)], device)
@@ -187,10 +191,10 @@ def scattered(tokens: int, cells: int, device: torch.device) -> RaggedRows:
         (FEW_TOKENS + 1, 5, 5, 4, 16, True),
     ],
 )
-def test_rope_write_kv(
+def test_rope_write_kv_matches_reference(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int, bool]
 ) -> None:
-    """shape: tokens, heads, KV heads, numbers of a head, tokens of a page, whether there are norms."""
+    """shape is (tokens, heads, KV heads, head size, tokens per page, whether there are norms)."""
     tokens, heads, kv_heads, dim, page_size, normed = shape
     pages = -(-2 * tokens // page_size) + 1
     rows = scattered(tokens, pages * page_size, device)
@@ -209,10 +213,10 @@ def test_rope_write_kv(
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found == POISON, expected == POISON)
         assert_same(found, expected, dtype, scale=4.0)
-    assert torch.equal(results[0][2], results[1][2])  # values are copies
+    assert torch.equal(results[0][2], results[1][2])  # values are copied, so they are equal
 
 
-def test_a_token_written_nowhere_may_stand_past_the_rope_table(kernels: TritonLayers, device: torch.device) -> None:
+def test_rope_write_kv_accepts_unwritten_tokens_beyond_the_table(kernels: TritonLayers, device: torch.device) -> None:
     rows, held = placed([-1, 0], [3, 1], device), torch.full((4, 4), torch.nan, device=device)
     held[:2] = 1.0
     qkv, pool = torch.ones(2, 12, device=device), torch.full((1, 1, 1, 4), POISON, device=device)
@@ -223,10 +227,10 @@ def test_a_token_written_nowhere_may_stand_past_the_rope_table(kernels: TritonLa
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @each_value(dtype=DTYPES, shape=[(1, 1, 3, 16, 1), (7, 3, 24, 10, 4), (4, 6, 576, 512, 2)])
-def test_write_kv_of_strided_inputs(
+def test_write_kv_reads_strided_inputs(
     kernels: TritonLayers, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
 ) -> None:
-    """shape: tokens, KV heads, numbers of a key and of a value, tokens of a page."""
+    """shape is (tokens, KV heads, key size, value size, tokens per page)."""
     tokens, kv_heads, key_dim, value_dim, page_size = shape
     pages = -(-2 * tokens // page_size) + 1
     rows = scattered(tokens, pages * page_size, device)
@@ -242,7 +246,7 @@ def test_write_kv_of_strided_inputs(
     assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
 
 
-def test_no_tokens(kernels: TritonLayers, device: torch.device) -> None:
+def test_layer_kernels_write_nothing_when_batch_is_empty(kernels: TritonLayers, device: torch.device) -> None:
     x, weight, rows = torch.empty(0, 8, device=device), torch.ones(8, device=device), placed([], [], device)
     pool = torch.full((1, 1, 1, 2), POISON, device=device)
     kernels.rms_norm(torch.empty_like(x), x, weight, 1e-6)
@@ -253,7 +257,7 @@ def test_no_tokens(kernels: TritonLayers, device: torch.device) -> None:
     assert bool((pool == POISON).all())
 
 
-def test_shapes_that_do_not_fit_are_refused(kernels: TritonLayers, device: torch.device) -> None:
+def test_layer_kernels_reject_unfit_shapes(kernels: TritonLayers, device: torch.device) -> None:
     def blank(*shape: int) -> Tensor:
         return torch.empty(shape, device=device)
 

@@ -1,7 +1,7 @@
-"""select_tokens in Triton samples what its twin samples.
+"""Compares select_tokens in Triton with the torch reference.
 
-Masses are rounded differently: the kernel's exp is float32 in steps of 2 ** -44, the twin's cuts use float64. So a draw or a
-nucleus that ends within 2e-6 of a boundary between two tokens may differ, but only there, and hardly ever.
+Masses are rounded differently: the kernel's exp is float32 in steps of 2 ** -44, and the reference's cuts use float64. So a
+draw or a nucleus that ends within 2e-6 of a boundary between two tokens may differ, but only there and rarely.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from kernels.contracts.row_fault import RowFault
 from kernels.contracts.sample_ops import MAX_COUNT, SEEN
-from kernels.reference import sampling as sampling_twin
+from kernels.reference import sampling as sampling_reference
 from kernels.triton.sampling.sampling import TritonSampling
 from kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
 from tests.all_pairs import each_value
 from tests.kernels.sampling_case import Asked, Left, Row, could_be, random_cuts, rows_of, sampled, table_of, uniforms
 
-WIDE = 5000  # more tokens than candidates can be
+WIDE = 5000  # more tokens than a draw has candidates
 
 
 def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> tuple[Left, int]:
-    """What the kernels leave, and how many rows differ from the twin within rounding."""
+    """Returns the results of the kernels, and the number of rows that differ from the reference within rounding."""
     vocab_size = logits.shape[1]
     columns, table = rows_of(rows, vocab_size), table_of(asked, vocab_size)
     found = sampled(TritonSampling(len(rows), vocab_size, device), logits, columns, table, device)
-    expected = sampled(sampling_twin, logits, columns, table, device)
+    expected = sampled(sampling_reference, logits, columns, table, device)
     assert found.faults.tolist() == expected.faults.tolist()
     different = (found.tokens != expected.tokens).nonzero().flatten().tolist()
     for row in different:
@@ -45,14 +45,14 @@ def compared(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.
     return found, len(different)
 
 
-def assert_as_twin(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> Left:
+def assert_as_reference(logits: Tensor, rows: list[Row], asked: list[Asked], device: torch.device) -> Left:
     found, different = compared(logits, rows, asked, device)
     assert different == 0
     return found
 
 
 def same_slots(asked: Asked, number: int) -> tuple[list[Row], list[Asked]]:
-    """Rows that differ in seed alone."""
+    """Returns rows and slots that differ in their seeds only."""
     return [Row(slot, slot) for slot in range(number)], [replace(asked, seed=1 + 977 * slot) for slot in range(number)]
 
 
@@ -71,12 +71,12 @@ def random_asked(chance: random.Random, vocab_size: int) -> Asked:
 
 @pytest.mark.by_day(one_in=2)
 @each_value(vocab_size=[1, 33, 257, 1000, 300], kind=["tied", "distinct"])
-def test_random_rows(vocab_size: int, kind: str, device: torch.device) -> None:
+def test_select_tokens_samples_as_reference(vocab_size: int, kind: str, device: torch.device) -> None:
     number = 4000 if device.type == "cuda" else 7
     chance = random.Random(f"{vocab_size}{kind}")
     logits = noise(number, vocab_size, vocab_size) * 3
     logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(5)) < 0.1] = -torch.inf
-    logits[:, vocab_size // 2] = 1.0  # one is left at least
+    logits[:, vocab_size // 2] = 1.0  # at least one token is finite
     asked = [random_asked(chance, vocab_size) for _ in range(number)]
     rows = [Row(slot, chance.randrange(1 << 20)) for slot in chance.sample(range(number), number)]
     for place in range(0, number, 6):
@@ -99,7 +99,7 @@ CUTS = {
 
 @pytest.mark.by_day(one_in=3, seed=92)
 @each_value(asked=CUTS, rounded={"float32": False, "bfloat16": True})
-def test_a_wide_vocabulary(asked: Asked, rounded: bool, device: torch.device) -> None:
+def test_select_tokens_samples_as_reference_when_vocabulary_is_wide(asked: Asked, rounded: bool, device: torch.device) -> None:
     number = 2000 if device.type == "cuda" else 1 if rounded else 2
     rows, slots = same_slots(asked, number)
     logits = noise(number, WIDE, 7)
@@ -113,22 +113,22 @@ def test_a_wide_vocabulary(asked: Asked, rounded: bool, device: torch.device) ->
     [Asked(1.0), Asked(1.0, top_k=3), Asked(1.0, top_p=0.5), Asked(1.0, top_k=2500, top_p=0.5)],
     ids=["whole", "top-k", "top-p", "both"],
 )
-def test_equals_go_to_the_lowest_ids(asked: Asked, device: torch.device) -> None:
+def test_select_tokens_keeps_lowest_ids_among_equals(asked: Asked, device: torch.device) -> None:
     rows, slots = same_slots(asked, 40 if device.type == "cuda" else 2)
     left, different = compared(torch.zeros(len(rows), WIDE), rows, slots, device)
-    # The twin's masses are floats, which a GPU sums in another order: half of them may be reached one token later.
+    # The reference's masses are floats, which a GPU sums in another order, so half of them may be reached one token later.
     assert different == 0 or (device.type == "cuda" and asked.top_p < 1.0 and asked.top_k < 0)
     assert int(left.tokens.max()) < {-1: WIDE * asked.top_p, 3: 3, 2500: 1250}[asked.top_k]
 
 
 def seed_near(end: float) -> int:
-    """A seed whose uniform number at position 0 lies within 1 / 4096 of the end."""
+    """Returns a seed whose uniform number at position 0 lies within 1 / 4096 of the end."""
     seeds = np.arange(1 << 15, dtype=np.uint64)
     return int(np.abs(uniforms(seeds, np.zeros(len(seeds), dtype=np.int32)) - end).argmin())
 
 
 def stepped(size: int, *steps: tuple[int, float]) -> Tensor:
-    """float32[1, size]: zeros, but from each first id on its value."""
+    """Returns float32[1, size]: 0 up to the first step, then the value of the latest step."""
     logits = torch.zeros((1, size))
     for first, value in steps:
         logits[:, first:] = value
@@ -150,48 +150,50 @@ def stepped(size: int, *steps: tuple[int, float]) -> Tensor:
     ],
     ids=["top-k", "top-p", "likelier ones last", "both", "whole", "likelier ones last of many", "two values", "half and one"],
 )  # fmt: skip
-def test_the_first_and_the_last_that_can_be_drawn(
+def test_select_tokens_draws_first_and_last_kept_token(
     logits: Tensor, asked: Asked, first: int, last: int, device: torch.device
 ) -> None:
     slots = [replace(asked, seed=seed_near(end)) for end in (0.0, 1.0)]
-    left = assert_as_twin(logits.repeat(2, 1), [Row(0, 0), Row(1, 0)], slots, device)
+    left = assert_as_reference(logits.repeat(2, 1), [Row(0, 0), Row(1, 0)], slots, device)
     assert left.tokens.tolist() == [first, last]
 
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("asked", [Asked(), Asked(1.0, top_k=30), Asked(1.0), Asked(1.0, top_p=0.9)])
-def test_few_programs_do_what_many_do(asked: Asked, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program then goes over all tiles of its row. Two values: equals lie in several tiles."""
+def test_select_tokens_is_independent_of_number_of_programs(
+    asked: Asked, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single program then reads all tiles of its row. There are two values, so equals lie in several tiles."""
     rows, slots = same_slots(asked, 2)
     logits = noise(2, WIDE, 13).sign()
-    many = assert_as_twin(logits, rows, slots, device)
+    many = assert_as_reference(logits, rows, slots, device)
     monkeypatch.setattr("kernels.triton.sampling.sampling.PROGRAMS", 1)
-    assert assert_as_twin(logits, rows, slots, device).tokens.equal(many.tokens)
+    assert assert_as_reference(logits, rows, slots, device).tokens.equal(many.tokens)
 
 
 @pytest.mark.by_day(one_in=2, seed=6)
 @pytest.mark.parametrize("vocab_size", [1, 33, 2049, 40001])
-def test_greedy_takes_the_lowest_of_the_greatest(vocab_size: int, device: torch.device) -> None:
+def test_select_tokens_takes_lowest_maximum_when_greedy(vocab_size: int, device: torch.device) -> None:
     logits = noise(4, vocab_size, 3).round()
     logits[3] = -torch.inf
     logits[3, -1] = -1e30
-    left = assert_as_twin(logits, [Row(slot) for slot in range(4)], [Asked()] * 4, device)
+    left = assert_as_reference(logits, [Row(slot) for slot in range(4)], [Asked()] * 4, device)
     assert left.tokens.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
 
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("asked", [Asked(1e-9), Asked(1.0, top_k=1), Asked(1.0, top_p=0.0), Asked(1.0, min_p=1.0)])
-def test_cuts_that_leave_the_best(asked: Asked, device: torch.device) -> None:
+def test_select_tokens_takes_maximum_when_cuts_leave_one_token(asked: Asked, device: torch.device) -> None:
     logits = torch.tensor([[1e4, -1e4, 1e4 + 1, 3e4, -torch.inf, 9999.0]])
-    assert assert_as_twin(logits, [Row(0)], [asked], device).tokens.tolist() == [3]
+    assert assert_as_reference(logits, [Row(0)], [asked], device).tokens.tolist() == [3]
 
 
 @pytest.mark.by_day(one_in=4, seed=6)
 @pytest.mark.parametrize("asked", [Asked(), Asked(0.8, 20, 0.9), Asked(0.8), Asked(0.8, top_p=0.9)])
-def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> None:
+def test_select_tokens_reports_fault_when_no_token_is_allowed(asked: Asked, device: torch.device) -> None:
     rows = [Row(0, mask=[2100]), Row(1, mask=[]), Row(2), Row(3)]
     slots = [asked, asked, replace(asked, allowed=[7]), replace(asked, allowed=[7], stops=(7,), stopped_until=99)]
-    left = assert_as_twin(noise(4, 2200), rows, slots, device)
+    left = assert_as_reference(noise(4, 2200), rows, slots, device)
     assert left.tokens.tolist() == [2100, 0, 7, 0]
     assert left.faults.tolist() == [0, RowFault.NO_TOKEN_ALLOWED, 0, RowFault.NO_TOKEN_ALLOWED]
     assert left.relay.tolist() == [2100, -1, 7, -1]
@@ -208,23 +210,23 @@ def test_one_token_is_allowed_or_none(asked: Asked, device: torch.device) -> Non
     },
     poison=[torch.nan, torch.inf],
 )
-def test_what_is_not_finite_faults_its_row_alone(asked: Asked, poison: float, device: torch.device) -> None:
+def test_select_tokens_reports_nan_logits_per_row(asked: Asked, poison: float, device: torch.device) -> None:
     logits = noise(3, 2100)
     logits[0, 2077], logits[1] = poison, -torch.inf
-    left = assert_as_twin(logits, [Row(slot) for slot in range(3)], [asked, asked, Asked()], device)
+    left = assert_as_reference(logits, [Row(slot) for slot in range(3)], [asked, asked, Asked()], device)
     assert left.faults.tolist() == [RowFault.NAN_LOGITS, RowFault.NAN_LOGITS, 0]
     assert left.relay.tolist()[:2] == [-1, -1] and int(left.relay[2]) == int(logits[2].argmax())
 
 
-def test_padding_touches_nothing(device: torch.device) -> None:
+def test_select_tokens_skips_padding(device: torch.device) -> None:
     logits = torch.full((3, 50), torch.nan)
     logits[1] = noise(1, 50)[0]
-    left = assert_as_twin(logits, [Row(-1), Row(1), Row(-1)], [Asked(1.0, counted=True), Asked()], device)
+    left = assert_as_reference(logits, [Row(-1), Row(1), Row(-1)], [Asked(1.0, counted=True), Asked()], device)
     assert left.faults.tolist() == [0, 0, 0] and left.tokens.tolist()[::2] == [0, 0]
     assert int(left.relay[0]) == -1 and not left.counts.any()
 
 
-def test_counts_stop_at_their_greatest(device: torch.device) -> None:
+def test_select_tokens_stops_counting_at_max_count(device: torch.device) -> None:
     logits = torch.zeros((4, 40))
     logits[:, 33] = 9.0
     slots = [
@@ -233,12 +235,12 @@ def test_counts_stop_at_their_greatest(device: torch.device) -> None:
         Asked(counted=True, seen=(33,), outputs={33: MAX_COUNT - 1}),
         Asked(outputs={33: 5}),
     ]
-    left = assert_as_twin(logits, [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
+    left = assert_as_reference(logits, [Row(slot) for slot in (3, 1, 0, 2)], slots, device)
     assert left.counts[:, 33].tolist() == [MAX_COUNT, SEEN | MAX_COUNT, SEEN | MAX_COUNT, 5]
     assert int((left.counts != 0).sum()) == 4
 
 
-def test_a_draw_does_not_depend_on_its_batch(device: torch.device) -> None:
+def test_select_tokens_draws_equally_in_any_batch(device: torch.device) -> None:
     logits = noise(1, 2300, 9).repeat(9, 1)
     asked = [Asked(1.0, seed=3), Asked(0.7, 20, 0.9, seed=4), Asked(1.0, top_p=0.99, seed=5)]
     alone = [int(compared(logits[:1], [Row(slot, 6)], asked, device)[0].tokens[0]) for slot in range(3)]
@@ -247,7 +249,7 @@ def test_a_draw_does_not_depend_on_its_batch(device: torch.device) -> None:
     assert together[[3, 6, 1]].tolist() == alone
 
 
-def test_memory_is_as_good_for_the_next_call(device: torch.device) -> None:
+def test_scratch_keeps_no_state_between_calls(device: torch.device) -> None:
     kernels, table = TritonSampling(4, WIDE, device), table_of([Asked(1.0, top_p=0.9, seed=5), Asked(0.5, 9, seed=6)], WIDE)
     rows, logits = rows_of([Row(0), Row(1)], WIDE), noise(2, WIDE, 11)
     first = sampled(kernels, logits, rows, table, device)
@@ -256,12 +258,12 @@ def test_memory_is_as_good_for_the_next_call(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("size", [0, MAX_VOCAB + 1])
-def test_a_vocabulary_it_cannot_hold_is_refused(size: int, device: torch.device) -> None:
+def test_triton_sampling_rejects_unsupported_vocabulary(size: int, device: torch.device) -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         TritonSampling(1, size, device)
 
 
-def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
+def test_select_tokens_rejects_more_rows_than_scratch(device: torch.device) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         sampled(TritonSampling(1, 8, device), noise(2, 8), rows_of([Row(0), Row(1)], 8), table_of([Asked()] * 2, 8), device)
 
@@ -272,7 +274,7 @@ def uniforms_kernel(out, lows, highs, positions, SIZE: tl.constexpr):
     tl.store(out + lanes, uniform_of(tl.load(lows + lanes), tl.load(highs + lanes), tl.load(positions + lanes)))
 
 
-def test_uniforms_are_those_of_the_executor(device: torch.device) -> None:
+def test_uniform_of_matches_reference(device: torch.device) -> None:
     numbers = np.random.default_rng(1)
     seeds = numbers.integers(0, 1 << 64, 1024, dtype=np.uint64)
     seeds[:3] = 0, 2**64 - 1, 2**63

@@ -1,4 +1,4 @@
-"""The kernels of a step's start, and their torch twins: page tables, input tokens, page indices. Each case runs on both."""
+"""Checks the kernels that prepare a step and their torch references: page tables, input tokens, page indices."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def kernels(request: pytest.FixtureRequest, device: torch.device) -> StepKernels
 
 
 def column(values: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A slice at an odd offset of a longer tensor, as columns of a staged step are."""
+    """Returns a slice at an odd offset of a longer tensor, as the columns of a staged step are."""
     return torch.tensor([POISON, *values, POISON], dtype=dtype, device=device)[1:-1]
 
 
 def updates_of(rows: list[tuple[int, int, list[int]]], device: torch.device) -> DevicePageTableUpdates:
-    """From (slot, first entry, pages)."""
+    """Returns updates from (slot, first entry, pages)."""
     offsets = [sum(len(pages) for _, _, pages in rows[:index]) for index in range(len(rows))]
     columns = [slot for slot, _, _ in rows], [first for _, first, _ in rows], [len(pages) for _, _, pages in rows], offsets
     return DevicePageTableUpdates(
@@ -53,14 +53,14 @@ CASES: dict[str, list[tuple[int, int, list[int]]]] = {
 }
 
 
-# The twin writes by index alone, and what is left out to the first entry: what that entry becomes is its own question.
-OF_THE_TWIN = ("the first entry among others", "the first entry left alone", "outside alone")
-UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" or case not in OF_THE_TWIN]
+# The reference writes by index only, and it writes skipped entries to the table's first entry, whose value needs these cases.
+REFERENCE_CASES = ("the first entry among others", "the first entry left alone", "outside alone")
+UPDATES = [(name, case) for name in NAMES for case in CASES if name == "torch" or case not in REFERENCE_CASES]
 
 
 @pytest.mark.by_day(one_in=2, seed=12)
 @pytest.mark.parametrize(("kernels", "case"), UPDATES, indirect=["kernels"])
-def test_update_page_table(kernels: StepKernels, device: torch.device, case: str) -> None:
+def test_update_page_table_sets_entries_inside_the_table(kernels: StepKernels, device: torch.device, case: str) -> None:
     table = torch.full((4, 300), POISON, dtype=torch.int32, device=device)
     expected = table.tolist()
     for slot, first, pages in CASES[case]:
@@ -74,7 +74,9 @@ def test_update_page_table(kernels: StepKernels, device: torch.device, case: str
 def ragged(
     rows: list[tuple[int, int, int]], table: Tensor, num_tokens: int, device: torch.device, reverse: bool = False
 ) -> RaggedRows:
-    """From (slot, start, tokens); positions and locations poisoned. reverse: the batch holds the last row first."""
+    """Returns rows from (slot, start, tokens) with poisoned positions and locations. With reverse, the last row is first in
+    the batch.
+    """
     order = list(reversed(range(len(rows)))) if reverse else list(range(len(rows)))
     offsets, begin = [0] * len(rows), 0
     for row in order:
@@ -101,7 +103,7 @@ def expected_tokens(
     page_size: int,
     vocab_size: int,
 ) -> tuple[list[int], list[int], list[int], int]:
-    """ids, positions, locations and the count of unwritten ids: one token after the other."""
+    """Returns (ids, positions, locations, number of unwritten ids), computed one token at a time."""
     tokens = len(held.positions)
     ids, positions, locations, unwritten = [POISON] * tokens, [POISON] * tokens, [POISON] * tokens, 0
     table, offsets = held.page_table.tolist(), held.offsets.tolist()
@@ -139,7 +141,7 @@ STEPS: dict[str, tuple[list[tuple[int, int, int]], int]] = {
     case=STEPS,
     counted={"counted": True, "uncounted": False},
 )
-def test_resolve_tokens(
+def test_resolve_tokens_fills_ids_positions_and_locations(
     kernels: StepKernels, device: torch.device, page_size: int, case: tuple[list[tuple[int, int, int]], int], counted: bool
 ) -> None:
     rows, num_extend = case
@@ -148,7 +150,7 @@ def test_resolve_tokens(
     order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(page_size)).view(5, width).int()
     order[3, width // 8 :] = -1
     held = ragged(rows, order.to(device), tokens + 2, device, reverse=page_size == 4)
-    own = [(13 * token) % 60 - 5 for token in range(tokens)]  # some below 0, some past the vocabulary
+    own = [(13 * token) % 60 - 5 for token in range(tokens)]  # some below 0, some beyond the vocabulary
     last = [7, 49, 5000, 3, -1]
     relay = torch.tensor(last, dtype=torch.int64, device=device)
     unwritten = column([3], device) if counted else None
@@ -165,7 +167,7 @@ def test_resolve_tokens(
     assert relay.tolist() == last
 
 
-def test_given_ids_may_be_none_where_all_rows_decode(kernels: StepKernels, device: torch.device) -> None:
+def test_resolve_tokens_accepts_no_given_ids_when_all_rows_decode(kernels: StepKernels, device: torch.device) -> None:
     table = torch.tensor([[3]], dtype=torch.int32, device=device)
     held = ragged([(0, 2, 1)], table, 1, device)
     input_ids = torch.full((1,), POISON, device=device)
@@ -174,9 +176,10 @@ def test_given_ids_may_be_none_where_all_rows_decode(kernels: StepKernels, devic
     assert (input_ids.tolist(), held.positions.tolist(), held.locations.tolist()) == ([4], [2], [14])
 
 
-def test_known_ids_stand_in_for_relayed_ones(kernels: StepKernels, device: torch.device) -> None:
-    """Four tokens of one sequence as rows of their own, the last of them out of order, beside one that is relayed, one that
-    nothing was relayed for, and padding."""
+def test_resolve_tokens_prefers_known_ids(kernels: StepKernels, device: torch.device) -> None:
+    """Four rows are tokens of one sequence, the last of them out of order. One further row is relayed, one has no relayed id,
+    one is padding.
+    """
     table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32, device=device)
     held = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)
     input_ids, relay = torch.full((6,), POISON, device=device), torch.tensor([4, -1], device=device)
@@ -187,8 +190,8 @@ def test_known_ids_stand_in_for_relayed_ones(kernels: StepKernels, device: torch
     assert held.positions.tolist() == [6, 3, 2, 4, 5, 0] and held.locations.tolist() == [10, 23, 30, 8, 9, -1]
 
 
-def test_many_tokens_of_one_row(kernels: StepKernels, device: torch.device) -> None:
-    """More than one program's worth of the larger block."""
+def test_resolve_tokens_fills_rows_longer_than_a_block(kernels: StepKernels, device: torch.device) -> None:
+    """The row has more tokens than one program of the larger block."""
     table = torch.randperm(100, generator=torch.Generator().manual_seed(1)).int().view(1, 100).to(device)
     rows = [(0, 3, 1100)]
     held = ragged(rows, table, 1100, device)
@@ -199,16 +202,18 @@ def test_many_tokens_of_one_row(kernels: StepKernels, device: torch.device) -> N
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-@pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=True)  # of the C++ kernels it is the twin
+@pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=True)  # the C++ kernels use the reference
 @pytest.mark.parametrize(
     ("slots", "counts", "width"),
     [([0], [1], 1), ([2, -1, 0], [3, 2, 0], 5), ([1, 0, 2], [0, 7, 4], 5), ([0, 2], [2600, 300], 2600), ([], [], 3)],
     ids=["one", "padding", "past the table", "long", "no rows"],
 )
-def test_page_indices(kernels: StepKernels, device: torch.device, slots: list[int], counts: list[int], width: int) -> None:
+def test_page_indices_gathers_pages_of_rows(
+    kernels: StepKernels, device: torch.device, slots: list[int], counts: list[int], width: int
+) -> None:
     table = torch.randperm(3 * width, generator=torch.Generator().manual_seed(width)).view(3, width).int()
     table[:, 1::3] = -1
-    begins = [2 + sum(counts[:row]) for row in range(len(counts) + 1)]  # not all that is before belongs to a row
+    begins = [2 + sum(counts[:row]) for row in range(len(counts) + 1)]  # the first two entries belong to no row
     expected = [POISON] * (begins[-1] + 2)
     for row, slot in enumerate(slots):
         for entry in range(counts[row]):
@@ -221,7 +226,7 @@ def test_page_indices(kernels: StepKernels, device: torch.device, slots: list[in
 
 
 @pytest.mark.parametrize("kernels", [name for name in NAMES if name != "torch"], indirect=True)
-def test_columns_that_do_not_fit_are_refused(kernels: StepKernels, device: torch.device) -> None:
+def test_step_kernels_reject_unfit_columns(kernels: StepKernels, device: torch.device) -> None:
     table = torch.zeros(1, 3, dtype=torch.int32, device=device)
     held = ragged([(0, 0, 1)], table, 1, device)
     short = DevicePageTableUpdates(*(column([0] * count, device) for count in (2, 2, 1, 2)), column([1, 2], device))
@@ -234,13 +239,13 @@ def test_columns_that_do_not_fit_are_refused(kernels: StepKernels, device: torch
     with pytest.raises(ValueError, match="do not fit"):
         kernels.resolve_tokens(one, held, column([1], device), relay, None, 0, 4, 50, 1, known)
     if isinstance(kernels, CpuKernels):
-        return  # its page_indices is the twin
+        return  # CpuKernels.page_indices is the reference
     with pytest.raises(ValueError, match="do not fit"):
         kernels.page_indices(ids.int(), column([0, 1, 2], device), held)
 
 
-def test_the_twins_read_no_value_on_the_host() -> None:
-    """A tensor without memory has none to read."""
+def test_reference_step_kernels_read_no_value_on_the_host() -> None:
+    """A tensor on the meta device has no values to read."""
 
     def blank(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
