@@ -44,7 +44,6 @@ class RaggedRows:
     offsets: Tensor  # int32[R]: index of the row's first token in the batch
     positions: Tensor  # int32[T]
     # int64[T]: page * S + offset in the page, where the token's key and value are written; below 0: not written
-    # int64[T]: page * S + offset in the page, where the token's key and value are written; below 0: not written
     locations: Tensor
     max_context: int  # largest starts[r] + num_tokens[r]
 

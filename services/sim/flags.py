@@ -1,4 +1,6 @@
-"""The words of `rootstock sim`. Standard library only: the client adds them to its parser wherever it runs."""
+"""Adds the arguments of `rootstock sim`. It imports the standard library only, because the client builds its parser on any
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ actions, each with its own --help:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The words behind the action go to the action's own parser: most of its flags are the worker's settings."""
-    parser.add_argument("action", choices=("run", "generate", "fit", "fleet"), help="the simulation, or the file that it needs")
-    parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="arguments and flags of the action")
+    """Adds the action. All later arguments go to the action's own parser, because most of its flags are the worker's
+    settings.
+    """
+    parser.add_argument("action", choices=("run", "generate", "fit", "fleet"), help="Action to run.")
+    parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="Arguments and flags of the action.")

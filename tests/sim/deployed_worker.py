@@ -1,4 +1,4 @@
-"""The scheduler's configuration of a worker on a large GPU, as the simulators make it from the settings' defaults."""
+"""Builds the scheduler's configuration of a worker on a large GPU from the settings' defaults, as the simulators do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ NO_GRAPHS = GraphLimits()
 
 
 def on_gpu(num_pages: int, context_len: int, graphs: GraphLimits = NO_GRAPHS, **given: Any) -> SchedulerConfig:
-    """given: other settings of the worker."""
+    """Returns the configuration. `given` has other settings of the worker."""
     settings = of_values(WorkerSettings, {"context_len": context_len, **given})
     return simulated_config(resolved(settings, round(DEVICE_GIB * 2**30)), num_pages, graphs)

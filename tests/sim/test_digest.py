@@ -1,4 +1,4 @@
-"""The digest of a simulated run: stable over processes, free of names in the code, and changed by every decision."""
+"""Checks the digest of a simulated run: equal in all processes, independent of names in the code, changed by every decision."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.sim.deployed_worker import on_gpu
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--concurrency", "12", "--num-pages", "96", "--context-len", "4096", "--schedule-conservativeness", "0.05")
 DRAFTS = ("--max-drafts", "3")
-# Attributes that are no part of the canonical form: wording, and places of a schema that a gateway has made.
+# Attributes outside the canonical form: wording, and parts of a schema that a gateway has made.
 LEFT_OUT = {Finish: {"message"}, GrammarSpec: {"parts"}}
-# Attributes that a function of the digest reads in place of a path.
+# Attributes that a function of the digest reads.
 READ_BY_FUNCTIONS = {BatchPlan: {"admitted", "table_slots", "table_firsts", "table_counts", "table_pages"}}
 
 
@@ -129,7 +129,7 @@ def test_simulation_accepts_draft_tokens_up_to_the_first_wrong_one(trace: Path) 
     scripted = [min(request.output_len, request.max_new_tokens) for request in requests.requests]
     assert outcome.requests.finished.all() and (outcome.requests.output_tokens == scripted).all()
     stats = outcome.stats
-    expected = (1 / 2 + 1 / 4 + 1 / 8) / 3  # each draft token of a row of 3 is right with a probability of 1/2
+    expected = (1 / 2 + 1 / 4 + 1 / 8) / 3  # each of 3 draft tokens is right with probability 1/2
     assert stats.accepted_tokens_total / stats.drafted_tokens_total == pytest.approx(expected, rel=0.2)
 
 

@@ -1,5 +1,6 @@
-"""A fleet keeps a worker's promises: every request ends once with its tokens, wherever it was sent, and the same run gives the
-same figures. What gateways know is as old as it is said to be."""
+"""Checks that every request of a fleet ends once with its tokens, that a run is reproducible, and that gateways' views are
+delayed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from services.sim.core.trace.trace import Trace, TraceRequest
 from services.sim.core.trace.workloads import hot_prefix, multi_turn, random_lengths, shared_prefix, two_lengths
 from services.sim.fleet.config import FleetConfig, Kill
 from services.sim.fleet.event_queue import EventQueue
-from services.sim.fleet.load_view import LoadView
+from services.sim.fleet.gateway import LoadView
 from services.sim.fleet.report import FleetReport, make_report, worst_window
 from services.sim.fleet.simulation import FleetOutcome, FleetSimulation
 from services.sim.fleet.worker import WorkerLoad
@@ -51,23 +52,23 @@ def check_outputs(trace: Trace, outcome: FleetOutcome) -> None:
     log = outcome.log.requests
     assert log.finished.all(), log.errors()
     assert log.output_tokens.tolist() == [min(r.output_len, r.max_new_tokens) for r in trace.requests]
-    assert (log.told_tokens == log.output_tokens).all(), "what was told step by step is not what the end counts"
+    assert (log.streamed_tokens == log.output_tokens).all(), "the steps' outputs add up to the terminal count"
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 
 @pytest.mark.by_day(one_in=2, seed=24)
 @pytest.mark.parametrize("policy", [str(policy) for policy in RoutingPolicy])
-def test_every_request_ends_with_the_tokens_of_its_script_under_every_policy(policy: str) -> None:
+def test_fleet_ends_requests_with_scripted_tokens_under_every_policy(policy: str) -> None:
     trace = shared_prefix(8, 8, 256, 40, 20, 200.0, 1)
     outcome = run(trace, policy)
     check_outputs(trace, outcome)
     assert outcome.log.placements.reasons.total() == 64 and (outcome.log.placements.sends == 1).all()
-    assert set(outcome.log.placements.worker.tolist()) == {0, 1, 2, 3}, "somebody got nothing"
+    assert set(outcome.log.placements.worker.tolist()) == {0, 1, 2, 3}, "every worker gets requests"
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_fleet_of_one_is_the_worker_alone(overlap: bool) -> None:
+def test_fleet_of_one_worker_equals_simulation(overlap: bool) -> None:
     trace = shared_prefix(6, 6, 256, 40, 25, 100.0, 2)
     host = HostTimes(plan_s=1e-4, commit_s=1e-4)
     fleet = run(trace, workers=1, gateways=1, hop_s=0.0, overlap=overlap, host=host, slack=100.0).log.requests
@@ -79,7 +80,7 @@ def test_a_fleet_of_one_is_the_worker_alone(overlap: bool) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("concurrency", [0, 20])
-def test_the_same_run_gives_the_same_figures_twice_and_another_seed_others(concurrency: int) -> None:
+def test_fleet_is_reproducible_by_seed(concurrency: int) -> None:
     trace = multi_turn(16, 3, 128, 64, 20, 0.2, 40.0, 3)
 
     def once(seed: int) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def test_the_same_run_gives_the_same_figures_twice_and_another_seed_others(concu
     assert once(0) != once(1)
 
 
-def test_turns_of_a_session_wait_for_the_turn_before_whichever_gateway_they_come_to() -> None:
+def test_fleet_sends_turns_of_a_session_in_sequence() -> None:
     trace = multi_turn(6, 3, 64, 64, 16, 1.0, 5.0, 4)
     log = run(trace).log.requests
     for session in {request.session for request in trace.requests}:
@@ -97,9 +98,9 @@ def test_turns_of_a_session_wait_for_the_turn_before_whichever_gateway_they_come
         assert log.ended[first] + 1.0 <= log.sent[second] + 1e-9 and log.ended[second] + 1.0 <= log.sent[third] + 1e-9
 
 
-def test_indexes_of_all_gateways_agree_with_what_workers_hold_once_word_is_through() -> None:
+def test_indexes_match_cached_blocks_when_messages_have_arrived() -> None:
     trace = shared_prefix(12, 6, 512, 60, 20, 200.0, 5)
-    fleet = simulation(trace, scheduler=replace(SCHEDULER, num_pages=160), speculative_s=1.0)  # so few that much is evicted
+    fleet = simulation(trace, scheduler=replace(SCHEDULER, num_pages=160), speculative_s=1.0)  # a small pool: many evictions
     fleet.run()
     settle(fleet)
     assert sum(len(held_by(worker)) for worker in fleet.workers) > 0
@@ -111,7 +112,7 @@ def test_indexes_of_all_gateways_agree_with_what_workers_hold_once_word_is_throu
 
 
 def settle(fleet: FleetSimulation) -> None:
-    """Lets all word arrive and all speculation end."""
+    """Runs the clock until all messages have arrived and all speculation has expired."""
     until = fleet._clock.now + 2.0
     while fleet._clock.now < until:
         fleet._clock.step()
@@ -121,7 +122,7 @@ def held_by(worker: Any) -> set[bytes]:
     return {name for node in worker._sim.core.table.memory.tree.nodes() for name in node.blocks}
 
 
-def test_views_are_empty_when_all_has_ended() -> None:
+def test_load_columns_are_zero_when_all_requests_have_ended() -> None:
     fleet = simulation(shared_prefix(8, 8, 256, 40, 20, 200.0, 6), gateways=3)
     fleet.run()
     settle(fleet)
@@ -129,7 +130,7 @@ def test_views_are_empty_when_all_has_ended() -> None:
         assert not gateway.columns.requests.any() and not gateway.columns.tokens.any()
 
 
-def test_a_gateway_counts_its_own_requests_at_once_and_others_when_told() -> None:
+def test_load_view_counts_own_requests_at_once_and_others_by_reports() -> None:
     columns = WorkerColumns()
     rows = [columns.add(name, number) for number, name in enumerate(("a", "b"))]
     view = LoadView(columns, peer=1)
@@ -138,19 +139,19 @@ def test_a_gateway_counts_its_own_requests_at_once_and_others_when_told() -> Non
     assert columns.requests[:2].tolist() == [1, 0] and columns.tokens[:2].tolist() == [105, 0]
     idle = WorkerLoad(Counter(), 0)
     view.reported([WorkerLoad(Counter({0: 3, 1: 1}), 1000), idle])
-    assert columns.requests[:2].tolist() == [4, 0], "its own one and three of the other gateway's"
+    assert columns.requests[:2].tolist() == [4, 0], "one own request and three of the other gateway"
     assert columns.tokens[:2].tolist() == [105 + 750, 0]
     view.ended(rows[0], 105)
     assert columns.requests[:2].tolist() == [3, 0] and columns.tokens[:2].tolist() == [750, 0]
 
 
-def test_more_than_a_worker_may_have_waits_at_the_gateway() -> None:
+def test_gateway_queues_requests_beyond_the_workers_limits() -> None:
     trace = random_lengths(120, 100, 20, 0.0, 0.0, 7)
     scheduler = replace(SCHEDULER, max_running_requests=8)
     outcome = run(trace, scheduler=scheduler, gateways=1, slack=0.25)
     check_outputs(trace, outcome)
     opened = outcome.log.loads.open_between(-1.0, np.inf)
-    assert opened.max() == 10, "as many as it runs and a quarter more"
+    assert opened.max() == 10, "a worker accepts a quarter more than it runs"
     assert outcome.max_queue == 120 - 4 * 10
 
 
@@ -162,11 +163,11 @@ def test_more_than_a_worker_may_have_waits_at_the_gateway() -> None:
         pytest.param(0.0, 0.0, True, id="by what workers tell"),
     ],
 )
-def test_predictions_come_from_the_index_and_from_what_was_sent(
+def test_gateway_predicts_cached_tokens_by_index_and_speculation(
     speculative_s: float, index_delay_s: float, predicts: bool
 ) -> None:
     by_group = [TraceRequest(0.0, (group, group + 2, group + 4, group + 6), 288, 4, 4) for group in (0, 1)]
-    trace = Trace(64, tuple(replace(by_group[at % 2], arrival=0.5 * at) for at in range(20)))  # each is done before the next
+    trace = Trace(64, tuple(replace(by_group[at % 2], arrival=0.5 * at) for at in range(20)))  # requests do not overlap
     outcome = run(trace, gateways=1, speculative_s=speculative_s, index_delay_s=index_delay_s)
     prediction = report_of(outcome).prediction
     assert prediction.predicted_tokens == (18 * 256 if predicts else 0)
@@ -174,43 +175,43 @@ def test_predictions_come_from_the_index_and_from_what_was_sent(
         assert prediction.cached_tokens == 18 * 256 and prediction.mean_error == 0.0
 
 
-def test_another_gateways_prompts_are_known_only_when_the_worker_tells() -> None:
+def test_gateway_predicts_other_gateways_prompts_by_events_only() -> None:
     same = TraceRequest(0.0, (1, 2, 3, 4), 300, 4, 4)
     trace = Trace(64, tuple(replace(same, arrival=0.5 * at) for at in range(12)))
     by_delay = [run(trace, index_delay_s=delay).log.placements.predicted for delay in (0.1, 1000.0)]
     assert (by_delay[0] > 0).sum() == 11
-    assert (by_delay[1] > 0).sum() == 10, "each of the two gateways knows its own only"
+    assert (by_delay[1] > 0).sum() == 10, "each of the two gateways predicts its own prompts only"
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("back_after_s", [0.0, 0.3])
-def test_requests_of_a_killed_worker_go_on_elsewhere_with_the_same_outputs(back_after_s: float) -> None:
+def test_fleet_resumes_requests_of_killed_workers(back_after_s: float) -> None:
     trace = shared_prefix(8, 8, 256, 40, 60, 60.0, 9)
     kills = (Kill(1, 0.4, back_after_s), Kill(2, 0.5, back_after_s))
     fleet = simulation(trace, kills=kills)
     outcome = fleet.run()
     check_outputs(trace, outcome)
     placements = outcome.log.placements
-    assert (placements.sends > 1).sum() > 3, "nobody was on the workers that died: nothing was tested"
+    assert (placements.sends > 1).sum() > 3, "the killed workers had requests"
     last = placements.worker[outcome.log.requests.sent > 0.85]
     assert np.isin(last, [1, 2]).any() == bool(back_after_s)
     for gateway in fleet.gateways:
-        assert gateway.index.find("worker-1", 1) == -1, "what a dead worker held counts no more"
+        assert gateway.index.find("worker-1", 1) == -1, "the index has no blocks of a dead worker"
 
 
-def test_a_request_with_all_but_its_last_token_ends_properly_elsewhere() -> None:
-    """Steps take a second: the worker dies between the ninth token and the tenth."""
+def test_fleet_resumes_request_before_the_last_token() -> None:
+    """Steps take a second, so the worker dies between the ninth token and the tenth."""
     trace = Trace(64, (TraceRequest(0.0, (), 64, 10, 20),))
     times = TimeModel(base=1.0)
     undisturbed = run(trace, workers=2, gateways=1, time_model=times).log
     victim = int(undisturbed.placements.worker[0])
     log = run(trace, workers=2, gateways=1, time_model=times, kills=(Kill(victim, 9.5),)).log
-    assert log.placements.worker[0] == 1 - victim and log.requests.output_tokens[0] == log.requests.told_tokens[0] == 10
+    assert log.placements.worker[0] == 1 - victim and log.requests.output_tokens[0] == log.requests.streamed_tokens[0] == 10
     assert log.requests.reason[0] == undisturbed.requests.reason[0] == FinishReason.MATCHED_TOKEN
 
 
-def test_a_fleet_without_a_worker_says_so_instead_of_running_for_ever() -> None:
-    with pytest.raises(SimulationError, match="nothing was said"):
+def test_fleet_raises_when_no_worker_is_alive() -> None:
+    with pytest.raises(SimulationError, match="no output"):
         run(random_lengths(3, 64, 50, 0.0, 0.0, 10), workers=1, report_s=10.0, kills=(Kill(0, 0.01),))
 
 
@@ -226,12 +227,12 @@ def test_a_fleet_without_a_worker_says_so_instead_of_running_for_ever() -> None:
         pytest.param({"report_s": 0.0}, id="no time between reports"),
     ],
 )
-def test_impossible_fleets_are_refused(changes: dict[str, Any]) -> None:
+def test_fleet_config_rejects_impossible_values(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         replace(FLEET, **changes)
 
 
-def test_events_happen_in_the_order_of_their_times_then_of_their_making() -> None:
+def test_event_queue_runs_actions_by_time_and_insertion() -> None:
     queue, seen = EventQueue(), []
     queue.at(2.0, seen.append, "late")
     queue.at(1.0, seen.append, "first")
@@ -242,14 +243,14 @@ def test_events_happen_in_the_order_of_their_times_then_of_their_making() -> Non
     assert seen == ["first", "second", "no earlier than now", "late"] and queue.now == 2.0
 
 
-def test_the_worst_window_is_found_and_idle_ones_do_not_count() -> None:
+def test_worst_window_ignores_idle_windows() -> None:
     even, skewed, idle = [[10, 10]] * 4, [[15, 5]] * 4, [[1, 0]] * 4
     assert worst_window(np.array(even + skewed + idle, float), 4) == pytest.approx(1.5)
     assert worst_window(np.array(even + skewed, float), 8) == pytest.approx(1.25)
     assert worst_window(np.array(idle, float), 4) == 0.0
 
 
-def test_a_hot_prefix_is_the_beginning_of_its_share_of_the_prompts() -> None:
+def test_hot_prefix_begins_the_given_share_of_prompts() -> None:
     trace = hot_prefix(requests=200, share=0.6, prefix=256, suffix=40, output=20, rate=10.0, seed=1)
     blocks = Counter(request.blocks for request in trace.requests)
     assert blocks == {(0, 1, 2, 3): 120, (): 80}
@@ -257,7 +258,7 @@ def test_a_hot_prefix_is_the_beginning_of_its_share_of_the_prompts() -> None:
     assert trace.unique_block_tokens == 256 + 120 * 40 + 80 * 296
 
 
-def test_long_and_short_requests_have_each_their_lengths_at_random_places() -> None:
+def test_two_lengths_mixes_long_and_short_requests() -> None:
     trace = two_lengths(requests=200, share=0.25, long=(4096, 64), short=(256, 128), spread=0.25, rate=10.0, seed=1)
     long = [request.input_len > 3000 for request in trace.requests]
     assert sum(long) == 50 and 0 < sum(long[:100]) < 50

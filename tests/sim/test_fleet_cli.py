@@ -1,4 +1,4 @@
-"""python -m services.sim.fleet from end to end: workloads and traces in, tables and JSON out."""
+"""Runs python -m services.sim.fleet from end to end: workloads and traces in, tables and JSON out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return reports
 
 
-def test_a_trace_as_a_process_of_its_own_has_a_row_and_a_line_for_every_policy(trace: Path) -> None:
+def test_command_prints_row_and_line_per_policy(trace: Path) -> None:
     command = [sys.executable, "-m", "services.sim.fleet", str(trace), *SMALL, "--policies", "all"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def test_a_trace_as_a_process_of_its_own_has_a_row_and_a_line_for_every_policy(t
         assert word in done.stdout
 
 
-def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_figure_of_a_fleet(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, str(trace), *SMALL)["prefix_aware"]
     assert report["requests"] == report["finished"] == 30 and report["errors"] == {}
     assert 0 < report["hit_rate"] < 1 and report["ttft"]["p50"] <= report["e2e"]["p99"]
@@ -54,13 +54,13 @@ def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.by_day(one_in=3, seed=17)
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
-def test_every_workload_has_its_size_from_the_workers_or_the_flag(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workload_size_follows_the_flag(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--workload", workload, "--workers", "3", "--size", "1", "--time-model", "zero", "--policies", "least_requests"]
     report = run_json(capsys, *argv)["least_requests"]
     assert report["finished"] == report["requests"] == (160 if workload == "multi-turn" else 128)
 
 
-def test_flags_reach_routing_the_fleet_and_the_scheduler(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_change_routing_fleet_and_scheduler(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(trace), *SMALL, "--policies", "prefix_aware", "--seed", "1"]
 
     def reasons(*flags: str) -> dict[str, int]:
@@ -75,7 +75,7 @@ def test_flags_reach_routing_the_fleet_and_the_scheduler(trace: Path, capsys: py
     assert killed["resumed"] > 0 and killed["finished"] == 30
 
 
-def test_with_roles_every_policy_is_run_with_and_without_them(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_workers_flag_runs_policies_with_and_without_roles(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(trace), *SMALL, "--prefill-workers", "1", "--disaggregation-min-tokens", "64"]
     reports = run_json(capsys, *argv)
     assert set(reports) == {"prefix_aware", "round_robin", "prefix_aware, no roles", "round_robin, no roles"}
@@ -90,7 +90,7 @@ def test_with_roles_every_policy_is_run_with_and_without_them(trace: Path, capsy
         assert word in out
 
 
-def test_transfer_flags_reach_the_wire(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_flags_change_the_wire(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(trace), *SMALL, "--policies", "prefix_aware", "--prefill-workers", "1", "--disaggregation-min-tokens", "64"]
 
     def roles(*flags: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_transfer_flags_reach_the_wire(trace: Path, capsys: pytest.CaptureFixtur
     assert roles("--disaggregation-min-tokens", "100000")["handed_over"] == 0
 
 
-def test_kv_is_given_in_tokens_or_as_a_share_of_what_is_distinct(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_share_is_relative_to_distinct_tokens(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(trace), "--workers", "2", "--kv-share", "0.5", "--policies", "random"]) == 0
     distinct = 6 * 256 + 30 * 32
     out = capsys.readouterr().out
@@ -123,14 +123,14 @@ def test_kv_is_given_in_tokens_or_as_a_share_of_what_is_distinct(trace: Path, ca
         pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "no such worker", id="no such worker"),
     ],
 )
-def test_what_cannot_be_run_is_said_in_a_sentence(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_error_when_fleet_cannot_run(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 1
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("argv", [["--policies", "best"], ["--kill", "0"], ["--kill", "a@1"]])
-def test_flags_that_make_no_sense_are_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_parser_names_invalid_flag(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--workload", "no-sharing", *argv])
     assert argv[0] in capsys.readouterr().err

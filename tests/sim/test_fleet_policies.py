@@ -1,5 +1,8 @@
-"""What prefix-aware routing is for, shown by simulation: 8 workers, two gateways, the assumed H200. Outputs are shorter than in
-the figures of docs/how-to/simulator.md, so that the runs are; arrivals come faster, above what round robin can serve."""
+"""Compares routing policies by simulation: 8 workers, two gateways, the assumed H200.
+
+To keep runs short, outputs are shorter than in the figures of docs/how-to/simulator.md, and arrivals exceed the capacity of round
+robin.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from tests.night import NIGHTLY
 from tests.sim.deployed_worker import on_gpu
 
 WORKERS, PAGE_SIZE = 8, 16
-SAMPLES_PER_WINDOW = 20  # 2 s
+SAMPLES_PER_WINDOW = 20  # samples in 2 s
 
 
 def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[FleetReport]:
-    """Chunks depend on no time, so that policies differ by where requests go."""
+    """Returns a report per policy. Chunk sizes do not depend on time, so policies differ by their placements only."""
     scheduler = on_gpu(kv_tokens // PAGE_SIZE, 4096, page_size=PAGE_SIZE, adaptive_chunk_s=0.0)
     config = FleetConfig(scheduler, PRESETS["h200-like"], RoutingConfig(), workers=WORKERS)
     reports = []
@@ -32,7 +35,7 @@ def compare(trace: Trace, kv_tokens: int, *policies: RoutingPolicy) -> list[Flee
     return reports
 
 
-def test_shared_prefixes_are_hit_three_times_as_often_and_served_nearly_twice_as_fast_as_by_round_robin() -> None:
+def test_prefix_aware_triples_hit_rate_of_round_robin_when_prefixes_are_shared() -> None:
     """64 groups of 16; each worker's KV holds an eighth of the distinct prompt tokens."""
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=64, rate=250.0, seed=0)
     assert trace.unique_block_tokens == 64 * 2048 + 1024 * 128
@@ -45,20 +48,20 @@ def test_shared_prefixes_are_hit_three_times_as_often_and_served_nearly_twice_as
 
 
 @pytest.mark.parametrize(("requests", "rate"), [(576, 60.0), *([(1024, 150.0)] if NIGHTLY else ())])
-def test_without_sharing_it_is_least_requests(requests: int, rate: float) -> None:
-    """But for the first decisions, which do not know that yet."""
+def test_prefix_aware_equals_least_requests_when_no_prefix_is_shared(requests: int, rate: float) -> None:
+    """The first placements may differ, because the gateways have not seen yet that no prefix is shared."""
     trace = random_lengths(requests=requests, input_len=2176, output=64, spread=0.5, rate=rate, seed=0)
     aware, least = compare(trace, 65_536, RoutingPolicy.PREFIX_AWARE, RoutingPolicy.LEAST_REQUESTS)
     assert aware.total_tokens_per_s == pytest.approx(least.total_tokens_per_s, rel=0.02)
     assert aware.e2e.p50 == pytest.approx(least.e2e.p50, rel=0.02) and aware.e2e.p99 < 1.02 * least.e2e.p99
-    assert aware.ttft.p99 < 1.1 * least.ttft.p99, "the sixth slowest of 576: a few decisions are seen in it"
+    assert aware.ttft.p99 < 1.1 * least.ttft.p99, "a few placements change the sixth slowest of 576"
     assert aware.reasons == {"no_match": requests}
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("requests", "rate"), [(256, 60.0), (512, 200.0)])
-def test_a_hot_prefix_of_six_in_ten_requests_overloads_nobody(requests: int, rate: float) -> None:
+def test_prefix_aware_balances_load_when_one_prefix_is_hot(requests: int, rate: float) -> None:
     trace = hot_prefix(requests=requests, share=0.6, prefix=2048, suffix=128, output=64, rate=rate, seed=0)
     (aware,) = compare(trace, 65_536, RoutingPolicy.PREFIX_AWARE)
-    assert aware.hit_rate > 0.45, "of at most 0.56: the prefix is used"
+    assert aware.hit_rate > 0.45, "at most 0.56 is possible"
     assert aware.balance.tokens < 1.5 and aware.balance.open < 1.5 and aware.balance.worst_open < 1.5

@@ -1,4 +1,6 @@
-"""The property tests' workload: 4,500 steps over every policy and flag; twenty times 50,000 with ROOTSTOCK_TEST_NIGHTLY=1."""
+"""Runs the property tests' workload for 4,500 steps over every policy and flag; twenty times 50,000 with
+ROOTSTOCK_TEST_NIGHTLY=1.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,12 @@ from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of, 
 from tests.night import NIGHTLY
 
 ROUNDS = range(20) if NIGHTLY else range(1)
-PATIENCE = 4 if NIGHTLY else 15  # times its share of steps that a run may take to meet all that it claims to test
+PATIENCE = 4 if NIGHTLY else 15  # factor of its share of steps by which a run ends, unless it has met every event before
 STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 4_500
-TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # after which the next seed begins
+TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # turns per seed
 
 LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY
 
-# page size, pool in tokens, slots, chunk, policy, eviction, priorities, lower value first, threshold, mixed, retract interval,
-# extend steps in a row, rows at which chunks are halved, radix cache, overlap
 COLUMNS = (
     "page_size",
     "pool_tokens",
@@ -64,7 +64,9 @@ def driven(name: str, seed: int, turns: int = TURNS_OF_A_DRIVE, checked: bool = 
 
 
 def num_jumps(plans: list[BatchPlan]) -> int:
-    """Extend rows of requests whose last token was sampled and which were not admitted again: their grammar added tokens."""
+    """Counts extend rows of requests whose last token was sampled and which were not admitted again: their grammar added
+    tokens.
+    """
     count = 0
     sampled: set[int] = set()
     for plan in plans:
@@ -96,8 +98,8 @@ def exercised(engine: Engine) -> Counter[str]:
 
 @pytest.mark.parametrize("round_number", ROUNDS)
 @pytest.mark.parametrize("name", ROWS)
-def test_long_runs(name: str, round_number: int) -> None:
-    """Every invariant holds after every call, every request gets its answer once, and the run was worth it."""
+def test_scheduler_keeps_invariants_in_long_runs(name: str, round_number: int) -> None:
+    """Every invariant holds after every call, every request ends once, and the run has met each event of `wanted`."""
     values = dict(zip(COLUMNS, ROWS[name], strict=True))
     never = set()
     if not values["enable_priority_scheduling"]:
@@ -130,13 +132,13 @@ EVERY_VALUE: dict[str, set[Any]] = {
 }
 
 
-def test_every_value_is_among_the_long_runs() -> None:
+def test_long_runs_have_every_value() -> None:
     assert {column: {row[COLUMNS.index(column)] for row in ROWS.values()} for column in EVERY_VALUE} == EVERY_VALUE
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("name", ["lpm mixed", "random"])
-def test_the_same_seed_gives_the_same_plans(name: str) -> None:
+def test_plans_are_reproducible_by_seed(name: str) -> None:
     first, second, other = (driven(name, seed, 100, checked=False) for seed in (77, 77, 78))
     assert [repr(plan) for plan in first.plans] == [repr(plan) for plan in second.plans]
     assert repr(first.finishes) == repr(second.finishes)
@@ -147,7 +149,7 @@ class TestNoStarvation:
     """First come, first served, without priorities."""
 
     @each_pair(overlap=EITHER, retract_interval=[0, 3], mixed=EITHER)
-    def test_nobody_is_overtaken_before_the_first_step(self, overlap: bool, retract_interval: int, mixed: bool) -> None:
+    def test_scheduler_admits_in_order_of_arrival(self, overlap: bool, retract_interval: int, mixed: bool) -> None:
         config = config_of(
             4, 160, 6, 16, enable_mixed_chunk=mixed, retract_interval=retract_interval, schedule_conservativeness=0.3
         )
@@ -165,20 +167,20 @@ class TestNoStarvation:
 
     @staticmethod
     def check_order(engine: Engine) -> None:
-        """Those that have been admitted arrived before all that never were, but for those that have waited for a prefix."""
+        """Checks that every admitted request arrived before every request that was never admitted, except those waiting for
+        a prefix.
+        """
         here = engine.core.table.by_key.values()
         begun = [request.seq for request in here if request.queue_s >= 0]
         never = [request.seq for request in here if request.queue_s < 0 and request.prefix_seen < 0]
         assert not begun or not never or max(begun) < min(never)
 
     @each_value(overlap=EITHER, retract_interval=[0, 4])
-    def test_a_request_waits_no_longer_than_those_before_it_would_take_one_by_one(
-        self, overlap: bool, retract_interval: int
-    ) -> None:
-        """Steps until the first admission, under a load that never lets the queue run dry.
+    def test_scheduler_admits_within_the_time_of_earlier_requests(self, overlap: bool, retract_interval: int) -> None:
+        """Bounds the steps until the first admission, under a load that keeps the queue full.
 
-        Each step extends or decodes something of requests that came before. Alone, one takes its chunks and its outputs;
-        each retraction costs at most another round of chunks.
+        Each step extends or decodes an earlier request. One by one, a request takes its chunks and its outputs; each retraction
+        costs at most another round of chunks.
         """
         config = config_of(4, 160, 6, 16, retract_interval=retract_interval, schedule_conservativeness=0.3)
         engine, rng = Engine(config, overlap, checked=False), random.Random(6)
@@ -199,7 +201,7 @@ class TestNoStarvation:
 
     @staticmethod
     def bound(engine: Engine, handle: int) -> int:
-        """The number of the step by which the request has begun, if nobody is retracted."""
+        """Returns the number of the step by which the request begins if no request is retracted."""
         before = [request for request in engine.core.table.by_key.values() if request.handle != handle]
         chunks = sum(-(-request.num_prompt_tokens // 16) + 1 for request in before)
         outputs = sum(request.params.max_new_tokens - len(request.output_ids) for request in before)

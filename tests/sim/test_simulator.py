@@ -1,5 +1,7 @@
-"""The simulator keeps its promises: every request ends once with the tokens it was to say, and the same run gives the same
-figures. Numbers that follow from the trace by arithmetic are asked for exactly."""
+"""Checks that every simulated request ends once with its scripted tokens, and that runs are reproducible.
+
+Figures that follow from the trace by arithmetic are compared exactly.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def check_outputs(trace: Trace, outcome: Outcome) -> None:
     log = outcome.requests
     assert log.finished.all(), log.errors()
     assert (log.output_tokens == scripted(trace)).all()
-    assert (log.told_tokens == log.output_tokens).all(), "what was told step by step is not what the end counts"
+    assert (log.streamed_tokens == log.output_tokens).all(), "the steps' outputs add up to the terminal count"
     assert (log.sent <= log.first_token).all() and (log.first_token <= log.ended).all()
 
 
@@ -69,7 +71,7 @@ def check_outputs(trace: Trace, outcome: Outcome) -> None:
     },
     overlap=[True, False],
 )
-def test_every_request_ends_with_the_tokens_of_its_script(trace: Trace, overlap: bool) -> None:
+def test_simulation_ends_requests_with_scripted_tokens(trace: Trace, overlap: bool) -> None:
     check_outputs(trace, simulate(trace, overlap=overlap))
 
 
@@ -83,14 +85,14 @@ def test_every_request_ends_with_the_tokens_of_its_script(trace: Trace, overlap:
         pytest.param(300, {"schedule_conservativeness": 0.3}, False, id="for want of memory without overlap"),
     ],
 )
-def test_retraction_and_readmission_keep_the_exact_output_counts(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:
+def test_retraction_keeps_output_counts(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:
     trace = storm(120, 64, 30, 10, 0.2, 0.8, 40.0, 5)
     outcome = simulate(trace, config_of(num_pages=num_pages, **fields), overlap=overlap)
-    assert outcome.stats.retractions_total > 5, "nothing was retracted: nothing was tested"
+    assert outcome.stats.retractions_total > 5, "the run has retractions"
     check_outputs(trace, outcome)
 
 
-def test_a_request_ends_by_eos_at_its_own_length_and_by_length_where_the_limit_comes_first() -> None:
+def test_request_ends_by_eos_or_by_length() -> None:
     by_eos = TraceRequest(0.0, (), 20, output_len=7, max_new_tokens=50)
     by_length = replace(by_eos, output_len=50, max_new_tokens=9)
     outcome = simulate(Trace(64, (by_eos, by_length)))
@@ -100,7 +102,7 @@ def test_a_request_ends_by_eos_at_its_own_length_and_by_length_where_the_limit_c
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("concurrency", [0, 12])
-def test_the_same_trace_gives_the_same_figures_twice(concurrency: int) -> None:
+def test_simulation_is_reproducible(concurrency: int) -> None:
     def once() -> dict[str, Any]:
         trace = storm(100, 100, 25, 10, 0.3, 0.7, 40.0, 6)
         return asdict(report_of(simulate(trace, config_of(num_pages=200), concurrency)))
@@ -108,16 +110,18 @@ def test_the_same_trace_gives_the_same_figures_twice(concurrency: int) -> None:
     assert once() == once()
 
 
-def test_overlap_changes_times_but_no_token() -> None:
+def test_overlap_changes_times_and_keeps_tokens() -> None:
     trace = random_lengths(100, 200, 30, 0.5, 30.0, 7)
     host = HostTimes(plan_s=1e-3, commit_s=1e-3)
     with_overlap, without = (simulate(trace, overlap=overlap, host=host) for overlap in (True, False))
     assert (with_overlap.requests.output_tokens == without.requests.output_tokens).all()
-    assert with_overlap.seconds < without.seconds, "the host's work hides behind the device's"
+    assert with_overlap.seconds < without.seconds, "the host works while the device runs"
 
 
-def test_time_is_the_time_models_sum() -> None:
-    """One request alone, no overlap: one step for the prompt and one for each further token, host work before and after."""
+def test_virtual_time_is_the_sum_of_the_time_model() -> None:
+    """A single request without overlap runs one step for the prompt and one per further token, with host work before and
+    after.
+    """
     times = TimeModel(base=0.01, per_prefill_token=0.001, per_row=0.002, per_context_token=0.0001)
     host = HostTimes(plan_s=0.003, commit_s=0.004)
     outcome = simulate(Trace(64, (TraceRequest(2.0, (), 100, 3, 3),)), times=times, host=host, overlap=False)
@@ -129,44 +133,44 @@ def test_time_is_the_time_models_sum() -> None:
     assert log.ended[0] == pytest.approx(2.0 + prefill + decodes)
 
 
-def test_host_work_under_a_longer_step_costs_nothing_with_overlap() -> None:
+def test_overlap_hides_host_work_when_steps_are_longer() -> None:
     trace = Trace(64, (TraceRequest(0.0, (), 64, 101, 101),))
     times = TimeModel(base=0.01)
     busy = simulate(trace, times=times, host=HostTimes(plan_s=0.002, commit_s=0.002))
     assert busy.seconds == pytest.approx(101 * 0.01, rel=0.01)
 
 
-def test_equal_prompts_one_after_another_hit_all_but_their_last_page() -> None:
+def test_equal_prompts_in_sequence_hit_all_pages_except_the_last() -> None:
     trace = Trace(64, tuple(TraceRequest(0.0, (1, 2, 3, 4), 256, 5, 5) for _ in range(10)))
     outcome = simulate(trace, concurrency=1)
     assert outcome.requests.cached_tokens.tolist() == [0] + [240] * 9
     assert report_of(outcome).hit_rate == pytest.approx(9 * 240 / 2560)
 
 
-def test_a_salt_keeps_equal_prompts_apart() -> None:
+def test_salts_separate_equal_prompts() -> None:
     request = TraceRequest(0.0, (1, 2, 3, 4), 256, 5, 5)
     trace = Trace(64, tuple(replace(request, salt=salt) for salt in ("a", "b", "a", "b")))
     assert simulate(trace, concurrency=1).requests.cached_tokens.tolist() == [0, 0, 240, 240]
 
 
-def test_priorities_of_the_trace_order_the_queue() -> None:
+def test_priorities_of_the_trace_order_the_queue_of_the_scheduler() -> None:
     plain = random_lengths(80, 64, 20, 0.0, 0.0, 12)
     trace = Trace(64, tuple(replace(request, priority=index % 2) for index, request in enumerate(plain.requests)))
     outcome = simulate(trace, config_of(max_running_requests=4, enable_priority_scheduling=True))
     queue = outcome.requests.queue
-    assert queue[1::2].max() <= queue[0::2].min(), "a higher value goes first"
+    assert queue[1::2].max() <= queue[0::2].min(), "requests of a higher value run first"
     assert queue[0::2].min() > 0
 
 
-def test_a_later_turn_finds_the_earlier_prompt_and_answer_cached() -> None:
+def test_later_turn_hits_earlier_prompt_and_completion() -> None:
     trace = multi_turn(1, 3, system=64, user=32, output=64, think_s=1.0, rate=0.0, seed=0)
     outcome = simulate(trace)
     assert [r.input_len for r in trace.requests] == [96, 192, 288]
-    # Of each answer the last token is said and never computed, which leaves its page out.
+    # The last token of each completion is never computed, so its page is not cached.
     assert outcome.requests.cached_tokens.tolist() == [0, 144, 240]
 
 
-def test_turns_of_a_session_wait_for_the_turn_before_and_the_time_to_think() -> None:
+def test_turn_waits_for_previous_turn_and_think_time() -> None:
     trace = multi_turn(3, 4, system=64, user=32, output=16, think_s=2.0, rate=1.0, seed=1)
     log = simulate(trace).requests
     for session in ("s0", "s1", "s2"):
@@ -175,7 +179,7 @@ def test_turns_of_a_session_wait_for_the_turn_before_and_the_time_to_think() -> 
             assert log.sent[after] == pytest.approx(log.ended[before] + 2.0, abs=0.05)
 
 
-def test_closed_loop_has_so_many_requests_at_a_time() -> None:
+def test_closed_loop_limits_open_requests() -> None:
     trace = random_lengths(60, 64, 20, 0.5, 0.0, 8)
     log = simulate(trace, concurrency=7).requests
     for at in log.sent:
@@ -183,7 +187,7 @@ def test_closed_loop_has_so_many_requests_at_a_time() -> None:
     assert ((log.sent <= log.ended[0]) & (log.ended >= log.ended[0])).sum() >= 7
 
 
-def test_refused_requests_are_counted_by_their_error() -> None:
+def test_report_counts_refused_requests_by_error() -> None:
     trace = random_lengths(20, 64, 50, 0.0, 0.0, 9)
     outcome = simulate(trace, config_of(max_queued_requests=5))
     assert outcome.requests.errors() == {ErrorCode.QUEUE_FULL.name.lower(): 15}
@@ -191,14 +195,14 @@ def test_refused_requests_are_counted_by_their_error() -> None:
     assert report.finished == 5 and report.requests == 20 and report.output_tokens == 250
 
 
-def test_a_request_that_waits_too_long_is_ended_by_the_clock() -> None:
+def test_request_times_out_by_virtual_time() -> None:
     trace = random_lengths(2, 64, 1000, 0.0, 0.0, 10)
     outcome = simulate(trace, config_of(max_running_requests=1, waiting_timeout_s=0.5))
     assert outcome.requests.errors() == {"timeout": 1}
     assert outcome.requests.ended[1] == pytest.approx(0.5, abs=0.1)
 
 
-def test_throughput_of_a_stretch_of_time() -> None:
+def test_throughput_covers_the_given_interval() -> None:
     outcome = simulate(random_lengths(200, 64, 50, 0.0, 20.0, 11))
     steps = outcome.steps
     begin, end = float(steps.column("planned")[0]), float(steps.column("planned")[-1])
@@ -209,21 +213,21 @@ def test_throughput_of_a_stretch_of_time() -> None:
     assert sum(halves) / 2 == pytest.approx(steps.throughput(begin, end))
 
 
-def test_equal_blocks_are_equal_tokens_and_all_else_differs() -> None:
+def test_script_gives_equal_tokens_for_equal_blocks_only() -> None:
     request = TraceRequest(0.0, (5, 6), 100, 60, 60)
     script = Script(Trace(64, (request, request, replace(request, blocks=(5, 7)), replace(request, blocks=()))))
     one, same, other, loose = (script.prompt(i) for i in range(4))
     assert (one == same).all()
     assert (one[:64] == other[:64]).all() and not (one[64:] == other[64:]).any()
     assert not (one == loose).any()
-    assert (script.output(0)[:28] == script.output(1)[:28]).all(), "the second block goes on over the output"
+    assert (script.output(0)[:28] == script.output(1)[:28]).all(), "the second block covers a part of the output"
     assert not (script.output(0)[28:-1] == script.output(1)[28:-1]).any()
     assert script.output(0)[-1] == EOS_ID and len(script.output(0)) == 60
     assert min(one.min(), loose.min()) > EOS_ID and max(one.max(), loose.max()) < VOCAB_SIZE
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_scores_have_no_output_and_share_queries(overlap: bool) -> None:
+def test_scores_share_queries_without_output(overlap: bool) -> None:
     """The first item of each query computes the query; the others find all of its pages."""
     outcome = simulate(scores(queries=3, items=20, query=512, item=40, rate=0.0, seed=1), overlap=overlap)
     report = report_of(outcome)

@@ -1,4 +1,4 @@
-"""python -m services.sim.core from end to end: traces are made, run, printed and drawn."""
+"""Runs python -m services.sim.core from end to end: generates, runs, prints and draws traces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return report
 
 
-def test_a_tiny_trace_as_a_process_of_its_own_with_a_picture(trace: Path, tmp_path: Path) -> None:
+def test_command_runs_trace_and_draws_timeline(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
     command = [sys.executable, "-m", "services.sim.core", str(trace), *SMALL, "--timeline", str(picture)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -52,7 +52,7 @@ def test_a_tiny_trace_as_a_process_of_its_own_with_a_picture(trace: Path, tmp_pa
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
-def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_figure_of_a_run(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, str(trace), *SMALL)
     assert report["requests"] == report["finished"] == 16
     assert report["prompt_tokens"] == 16 * 288 and report["output_tokens"] == 320
@@ -61,13 +61,11 @@ def test_json_has_every_figure(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["counters"]["retractions"] == 0 and report["counters"]["generated_tokens"] == 320
 
 
-def test_scheduler_settings_and_time_model_are_taken_from_flags(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_change_scheduler_and_time_model(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     model.write_text('{"base": 0.1}')
     slow = run_json(capsys, str(trace), *SMALL, "--time-model", str(model), "--no-enable-overlap", "--concurrency", "16")
-    assert slow["tpot"]["p50"] == pytest.approx(0.1, rel=0.1), "a prefill step may stand between two tokens"
+    assert slow["tpot"]["p50"] == pytest.approx(0.1, rel=0.1), "a prefill step may run between two tokens"
     mixed = run_json(capsys, str(trace), *SMALL, "--enable-mixed-chunk", "--chunked-prefill-size", "64")
     assert mixed["steps"]["mixed"] > 0
     cold = run_json(capsys, str(trace), *SMALL, "--no-enable-radix-cache")
@@ -88,11 +86,11 @@ def settings_with(*flags: str) -> WorkerSettings:
     [((), 140 * GIB), (("--device-gib", "24"), 24 * GIB), (("--device-gib", "0"), None)],
     ids=["an H200", "a small GPU", "a CPU"],
 )
-def test_without_flags_it_simulates_a_worker_as_it_is_deployed(
+def test_default_flags_give_deployed_configuration(
     flags: tuple[str, ...], device_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployed = resolved(WorkerSettings(), device_bytes)
-    monkeypatch.setenv("ROOTSTOCK_MAX_QUEUED_REQUESTS", "7")  # the environment is not asked
+    monkeypatch.setenv("ROOTSTOCK_MAX_QUEUED_REQUESTS", "7")  # the environment is not read
     settings = settings_with(*flags)
     assert settings == deployed
     simulated = simulated_config(settings, 512, GraphLimits(8, 100, 0.5))
@@ -100,7 +98,7 @@ def test_without_flags_it_simulates_a_worker_as_it_is_deployed(
     assert simulated == scheduler_config(deployed, model, bos_token_id=-1)
 
 
-def test_flags_are_the_workers_settings() -> None:
+def test_flags_set_worker_settings() -> None:
     given = {"page_size": 32, "max_queued_requests": 7, "schedule_policy": SchedulePolicy.LPM, "enable_radix_cache": False}
     flags = ("--page-size", "32", "--max-queued-requests", "7", "--schedule-policy", "lpm", "--no-enable-radix-cache")
     assert settings_with(*flags) == settings_with().model_copy(update=given)
@@ -108,7 +106,7 @@ def test_flags_are_the_workers_settings() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["shared-prefix", "random", "multi-turn", "storm", "grammars"])
-def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_makes_runnable_traces_of_every_kind(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     few = {"shared-prefix": ["--groups", "3", "--per-group", "2"], "multi-turn": ["--sessions", "3"]}
     assert cli.main(["generate", kind, str(path), *few.get(kind, ["--requests", "10"])]) == 0
@@ -128,16 +126,14 @@ def test_every_kind_of_trace_is_made_and_runs(kind: str, tmp_path: Path, capsys:
         pytest.param(["fit", "missing.jsonl"], "missing.jsonl", id="nothing to fit"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
-    argv: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reports_error_in_one_line(argv: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main([part.format(trace=trace) for part in argv]) == 1
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
 
 
-def test_a_fitted_model_goes_into_a_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fitted_model_sets_step_times_of_a_run(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timings, model = tmp_path / "timings.jsonl", tmp_path / "model.json"
     lines = [
         {"prefill_tokens": p, "rows": r, "context_tokens": 50 * r + p, "seconds": 0.05 + 0.001 * p}
@@ -154,7 +150,7 @@ def test_a_fitted_model_goes_into_a_run(trace: Path, tmp_path: Path, capsys: pyt
     assert report["tpot"]["p50"] == pytest.approx(0.05)
 
 
-def test_neither_torch_nor_matplotlib_is_needed_for_a_run(trace: Path) -> None:
+def test_run_imports_neither_torch_nor_matplotlib(trace: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["matplotlib"] = None
@@ -167,7 +163,7 @@ sys.exit(main([{str(trace)!r}, "--timeline", "run.png"]))
     assert "16 finished" in done.stdout
 
 
-def test_pictures_of_long_runs_are_drawn_from_exact_means_of_few_stretches() -> None:
+def test_mean_of_intervals_keeps_the_total_in_few_bins() -> None:
     rng = np.random.default_rng(0)
     begins = np.cumsum(rng.uniform(1e-3, 2e-3, 100_000))
     ends = begins + 5e-4
@@ -178,6 +174,6 @@ def test_pictures_of_long_runs_are_drawn_from_exact_means_of_few_stretches() -> 
     assert float((means * np.diff(edges)).sum()) == pytest.approx(float(values.sum() * 5e-4))
 
 
-def test_a_gauge_holds_until_its_next_value() -> None:
+def test_mean_of_gauge_keeps_value_until_the_next() -> None:
     at, values = np.array([1.0, 2.0]), np.array([10.0, 20.0])
     assert mean_of_gauge(at, values, np.array([0.0, 1.0, 1.5, 2.5, 4.0])).tolist() == [0.0, 10.0, 15.0, 20.0]

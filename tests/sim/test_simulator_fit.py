@@ -1,4 +1,4 @@
-"""Time models: a fit finds the coefficients that made the timings, and files say what they must."""
+"""Checks time models: fits recover the coefficients of the timings, and files are validated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ import numpy as np
 import pytest
 
 from services.sim.core import __main__ as cli
-from services.sim.core.run.fit import StepTiming, fit_time_model, nonnegative_least_squares, read_timings, write_timings
-from services.sim.core.run.measure import MeasureShape, measure
-from services.sim.core.run.time_models import PRESETS, load_time_model, time_model_json
+from services.sim.core.run.time_models import (
+    PRESETS,
+    MeasureShape,
+    StepTiming,
+    fit_time_model,
+    load_time_model,
+    measure,
+    nonnegative_least_squares,
+    read_timings,
+    time_model_json,
+    write_timings,
+)
 from services.worker.exec.fake import FakeExecutor, TimeModel
 from tests.core.deployed_config import deployed_config
 
@@ -34,38 +43,38 @@ def coefficients(model: TimeModel) -> list[float]:
     return [model.base, model.per_prefill_token, model.per_row, model.per_context_token]
 
 
-def test_exact_timings_give_back_their_coefficients() -> None:
+def test_fit_recovers_coefficients_of_exact_timings() -> None:
     fit = fit_time_model(timings_of(TRUE))
     assert coefficients(fit.model) == pytest.approx(coefficients(TRUE), rel=1e-6)
     assert fit.r2 == pytest.approx(1.0) and fit.residual_p99 < 1e-6 and fit.steps == 36
 
 
-def test_noise_of_three_percent_moves_them_little_and_shows_in_the_residuals() -> None:
+def test_fit_tolerates_noise_of_three_percent() -> None:
     fit = fit_time_model(timings_of(TRUE, noise=0.03))
     assert coefficients(fit.model) == pytest.approx(coefficients(TRUE), rel=0.15)
     assert 0.005 < fit.residual_p50 < 0.05 and fit.r2 > 0.95
 
 
-def test_what_costs_nothing_is_fitted_as_nothing() -> None:
+def test_fit_gives_zero_for_free_work() -> None:
     free = TimeModel(base=3e-3, per_prefill_token=4e-5, per_row=0.0, per_context_token=5e-8)
     fit = fit_time_model(timings_of(free, noise=0.02))
     assert min(coefficients(fit.model)) >= 0
     assert fit.model.per_row < 2e-6
 
 
-def test_least_squares_stay_at_zero_where_the_free_solution_is_negative() -> None:
+def test_nonnegative_least_squares_returns_zero_when_free_solution_is_negative() -> None:
     a = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     b = np.array([3.0, 2.0, 1.0])
     assert np.linalg.lstsq(a, b, rcond=None)[0][1] < 0
     assert nonnegative_least_squares(a, b).tolist() == pytest.approx([2.0, 0.0])
 
 
-def test_too_few_timings_are_refused() -> None:
+def test_fit_rejects_too_few_timings() -> None:
     with pytest.raises(ValueError, match="too few"):
         fit_time_model(timings_of(TRUE)[:3])
 
 
-def test_timings_round_trip_and_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_timings_round_trip_and_errors_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "timings.jsonl"
     write_timings(path, timings_of(TRUE))
     assert read_timings(path) == timings_of(TRUE)
@@ -74,7 +83,7 @@ def test_timings_round_trip_and_a_bad_line_is_named(tmp_path: Path) -> None:
         read_timings(path)
 
 
-def test_every_field_of_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
+def test_time_model_file_round_trips_every_field(tmp_path: Path) -> None:
     values = {name: kind(2 + number) for number, (name, kind) in enumerate(get_type_hints(TimeModel).items())}
     assert values.keys() == {field.name for field in fields(TimeModel)}
     path = tmp_path / "model.json"
@@ -87,20 +96,20 @@ def test_every_field_of_a_model_round_trips_through_its_file(tmp_path: Path) -> 
     assert load_time_model(str(path)) == model
 
 
-def test_a_preset_goes_before_a_file() -> None:
+def test_load_time_model_prefers_preset() -> None:
     assert load_time_model("zero") == PRESETS["zero"] == TimeModel()
 
 
 @pytest.mark.by_day(one_in=5, seed=4)
 @pytest.mark.parametrize("text", ['{"slope": 1}', "[]", '{"base": -1}', '{"base": "1"}', "nonsense"])
-def test_what_is_no_model_is_refused(text: str, tmp_path: Path) -> None:
+def test_load_time_model_rejects_invalid_files(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(text) if text == "nonsense" else text)
     with pytest.raises(ValueError, match="model"):
         load_time_model(str(path))
 
 
-def test_measuring_covers_prefill_batches_and_contexts() -> None:
+def test_measure_covers_prefill_batches_and_contexts() -> None:
     config = deployed_config(
         num_pages=512,
         page_size=4,
@@ -119,8 +128,8 @@ def test_measuring_covers_prefill_batches_and_contexts() -> None:
     assert len(timings) > 20
 
 
-def test_a_model_on_this_machine_is_measured_and_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.exec.tiny_models import MODELS  # torch: for this test alone
+def test_fit_command_measures_and_fits_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.exec.tiny_models import MODELS  # imports torch, which only this test needs
 
     MODELS["qwen3"].build(tmp_path)
     sizes = ["--batches", "1,4", "--prompts", "16,64", "--output", "8", "--num-threads", "1", "--dtype", "float32"]
@@ -132,7 +141,7 @@ def test_a_model_on_this_machine_is_measured_and_fitted(tmp_path: Path, capsys: 
     assert len(read_timings(kept)) == json.loads(printed.err.splitlines()[-1])["steps"] > 20
 
 
-def test_measuring_asks_for_sizes_that_fit() -> None:
+def test_measure_rejects_sizes_that_do_not_fit() -> None:
     config = deployed_config(num_pages=8, page_size=4, context_len=32, vocab_size=1000, max_running_requests=8)
     executor = FakeExecutor(8, 4, 8, config.max_pages_per_request, 1000)
     with pytest.raises(ValueError, match="fit"):

@@ -1,4 +1,4 @@
-"""Requests with a grammar beside others: what the grammar forces is computed where it costs the others least."""
+"""Checks the cost of forced runs of grammars: the scheduler computes them where other requests lose least."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = on_gpu(50_000, 4096)
 
 
 def outcomes(trace: Trace) -> dict[str, Outcome]:
-    """Forced text sampled; computed at once in steps without a graph; and as the rule has it."""
+    """Returns outcomes with forced text sampled, computed in steps outside graphs, and computed as the scheduler decides."""
     runs = {
         "sampled": (PLAIN, replace(H200, graph_rereads=0), False),
         "eager": (PLAIN, replace(H200, graph_rereads=0), True),
@@ -36,7 +36,7 @@ def outcomes(trace: Trace) -> dict[str, Outcome]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("share", [0.5, 0.05])
-def test_neither_those_with_a_grammar_nor_those_beside_them_are_worse_off(share: float) -> None:
+def test_graph_rule_slows_no_request(share: float) -> None:
     trace = grammars(200, share, 512, 256, 8, RUNS, rate=16.0, seed=0)
     found = outcomes(trace)
     said = [outcome.requests.output_tokens.tolist() for outcome in found.values()]
@@ -45,14 +45,14 @@ def test_neither_those_with_a_grammar_nor_those_beside_them_are_worse_off(share:
     ours = reports["graph"]
     for name, other in reports.items():
         assert ours.itl.p50 <= other.itl.p50, name
-        # Which steps meet a prompt changes by chance from run to run, and with it these, by less than a hundredth.
+        # Runs differ in the steps that contain a prompt, which changes these figures by less than 1 %.
         assert ours.grammar_tpot.p50 <= 1.01 * other.grammar_tpot.p50, name
         assert ours.grammar_tokens_per_s >= 0.99 * other.grammar_tokens_per_s and ours.itl.p99 <= 1.02 * other.itl.p99, name
     assert ours.grammar_tpot.p50 < 0.7 * reports["sampled"].grammar_tpot.p50
 
 
-def test_a_run_is_told_at_once_and_computed_in_one_step_that_a_graph_holds() -> None:
-    """One request alone: a prompt, two tokens, a run of 10, and the end: 4 steps, of which 1 has no graph."""
+def test_forced_run_takes_one_graph_step() -> None:
+    """A single request has a prompt, two tokens, a run of 10 and an end token: 4 steps, 1 of them without a graph."""
     times = TimeModel(base=1.0, per_context_token=0.001, eager_step=0.5, graph_rows=16, graph_rereads=500)
     trace = Trace(64, (TraceRequest(0.0, (), 20, 14, 14, forced=((2, 10),)),))
     for config in (on_gpu(50_000, 4096, times.graphs), PLAIN):
@@ -67,8 +67,8 @@ def test_a_run_is_told_at_once_and_computed_in_one_step_that_a_graph_holds() -> 
         assert outcome.seconds == pytest.approx(4.5 + 0.001 * contexts)
 
 
-def test_without_room_in_the_graph_a_step_leaves_it_only_where_that_pays() -> None:
-    """As many rows as the largest graph has: what a row alone is saved does not outweigh what it costs the 31 beside it."""
+def test_step_leaves_full_graph_only_when_cheap() -> None:
+    """The batch fills the largest graph. One row's gain does not outweigh the cost to the 31 other rows."""
     times = TimeModel(base=1.0, eager_step=0.4, graph_rows=32, graph_rereads=1 << 30)
     trace = grammars(32, 1 / 32, 64, 64, 8, (8,), rate=0.0, seed=0)
     config = on_gpu(50_000, 4096, times.graphs, max_running_requests=32)
@@ -82,7 +82,7 @@ def test_without_room_in_the_graph_a_step_leaves_it_only_where_that_pays() -> No
     assert float(eager.requests.ended[held][0]) < 0.8 * float(outcome.requests.ended[held][0])
 
 
-def test_forced_runs_and_graphs_are_kept_in_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_files_round_trip_forced_runs_and_graph_limits(tmp_path) -> None:  # type: ignore[no-untyped-def]
     trace = grammars(5, 0.5, 64, 40, 4, RUNS, 0.0, 1)
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace and any(request.forced for request in trace.requests)
@@ -91,6 +91,6 @@ def test_forced_runs_and_graphs_are_kept_in_files(tmp_path) -> None:  # type: ig
 
 
 @pytest.mark.parametrize("forced", [((0, 0),), ((4, 3), (6, 2)), ((-1, 2),)])
-def test_runs_that_are_none_are_refused(forced: tuple[tuple[int, int], ...]) -> None:
+def test_trace_request_rejects_invalid_forced_runs(forced: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="forced runs"):
         TraceRequest(0.0, (), 8, 20, 20, forced=forced)

@@ -1,4 +1,4 @@
-"""What policies and retraction are for, shown by simulation at full size."""
+"""Compares scheduling policies, caching and retraction by simulation at full size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.all_pairs import each_value
 from tests.sim.deployed_worker import on_gpu
 
 PAGE_SIZE = 16
-LPM_FALLBACK = 128  # waiting requests above which lpm is fcfs
+LPM_FALLBACK = 128  # number of waiting requests above which lpm behaves as fcfs
 
 
 def run(trace: Trace, config: SchedulerConfig, concurrency: int, times: TimeModel) -> Outcome:
@@ -26,7 +26,9 @@ def run(trace: Trace, config: SchedulerConfig, concurrency: int, times: TimeMode
 
 @pytest.fixture(scope="module")
 def reports() -> dict[SchedulePolicy, Report]:
-    """64 groups of 16 requests, 2048 + 128 tokens in and 256 out, KV for a quarter of the unique prompt tokens."""
+    """64 groups of 16 requests, 2048 + 128 prompt tokens and 256 output tokens, KV for a quarter of the unique prompt
+    tokens.
+    """
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=256, rate=0.0, seed=0)
     out = {}
     for policy in (SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT):
@@ -37,12 +39,12 @@ def reports() -> dict[SchedulePolicy, Report]:
     return out
 
 
-def test_longest_prefix_first_hits_half_again_as_often_as_first_come_first_served(reports: dict[SchedulePolicy, Report]) -> None:
+def test_lpm_hits_more_often_than_fcfs(reports: dict[SchedulePolicy, Report]) -> None:
     assert reports[SchedulePolicy.LPM].hit_rate >= 1.5 * reports[SchedulePolicy.FCFS].hit_rate > 0
 
 
-def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: dict[SchedulePolicy, Report]) -> None:
-    """Within a hundredth: which of the two evicts luckier differs from trace to trace."""
+def test_dfs_weight_hits_as_often_as_lpm(reports: dict[SchedulePolicy, Report]) -> None:
+    """The margin is 1 %, because the luck of evictions differs from trace to trace."""
     assert reports[SchedulePolicy.DFS_WEIGHT].hit_rate >= reports[SchedulePolicy.LPM].hit_rate - 0.01
 
 
@@ -55,21 +57,21 @@ def test_depth_first_by_weight_hits_as_often_as_longest_prefix_first(reports: di
     },
     policy=[SchedulePolicy.LPM, SchedulePolicy.FCFS],
 )
-def test_the_cache_costs_adjacent_pairs_no_time_to_first_token(settings: dict[str, int], policy: SchedulePolicy) -> None:
-    """64 pairs at once, 128 tokens shared and 128 of each request's own: the second one waits for what the first one computes."""
+def test_radix_cache_keeps_ttft_of_adjacent_pairs(settings: dict[str, int], policy: SchedulePolicy) -> None:
+    """64 pairs at once share 128 tokens and add 128 each: the second request waits for the prefix of the first."""
     trace = shared_prefix(groups=64, per_group=2, prefix=128, suffix=128, output=64, rate=0.0, seed=0, adjacent=True)
     p99 = {}
     for cached in (True, False):
         config = on_gpu(50_000, 4096, page_size=PAGE_SIZE, schedule_policy=policy, enable_radix_cache=cached, **settings)
         report = make_report(run(trace, config, len(trace.requests), PRESETS["h200-like"]), 1.0)
         p99[cached] = report.ttft.p99
-        # Where a chunk ends within a shared prefix, what is left of it may be too little to wait for.
+        # If a chunk ends within a shared prefix, the rest of the prefix may be too short to wait for.
         assert report.hit_rate == pytest.approx(0.25 if cached else 0, abs=0.001)
     assert p99[True] <= p99[False]
 
 
-def test_throughput_is_back_in_the_minute_after_a_retraction_storm() -> None:
-    """A saturated worker that has learned to expect a tenth of max_new_tokens; then, for a while, all of it is said."""
+def test_throughput_recovers_within_a_minute_of_a_retraction_storm() -> None:
+    """A saturated worker has learned to expect a tenth of max_new_tokens. For a while, requests then use all of it."""
     slow = TimeModel(base=20e-3, per_prefill_token=100e-6, per_row=40e-6, per_context_token=100e-9)
     trace = storm(requests=2600, input_len=512, output=64, factor=10, begin=0.46, end=0.52, rate=0.0, seed=0)
     outcome = run(trace, on_gpu(2048, 2048, page_size=PAGE_SIZE, max_running_requests=64), 96, slow)
@@ -77,6 +79,6 @@ def test_throughput_is_back_in_the_minute_after_a_retraction_storm() -> None:
     begin, end = float(outcome.requests.sent[stormy].min()), float(outcome.requests.ended[stormy].max())
     assert outcome.requests.finished.all()
     assert begin > 60 and outcome.seconds > end + 60, "a minute before and a minute after"
-    assert outcome.stats.retractions_total > 10, "that was no storm"
+    assert outcome.stats.retractions_total > 10, "the storm causes retractions"
     before, after = outcome.steps.throughput(begin - 60, begin), outcome.steps.throughput(end, end + 60)
     assert after >= 0.8 * before

@@ -1,4 +1,4 @@
-"""Trace files: what is written is what is read, and what is wrong is named."""
+"""Checks trace files: written traces are read back, and errors name the line and the fault."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ FULL = TraceRequest(
         pytest.param(storm(50, 64, 20, 10, 0.3, 0.6, 100.0, 4), id="storm"),
     ],
 )
-def test_round_trip(trace: Trace, tmp_path: Path) -> None:
+def test_trace_file_round_trips(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, trace)
     assert read_trace(path) == trace
 
 
-def test_defaults_come_from_the_blocks_and_the_output(tmp_path: Path) -> None:
+def test_read_trace_derives_defaults_from_blocks_and_output(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 1, "blocks": [7, 8], "output_len": 5}\n\n')
     assert read_trace(path) == Trace(64, (TraceRequest(1.0, (7, 8), 128, 5, 5),))
     assert read_trace(path, block_size=16).requests[0].input_len == 32
 
 
-def test_mooncake_traces_have_milliseconds_and_blocks_of_512(tmp_path: Path) -> None:
+def test_read_trace_reads_mooncake_format(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     path.write_text(
         '{"timestamp": 0, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 48]}\n'
@@ -59,7 +59,7 @@ def test_mooncake_traces_have_milliseconds_and_blocks_of_512(tmp_path: Path) -> 
         pytest.param("{", "line 2", id="not JSON"),
         pytest.param("[1]", "JSON object", id="not an object"),
         pytest.param('{"arrival": 0, "blocks": []}', "output_len", id="a field is missing"),
-        pytest.param('{"arrival": 0, "blocks": [1], "output_len": 1, "prio": 1}', "prio", id="a field nobody knows"),
+        pytest.param('{"arrival": 0, "blocks": [1], "output_len": 1, "prio": 1}', "prio", id="an unknown field"),
         pytest.param('{"arrival": 0, "blocks": [], "output_len": 1}', "input_len", id="an empty prompt"),
         pytest.param('{"arrival": 0, "blocks": [1], "output_len": 3, "max_new_tokens": 0}', "both 0", id="output of no tokens"),
         pytest.param('{"arrival": -1, "blocks": [1], "output_len": 1}', "arrival", id="a time before the start"),
@@ -68,7 +68,7 @@ def test_mooncake_traces_have_milliseconds_and_blocks_of_512(tmp_path: Path) -> 
         pytest.param('{"arrival": 0, "blocks": [1], "output_len": -1}', "output_len", id="no output"),
     ],
 )
-def test_a_bad_line_is_named_with_its_fault(line: str, reason: str, tmp_path: Path) -> None:
+def test_read_trace_names_line_and_fault(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"arrival": 0, "blocks": [1], "output_len": 1}) + "\n" + line + "\n")
     with pytest.raises(TraceError, match="line 2") as caught:
@@ -76,14 +76,14 @@ def test_a_bad_line_is_named_with_its_fault(line: str, reason: str, tmp_path: Pa
     assert reason in str(caught.value)
 
 
-def test_an_empty_file_is_no_trace(tmp_path: Path) -> None:
+def test_read_trace_rejects_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n")
     with pytest.raises(TraceError, match="no request"):
         read_trace(path)
 
 
-def test_shared_prefix_shares_within_groups_only() -> None:
+def test_shared_prefix_shares_blocks_within_groups_only() -> None:
     trace = shared_prefix(groups=4, per_group=3, prefix=256, suffix=40, output=30, rate=0.0, seed=0)
     groups: dict[tuple[int, ...], int] = {}
     for request in trace.requests:
@@ -94,7 +94,7 @@ def test_shared_prefix_shares_within_groups_only() -> None:
     assert trace.unique_block_tokens == 4 * 256 + 12 * 40
 
 
-def test_a_turns_prompt_is_the_conversation_so_far() -> None:
+def test_multi_turn_repeats_the_conversation_in_each_prompt() -> None:
     trace = multi_turn(sessions=2, turns=3, system=128, user=50, output=30, think_s=1.0, rate=0.0, seed=0)
     one = [request for request in trace.requests if request.session == "s0"]
     other = [request for request in trace.requests if request.session == "s1"]
@@ -102,16 +102,16 @@ def test_a_turns_prompt_is_the_conversation_so_far() -> None:
     assert [request.think_s for request in one] == [0.0, 1.0, 1.0]
     for before, after in itertools.pairwise(one):
         assert after.blocks[: len(before.blocks)] == before.blocks
-    assert set(one[-1].blocks) & set(other[-1].blocks) == set(one[-1].blocks[:2]), "they share the system prompt alone"
+    assert set(one[-1].blocks) & set(other[-1].blocks) == set(one[-1].blocks[:2]), "only the system prompt is shared"
 
 
-def test_only_the_storms_requests_say_all_they_may() -> None:
+def test_storm_uses_the_whole_limit_within_the_storm_only() -> None:
     trace = storm(requests=100, input_len=64, output=20, factor=10, begin=0.3, end=0.5, rate=10.0, seed=0)
     assert {request.max_new_tokens for request in trace.requests} == {200}
     assert [index for index, request in enumerate(trace.requests) if request.output_len == 200] == list(range(30, 50))
 
 
-def test_arrivals_come_at_the_rate_asked_for() -> None:
+def test_random_lengths_arrive_at_the_rate() -> None:
     trace = random_lengths(5000, 64, 8, 0.0, 25.0, 0)
     times = [request.arrival for request in trace.requests]
     assert times == sorted(times)

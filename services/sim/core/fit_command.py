@@ -1,4 +1,4 @@
-"""python -m services.sim.core fit SOURCE: a time model from measured steps."""
+"""python -m services.sim.core fit SOURCE: fits a time model to measured steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from pathlib import Path
 
 from services.shared.settings import of_values
 from services.sim.core.run.config_flags import add_setting_flag
-from services.sim.core.run.fit import StepTiming, fit_time_model, read_timings, write_timings
-from services.sim.core.run.measure import MeasureShape, measure
-from services.sim.core.run.time_models import time_model_json
+from services.sim.core.run.time_models import (
+    MeasureShape,
+    StepTiming,
+    fit_time_model,
+    measure,
+    read_timings,
+    time_model_json,
+    write_timings,
+)
 from services.worker.device_limits import resolved
 from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
 
 
 def main(argv: Sequence[str]) -> None:
-    """The model goes to stdout, how well it fits to stderr. Raises ValueError, OSError, ExecutorError."""
+    """Prints the model to stdout and the quality of the fit to stderr. Raises ValueError, OSError or ExecutorError."""
     args = build_parser().parse_args(argv)
     timings = _measure_model(args) if args.source.is_dir() else read_timings(args.source)
     if args.save_timings:
@@ -34,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
-    # torch: only where something is to be measured
+    # Imported here, because only a measurement needs torch.
     from services.worker.exec.build import DeviceOptions, build_device_executor
 
     shape, settings = MeasureShape(args.batches, args.prompts, args.output), _settings(args)
@@ -57,8 +63,9 @@ def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
 
 
 def _settings(args: argparse.Namespace) -> WorkerSettings:
-    """Of a worker with room for the largest batch, which decodes as one, its prompts first. Nothing is cached from round to
-    round. Raises ValueError."""
+    """Returns the settings of a worker that decodes the largest batch as one, prompts first, without a cache. Raises
+    ValueError.
+    """
     given = {
         "page_size": args.page_size,
         "max_running_requests": max(args.batches),
@@ -74,7 +81,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.split(","))
     if min(sizes) < 1:
-        raise argparse.ArgumentTypeError("sizes are at least 1")
+        raise argparse.ArgumentTypeError("sizes must be at least 1")
     return sizes
 
 
@@ -83,13 +90,23 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rootstock sim fit",
         description="Fits the time model to measured steps and prints it as JSON, for --time-model.",
     )
-    parser.add_argument("source", type=Path, help="model folder, whose steps are measured on this machine, or a file of timings")
-    parser.add_argument("--save-timings", type=Path, metavar="FILE", help="keep what was measured, as JSON lines")
-    parser.add_argument("--batches", type=_sizes, default=(1, 2, 4, 8, 16, 32), metavar="A,B,…", help="default 1,2,4,8,16,32")
-    parser.add_argument("--prompts", type=_sizes, default=(16, 64, 256, 512), metavar="A,B,…", help="default 16,64,256,512")
-    parser.add_argument("--output", type=int, default=16, help="decode steps per round (default 16)")
-    parser.add_argument("--chunked-prefill-size", type=int, default=512, help="default 512")
+    parser.add_argument("source", type=Path, help="Model folder to measure on this machine, or a file of timings.")
+    parser.add_argument("--save-timings", type=Path, metavar="FILE", help="File for the measured timings, as JSON lines.")
+    parser.add_argument(
+        "--batches", type=_sizes, default=(1, 2, 4, 8, 16, 32), metavar="A,B,…", help="Batch sizes (default 1,2,4,8,16,32)."
+    )
+    parser.add_argument(
+        "--prompts",
+        type=_sizes,
+        default=(16, 64, 256, 512),
+        metavar="A,B,…",
+        help="Prompt lengths in tokens (default 16,64,256,512).",
+    )
+    parser.add_argument("--output", type=int, default=16, help="Decode steps per round (default 16).")
+    parser.add_argument("--chunked-prefill-size", type=int, default=512, help="Largest prompt chunk in tokens (default 512).")
     for name in ("page_size", "dtype"):
         add_setting_flag(parser, name)
-    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
+    parser.add_argument(
+        "--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="Number of threads (default: one per core)."
+    )
     return parser

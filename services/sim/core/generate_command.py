@@ -11,7 +11,7 @@ from services.sim.core.trace.trace import Trace, write_trace
 
 
 def main(argv: Sequence[str]) -> None:
-    """Raises ValueError, OSError."""
+    """Writes the trace and prints its size. Raises ValueError or OSError."""
     args = build_parser().parse_args(argv)
     trace = _make(args)
     write_trace(args.out, trace)
@@ -45,35 +45,37 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rootstock sim generate", description="Writes a trace.")
     kinds = parser.add_subparsers(dest="kind", required=True)
 
-    shared = _kind(kinds, "shared-prefix", "groups of requests that begin alike, in random order")
-    shared.add_argument("--adjacent", action="store_true", help="a group's requests one after another")
+    shared = _kind(kinds, "shared-prefix", "Groups of requests with a common prefix, in random order.")
+    shared.add_argument("--adjacent", action="store_true", help="Send a group's requests in sequence.")
     _ints(shared, groups=64, per_group=16, prefix=2048, suffix=128, output=256)
 
-    hot = _kind(kinds, "hot-prefix", "one prefix that many requests begin with, the others unlike anything")
+    hot = _kind(kinds, "hot-prefix", "Requests of which many begin with one prefix and the others share nothing.")
     _ints(hot, requests=1024, prefix=2048, suffix=128, output=256)
-    hot.add_argument("--share", type=float, default=0.6, help="share of the requests that begin with it (default 0.6)")
+    hot.add_argument("--share", type=float, default=0.6, help="Share of the requests that begin with the prefix (default 0.6).")
 
-    random = _kind(kinds, "random", "nothing shared")
+    random = _kind(kinds, "random", "Requests that share nothing.")
     _ints(random, requests=1000, input_len=512, output=64)
-    random.add_argument("--spread", type=float, default=0.0, help="lengths within mean * (1 +- SPREAD) (default 0)")
-    random.add_argument("--priorities", type=int, default=1, metavar="N", help="priorities drawn from 0 to N - 1 (default 1)")
+    random.add_argument("--spread", type=float, default=0.0, help="Lengths are within mean * (1 +- SPREAD) (default 0).")
+    random.add_argument(
+        "--priorities", type=int, default=1, metavar="N", help="Priorities are drawn from 0 to N - 1 (default 1)."
+    )
 
-    turns = _kind(kinds, "multi-turn", "conversations over one system prompt")
+    turns = _kind(kinds, "multi-turn", "Conversations over one system prompt.")
     _ints(turns, sessions=100, turns=5, system=512, user=128, output=128)
-    turns.add_argument("--think-s", type=float, default=5.0, help="seconds from an answer to the next turn (default 5)")
+    turns.add_argument("--think-s", type=float, default=5.0, help="Seconds from a completion to the next turn (default 5).")
 
-    scored = _kind(kinds, "scores", "items behind queries, as /v1/score has them: no output")
+    scored = _kind(kinds, "scores", "Items behind queries, as /v1/score computes them, without output.")
     _ints(scored, queries=64, items=16, query=512, item=32)
 
-    storm = _kind(kinds, "storm", "outputs that for a while are FACTOR times what the scheduler has come to expect")
+    storm = _kind(kinds, "storm", "Outputs that for a while are FACTOR times longer than the scheduler has learned to expect.")
     _ints(storm, requests=4000, input_len=512, output=64, factor=10)
-    storm.add_argument("--begin", type=float, default=0.4, help="share of the requests before the storm (default 0.4)")
-    storm.add_argument("--end", type=float, default=0.5, help="share of the requests up to its end (default 0.5)")
+    storm.add_argument("--begin", type=float, default=0.4, help="Share of the requests before the storm (default 0.4).")
+    storm.add_argument("--end", type=float, default=0.5, help="Share of the requests up to the end of the storm (default 0.5).")
 
-    held = _kind(kinds, "grammars", "requests with a grammar, which forces runs of their output, beside others without one")
+    held = _kind(kinds, "grammars", "Requests of which some have a grammar that forces runs of their output.")
     _ints(held, requests=1000, input_len=512, output=256, between=8)
-    held.add_argument("--share", type=float, default=0.5, help="share of the requests that have one (default 0.5)")
-    lengths = "lengths of the runs, drawn at random (default 2,4,8,16)"
+    held.add_argument("--share", type=float, default=0.5, help="Share of the requests with a grammar (default 0.5).")
+    lengths = "Lengths of the forced runs, drawn at random (default 2,4,8,16)."
     held.add_argument("--runs", type=_lengths, default=(2, 4, 8, 16), metavar="A,B,…", help=lengths)
     return parser
 
@@ -84,12 +86,12 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _kind(kinds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str) -> argparse.ArgumentParser:
     parser = kinds.add_parser(name, help=about, description=about)
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--rate", type=float, default=0.0, help="requests per second; 0: all at once, for --concurrency")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path, help="File to write.")
+    parser.add_argument("--rate", type=float, default=0.0, help="Requests per second; 0: all at once, for --concurrency.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of all random choices (default 0).")
     return parser
 
 
 def _ints(parser: argparse.ArgumentParser, **defaults: int) -> None:
     for name, default in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"Default {default}.")

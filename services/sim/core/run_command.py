@@ -1,4 +1,4 @@
-"""python -m services.sim.core TRACE: runs a trace and prints what came of it."""
+"""python -m services.sim.core TRACE: runs a trace and prints the figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 
 
 def main(argv: Sequence[str]) -> None:
-    """Raises ValueError, OSError, SimulationError, NoPicture."""
+    """Runs the trace and prints its report or digest. Raises ValueError, OSError, SimulationError or NoPicture."""
     args = build_parser().parse_args(argv)
     if args.timeline:
         check_drawable(args.timeline)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         _print_digest(trace, args)
         return
     simulation = _simulation(trace, args)
-    gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
+    gc.freeze()  # the trace lives until the end, and repeated garbage collection of it would take longer than the run
     begun = time.perf_counter()
     outcome = simulation.run()
     report = make_report(outcome, time.perf_counter() - begun)
@@ -74,34 +74,46 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rootstock sim run",
         description="Runs the scheduler on a trace and a virtual clock.",
     )
-    parser.add_argument("trace", type=Path, help="JSON lines: rootstock's own or Mooncake's")
+    parser.add_argument("trace", type=Path, help="Trace file: JSON lines in rootstock's format or Mooncake's.")
     parser.add_argument(
-        "--block-size", type=int, help=f"tokens per block (default {BLOCK_SIZE}; Mooncake: {MOONCAKE_BLOCK_SIZE})"
+        "--block-size", type=int, help=f"Tokens per block (default {BLOCK_SIZE}; Mooncake: {MOONCAKE_BLOCK_SIZE})."
     )
     parser.add_argument(
-        "--concurrency", type=int, default=0, metavar="N", help="closed loop: N requests at a time, arrivals unused"
+        "--concurrency",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Number of requests at a time (closed loop); arrival times are ignored.",
     )
-    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals come X times as fast")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="Factor by which arrivals are faster.")
     presets = ", ".join(PRESETS)
-    parser.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what fit wrote")
-    parser.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
-    parser.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
-    parser.add_argument("--num-pages", type=int, default=NUM_PAGES, metavar="N", help=f"of the KV pool (default {NUM_PAGES:,})")
+    parser.add_argument(
+        "--time-model", default="h200-like", metavar="NAME|FILE", help=f"Time model: {presets}, or a file written by fit."
+    )
+    parser.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="Host time per plan in microseconds.")
+    parser.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="Host time per commit in microseconds.")
+    parser.add_argument(
+        "--num-pages", type=int, default=NUM_PAGES, metavar="N", help=f"Pages of the KV pool (default {NUM_PAGES:,})."
+    )
     parser.add_argument(
         "--jumps",
         choices=("graph", "eager", "none"),
         default="graph",
-        help="text that a grammar forces: within graphs, if the time model has any (default), without, or sampled like the rest",
+        help="Forced text of grammars: computed in graphs if the time model has any (default), without graphs, or sampled.",
     )
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw the run into a .png or .svg file")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="Draw the run into a .png or .svg file.")
     parser.add_argument(
-        "--max-drafts", type=int, default=0, metavar="N", help="draft tokens of a row at most; about half are right (default 0)"
+        "--max-drafts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Largest number of draft tokens per row; about half are right (default 0).",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     parser.add_argument(
-        "--digest", action="store_true", help="print only the SHA-256 of all plans and outputs, to compare two checkouts"
+        "--digest", action="store_true", help="Print only the SHA-256 of all plans and outputs, to compare two checkouts."
     )
-    lines = "write the hashed lines too, one for each plan and output; implies --digest"
+    lines = "Also write the hashed lines, one per plan and output; implies --digest."
     parser.add_argument("--digest-lines", type=Path, metavar="FILE", help=lines)
     add_config_flags(parser)
     return parser

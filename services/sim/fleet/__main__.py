@@ -13,21 +13,20 @@ from pathlib import Path
 
 from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.sim.core.run.config_flags import add_config_flags, settings_of, simulated_config
-from services.sim.core.run.peer_reads import Wire
+from services.sim.core.run.remote_reads import Wire
 from services.sim.core.run.simulation import SimulationError
 from services.sim.core.run.time_models import PRESETS, load_time_model
 from services.sim.core.run.worker import HostTimes
 from services.sim.core.trace.arrivals import Arrivals, ClosedLoop, OpenLoop
 from services.sim.core.trace.trace import Trace, read_trace
 from services.sim.fleet.config import MIN_TOKENS, FleetConfig, Kill, Roles
-from services.sim.fleet.report import FleetReport, as_dict, make_report
+from services.sim.fleet.report import FleetReport, as_dict, as_role_table, as_table, make_report
 from services.sim.fleet.simulation import FleetSimulation
-from services.sim.fleet.tables import as_role_table, as_table
 from services.sim.fleet.workloads import WORKLOADS
 from services.worker.settings import WorkerSettings
 
-KV_TOKENS = 800_000  # of an 8B model on one large accelerator
-KV_BYTES = 131_072  # per token, of the same model in bfloat16
+KV_TOKENS = 800_000  # tokens of KV of an 8B model on one large accelerator
+KV_BYTES = 131_072  # bytes of KV per token of the same model in bfloat16
 DERIVED = ("context_len",)
 WITHOUT_ROLES = ", no roles"
 
@@ -43,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """Raises ValueError, OSError, SimulationError."""
+    """Runs the fleet once per policy and prints the reports. Raises ValueError, OSError or SimulationError."""
     trace = _trace(args)
     config = _config(args, trace)
-    gc.freeze()  # the trace stays; looking through it again and again would take longer than the run
+    gc.freeze()  # the trace lives until the end, and repeated garbage collection of it would take longer than the run
     reports = {policy: _simulate(args, config, policy, trace) for policy in args.policies}
     both = {}
     if config.roles is not None:
@@ -76,12 +75,12 @@ def _simulate(args: argparse.Namespace, config: FleetConfig, policy: str, trace:
 
 def _trace(args: argparse.Namespace) -> Trace:
     if (args.trace is None) == (args.workload is None):
-        raise ValueError("give a trace file or --workload, and not both")
+        raise ValueError("give either a trace file or --workload")
     if args.trace is not None:
         return read_trace(args.trace, args.block_size)
     size = args.size or args.workers
     if size < 1:
-        raise ValueError("a workload is made for at least one worker")
+        raise ValueError("--size must be at least 1: a workload needs at least one worker")
     return WORKLOADS[args.workload](size, args.rate, args.seed)
 
 
@@ -116,7 +115,9 @@ def _roles(args: argparse.Namespace) -> Roles | None:
 
 
 def _settings(args: argparse.Namespace, trace: Trace) -> WorkerSettings:
-    """Of each worker. The context is as long as the trace needs it: a thousand workers' page tables would not fit otherwise."""
+    """Returns the settings of each worker. The context is as long as the trace needs, because the page tables of many
+    workers are large.
+    """
     longest = max(request.input_len + max(request.max_new_tokens, request.output_len) for request in trace.requests)
     return settings_of(args, context_len=longest + 1)
 
@@ -127,7 +128,7 @@ def _policies(text: str) -> list[str]:
         return names
     given = text.split(",")
     if unknown := [name for name in given if name not in names]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a policy; the policies are {', '.join(names)}")
     return given
 
 
@@ -137,27 +138,31 @@ def _kill(text: str) -> Kill:
         at, _, back = when.partition("+")
         return Kill(int(worker), float(at), float(back) if back else 0.0)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not WORKER@SECONDS or WORKER@SECONDS+SECONDS")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form WORKER@SECONDS or WORKER@SECONDS+SECONDS")
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rootstock sim fleet",
-        description="Runs gateways' routing and workers' schedulers on a trace and a virtual clock, once for each policy.",
+        description="Runs gateways' routing and workers' schedulers on a trace and a virtual clock, once per policy.",
     )
-    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines: rootstock's own or Mooncake's")
-    parser.add_argument("--block-size", type=int, help="tokens per block of the trace")
-    parser.add_argument("--workload", choices=tuple(WORKLOADS), help="instead of a trace")
+    parser.add_argument("trace", type=Path, nargs="?", help="Trace file: JSON lines in rootstock's format or Mooncake's.")
+    parser.add_argument("--block-size", type=int, help="Tokens per block of the trace.")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), help="Workload to generate instead of reading a trace.")
     parser.add_argument(
-        "--size", type=int, default=0, metavar="N", help="of the workload: so much as for N workers (default: theirs)"
+        "--size", type=int, default=0, metavar="N", help="Size of the workload: that for N workers (default: --workers)."
     )
-    parser.add_argument("--rate", type=float, default=0.0, help="arrivals of the workload per second (default: all at once)")
-    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="closed loop: N requests at a time in the fleet")
-    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals come X times as fast")
-    parser.add_argument("--policies", type=_policies, default=["prefix_aware", "round_robin"], metavar="A,B,…", help="or: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--window-s", type=float, default=5.0, help="for the worst balance over time (default 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--rate", type=float, default=0.0, help="Arrivals of the workload per second (default: all at once).")
+    parser.add_argument(
+        "--concurrency", type=int, default=0, metavar="N", help="Number of requests in the fleet at a time (closed loop)."
+    )
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="Factor by which arrivals are faster.")
+    parser.add_argument(
+        "--policies", type=_policies, default=["prefix_aware", "round_robin"], metavar="A,B,…", help="Routing policies, or: all."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the workload and of random policies (default 0).")
+    parser.add_argument("--window-s", type=float, default=5.0, help="Seconds per window of the worst balance (default 5).")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     _add_fleet_flags(parser)
     _add_role_flags(parser)
     _add_routing_flags(parser)
@@ -167,45 +172,60 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the fleet (times in seconds)")
-    group.add_argument("--workers", type=int, default=8, help="default 8")
-    group.add_argument("--gateways", type=int, default=2, help="default 2")
-    group.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help=f"KV of each worker (default {KV_TOKENS:,})")
-    group.add_argument("--kv-share", type=float, default=0.0, help="the same, as a share of the trace's distinct prompt tokens")
+    group.add_argument("--workers", type=int, default=8, help="Number of workers (default 8).")
+    group.add_argument("--gateways", type=int, default=2, help="Number of gateways (default 2).")
+    group.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help=f"Tokens of KV per worker (default {KV_TOKENS:,}).")
+    group.add_argument(
+        "--kv-share", type=float, default=0.0, help="KV per worker, as a share of the trace's distinct prompt tokens."
+    )
     presets = ", ".join(PRESETS)
-    group.add_argument("--time-model", default="h200-like", metavar="NAME|FILE", help=f"one of {presets}, or what sim fit wrote")
-    group.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="host time of a plan, microseconds")
-    group.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="host time of a commit, microseconds")
+    group.add_argument(
+        "--time-model", default="h200-like", metavar="NAME|FILE", help=f"Time model: {presets}, or a file written by sim fit."
+    )
+    group.add_argument("--plan-us", type=float, default=0.0, metavar="US", help="Host time per plan in microseconds.")
+    group.add_argument("--commit-us", type=float, default=0.0, metavar="US", help="Host time per commit in microseconds.")
     defaults = {field.name: field.default for field in fields(FleetConfig)}
     for name, about in (
-        ("slack", "requests beyond those that a worker runs before more wait at the gateway, as a share"),
-        ("hop_s", "gateway to worker, and back"),
-        ("report_s", "between load reports, and between batches for the index"),
-        ("index_delay_s", "from such a batch to the gateways' indexes"),
-        ("speculative_s", "for which a gateway takes a prompt for cached where it has sent it"),
-        ("detect_s", "from a worker's death until gateways know"),
+        ("slack", "Requests that a worker accepts beyond those that it runs, as a share of these"),
+        ("hop_s", "Seconds from a gateway to a worker, and from a worker to a gateway"),
+        ("report_s", "Seconds between load reports, and between event batches of the prefix index"),
+        ("index_delay_s", "Seconds from an event batch to the gateways' indexes"),
+        ("speculative_s", "Seconds for which a gateway assumes that a prompt is cached at the worker that got it"),
+        ("detect_s", "Seconds until gateways notice the death of a worker"),
     ):
-        text = f"{about} (default {defaults[name]})"
+        text = f"{about} (default {defaults[name]})."
         group.add_argument(f"--{name.replace('_', '-')}", type=float, default=defaults[name], metavar="X", help=text)
     group.add_argument(
-        "--kill", type=_kill, action="append", default=[], metavar="W@T[+S]", help="kill worker W at T s; it is back after S s"
+        "--kill",
+        type=_kill,
+        action="append",
+        default=[],
+        metavar="W@T[+S]",
+        help="Kill worker W after T seconds and restart it S seconds later.",
     )
 
 
 def _add_role_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefill and decode workers (docs/design/prefill-and-decode.md)")
     add = group.add_argument
-    about = "of the workers, the first N compute prompts for the others; then every policy is also run without roles (default 0)"
+    about = "Number of prefill workers; every policy then also runs without roles (default 0)."
     add("--prefill-workers", type=int, default=0, metavar="N", help=about)
     add(
         "--transfer-gbs",
         type=float,
         default=10.0,
         metavar="X",
-        help="GB/s from worker to worker; 0: nothing arrives (default 10)",
+        help="GB/s between two workers; 0: no transfer completes (default 10).",
     )
-    add("--transfer-latency-ms", type=float, default=0.2, metavar="MS", help="of each read (default 0.2)")
-    add("--kv-bytes-per-token", type=int, default=KV_BYTES, metavar="N", help=f"over all layers (default {KV_BYTES:,})")
-    about = f"tokens of a prompt that its decode worker has not cached, from which it is handed over (default {MIN_TOKENS})"
+    add("--transfer-latency-ms", type=float, default=0.2, metavar="MS", help="Milliseconds of latency per read (default 0.2).")
+    add(
+        "--kv-bytes-per-token",
+        type=int,
+        default=KV_BYTES,
+        metavar="N",
+        help=f"Bytes of KV per token over all layers (default {KV_BYTES:,}).",
+    )
+    about = f"Smallest number of uncached prompt tokens for which a prefill worker is used (default {MIN_TOKENS})."
     add("--disaggregation-min-tokens", type=int, default=MIN_TOKENS, metavar="N", help=about)
 
 
@@ -213,7 +233,7 @@ def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("routing (see services/gateway/routing/config.py)")
     for field in fields(RoutingConfig):
         name = f"--{field.name.replace('_', '-')}"
-        group.add_argument(name, type=type(field.default), default=field.default, metavar="X", help=f"default {field.default}")
+        group.add_argument(name, type=type(field.default), default=field.default, metavar="X", help=f"Default {field.default}.")
 
 
 if __name__ == "__main__":

@@ -1,95 +1,84 @@
-"""What a fleet is made of, and how long word takes within it."""
+"""Describes a simulated fleet and the delays within it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 from services.gateway.routing.config import RoutingConfig
-from services.sim.core.run.peer_reads import Wire
+from services.sim.core.run.remote_reads import Wire
 from services.sim.core.run.worker import HostTimes
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.exec.fake import TimeModel
 
-MIN_TOKENS = 512  # the gateway's --disaggregation-min-tokens
+MIN_TOKENS = 512  # default of the gateway's --disaggregation-min-tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A worker that is gone at `at` and comes back empty `back_after_s` later; 0: never. Times in seconds."""
+    """The death of a worker. Times are in seconds."""
 
-    worker: int
-    at: float
-    back_after_s: float = 0.0
+    worker: int  # row of the worker
+    at: float  # virtual time of its death
+    back_after_s: float = 0.0  # time until it restarts without any KV; 0: never
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The first workers of a fleet compute prompts for the others, which read their KV (docs/design/prefill-and-decode.md).
+    """Prefill and decode workers: the first workers compute prompts, and the others read their KV and decode (docs/design/prefill-and-decode.md)."""
 
-    wire: from any worker to any other. min_tokens: of a prompt that its decode worker has not cached, from which it goes
-    through a prefill worker.
-    """
-
-    prefill_workers: int
-    wire: Wire
-    kv_bytes_per_token: int
-    min_tokens: int = MIN_TOKENS
+    prefill_workers: int  # number of prefill workers
+    wire: Wire  # connection between any two workers
+    kv_bytes_per_token: int  # bytes of KV per token over all layers
+    min_tokens: int = MIN_TOKENS  # smallest number of uncached prompt tokens for which a prefill worker is used
 
     def __post_init__(self) -> None:
         if self.prefill_workers < 1 or self.kv_bytes_per_token < 1 or self.min_tokens < 1:
-            raise ValueError("with roles there are prefill workers, KV has bytes, and prompts have tokens")
+            raise ValueError("prefill_workers, kv_bytes_per_token and min_tokens must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Times in seconds. scheduler: of each worker.
+    """Configuration of a fleet. Times are in seconds."""
 
-    slack: requests that a worker may have open beyond those that it runs at once, before more wait at the gateway, as a share
-    of these.
-    hop_s: from a gateway to a worker, and back. report_s: between a worker's load reports, and between its batches for the
-    prefix index; index_delay_s: from such a batch to the gateways' indexes. speculative_s: how long a gateway takes a prompt
-    for cached where it has sent it. detect_s: from a worker's death until gateways know.
-    roles: None: every worker computes whole answers.
-    """
-
-    scheduler: SchedulerConfig
+    scheduler: SchedulerConfig  # configuration of each worker's scheduler
     time_model: TimeModel
     routing: RoutingConfig
     workers: int = 8
     gateways: int = 2
     host: HostTimes = field(default_factory=HostTimes)
     overlap: bool = True
+    # Requests that a worker accepts beyond its running ones, as a share of these. The gateway queues the rest.
     slack: float = 0.25
-    hop_s: float = 0.0005
-    report_s: float = 0.1
-    index_delay_s: float = 0.2
-    speculative_s: float = 30.0
-    detect_s: float = 0.05
+    hop_s: float = 0.0005  # from a gateway to a worker, and from a worker to a gateway
+    report_s: float = 0.1  # between a worker's load reports, and between its event batches of the prefix index
+    index_delay_s: float = 0.2  # from an event batch to the gateways' indexes
+    speculative_s: float = 30.0  # time for which a gateway assumes that a worker has cached a prompt sent to it
+    detect_s: float = 0.05  # from a worker's death until gateways notice it
     kills: tuple[Kill, ...] = ()
     seed: int = 0
-    roles: Roles | None = None
+    roles: Roles | None = None  # None: every worker both computes prompts and decodes
 
     def __post_init__(self) -> None:
         if self.prefill_workers and self.prefill_workers >= self.workers:
-            raise ValueError("beside prefill workers a fleet has at least one other")
+            raise ValueError("a fleet with prefill workers needs at least one other worker")
         if self.workers < 1 or self.gateways < 1:
-            raise ValueError("a fleet has at least one worker and one gateway")
+            raise ValueError("a fleet needs at least one worker and one gateway")
         if self.slack < 0 or min(self.hop_s, self.index_delay_s, self.speculative_s, self.detect_s) < 0 or not self.report_s > 0:
-            raise ValueError("slack and times are not negative, and the time between reports is above 0")
+            raise ValueError("slack and times must be not negative, and report_s must be above 0")
         if self.detect_s < self.hop_s:
-            raise ValueError("a worker's death is not known before what it said last")
+            raise ValueError("detect_s must be at least hop_s: the last output of a dead worker arrives first")
         for kill in self.kills:
             if not 0 <= kill.worker < self.workers or not kill.at >= 0 or not kill.back_after_s >= 0:
-                raise ValueError(f"worker {kill.worker} at {kill.at} s: no such worker or time")
+                raise ValueError(f"cannot kill worker {kill.worker} at {kill.at} s: no such worker or time")
             if 0 < kill.back_after_s <= self.detect_s + self.hop_s:
-                raise ValueError("a worker comes back after its death is known")
+                raise ValueError("a worker cannot restart before its death is noticed, after detect_s + hop_s")
 
     @property
     def prefill_workers(self) -> int:
         return 0 if self.roles is None else self.roles.prefill_workers
 
     def scheduler_of(self, row: int) -> SchedulerConfig:
-        """Of the worker of that number."""
+        """Returns the scheduler configuration of the worker in this row."""
         if self.roles is None or row < self.roles.prefill_workers:
             return self.scheduler
         page_bytes = self.roles.kv_bytes_per_token * self.scheduler.page_size
@@ -97,6 +86,6 @@ class FleetConfig:
 
     @property
     def limit(self) -> int:
-        """Requests that a worker may have open."""
+        """Largest number of open requests of a worker."""
         running = self.scheduler.max_running_requests
         return running + max(2, round(running * self.slack))

@@ -1,4 +1,4 @@
-"""The fleet's one virtual clock: what happens next, in seconds since the simulation began."""
+"""Defines the clock of a fleet: a queue of actions by virtual time, in seconds since the simulation began."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class EventQueue:
-    """Actions in the order of their times, and among equal times in the order in which they were asked for."""
+    """Runs actions in the order of their times. Actions of equal times run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,13 +17,13 @@ class EventQueue:
         self._numbers = itertools.count()
 
     def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
-        """At once where `time` has passed."""
+        """Adds an action. If `time` has passed, it runs at the current time."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), action, args))
 
     def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, action, *args)
 
     def step(self) -> None:
-        """Moves to the next action and does it. Raises IndexError if there is none."""
+        """Advances the clock to the next action and runs it. Raises IndexError if the queue is empty."""
         self.now, _, action, args = heapq.heappop(self._heap)
         action(*args)

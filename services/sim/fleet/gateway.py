@@ -1,4 +1,6 @@
-"""A gateway of the fleet: the real index, policy and queue, and a view of the workers that is as old as in life."""
+"""Simulates a gateway: the real prefix index, policy and queue, and a view of the workers' load that is delayed as in
+production.
+"""
 
 from __future__ import annotations
 
@@ -26,43 +28,87 @@ from services.sim.core.trace.script import Script
 from services.sim.core.trace.trace import Trace
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
-from services.sim.fleet.load_view import LoadView
-from services.sim.fleet.worker import FleetWorker, Word, WorkerLoad, namespace_root, worker_name
+from services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerLoad, namespace_root, worker_name
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, PeerOutput, Prefetch, Submit
 from services.worker.core.contracts.rooms import Source
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.loop.inbox import Abort, PrefetchMore
 
-MAX_QUEUED = 1 << 20  # no request of a trace is turned away
-READER = "reader"  # why a request goes where its pages have been read
-SWEPT_BLOCKS = 4096  # per load report
+
+class LoadView:
+    """The load of the workers as one gateway sees it: its own requests exactly, and other gateways' requests as last reported.
+
+    It writes the columns `requests`, `tokens` and `ahead`. `peer` is the gateway's number at the workers.
+    """
+
+    def __init__(self, columns: WorkerColumns, peer: int) -> None:
+        self._columns, self._peer = columns, peer
+        self._own_requests = np.zeros(columns.capacity, np.int64)
+        self._own_tokens = np.zeros(columns.capacity, np.int64)
+
+    def opened(self, row: int, tokens: int) -> None:
+        self._own_requests[row] += 1
+        self._columns.requests[row] += 1
+        self.grew(row, tokens)
+
+    def grew(self, row: int, tokens: int) -> None:
+        self._own_tokens[row] += tokens
+        self._columns.tokens[row] += tokens
+
+    def ended(self, row: int, tokens: int) -> None:
+        self._own_requests[row] -= 1
+        self._columns.requests[row] -= 1
+        self.grew(row, -tokens)
+
+    def ahead(self, row: int, tokens: int) -> None:
+        """Counts a request whose pages the worker prefetches now."""
+        self.opened(row, tokens)
+        self._columns.ahead[row] += 1
+
+    def not_ahead(self, row: int, tokens: int) -> None:
+        """Ends the count of ahead(), with the same number of tokens."""
+        self.ended(row, tokens)
+        self._columns.ahead[row] -= 1
+
+    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+        """Takes one load per row. The other gateways' share of a worker's tokens is estimated by their share of its
+        requests.
+        """
+        count = len(loads)
+        opened = np.array([load.num_open for load in loads], np.int64)
+        others = opened - np.array([load.open_by_peer[self._peer] for load in loads], np.int64)
+        used = np.array([load.used_tokens for load in loads], np.int64)
+        columns = self._columns
+        columns.requests[:count] = self._own_requests[:count] + others
+        columns.tokens[:count] = self._own_tokens[:count] + used * others // np.maximum(opened, 1)
+
+
+MAX_QUEUED = 1 << 20  # larger than any trace, so that no request is refused
+READER = "reader"  # routing reason of a request whose pages the worker has prefetched
+SWEPT_BLOCKS = 4096  # index blocks that are swept per load report
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """message: as it is first sent. told: output tokens so far. row: of the worker that has it, -1 while it waits here.
-    prefilled: another worker has computed its prompt for the next one that it goes to. source: where its KV is then; None:
-    nowhere. reader: who reads what is computed of it, and is to go on with it; ahead_tokens: of it, when that began."""
+    """A request without its terminal output."""
 
-    message: Submit
+    message: Submit  # the message of the first send
     hashes: tuple[bytes, ...]
-    told: int = 0
-    row: int = -1
-    sends: int = 0
-    prefilled: bool = False
-    source: Source | None = None
-    reader: Pick | None = None
-    ahead_tokens: int = 0
+    num_outputs: int = 0  # output tokens so far
+    row: int = -1  # row of the request's worker; -1 while it queues here
+    sends: int = 0  # number of times that it was sent to a worker
+    prefilled: bool = False  # whether another worker has computed the prompt for the next worker
+    source: Source | None = None  # KV that the next worker reads, if any
+    reader: Pick | None = None  # the worker that prefetches the computed pages and will get the request
+    ahead_tokens: int = 0  # tokens of the request when the prefetch began
 
     @property
     def tokens(self) -> int:
-        return len(self.message.prompt_ids) + self.told
+        return len(self.message.prompt_ids) + self.num_outputs
 
 
 class FleetGateway:
-    """number: its peer number at the workers. send: takes (row, message, whether another worker is to go on with it). say: takes
-    (row, word of what is to be read ahead there). placed: told of (index, pick, whether it had been sent before). told: given
-    every output once the gateway has taken it in."""
+    """A gateway of the fleet."""
 
     def __init__(
         self,
@@ -73,13 +119,28 @@ class FleetGateway:
         script: Script,
         clock: EventQueue,
         send: Callable[[int, Submit, bool], None],
-        say: Callable[[int, Word], None],
+        send_prefetch: Callable[[int, PrefetchMessage], None],
         placed: Callable[[int, Pick, bool], None],
-        told: Callable[[PeerOutput], None],
+        on_output: Callable[[PeerOutput], None],
     ) -> None:
+        """Creates a gateway that sees every worker as unusable until worker_up().
+
+        Args:
+            number: the gateway's number at the workers.
+            policy: name of the routing policy.
+            config: the fleet.
+            trace: the trace, whose indexes are the request handles.
+            script: token ids of the trace.
+            clock: clock of the fleet.
+            send: sends a message to a row; the flag is whether another worker decodes the request after its first token.
+            send_prefetch: sends a prefetch message to a row.
+            placed: called per placement with (index, pick, whether the request had been sent before).
+            on_output: called with each output after the gateway has processed it.
+        """
         self.number = number
         self._config, self._trace, self._script, self._clock = config, trace, script, clock
-        self._send, self._say, self._placed, self._told = send, say, placed, told
+        self._send, self._send_prefetch = send, send_prefetch
+        self._placed, self._on_output = placed, on_output
         self._policy = make_policy(policy, config.routing, random.Random(config.seed * 1000 + number))
         self.index = PrefixIndex()
         self.columns = WorkerColumns()
@@ -100,14 +161,14 @@ class FleetGateway:
         self._open[index] = request
         self._place_or_queue(request)
 
-    def hear(self, worker: FleetWorker, output: PeerOutput) -> None:
-        """One step's news from a worker."""
+    def receive(self, worker: FleetWorker, output: PeerOutput) -> None:
+        """Processes the output of a worker's step."""
         for handle, count in zip(output.handles, output.counts, strict=True):
-            self._open[handle].told += count
+            self._open[handle].num_outputs += count
         self._view.grew(worker.row, sum(output.counts))
         for ready in output.ready:
             request = self._open[ready.handle]
-            if request.row == worker.row:  # else it has been moved since
+            if request.row == worker.row:  # otherwise the request has moved to another worker
                 self._more_ready(worker, request, ready)
         for finish in output.finishes:
             if finish.reason is FinishReason.HANDED_OVER:
@@ -116,15 +177,15 @@ class FleetGateway:
                 self._end(finish)
         if output.finishes:
             self._drain()
-        self._told(output)
+        self._on_output(output)
 
-    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+    def receive_loads(self, loads: Sequence[WorkerLoad]) -> None:
         self._view.reported(loads)
         self.index.expire(self._clock.now)
         self.index.sweep(SWEPT_BLOCKS)
         self._drain()
 
-    def indexed(self, name: str, generation: int, events: CacheEvents) -> None:
+    def receive_events(self, name: str, generation: int, events: CacheEvents) -> None:
         owner = self.index.find(name, generation)
         if owner >= 0:
             self.index.stored(owner, events.stored)
@@ -132,15 +193,15 @@ class FleetGateway:
             self.index.stored(owner, events.host, BlockTier.HOST)
             self.index.stored(owner, events.storage, BlockTier.STORAGE)
 
-    def up(self, worker: FleetWorker) -> None:
-        """A worker may be sent requests from now on."""
+    def worker_up(self, worker: FleetWorker) -> None:
+        """Allows requests to be sent to the worker."""
         self.columns.owner[worker.row] = self.index.owner(worker.name, worker.generation)
         self.columns.usable[worker.row] = True
         self._share_out()
         self._drain()
 
-    def down(self, worker: FleetWorker) -> None:
-        """A worker has died: what it had goes on elsewhere, after what it has said."""
+    def worker_down(self, worker: FleetWorker) -> None:
+        """Moves the requests of a dead worker, with the outputs that have arrived, to other workers."""
         row = worker.row
         self.columns.usable[row] = False
         self.index.retire(int(self.columns.owner[row]))
@@ -148,7 +209,7 @@ class FleetGateway:
         self._share_out()
         for request in list(self._open.values()):
             if request.reader is not None and request.reader.row == row:
-                self._stop_reading(request, tells=False)
+                self._stop_reading(request, notifies=False)
             if request.row == row:
                 self._stop_reading(request)
                 self._move(request)
@@ -156,26 +217,26 @@ class FleetGateway:
     def _add(self, row: int) -> None:
         name = worker_name(row)
         at = self.columns.add(name, int.from_bytes(blake2b(name.encode(), digest_size=8).digest()))
-        assert at == row, "rows are numbered as workers are"
+        assert at == row, "rows have the numbers of the workers"
         self.columns.limit[row] = self._config.limit
         self.columns.running[row] = self._config.scheduler.max_running_requests
 
     def _share_out(self) -> None:
-        """Who computes prompts for others serves whole requests while nobody else does."""
+        """Lets prefill workers serve whole requests while no decode worker is usable."""
         first = self._config.prefill_workers
         self.columns.serves[:first] = not self.columns.usable[first:].any()
 
     def _handed_over(self, worker: FleetWorker, finish: Finish) -> None:
-        """That worker has computed the prompt and said the next token."""
+        """Moves a request whose prompt and next token the worker has computed."""
         request = self._open[finish.handle]
         request.prefilled = True
         request.source = None if finish.room is None else Source(finish.room, worker.name, finish.room_pages)
         self._move(request)
 
     def _more_ready(self, worker: FleetWorker, request: OpenRequest, ready: PagesReady) -> None:
-        """That worker has computed further pages of a prompt: who will go on with it reads them meanwhile."""
+        """Sends further computed pages of a prompt to the reader, which reads them early. Without a reader, it picks one."""
         if request.reader is not None:
-            self._say(request.reader.row, PrefetchMore(self.number, ready))
+            self._send_prefetch(request.reader.row, PrefetchMore(self.number, ready))
             return
         pick = self._policy.pick(self._ask(request, decides=False), self.columns)
         if pick is not None:
@@ -183,20 +244,20 @@ class FleetGateway:
             self._view.ahead(pick.row, request.ahead_tokens)
             self._picked(pick.row, request)
             source, message = Source(ready.room, worker.name, ready.num_pages), request.message
-            tokens = np.concatenate([message.prompt_ids, self._script.output(message.handle)[: request.told]])
+            tokens = np.concatenate([message.prompt_ids, self._script.output(message.handle)[: request.num_outputs]])
             prefetch = Prefetch(self.number, message.handle, tokens, source, message.salt, message.lora)
-            self._say(pick.row, replace(prefetch, priority=message.priority))
+            self._send_prefetch(pick.row, replace(prefetch, priority=message.priority))
 
-    def _stop_reading(self, request: OpenRequest, tells: bool = True) -> None:
-        """It has come to its reader, or will not. tells: that it will not."""
+    def _stop_reading(self, request: OpenRequest, notifies: bool = True) -> None:
+        """Ends the prefetch of a request. `notifies` is whether the reader gets an abort, because the request will not come."""
         reader, request.reader = request.reader, None
         if reader is not None:
             self._view.not_ahead(reader.row, request.ahead_tokens)
-            if tells:
-                self._say(reader.row, Abort(self.number, request.message.handle))
+            if notifies:
+                self._send_prefetch(reader.row, Abort(self.number, request.message.handle))
 
     def _move(self, request: OpenRequest) -> None:
-        """From the worker that has it to another one, with what it has said."""
+        """Moves a request from its worker to another one, with its outputs so far."""
         self._view.ended(request.row, request.tokens)
         request.row = -1
         if not self._place(request):
@@ -210,18 +271,18 @@ class FleetGateway:
     def _place_or_queue(self, request: OpenRequest) -> None:
         if not self._place(request):
             displaced = self._queue.push(request, request.message.routing_key, request.message.priority)
-            assert displaced is None, "the queue has room for every trace"
+            assert displaced is None, "the queue is larger than any trace"
             self.max_queue = max(self.max_queue, len(self._queue))
 
     def _drain(self) -> None:
-        """Those that have lost their worker go first."""
+        """Places queued requests. Requests that have lost their worker go first."""
         while self._moved and self._place(self._moved[0]):
             self._moved.popleft()
         if len(self._queue):
             self._queue.drain(lambda request: Placed.PLACED if self._place(request) else Placed.STOP)
 
     def _place(self, request: OpenRequest) -> bool:
-        """Sends the request to a worker, or returns False: none has room."""
+        """Sends the request to a worker. Returns False if no worker has free capacity."""
         reader, columns = request.reader, self.columns
         if reader is not None and columns.takes[reader.row] and columns.requests[reader.row] <= columns.limit[reader.row]:
             self._submit(request, reader, hands_over=False)
@@ -246,23 +307,23 @@ class FleetGateway:
 
     def _submit(self, request: OpenRequest, pick: Pick, hands_over: bool) -> None:
         message = request.message
-        self._stop_reading(request, tells=request.reader is not None and request.reader.row != pick.row)
+        self._stop_reading(request, notifies=request.reader is not None and request.reader.row != pick.row)
         request.row = pick.row
         self._view.opened(pick.row, request.tokens)
         self._picked(pick.row, request)
         self._queue.charge(message.routing_key, len(message.prompt_ids))
         self._placed(message.handle, pick, request.sends > 0)
         request.sends += 1
-        self._send(pick.row, self._resumed(request) if request.told else message, hands_over)
+        self._send(pick.row, self._resumed(request) if request.num_outputs else message, hands_over)
 
     def _picked(self, row: int, request: OpenRequest) -> None:
-        """It goes there, or will."""
+        """Records that the request goes to this row, now or after a prefetch."""
         self._picks += 1
         self.columns.last_pick[row] = self._picks
         self.index.speculate(int(self.columns.owner[row]), request.hashes, self._clock.now + self._config.speculative_s)
 
     def _resumed(self, request: OpenRequest) -> Submit:
-        """A source is for one worker: what is read is read once."""
-        output = self._script.output(request.message.handle)[: request.told]
+        """Returns the message with the outputs so far and the KV source, which the next worker may read once."""
+        output = self._script.output(request.message.handle)[: request.num_outputs]
         source, request.source, request.prefilled = request.source, None, False
         return replace(request.message, output_ids=tuple(output.tolist()), source=source)

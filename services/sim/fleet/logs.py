@@ -1,4 +1,4 @@
-"""What a fleet's simulation writes down, besides what one worker's does: where requests went and why, and the load over time."""
+"""Records the placements, load and handovers of a fleet's simulation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ F64 = NDArray[np.float64]
 
 
 class PlacementLog:
-    """Columns by place in the trace. worker: the last it was sent to, -1 for none. predicted: prompt tokens that the gateway
-    took for cached there when it sent the request first. sends: how often it was sent. reasons: of every placing."""
+    """Placements of requests, in columns by index in the trace."""
 
     def __init__(self, count: int) -> None:
-        self.worker = np.full(count, -1, np.int64)
-        self.predicted = np.zeros(count, np.int64)
-        self.sends = np.zeros(count, np.int64)
-        self.reasons: Counter[str] = Counter()
+        self.worker = np.full(count, -1, np.int64)  # the last worker that got the request; -1: no worker
+        self.predicted = np.zeros(count, np.int64)  # prompt tokens that the gateway expected to be cached at the first worker
+        self.sends = np.zeros(count, np.int64)  # number of times that the request was sent
+        self.reasons: Counter[str] = Counter()  # routing reasons of all placements
 
     def placed(self, index: int, pick: Pick, again: bool) -> None:
         self.worker[index] = pick.row
@@ -35,7 +34,7 @@ class PlacementLog:
 
 
 class LoadLog:
-    """Open requests of every worker, at equal times."""
+    """Open requests of every worker, sampled at equal intervals."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -46,18 +45,19 @@ class LoadLog:
         self._open.append(np.array(opened, np.int32))
 
     def open_between(self, begin: float, end: float) -> F64:
-        """float64[samples, workers]: those after `begin` and up to `end`; where there is none, all those after `begin`."""
+        """Returns float64[samples, workers] of the samples after `begin` and up to `end`, or of all after `begin` if that is
+        empty.
+        """
         first, last = (int(at) for at in np.searchsorted(self._times, [begin, end], side="right"))
         return np.array(self._open[first : last if last > first else None], np.float64)
 
 
 class HandoverLog:
-    """Of requests whose prompt one worker computes and with which another goes on. count: by place in the trace. pages: that were
-    kept for readers."""
+    """Handovers of requests from a prefill worker to a decode worker."""
 
     def __init__(self, count: int) -> None:
-        self.count = np.zeros(count, np.int64)
-        self.pages = 0
+        self.count = np.zeros(count, np.int64)  # handovers by index in the trace
+        self.pages = 0  # pages that were reserved for readers
         self._first: dict[int, Finish] = {}
         self._since: dict[int, float] = {}
         self._gaps: list[float] = []
@@ -68,18 +68,18 @@ class HandoverLog:
         self._first.setdefault(finish.handle, finish)
         self._since[finish.handle] = now
 
-    def told(self, handles: Sequence[int], now: float) -> None:
-        """These have said more."""
+    def add_outputs(self, handles: Sequence[int], now: float) -> None:
+        """Records the time of the next token of requests that were handed over."""
         if self._since:
             self._gaps += [now - self._since.pop(handle) for handle in handles if handle in self._since]
 
     def whole(self, finish: Finish) -> Finish:
-        """An answer's end, as its client is told of it: what its prompt has cost is what the first worker says."""
+        """Returns the terminal output as a client gets it: cached tokens and queue time are those of the first worker."""
         first = self._first.pop(finish.handle, None)
         return finish if first is None else replace(finish, cached_tokens=first.cached_tokens, queue_s=first.queue_s)
 
     def gaps(self) -> F64:
-        """float64[n]: seconds from the token with which a request was handed over to its next."""
+        """Returns float64[n], seconds from the token with which a request was handed over to its next token."""
         return np.array(self._gaps, np.float64)
 
 

@@ -1,7 +1,9 @@
-"""Runs gateways and workers on a trace and one virtual clock. What decides is the code that serves; time and tokens are made up.
+"""Runs gateways and workers on a trace and one virtual clock. Decisions are made by the product's code; times and tokens are
+simulated.
 
-A request arrives at a gateway, which matches its blocks in its own index, picks a worker and sends it there, or queues it.
-Workers step by themselves. Load reports and batches of cache events go out every report_s, and are late as in life.
+1. A request arrives at a gateway, which matches its blocks in its own index and picks a worker, or queues the request.
+2. Workers run steps on their own.
+3. Load reports and batches of cache events leave every report_s, and arrive with the delays of FleetConfig.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from services.sim.core.run.peer_reads import PeerReads, StandingRooms
+from services.sim.core.run.remote_reads import OpenReservations, RemoteReads
 from services.sim.core.run.simulation import SimulationError
 from services.sim.core.trace.arrivals import Arrivals
 from services.sim.core.trace.script import Script
@@ -18,23 +20,22 @@ from services.sim.fleet.config import FleetConfig, Kill
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.gateway import FleetGateway
 from services.sim.fleet.logs import FleetLog
-from services.sim.fleet.worker import FleetWorker, Word, WorkerTally, worker_name
+from services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerTally, worker_name
 from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
 from services.worker.core.contracts.rooms import Source
 
-MAX_SILENCE_S = 600.0  # of all workers, while requests are open
+MAX_SILENCE_S = 600.0  # longest time without any output while requests are open
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """seconds: virtual, from the first arrival to the last output. tallies: of each worker, over all its starts. max_queue: at
-    one gateway."""
+    """The result of a fleet's run."""
 
     config: FleetConfig
     log: FleetLog
-    seconds: float
-    tallies: tuple[WorkerTally, ...]
-    max_queue: int
+    seconds: float  # virtual time from the first arrival to the last output
+    tallies: tuple[WorkerTally, ...]  # work of each worker over all its starts
+    max_queue: int  # longest queue of one gateway
 
     @property
     def steps(self) -> int:
@@ -42,7 +43,7 @@ class FleetOutcome:
 
 
 class FleetSimulation:
-    """One run of one policy; the same arguments give the same outcome."""
+    """A run of one policy. The same arguments give the same outcome."""
 
     def __init__(self, config: FleetConfig, policy: str, trace: Trace, arrivals: Arrivals) -> None:
         self._config, self._trace, self._arrivals = config, trace, arrivals
@@ -53,21 +54,32 @@ class FleetSimulation:
         self._num_open = 0
         self._last_news = 0.0
         self._next_pump: float | None = None
-        self._past = [WorkerTally() for _ in range(config.workers)]  # of starts that were followed by another
-        self._standing = StandingRooms()
+        self._past = [WorkerTally() for _ in range(config.workers)]  # tallies of earlier starts of each worker
+        self._reservations = OpenReservations()
         self._row_at = {worker_name(row): row for row in range(config.workers)}
         self.workers = [self._worker(row, 1) for row in range(config.workers)]
         placed = self._log.placements.placed
         self.gateways = [
-            FleetGateway(n, policy, config, trace, self._script, self._clock, self._send, self._say, placed, self._told)
+            FleetGateway(
+                n,
+                policy,
+                config,
+                trace,
+                self._script,
+                self._clock,
+                self._send,
+                self._send_prefetch,
+                placed,
+                self._output_received,
+            )
             for n in range(config.gateways)
         ]
         for gateway in self.gateways:
             for worker in self.workers:
-                gateway.up(worker)
+                gateway.worker_up(worker)
 
     def run(self) -> FleetOutcome:
-        """Until every request has ended. Raises SimulationError."""
+        """Runs until every request has ended. Raises SimulationError if the workers fall silent or break an invariant."""
         for kill in self._config.kills:
             self._clock.at(kill.at, self._kill, kill)
         self._tick()
@@ -82,26 +94,26 @@ class FleetSimulation:
         return FleetOutcome(self._config, self._log, self._last_news - begin, tallies, max(g.max_queue for g in self.gateways))
 
     def _worker(self, row: int, generation: int) -> FleetWorker:
-        return FleetWorker(row, generation, self._config, self._script, self._clock, self._tell, self._reads(row))
+        return FleetWorker(row, generation, self._config, self._script, self._clock, self._send_output, self._reads(row))
 
-    def _reads(self, row: int) -> PeerReads | None:
+    def _reads(self, row: int) -> RemoteReads | None:
         roles, page_size = self._config.roles, self._config.scheduler.page_size
         if roles is None:
             return None
         address, page_bytes = worker_name(row), roles.kv_bytes_per_token * page_size
-        return PeerReads(address, self._standing, roles.wire, page_bytes, page_size, self._leave)
+        return RemoteReads(address, self._reservations, roles.wire, page_bytes, page_size, self._send_release)
 
-    def _leave(self, source: Source, at: float) -> None:
-        """The word goes the way of what was read."""
+    def _send_release(self, source: Source, at: float) -> None:
+        """Sends the release of a KV reservation over the wire."""
         roles = self._config.roles
-        assert roles is not None, "rooms are of workers with roles"
-        self._clock.at(at + roles.wire.latency_s, self._left, source)
+        assert roles is not None, "only workers with roles have KV reservations"
+        self._clock.at(at + roles.wire.latency_s, self._deliver_release, source)
 
-    def _left(self, source: Source) -> None:
-        self.workers[self._row_at[source.address]].leave_room(source.room)
+    def _deliver_release(self, source: Source) -> None:
+        self.workers[self._row_at[source.address]].release_reservation(source.room)
 
     def _pump(self) -> None:
-        """Sends what is due to gateways, each to any of them, and comes back for the next."""
+        """Sends the requests that are due, each to a random gateway, and schedules the next call."""
         now = self._clock.now
         if self._next_pump is not None and self._next_pump <= now:
             self._next_pump = None
@@ -120,19 +132,19 @@ class FleetSimulation:
     def _deliver(self, row: int, message: Submit, hands_over: bool) -> None:
         self.workers[row].deliver(message, hands_over)
 
-    def _say(self, row: int, word: Word) -> None:
-        self._clock.after(self._config.hop_s, self._hear, row, word)
+    def _send_prefetch(self, row: int, message: PrefetchMessage) -> None:
+        self._clock.after(self._config.hop_s, self._deliver_prefetch, row, message)
 
-    def _hear(self, row: int, word: Word) -> None:
-        self.workers[row].hear(word)
+    def _deliver_prefetch(self, row: int, message: PrefetchMessage) -> None:
+        self.workers[row].receive_prefetch(message)
 
-    def _tell(self, worker: FleetWorker, output: PeerOutput) -> None:
-        self._clock.after(self._config.hop_s, self.gateways[output.peer].hear, worker, output)
+    def _send_output(self, worker: FleetWorker, output: PeerOutput) -> None:
+        self._clock.after(self._config.hop_s, self.gateways[output.peer].receive, worker, output)
 
-    def _told(self, output: PeerOutput) -> None:
+    def _output_received(self, output: PeerOutput) -> None:
         self._last_news = now = self._clock.now
-        self._log.requests.told(output.handles, output.counts, now)
-        self._log.handovers.told(output.handles, now)
+        self._log.requests.add_outputs(output.handles, output.counts, now)
+        self._log.handovers.add_outputs(output.handles, now)
         for finish in output.finishes:
             if finish.reason is FinishReason.HANDED_OVER:
                 self._log.handovers.handed_over(finish, now)
@@ -146,15 +158,15 @@ class FleetSimulation:
     def _tick(self) -> None:
         config, clock = self._config, self._clock
         if self._num_open and clock.now - self._last_news > MAX_SILENCE_S:
-            raise SimulationError(f"nothing was said for {MAX_SILENCE_S:g} s while {self._num_open} requests were open")
+            raise SimulationError(f"no output for {MAX_SILENCE_S:g} s while {self._num_open} requests were open")
         loads = [worker.load() for worker in self.workers]
         self._log.loads.add(clock.now, [load.num_open for load in loads])
         for worker in self.workers:
             events = worker.take_cache_events() if worker.alive else None
             for gateway in self.gateways if events else ():
-                clock.after(config.index_delay_s, gateway.indexed, worker.name, worker.generation, events)
+                clock.after(config.index_delay_s, gateway.receive_events, worker.name, worker.generation, events)
         for gateway in self.gateways:
-            clock.after(config.hop_s, gateway.reported, loads)
+            clock.after(config.hop_s, gateway.receive_loads, loads)
         clock.after(config.report_s, self._tick)
 
     def _kill(self, kill: Kill) -> None:
@@ -162,9 +174,9 @@ class FleetSimulation:
         if not worker.alive:
             return
         worker.kill()
-        self._standing.drop(worker.name)
+        self._reservations.drop(worker.name)
         for gateway in self.gateways:
-            self._clock.after(self._config.detect_s, gateway.down, worker)
+            self._clock.after(self._config.detect_s, gateway.worker_down, worker)
         if kill.back_after_s:
             self._clock.after(kill.back_after_s, self._restart, worker)
 
@@ -172,4 +184,4 @@ class FleetSimulation:
         self._past[dead.row] += dead.tally()
         worker = self.workers[dead.row] = self._worker(dead.row, dead.generation + 1)
         for gateway in self.gateways:
-            self._clock.after(self._config.hop_s, gateway.up, worker)
+            self._clock.after(self._config.hop_s, gateway.worker_up, worker)

@@ -1,4 +1,4 @@
-"""A worker of the fleet: the worker's loop as events on the fleet's clock. It turns while it has something to do."""
+"""Simulates a worker of the fleet: the worker's loop as events on the fleet's clock. It runs while it has work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from services.shared.index.block_hash import block_hash, root_hash
 from services.sim.core.run.executor import SimRun
-from services.sim.core.run.peer_reads import PeerReads
+from services.sim.core.run.remote_reads import RemoteReads
 from services.sim.core.run.worker import STUCK_WAIT_S, SimWorker
 from services.sim.core.trace.script import Script
 from services.sim.fleet.config import FleetConfig
@@ -19,28 +19,28 @@ from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.loop.inbox import Abort, PrefetchMore
 
 MODEL = "simulated"
-IDLE_CHECK_S = 1.0  # as the worker's loop turns while it is idle: rooms whose time is over end then
-Word = Prefetch | PrefetchMore | Abort
-"""Of what is to be read ahead of a request."""
-Teller = Callable[["FleetWorker", PeerOutput], None]
+IDLE_CHECK_S = 1.0  # period of the idle worker's loop, which ends expired KV reservations
+PrefetchMessage = Prefetch | PrefetchMore | Abort
+"""Messages about pages that a worker prefetches for a request."""
+SendOutput = Callable[["FleetWorker", PeerOutput], None]
 
 
 def namespace_root(namespace: str) -> bytes:
-    """What the first block of a prompt is chained to, at workers and gateways alike."""
+    """Returns the hash that the first block of a prompt is chained to, at workers and gateways."""
     return root_hash(MODEL, "", MODEL, namespace)
 
 
 def worker_name(row: int) -> str:
-    """And the address at which its KV is read."""
+    """Returns the name of a worker, which is also the address at which its KV is read."""
     return f"worker-{row}"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """open_by_peer: requests without their terminal output, by gateway. used_tokens: KV that could not be freed."""
+    """Load of a worker, as it reports it to gateways."""
 
-    open_by_peer: Counter[int]
-    used_tokens: int
+    open_by_peer: Counter[int]  # requests without their terminal output, by gateway
+    used_tokens: int  # tokens of KV that could not be freed
 
     @property
     def num_open(self) -> int:
@@ -49,14 +49,13 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTally:
-    """What a worker has done since its start. busy_s: that its device ran steps. read_bytes: of other workers' KV; ahead_bytes:
-    of these, that came before their request. refused_reads: that brought nothing."""
+    """Work of a worker since its start."""
 
     steps: int = 0
-    busy_s: float = 0.0
-    read_bytes: int = 0
-    ahead_bytes: int = 0
-    refused_reads: int = 0
+    busy_s: float = 0.0  # seconds in which its device ran steps
+    read_bytes: int = 0  # bytes of other workers' KV
+    ahead_bytes: int = 0  # bytes of these that were read before the request came
+    refused_reads: int = 0  # reads that brought no pages
 
     def __add__(self, other: WorkerTally) -> WorkerTally:
         return WorkerTally(
@@ -69,8 +68,7 @@ class WorkerTally:
 
 
 class FleetWorker:
-    """row: its number in the fleet. generation: a new one after every start. tell: takes (worker, output), one for each
-    gateway that a step has news for. reads: between workers of two roles, None where there is one."""
+    """A worker of the fleet."""
 
     def __init__(
         self,
@@ -79,9 +77,20 @@ class FleetWorker:
         config: FleetConfig,
         script: Script,
         clock: EventQueue,
-        tell: Teller,
-        reads: PeerReads | None = None,
+        send_output: SendOutput,
+        reads: RemoteReads | None = None,
     ) -> None:
+        """Starts a worker without KV.
+
+        Args:
+            row: the worker's number in the fleet.
+            generation: number of this start.
+            config: the fleet.
+            script: token ids of the trace.
+            clock: clock of the fleet.
+            send_output: called with (worker, output) per gateway that a step has outputs for.
+            reads: reads of other workers' KV; None without roles.
+        """
         self.row, self.generation = row, generation
         self.alive = True
         scheduler = config.scheduler_of(row)
@@ -89,13 +98,13 @@ class FleetWorker:
         self._sim = SimWorker(scheduler, script, config.time_model, config.host, events, reads=reads)
         self._reads = reads
         self._page_size, self._overlap = scheduler.page_size, config.overlap
-        self._clock, self._tell = clock, tell
-        self._inbox: list[Submit | RoomLeft | Word] = []
+        self._clock, self._send_output = clock, send_output
+        self._inbox: list[Submit | RoomLeft | PrefetchMessage] = []
         self._open: Counter[int] = Counter()
         self._flight: SimRun | None = None
         self._asleep = True
         self._wakes_at = 0.0
-        self._rooms_given = 0
+        self._num_reservations = 0
         self._busy_s = 0.0
         self.steps = 0
 
@@ -104,28 +113,28 @@ class FleetWorker:
         return worker_name(self.row)
 
     def deliver(self, message: Submit, hands_over: bool = False) -> None:
-        """Lost if the worker is dead. hands_over: another worker goes on with it after its next token."""
+        """Takes a request; a dead worker loses it. `hands_over` is whether another worker decodes it after its next token."""
         if not self.alive:
             return
-        self._inbox.append(replace(message, hand_over=self._new_room()) if hands_over else message)
+        self._inbox.append(replace(message, hand_over=self._new_reservation()) if hands_over else message)
         self._open[message.peer] += 1
         self._wake_soon()
 
-    def hear(self, word: Word) -> None:
-        """Lost if the worker is dead."""
+    def receive_prefetch(self, message: PrefetchMessage) -> None:
+        """Takes a prefetch message; a dead worker loses it."""
         if self.alive:
-            self._inbox.append(word)
+            self._inbox.append(message)
             self._wake_soon()
 
-    def leave_room(self, room: Room) -> None:
-        """Its reader wants no more of it."""
-        left = self._reads.left_here(room) if self.alive and self._reads is not None else None
+    def release_reservation(self, room: Room) -> None:
+        """Releases a KV reservation that its reader has finished with."""
+        left = self._reads.release_here(room) if self.alive and self._reads is not None else None
         if left is not None:
             self._inbox.append(left)
             self._wake_soon()
 
     def kill(self) -> None:
-        """All that it has is gone."""
+        """Stops the worker, which loses its requests and messages."""
         self.alive = False
         self._open.clear()
         self._inbox.clear()
@@ -144,18 +153,18 @@ class FleetWorker:
         return WorkerTally(self.steps, self._busy_s, read_bytes, ahead_bytes, stats.refused_pulls_total)
 
     def take_cache_events(self) -> CacheEvents | None:
-        """What the prefix index is to be told since the last call."""
+        """Returns the events for the prefix index since the last call."""
         return self._sim.core.take_cache_events()
 
     def self_check(self) -> list[str]:
-        """What breaks an invariant of the core."""
+        """Returns the broken invariants of the core, as sentences."""
         return self._sim.core.self_check()
 
-    def _new_room(self) -> Room:
-        """The generation is its epoch: no two of a worker are the same."""
-        self._rooms_given += 1
-        secret = f"{self.row}/{self.generation}/{self._rooms_given}".encode().rjust(ROOM_SECRET_BYTES, b"-")
-        return Room(self._rooms_given, self.generation, secret[-ROOM_SECRET_BYTES:])
+    def _new_reservation(self) -> Room:
+        """Returns a new KV reservation, with the generation as its epoch, so that no two of one worker are equal."""
+        self._num_reservations += 1
+        secret = f"{self.row}/{self.generation}/{self._num_reservations}".encode().rjust(ROOM_SECRET_BYTES, b"-")
+        return Room(self._num_reservations, self.generation, secret[-ROOM_SECRET_BYTES:])
 
     def _wake_soon(self) -> None:
         if self._asleep:
@@ -163,7 +172,7 @@ class FleetWorker:
             self._clock.after(0.0, self._turn)
 
     def _wake_at(self, at: float) -> None:
-        """In place of what it was to be woken by before."""
+        """Schedules a wake-up, which replaces an earlier one."""
         self._wakes_at = at
         self._clock.at(at, self._wake, at)
 
@@ -173,7 +182,7 @@ class FleetWorker:
             self._turn()
 
     def _turn(self) -> None:
-        """As the worker's loop turns: messages, then plan and commit; without overlap, messages, then commit and plan."""
+        """Runs one turn of the worker's loop: messages, plan, commit; without overlap, messages, commit, plan."""
         if not self.alive:
             return
         self._sim.clock.pass_until(self._clock.now)
@@ -185,7 +194,7 @@ class FleetWorker:
         else:
             self._clock.at(self._sim.commit_ends(self._flight), self._commit, self._flight)
 
-    def _take(self, message: Submit | RoomLeft | Word) -> None:
+    def _take(self, message: Submit | RoomLeft | PrefetchMessage) -> None:
         core, now = self._sim.core, self._sim.clock.now
         match message:
             case Submit():
@@ -201,7 +210,7 @@ class FleetWorker:
 
     def _launch(self) -> None:
         run = self._sim.launch()
-        self._tell_all()
+        self._send_outputs()
         before, self._flight = self._flight, run
         if before is not None:
             self._clock.at(self._sim.commit_ends(before), self._commit, before)
@@ -211,7 +220,9 @@ class FleetWorker:
             self._rest()
 
     def _rest(self) -> None:
-        """Nothing runs: until a message, what a read has come to, or a time that may have passed."""
+        """Schedules the next turn if no step runs: the end of a read, or a short wait. Otherwise the worker sleeps until a
+        message comes.
+        """
         read_at = None if self._reads is None else self._reads.next_end()
         if not self._sim.core.idle:
             stuck_until = self._clock.now + STUCK_WAIT_S
@@ -229,15 +240,15 @@ class FleetWorker:
         self._sim.commit(run)
         self.steps += 1
         self._busy_s += run.end - run.begin
-        self._tell_all()
+        self._send_outputs()
         if self._overlap:
             self._turn()
         else:
             self._flight = None
             self._launch()
 
-    def _tell_all(self) -> None:
+    def _send_outputs(self) -> None:
         output = self._sim.take_output()
         for peer in output.peers if output else ():
             self._open[peer.peer] -= len(peer.finishes)
-            self._tell(self, peer)
+            self._send_output(self, peer)

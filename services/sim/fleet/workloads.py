@@ -1,4 +1,4 @@
-"""Workloads by name, at the sizes that fleets are compared with. size: workers that they are made for."""
+"""Defines the named workloads of fleet comparisons. `size` is the number of workers that they are made for."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ PREFIX, SUFFIX, OUTPUT = 2048, 128, 256  # tokens
 
 
 def shared_prefix(size: int, rate: float, seed: int) -> Trace:
-    """8 groups of 16 requests for each worker, shuffled: for 8 workers the generated-shared-prefix of SGLang's benchmark."""
+    """Makes 8 groups of 16 requests per worker, shuffled. For 8 workers this is SGLang's generated-shared-prefix benchmark."""
     return workloads.shared_prefix(8 * size, 16, PREFIX, SUFFIX, OUTPUT, rate, seed)
 
 
 def no_sharing(size: int, rate: float, seed: int) -> Trace:
-    """As many and as long ones, all unlike each other, lengths within half of the mean."""
+    """Makes 128 requests per worker without shared prefixes, with lengths within half of the mean."""
     return workloads.random_lengths(128 * size, PREFIX + SUFFIX, OUTPUT, 0.5, rate, seed)
 
 
 def hot_prefix(size: int, rate: float, seed: int) -> Trace:
-    """As many, of which six in ten begin with the same prefix."""
+    """Makes 128 requests per worker, six in ten of which begin with the same prefix."""
     return workloads.hot_prefix(128 * size, 0.6, PREFIX, SUFFIX, OUTPUT, rate, seed)
 
 
 def multi_turn(size: int, rate: float, seed: int) -> Trace:
-    """32 conversations of 5 turns for each worker, over one system prompt; rate is that of conversations."""
+    """Makes 32 conversations of 5 turns per worker over one system prompt. `rate` is that of conversations."""
     return workloads.multi_turn(32 * size, 5, 512, 256, OUTPUT, 5.0, rate, seed)
 
 
 def long_prompts(size: int, rate: float, seed: int) -> Trace:
-    """128 for each worker: streams, beside a quarter that have prompts of 4096 tokens and say little."""
+    """Makes 128 requests per worker: a quarter have prompts of 4096 tokens and short outputs, the others stream longer
+    outputs.
+    """
     return workloads.two_lengths(128 * size, 0.25, (4096, 64), (256, OUTPUT), 0.25, rate, seed)
 
 
 def chat(size: int, rate: float, seed: int) -> Trace:
-    """As many, all with short prompts."""
+    """Makes 128 requests per worker with short prompts."""
     return workloads.random_lengths(128 * size, 192, OUTPUT, 0.5, rate, seed)
 
 

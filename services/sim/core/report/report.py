@@ -1,4 +1,4 @@
-"""The figures of a simulation, and the table they are printed as."""
+"""Computes the figures of a simulation and prints them as a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: F64) -> Quantiles:
-        """All zero where there are no values."""
+        """Returns the quantiles of the values, or 0 for each if the array is empty."""
         if not len(values):
             return cls(0.0, 0.0, 0.0)
         return cls(*(float(value) for value in np.percentile(values, [50, 90, 99])))
@@ -31,13 +31,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Times in seconds of virtual time, except wall_s. ttft, e2e: from sending to the first and the last token; tpot: from the
-    first to the last, per token after the first, of requests with two tokens or more; itl: between two messages of a
-    request without a grammar; queue: from arrival to the first step. grammar_tokens_per_s, grammar_tpot: with a grammar.
-    hit_rate: cached prompt tokens over prompt tokens, of requests that ran to their end. mean_running, mean_queue, mean_kv,
-    max_kv: over time; kv in shares of the pool that could not have been freed. batch: rows per step.
-    counters: every total that the scheduler keeps.
-    """
+    """The figures of one run. Times are in seconds of virtual time, except wall_s."""
 
     requests: int
     finished: int
@@ -46,27 +40,27 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    hit_rate: float
+    hit_rate: float  # cached prompt tokens divided by prompt tokens, of finished requests
     output_tokens_per_s: float
     total_tokens_per_s: float
-    grammar_tokens_per_s: float
-    grammar_tpot: Quantiles
+    grammar_tokens_per_s: float  # output tokens of requests with a grammar
+    grammar_tpot: Quantiles  # `tpot` of requests with a grammar
     requests_per_s: float
-    ttft: Quantiles
-    tpot: Quantiles
-    itl: Quantiles
-    e2e: Quantiles
-    queue: Quantiles
+    ttft: Quantiles  # from sending to the first token
+    tpot: Quantiles  # from the first to the last token, per token after the first, of requests with at least two tokens
+    itl: Quantiles  # between two messages of a request without a grammar
+    e2e: Quantiles  # from sending to the last token
+    queue: Quantiles  # from arrival to the first step
     steps: dict[str, int]
-    mean_batch: float
-    max_batch: int
-    mean_running: float
-    mean_queue: float
+    mean_batch: float  # rows per step
+    max_batch: int  # rows per step
+    mean_running: float  # over time
+    mean_queue: float  # over time
     max_queue: int
-    mean_kv: float
-    max_kv: float
+    mean_kv: float  # share of the pool that could not be freed, over time
+    max_kv: float  # largest such share
     device_busy: float
-    counters: dict[str, int]
+    counters: dict[str, int]  # all totals of the scheduler
     wall_s: float
     requests_per_wall_s: float
 
@@ -118,7 +112,7 @@ def as_dict(report: Report) -> dict[str, object]:
 
 
 def as_table(report: Report) -> str:
-    """Two columns in Markdown."""
+    """Returns a Markdown table of two columns."""
     rows = [
         ("requests", _requests(report)),
         ("virtual time", f"{report.seconds:,.1f} s"),
@@ -178,7 +172,7 @@ def _steps_by_mode(steps: StepLog) -> dict[str, int]:
 
 
 def _over_time(steps: StepLog, values: F64) -> float:
-    """The mean of a gauge that holds from one step's planning to the next one's."""
+    """Returns the mean of a gauge that keeps its value from one step's planning to the next one's."""
     if len(values) < 2:
         return float(values.mean()) if len(values) else 0.0
     lasted = np.diff(steps.column("planned"))

@@ -1,6 +1,6 @@
-"""A picture of a run: rows by mode, queue, and KV over virtual time. matplotlib is imported here and nowhere else.
+"""Draws a run: rows by mode, queue and KV over virtual time. It alone imports matplotlib.
 
-However many steps there are, each curve has at most BINS points, every one the exact mean over its stretch of time.
+A curve has at most BINS points for any number of steps. Each point is the exact mean over its interval.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MODE_COLOURS = {ForwardMode.DECODE: "#4878a8", ForwardMode.EXTEND: "#d98032", F
 
 
 class NoPicture(RuntimeError):
-    """The picture cannot be drawn: no matplotlib, or a file name of another kind."""
+    """The picture cannot be drawn: matplotlib is missing, or the file name has another suffix. The message names the remedy."""
 
 
 def check_drawable(path: Path) -> None:
-    """Raises NoPicture, before a long run rather than after it."""
+    """Checks before a long run that the picture can be drawn. Raises NoPicture."""
     if path.suffix.lower() not in FORMATS:
-        raise NoPicture(f"{path}: a timeline is a {' or '.join(FORMATS)} file")
+        raise NoPicture(f"{path}: a timeline must be a {' or '.join(FORMATS)} file")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -41,7 +41,7 @@ def check_drawable(path: Path) -> None:
 
 
 def draw_timeline(outcome: Outcome, path: Path, title: str) -> None:
-    """Writes the picture. Raises NoPicture, OSError."""
+    """Writes the picture. Raises NoPicture or OSError."""
     check_drawable(path)
     from matplotlib.figure import Figure
 
@@ -62,14 +62,18 @@ def draw_timeline(outcome: Outcome, path: Path, title: str) -> None:
 
 
 def time_bins(steps: StepLog, seconds: float) -> F64:
-    """float64[bins + 1], edges of equal stretches from the first step to the end; no more stretches than steps."""
+    """Returns float64[bins + 1], the edges of equal intervals from the first step to the end. There are at most as many as
+    steps.
+    """
     begin = float(steps.column("planned")[0]) if len(steps) else 0.0
     return np.linspace(begin, max(seconds, begin + 1e-9), max(min(BINS, len(steps)), 1) + 1)
 
 
 def mean_of_intervals(begins: F64, ends: F64, values: F64, edges: F64) -> F64:
-    """float64[bins]: mean over each bin of a quantity that is values[i] from begins[i] to ends[i] and 0 elsewhere.
-    Intervals follow one another and do not overlap."""
+    """Returns float64[bins], the mean over each bin of a quantity that is values[i] from begins[i] to ends[i] and 0 elsewhere.
+
+    The intervals are in order and do not overlap.
+    """
     if not len(values):
         return np.zeros(len(edges) - 1)
     areas = np.cumsum(values * (ends - begins))
@@ -80,7 +84,9 @@ def mean_of_intervals(begins: F64, ends: F64, values: F64, edges: F64) -> F64:
 
 
 def mean_of_gauge(at: F64, values: F64, edges: F64) -> F64:
-    """float64[bins]: the same for a gauge that keeps values[i] from at[i] to at[i + 1], the last one to the end."""
+    """Returns float64[bins], the mean over each bin of a gauge that is values[i] from at[i] to at[i + 1], the last one to
+    the end.
+    """
     return mean_of_intervals(at, np.append(at[1:], max(edges[-1], at[-1] if len(at) else 0.0)), values, edges)
 
 
@@ -89,7 +95,7 @@ def _curve(axes: Axes, edges: F64, values: F64, colour: str, label: str, style: 
 
 
 def _draw_rows(axes: Axes, steps: StepLog, edges: F64) -> None:
-    """Rows that the device works on, stacked by the step's mode; idle time counts as 0."""
+    """Draws the rows on the device, stacked by the step's mode. Idle time counts as 0."""
     mode, rows = steps.column("mode"), steps.column("rows")
     shown = [m for m in _MODE_COLOURS if (mode == m).any()]
     means = [mean_of_intervals(steps.column("begin"), steps.column("end"), np.where(mode == m, rows, 0.0), edges) for m in shown]

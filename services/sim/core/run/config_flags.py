@@ -1,4 +1,4 @@
-"""The worker's settings that a simulation goes by, as flags made from the settings themselves, and what is served with them."""
+"""Turns the worker's settings into flags of a simulation, and builds the scheduler's configuration from them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.scheduler_config import scheduler_config
 from services.worker.settings import WorkerSettings
 
-DEVICE_GIB = 140.0  # an H200's, which the default time model assumes
-NUM_PAGES = 50_000  # the KV of an 8B model on it: about 800,000 tokens
-CONTEXT_LEN = 131_072  # of that model's config
+DEVICE_GIB = 140.0  # memory of an H200, which the default time model assumes
+NUM_PAGES = 50_000  # KV of an 8B model on an H200: about 800,000 tokens
+CONTEXT_LEN = 131_072  # context length in that model's config
 SETTINGS = (
     "page_size",
     "context_len",
@@ -59,17 +59,17 @@ SETTINGS = (
 
 
 def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """without: settings that the caller gives to settings_of itself."""
+    """Adds the flags of all SETTINGS except `without`, which the caller passes to settings_of()."""
     group = parser.add_argument_group("the worker's settings (see docs/reference/configuration.md)")
     for name in SETTINGS:
         if name not in without:
             add_setting_flag(group, name)
-    about = f"memory of a worker's GPU, by which those are found that the device decides; 0: a CPU (default {DEVICE_GIB:g})"
+    about = f"Memory of a worker's GPU in GiB, from which default settings are derived; 0: a CPU (default {DEVICE_GIB:g})."
     group.add_argument("--device-gib", type=_gib, default=DEVICE_GIB, metavar="GIB", help=about)
 
 
 def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
-    """flags: a parser, or a group of it. name: of one of the worker's settings."""
+    """Adds the flag of one of the worker's settings to a parser or to a group of it."""
     field = WorkerSettings.model_fields[name]
     default = "unset" if field.default is None else field.default
     about = f"{field.description} (default {default})".replace("%", "%%")
@@ -77,14 +77,27 @@ def add_setting_flag(flags: argparse._ActionsContainer, name: str) -> None:
 
 
 def settings_of(args: argparse.Namespace, **given: Any) -> WorkerSettings:
-    """As a worker on that device has them; the environment is not read. Raises ValueError naming settings out of range."""
+    """Returns the settings of a worker on that device, without reading the environment.
+
+    Raises:
+        ValueError: a setting is out of range; the message names it.
+    """
     values = {name: getattr(args, name) for name in SETTINGS if name not in given}
     return resolved(of_values(WorkerSettings, {**values, **given}), round(args.device_gib * 2**30) or None)
 
 
 def simulated_config(settings: WorkerSettings, num_pages: int, graphs: GraphLimits, max_drafts: int = 0) -> SchedulerConfig:
-    """Of a worker with those settings whose model says what traces list. settings: resolved. graphs: of its executor. max_drafts:
-    draft tokens of a row at most. Raises ValueError for values that the scheduler does not take."""
+    """Returns the scheduler's configuration of a worker whose model has the trace's vocabulary.
+
+    Args:
+        settings: resolved settings.
+        num_pages: pages of the KV pool.
+        graphs: limits of the executor's graphs.
+        max_drafts: largest number of draft tokens per row.
+
+    Raises:
+        ValueError: the scheduler does not accept a value.
+    """
     return scheduler_config(settings, simulated_model(settings, num_pages, graphs, max_drafts), bos_token_id=-1)
 
 
@@ -107,7 +120,7 @@ def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimit
 
 
 def _options(name: str, field: FieldInfo) -> dict[str, Any]:
-    """What argparse needs for a setting of this type."""
+    """Returns argparse options for a setting of this type."""
     kind = field.annotation
     if kind == int | None:
         kind = int
@@ -119,11 +132,11 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
         return {"choices": typing.get_args(kind)}
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
         return {"type": kind, "choices": tuple(kind), "metavar": "|".join(kind)}
-    raise TypeError(f"WorkerSettings.{name} is of a type that has no flag: {kind}")
+    raise TypeError(f"WorkerSettings.{name} has a type without a flag: {kind}")
 
 
 def _gib(text: str) -> float:
     value = float(text)
     if not value >= 0:
-        raise argparse.ArgumentTypeError("a device's memory is not negative")
+        raise argparse.ArgumentTypeError("a device's memory must not be negative")
     return value

@@ -158,11 +158,7 @@ class RunDigest:
     """The SHA-256 of one simulation's canonical lines so far. Later changes of a record that was added have no effect."""
 
     def __init__(self, lines: TextIO | None = None) -> None:
-        """Starts an empty digest.
-
-        Args:
-            lines: file that receives a copy of the canonical lines; None for no copy.
-        """
+        """Starts an empty digest. If `lines` is given, the file receives a copy of the canonical lines."""
         self._hash = hashlib.sha256()
         self._lines = lines
 

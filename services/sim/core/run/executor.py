@@ -1,8 +1,8 @@
-"""An executor that keeps time and nothing else: no KV, no pages, tokens read from the script.
+"""Simulates an executor: it advances the clock by the time model and reads tokens from the script, without KV.
 
-A row's token depends on its position alone, so that a request goes on where it was after a retraction. It stands for a
-device with one stream: steps run one after another, each as long as the time model says. A draft token is right if the script's
-token at its position is even, which about half of them are.
+A row's token depends on its position only, so a request continues at the same token after a retraction. The device has one
+stream: steps run in sequence. A draft token is right if the script's token at its position is even, which about half of them
+are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.sim.core.run.clock import VirtualClock
-from services.sim.core.run.peer_reads import PeerReads
+from services.sim.core.run.remote_reads import RemoteReads
 from services.sim.core.trace.script import Script
 from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
 from services.worker.core.contracts.rooms import RoomEvents
@@ -23,28 +22,45 @@ from services.worker.exec.contracts.operations import Operation, OperationRefuse
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks, Run
 from services.worker.exec.fake import TimeModel
 
+
+class VirtualClock:
+    """Virtual time in seconds since the simulation began. Only the simulation and its executor advance it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    def pass_until(self, at: float) -> None:
+        """Advances to `at`, unless it has passed."""
+        self.now = max(self.now, at)
+
+
 I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class SimRun:
-    """begin, end: when the device works on the step. tokens, counts, drafted: see StepResult. seconds: of the step."""
+    """A launched step."""
 
     plan: BatchPlan
-    tokens: I32
-    begin: float
-    end: float
-    counts: I32 | None
-    drafted: I32 | None
-    seconds: float
+    tokens: I32  # see StepResult
+    begin: float  # virtual time at which the device begins the step
+    end: float  # virtual time at which it ends
+    counts: I32 | None  # see StepResult
+    drafted: I32 | None  # see StepResult
+    seconds: float  # duration of the step
 
 
 class SimExecutor:
-    """Implements exec.protocol.Executor. params.seed of a request is its place in the trace: how the script finds it. reads: of
-    other workers' KV, None where there are no others."""
+    """Implements Executor. A request's params.seed is its index in the trace, by which the script finds its tokens.
+
+    `reads` are the reads of other workers' KV, or None in a simulation of a single worker.
+    """
 
     def __init__(
-        self, script: Script, num_slots: int, time_model: TimeModel, clock: VirtualClock, reads: PeerReads | None = None
+        self, script: Script, num_slots: int, time_model: TimeModel, clock: VirtualClock, reads: RemoteReads | None = None
     ) -> None:
         self._script = script
         self._time_model = time_model
@@ -52,7 +68,7 @@ class SimExecutor:
         self._reads = reads
         self._busy_until = 0.0
         self._prompt_len = np.zeros(num_slots, dtype=np.int32)
-        self._lengths = np.zeros(num_slots, dtype=np.int32)  # computed tokens of each slot's sequence, wrong drafts left out
+        self._lengths = np.zeros(num_slots, dtype=np.int32)  # computed tokens per slot, without wrong draft tokens
         self._outputs: I32 = np.zeros((num_slots, 1), dtype=np.int32)
 
     def forward(self, plan: BatchPlan) -> SimRun:
@@ -68,30 +84,30 @@ class SimExecutor:
         return {}
 
     def sample(self, run: Run, masks: Masks, behind: Masks = NO_MASKS) -> None:
-        """The time model's steps end with their sampling."""
+        """Does nothing: the time model's steps include sampling."""
 
     def wait(self, run: Run) -> StepResult:
-        """Passes the time until the step is done."""
-        assert isinstance(run, SimRun), "a run of another executor"
+        """Advances the clock to the end of the step."""
+        assert isinstance(run, SimRun), "the run is one of this executor's"
         self._clock.pass_until(run.end)
         return StepResult(run.plan.step_id, run.tokens, counts=run.counts, drafted=run.drafted, seconds=run.seconds)
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        assert self._reads is not None, "pages are read where there are other workers"
+        assert self._reads is not None, "only workers with remote reads transfer pages"
         self._reads.begin(operations, max(self._busy_until, self._clock.now))
 
     def facts(self) -> Sequence[Fact]:
         return () if self._reads is None else self._reads.ended(self._clock.now)
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
-        """Nobody is woken: what becomes of operations is a matter of the clock."""
+        """Does nothing: operations end by the clock."""
 
     def rooms(self, events: RoomEvents) -> None:
-        assert self._reads is not None, "rooms are kept for other workers"
+        assert self._reads is not None, "only workers with remote reads have KV reservations"
         self._reads.rooms(events, self._clock.now)
 
     def apply(self, operation: Operation) -> None:
-        raise OperationRefused("a simulation has no memory to release and nothing to profile")
+        raise OperationRefused("a simulated worker has no memory to release and no device to profile")
 
     def close(self) -> None:
         self._outputs = np.zeros((0, 1), dtype=np.int32)
@@ -104,7 +120,9 @@ class SimExecutor:
         self._prompt_len[admitted.slot] = admitted.num_prompt_tokens
 
     def _tokens(self, plan: BatchPlan) -> I32:
-        """Rows that sample nothing, or run on past their request's end, get some token of no meaning."""
+        """Returns the next token of each row, with an arbitrary token for rows that sample none or have passed their
+        request's end.
+        """
         place = plan.starts + plan.num_tokens - self._prompt_len[plan.slots]
         tokens: I32 = self._outputs[plan.slots, np.clip(place, 0, self._outputs.shape[1] - 1)]
         return tokens

@@ -1,4 +1,4 @@
-"""What a simulation writes down: a row per step and a row per request, in columns that grow."""
+"""Records a simulation: one row per step and one per request, in growing columns."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from services.worker.core.stats import StepStats
 F64 = NDArray[np.float64]
 
 STEP_COLUMNS = (
-    "begin",
-    "end",
+    "begin",  # time at which the device began the step
+    "end",  # time at which it ended
     "mode",
     "rows",
     "prefill_tokens",
-    "planned",
-    "running",
-    "waiting",
-    "pages_in_use",
-    "pages_cached",
-    "generated",
-    "retractions",
+    "planned",  # time of planning; the following columns have the state at that time
+    "running",  # running requests
+    "waiting",  # waiting requests
+    "pages_in_use",  # pages that are leased, or cached and pinned
+    "pages_cached",  # pages in the radix tree that can be evicted
+    "generated",  # total of output tokens
+    "retractions",  # total of retractions
 )
 
 
 class StepLog:
-    """begin, end: when the device ran the step. planned: when it was planned; running, waiting, pages_in_use (leased, or
-    cached and pinned), pages_cached (in the radix tree and evictable), generated and retractions (totals): as they were then."""
+    """The steps of a run. For the columns see STEP_COLUMNS."""
 
     def __init__(self) -> None:
         self._rows = np.empty((1024, len(STEP_COLUMNS)))
@@ -61,23 +60,21 @@ class StepLog:
         self._count += 1
 
     def column(self, name: str) -> F64:
-        """float64[steps]; a view."""
+        """Returns float64[steps], a view."""
         return self._rows[: self._count, STEP_COLUMNS.index(name)]
 
     def throughput(self, begin: float, end: float) -> float:
-        """Output tokens per second that were committed in that time."""
+        """Returns output tokens per second that were committed between begin and end."""
         at = np.interp([begin, end], self.column("planned"), self.column("generated"))
         return float(at[1] - at[0]) / (end - begin)
 
 
 class RequestLog:
-    """Columns by place in the trace; times are NaN until they have come. error: an ErrorCode; reason: a FinishReason, 0 before
-    the end. output_tokens: as the terminal output counts them; told_tokens: as they were given out step by step. constrained:
-    with a grammar."""
+    """The requests of a run, in columns by index in the trace. A time is NaN until its event."""
 
     def __init__(self, count: int) -> None:
-        self.constrained = np.zeros(count, dtype=np.bool_)
-        self._told_at = np.full(count, np.nan)
+        self.constrained = np.zeros(count, dtype=np.bool_)  # whether the request has a grammar
+        self._last_output = np.full(count, np.nan)
         self._gaps: list[F64] = []
         self.sent = np.full(count, np.nan)
         self.first_token = np.full(count, np.nan)
@@ -85,26 +82,26 @@ class RequestLog:
         self.queue = np.full(count, np.nan)
         self.prompt_tokens = np.zeros(count, dtype=np.int64)
         self.cached_tokens = np.zeros(count, dtype=np.int64)
-        self.output_tokens = np.zeros(count, dtype=np.int64)
-        self.told_tokens = np.zeros(count, dtype=np.int64)
-        self.reason = np.zeros(count, dtype=np.int8)
-        self.error = np.zeros(count, dtype=np.int8)
+        self.output_tokens = np.zeros(count, dtype=np.int64)  # as the terminal output counts them
+        self.streamed_tokens = np.zeros(count, dtype=np.int64)  # sum over the outputs of all steps
+        self.reason = np.zeros(count, dtype=np.int8)  # a FinishReason; 0 before the end
+        self.error = np.zeros(count, dtype=np.int8)  # an ErrorCode
 
-    def told(self, handles: Sequence[int], counts: Sequence[int], now: float) -> None:
-        """Rows of one step's output; a handle may stand in more than one of them."""
+    def add_outputs(self, handles: Sequence[int], counts: Sequence[int], now: float) -> None:
+        """Records the rows of one step's output. A handle may occur in several rows."""
         indexes = np.array(handles, dtype=np.int64)
-        np.add.at(self.told_tokens, indexes, counts)
+        np.add.at(self.streamed_tokens, indexes, counts)
         fresh = indexes[np.isnan(self.first_token[indexes])]
         self.first_token[fresh] = now
         plain = indexes[~self.constrained[indexes]]
-        self._gaps.append(now - self._told_at[plain])
-        self._told_at[plain] = now
+        self._gaps.append(now - self._last_output[plain])
+        self._last_output[plain] = now
 
     def gaps(self) -> F64:
-        """float64[n]: seconds from one message of a request without a grammar to its next."""
+        """Returns float64[n], seconds between two messages of a request without a grammar."""
         gaps: F64 = np.concatenate([np.empty(0), *self._gaps])
-        told: F64 = gaps[~np.isnan(gaps)]
-        return told
+        known: F64 = gaps[~np.isnan(gaps)]
+        return known
 
     def end(self, finish: Finish, now: float) -> None:
         index = finish.handle
@@ -116,10 +113,10 @@ class RequestLog:
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        """bool[requests]: ended, and not by an error."""
+        """bool[requests]: whether the request has ended without an error."""
         return np.isin(self.reason, [reason for reason in FinishReason if reason is not FinishReason.ABORT])
 
     def errors(self) -> dict[str, int]:
-        """How many requests ended with each error, by name."""
+        """Returns the number of requests per error name."""
         codes, counts = np.unique(self.error[self.error > 0], return_counts=True)
         return {ErrorCode(code).name.lower(): count for code, count in zip(codes.tolist(), counts.tolist(), strict=True)}

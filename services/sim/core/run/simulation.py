@@ -1,6 +1,6 @@
-"""Runs the real scheduler on a trace, a time model and a virtual clock: the worker's loop with nothing real around it.
+"""Runs the real scheduler on a trace with a time model and a virtual clock, in the order of the worker's loop.
 
-With overlap, step N+1 is planned and launched before step N is committed; without, the same loop commits first.
+With overlap, step N+1 is planned and launched before step N is committed. Without overlap, the commit comes first.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ MAX_STUCK_TURNS = 100_000
 
 
 class SimulationError(RuntimeError):
-    """The scheduler did what it must never do: it stood still, or lost pages."""
+    """The scheduler has stopped making progress or has broken an invariant, which is a bug."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """seconds: virtual, from the start to the last output."""
+    """The result of a run."""
 
     requests: RequestLog
     steps: StepLog
     stats: StepStats
     num_pages: int
     page_size: int
-    seconds: float
+    seconds: float  # virtual time from the start to the last output
 
 
 class Simulation:
-    """One run; the same arguments give the same outcome. jumps: see SimWorker. digest: receives each submitted request, plan and
-    output of the run; None: nothing is hashed."""
+    """A run of one worker. The same arguments give the same outcome."""
 
     def __init__(
         self,
@@ -52,6 +51,18 @@ class Simulation:
         jumps: bool = True,
         digest: RunDigest | None = None,
     ) -> None:
+        """Prepares a run.
+
+        Args:
+            config: configuration of the scheduler.
+            trace: the requests.
+            arrivals: the times at which they are sent.
+            time_model: duration of steps.
+            host: duration of the host's work; None for 0.
+            overlap: whether the overlap scheduler runs.
+            jumps: whether forced text of grammars is added without sampling.
+            digest: receives each submitted request, plan and output; None: no digest.
+        """
         self._digest = digest
         self._config, self._trace, self._arrivals, self._overlap = config, trace, arrivals, overlap
         self._script = Script(trace)
@@ -63,7 +74,7 @@ class Simulation:
         self._stuck_turns = 0
 
     def run(self) -> Outcome:
-        """Until every request has ended. Raises SimulationError."""
+        """Runs until every request has ended. Raises SimulationError."""
         prev: SimRun | None = None
         while prev is not None or self._arrivals.num_unsent or not self._core.idle:
             prev = self._turn(prev)
@@ -112,7 +123,7 @@ class Simulation:
         now = self._clock.now
         for peer in output.peers if output else ():
             self._record("output", peer)
-            self._requests.told(peer.handles, peer.counts, now)
+            self._requests.add_outputs(peer.handles, peer.counts, now)
             for finish in peer.finishes:
                 self._requests.end(finish, now)
                 self._arrivals.ended(finish.handle, now)
@@ -122,7 +133,7 @@ class Simulation:
             self._digest.add(kind, value)
 
     def _wait_for_work(self) -> None:
-        """Nothing runs: on to the next arrival, or a little further where requests wait for a time to pass."""
+        """Advances the clock if no step runs: to the next arrival, or a little if requests wait for a time to pass."""
         next_at = self._arrivals.next_at()
         if self._core.idle:
             if next_at is not None:
@@ -131,5 +142,5 @@ class Simulation:
         self._stuck_turns += 1
         if self._stuck_turns > MAX_STUCK_TURNS:
             stats = self._core.stats()
-            raise SimulationError(f"nothing runs while {stats.num_waiting} requests wait and {stats.num_running} run")
+            raise SimulationError(f"no step runs while {stats.num_waiting} requests wait and {stats.num_running} run")
         self._clock.pass_time(STUCK_WAIT_S)

@@ -1,15 +1,15 @@
-"""A worker without its shell: core, executor and clock, and the parts of the worker's loop for a simulation to call in turn."""
+"""Simulates the inside of a worker: core, executor and clock, with the parts of the worker's loop that a simulation calls in
+turn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.sim.core.run.clock import VirtualClock
-from services.sim.core.run.executor import SimExecutor, SimRun
-from services.sim.core.run.grammar import ScriptBook, grammar_of
-from services.sim.core.run.peer_reads import PeerReads
-from services.sim.core.trace.script import Script
+from services.sim.core.run.executor import SimExecutor, SimRun, VirtualClock
+from services.sim.core.run.remote_reads import RemoteReads
+from services.sim.core.trace.script import Script, ScriptBook, grammar_of
 from services.sim.core.trace.trace import Trace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import StepOutput, Submit
@@ -19,11 +19,11 @@ from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.fake import TimeModel
 
-STUCK_WAIT_S = 0.001  # as the worker's loop waits while requests are here and none can run
+STUCK_WAIT_S = 0.001  # wait of the worker's loop while it has requests and none can run
 
 
 class NoText:
-    """Traces have no stop strings or patterns, so there is never a text to look at."""
+    """A decoder that returns no text, because traces have no stop strings or patterns."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return ""
@@ -34,15 +34,14 @@ class NoText:
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds of the host's work, which the device does not wait for under overlap."""
+    """Seconds of the host's work per step, during which the device runs under overlap."""
 
     plan_s: float = 0.0
     commit_s: float = 0.0
 
 
 class SimWorker:
-    """events: told of cached blocks, None if nobody asks. jumps: grammars add the tokens that they leave no choice about.
-    reads: from other workers, None where there are none. Times are read from `clock`, which launch and commit move."""
+    """A scheduler with a simulated executor. launch() and commit() advance `clock`."""
 
     def __init__(
         self,
@@ -52,8 +51,19 @@ class SimWorker:
         host: HostTimes | None = None,
         events: CacheEventLog | None = None,
         jumps: bool = True,
-        reads: PeerReads | None = None,
+        reads: RemoteReads | None = None,
     ) -> None:
+        """Creates an idle worker.
+
+        Args:
+            config: configuration of the scheduler.
+            script: token ids of the trace.
+            time_model: duration of steps.
+            host: duration of the host's work; None for 0.
+            events: receives cached blocks for the prefix index; None: no events.
+            jumps: whether grammars add forced tokens without sampling.
+            reads: reads of other workers' KV; None: no other workers.
+        """
         self.clock = VirtualClock()
         keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if config.reads_peers else None
         self.core = Scheduler(config, NoText(), ScriptBook(script, jumps), events, keys=keys)
@@ -64,11 +74,11 @@ class SimWorker:
         self.core.submit(message, self.clock.now)
 
     def launch(self) -> SimRun | None:
-        """The next step; None if nothing can run before the step in flight is committed, or nothing is here."""
+        """Launches the next step. Returns None if no step can run before a commit, or there are no requests."""
         for fact in self._executor.facts():
             self.core.ended(fact, self.clock.now)
         plan = self.core.plan(self.clock.now)
-        self._tell_rooms()
+        self._pass_reservations()
         if plan is None:
             return None
         if plan.operations:
@@ -81,28 +91,28 @@ class SimWorker:
         return run
 
     def commit_ends(self, run: SimRun) -> float:
-        """When commit() will be done with the run, if it is called by the time the run ends."""
+        """Returns the time at which commit() will end, if it is called by the time the run ends."""
         return max(run.end, self.clock.now) + self._host.commit_s
 
     def commit(self, run: SimRun) -> None:
-        """Passes the time until the run is done, and takes it in."""
+        """Advances the clock to the end of the run and commits its result."""
         result = self._executor.wait(run)
         self.core.commit(result, self.clock.now)
         self.clock.pass_time(self._host.commit_s)
 
     def take_output(self) -> StepOutput | None:
-        """What front ends are to be told since the last call: of rooms when they stand."""
-        self._tell_rooms()
+        """Returns the outputs since the last call. KV reservations open before their outputs are taken."""
+        self._pass_reservations()
         return self.core.take_output()
 
-    def _tell_rooms(self) -> None:
+    def _pass_reservations(self) -> None:
         events = self.core.take_rooms()
         if events is not None:
             self._executor.rooms(events)
 
 
 def submit_message(trace: Trace, script: Script, index: int, peer: int = 0) -> Submit:
-    """The request at a place of the trace, which is its handle and what the executor finds its output by."""
+    """Returns the request at an index of the trace, which is also its handle and the executor's seed."""
     request = trace.requests[index]
     grammar = grammar_of(trace, index)
     return Submit(

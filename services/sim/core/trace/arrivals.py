@@ -1,4 +1,4 @@
-"""When the requests of a trace are sent. Both kinds send the turns of a session one after another."""
+"""Decides when the requests of a trace are sent. The turns of a session are sent in sequence."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from services.sim.core.trace.trace import Trace
 
 
 class Arrivals(Protocol):
-    """Requests are named by their place in the trace; each is given out once."""
+    """A source of requests, which are named by their index in the trace. Each index is returned once."""
 
     def due(self, now: float) -> list[int]:
-        """Those to be sent by `now`, in order; they count as sent."""
+        """Returns the requests to send by `now`, in order. They then count as sent."""
         ...
 
     def ended(self, index: int, now: float) -> None:
-        """A request that was sent has had its terminal output."""
+        """Records that a sent request has its terminal output."""
         ...
 
     def next_at(self) -> float | None:
-        """When the next one is due if nothing ends before. None: none is."""
+        """Returns the time of the next request if no request ends before, or None without further requests."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class Arrivals(Protocol):
 
 
 class Turns:
-    """The order within sessions."""
+    """The order of the requests within sessions."""
 
     def __init__(self, trace: Trace) -> None:
         self.first: list[int] = []
@@ -48,11 +48,11 @@ class Turns:
 
 
 class OpenLoop:
-    """Every request at its arrival, however busy the worker is. speed: arrivals come so many times as fast."""
+    """Sends every request at its arrival, independent of the worker's load. `speed` divides the arrival times."""
 
     def __init__(self, trace: Trace, speed: float = 1.0) -> None:
         if not speed > 0:
-            raise ValueError("speed is above 0")
+            raise ValueError("speed must be above 0")
         self._requests, self._speed = trace.requests, speed
         self._turns = Turns(trace)
         self._heap = [(self._requests[index].arrival / speed, index) for index in self._turns.first]
@@ -77,11 +77,11 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """So many requests at a time, in the trace's order, a session's next turn first; times in the trace do not count."""
+    """Keeps `concurrency` requests open, in the trace's order, with a session's next turn first. Arrival times are ignored."""
 
     def __init__(self, trace: Trace, concurrency: int) -> None:
         if concurrency < 1:
-            raise ValueError("concurrency is at least 1")
+            raise ValueError("concurrency must be at least 1")
         self._turns = Turns(trace)
         self._ready = deque(self._turns.first)
         self._room = concurrency

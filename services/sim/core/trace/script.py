@@ -1,11 +1,14 @@
-"""What is said in a simulation: the token ids of every prompt and output of a trace, a function of the trace alone."""
+"""Derives from a trace the token ids of every prompt and output, and the grammars that force runs of outputs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.sim.core.trace.trace import Trace
+from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
@@ -13,35 +16,35 @@ U64 = NDArray[np.uint64]
 EOS_ID = 1
 FIRST_ID = 2
 TOKEN_BITS = 30
-VOCAB_SIZE = FIRST_ID + (1 << TOKEN_BITS)  # large, so that tokens that should differ do
+VOCAB_SIZE = FIRST_ID + (1 << TOKEN_BITS)  # large, so that unrelated tokens differ
 _DROPPED_BITS = np.uint64(64 - TOKEN_BITS)
-_LOOSE = np.uint64(0x5851F42D4C957F2D)  # sets tokens outside the blocks apart from those of the block with the same number
+_LOOSE = np.uint64(0x5851F42D4C957F2D)  # separates tokens outside blocks from those of the block with the same number
 
 
 class Script:
-    """Requests are named by their place in the trace. Nothing is kept: ids are computed when asked for."""
+    """Computes token ids on demand. Requests are named by their index in the trace."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._block_size = trace.block_size
 
     def prompt(self, index: int) -> I32:
-        """int32[input_len]."""
+        """Returns int32[input_len]."""
         return self._context(index, 0, self._trace.requests[index].input_len)
 
     def output(self, index: int) -> I32:
-        """int32[output_len], the last one EOS_ID; none of a request that ends with its prompt."""
+        """Returns int32[output_len], whose last token is EOS_ID; empty for a request that ends with its prompt."""
         request = self._trace.requests[index]
         tokens = self._context(index, request.input_len, request.input_len + request.output_len)
         tokens[-1:] = EOS_ID
         return tokens
 
     def forced(self, index: int) -> tuple[tuple[int, int], ...]:
-        """(first, count) of runs of output tokens."""
+        """Returns (first, count) of the forced runs of output tokens."""
         return self._trace.requests[index].forced
 
     def _context(self, index: int, start: int, end: int) -> I32:
-        """Tokens start .. end - 1 of the request's prompt and output."""
+        """Returns tokens start .. end - 1 of the request's prompt and output."""
         size = self._block_size
         blocks = self._trace.requests[index].blocks[start // size : -(-end // size)]
         covered = min(max(start, start // size * size + len(blocks) * size), end)
@@ -56,7 +59,9 @@ class Script:
 
 
 def _mix(values: U64) -> U64:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014), in place: neighbouring numbers become unrelated ones."""
+    """Applies the finaliser of splitmix64 (Steele et al., OOPSLA 2014) in place, so that neighbouring numbers become
+    unrelated.
+    """
     values += np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
@@ -64,3 +69,59 @@ def _mix(values: U64) -> U64:
     values *= np.uint64(0x94D049BB133111EB)
     values ^= values >> np.uint64(31)
     return values
+
+
+def grammar_of(trace: Trace, index: int) -> GrammarSpec | None:
+    """Returns the grammar of a request, which contains its index only, or None if no run is forced."""
+    return GrammarSpec(GrammarKind.EBNF, str(index)) if trace.requests[index].forced else None
+
+
+class ScriptMatcher:
+    """Implements Matcher for one request's output."""
+
+    fault = ""
+
+    def __init__(self, tokens: list[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Starts at the first output token.
+
+        Args:
+            tokens: the whole output.
+            runs: (first, count) of forced runs in rising order.
+        """
+        self._tokens = tokens
+        self._runs = list(reversed(runs))
+        self._index = 0
+
+    @property
+    def terminated(self) -> bool:
+        return self._index >= len(self._tokens)
+
+    def accept(self, token: int) -> bool:
+        accepted = not self.terminated and token == self._tokens[self._index]
+        self._index += accepted
+        return accepted
+
+    def take_cost(self) -> float:
+        return 0.0
+
+    def forced(self) -> Sequence[int]:
+        """Takes the forced tokens from here on. A single forced token is left to the model, as in production."""
+        while self._runs and sum(self._runs[-1]) <= self._index:
+            self._runs.pop()
+        begun = self._runs and self._runs[-1][0] <= self._index
+        end = min(sum(self._runs[-1]), len(self._tokens)) if begun else self._index
+        if end - self._index < 2:
+            return ()
+        tokens, self._index = self._tokens[self._index : end], end
+        return tokens
+
+
+class ScriptBook:
+    """Implements GrammarBook with every grammar compiled. `jumps` is whether forced text is added without sampling."""
+
+    def __init__(self, script: Script, jumps: bool) -> None:
+        self._script, self._jumps = script, jumps
+
+    def open(self, spec: GrammarSpec, tenant: bytes = b"") -> ScriptMatcher:
+        index = int(spec.source)
+        return ScriptMatcher(self._script.output(index).tolist(), self._script.forced(index) if self._jumps else ())

@@ -1,8 +1,8 @@
-"""Traces: what clients ask for, and when. Plain data, read from and written to JSON lines.
+"""Defines traces: the requests of clients and their times, read from and written to JSON lines.
 
-A line: {"arrival": s, "blocks": [ids], "output_len": n} and, where they differ from the default, "input_len", "max_new_tokens",
-"priority", "salt", "routing_key", "lora", "session", "think_s", "forced". Lines of Mooncake's published traces ({"timestamp":
-ms, "input_length", "output_length", "hash_ids"}, blocks of 512 tokens) are read as well.
+A line is {"arrival": s, "blocks": [ids], "output_len": n} with these optional fields: "input_len", "max_new_tokens",
+"priority", "salt", "routing_key", "lora", "session", "think_s", "forced". The reader also accepts lines of Mooncake's published
+traces, {"timestamp": ms, "input_length", "output_length", "hash_ids"}, with blocks of 512 tokens.
 """
 
 from __future__ import annotations
@@ -19,65 +19,59 @@ MAX_BLOCK_ID = (1 << 64) - 1
 
 
 class TraceError(ValueError):
-    """A trace file that cannot be read; names the line."""
+    """A trace file has an invalid line, which the message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. Times in seconds, lengths in tokens.
-
-    blocks: ids of the blocks that the context (prompt, then output) begins with; equal ids are equal tokens. What they do
-    not cover is unlike anything else in the trace. Blocks beyond input_len say what the output will be, so that a later
-    turn whose prompt repeats it shares its KV.
-    output_len: tokens the model says before it ends by itself; 0 for a request that ends with its prompt, as a score does.
-    max_new_tokens may cut it shorter, and is all that the scheduler knows beforehand.
-    session: requests of one session are sent one after another, think_s after the end of the turn before, and not before
-    their arrival; "" for none.
-    forced: (first, count) of the runs of output tokens that the request's grammar leaves no choice about, rising and apart;
-    empty where it has no grammar.
-    """
+    """A request of a client. Times are in seconds, lengths in tokens."""
 
     arrival: float
+    # ids of the blocks that the context (prompt, then output) begins with; equal ids are equal tokens.
+    # Tokens beyond the blocks occur nowhere else in the trace. Blocks beyond input_len determine the output, so that a
+    # later turn whose prompt repeats it shares its KV.
     blocks: tuple[int, ...]
     input_len: int
-    output_len: int
-    max_new_tokens: int
+    output_len: int  # tokens until the model ends by itself; 0 for a request that ends with its prompt, such as a score
+    max_new_tokens: int  # limit of the output, the only length that the scheduler has beforehand
     priority: int = 0
     salt: str = ""
     routing_key: str = ""
     lora: str = ""
-    session: str = ""
+    session: str = ""  # requests of one session are sent in sequence; "": no session
+    # time from the end of the session's previous turn to this request, which is not sent before its arrival
     think_s: float = 0.0
+    # (first, count) of the runs of output tokens that the grammar forces, rising and apart; empty without a grammar
     forced: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.input_len < 1 or self.output_len < 0 or self.max_new_tokens < 0:
-            raise ValueError("input_len is at least 1; output_len and max_new_tokens are at least 0")
+            raise ValueError("input_len must be at least 1; output_len and max_new_tokens must be at least 0")
         if (self.output_len == 0) != (self.max_new_tokens == 0):
-            raise ValueError("output_len and max_new_tokens are both 0, for a request that ends with its prompt, or both above")
+            raise ValueError("output_len and max_new_tokens must be both 0 (the request ends with its prompt) or both above 0")
         if not self.arrival >= 0 or not self.think_s >= 0:
-            raise ValueError("arrival and think_s are not negative")
+            raise ValueError("arrival and think_s must be not negative")
         if self.blocks and not 0 <= min(self.blocks) <= max(self.blocks) <= MAX_BLOCK_ID:
-            raise ValueError("block ids are unsigned 64-bit numbers")
+            raise ValueError("block ids must be unsigned 64-bit numbers")
         ends = (0, *(first + count for first, count in self.forced))
         if any(first < end or count < 1 for (first, count), end in zip(self.forced, ends, strict=False)):
-            raise ValueError("forced runs are of 1 token at least, rising and apart")
+            raise ValueError("forced runs must have at least 1 token, rise and not overlap")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """block_size: tokens per block."""
+    """The requests of a trace, in the order of their arrivals."""
 
-    block_size: int
+    block_size: int  # tokens per block
     requests: tuple[TraceRequest, ...]
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ValueError("block_size is at least 1")
+            raise ValueError("block_size must be at least 1")
 
     @property
     def unique_block_tokens(self) -> int:
-        """Tokens of prompts if every shared block is counted once: the KV that would hold all prompts at a time."""
+        """Prompt tokens with each shared block counted once: the KV that holds all prompts at a time."""
         seen: set[int] = set()
         loose = 0
         for request in self.requests:
@@ -88,7 +82,16 @@ class Trace:
 
 
 def read_trace(path: Path, block_size: int | None = None) -> Trace:
-    """block_size: None for what the format of the first line implies. Raises TraceError, OSError."""
+    """Reads a trace file.
+
+    Args:
+        path: the file.
+        block_size: tokens per block, or None for the default of the first line's format.
+
+    Raises:
+        TraceError: a line is invalid, or there is no request.
+        OSError: the file cannot be read.
+    """
     requests: list[TraceRequest] = []
     mooncake = False
     with path.open(encoding="utf-8") as lines:
@@ -98,7 +101,7 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
             try:
                 record = json.loads(line)
                 if not isinstance(record, dict):
-                    raise ValueError("a line is a JSON object")
+                    raise ValueError("a line must be a JSON object")
                 if not requests:
                     mooncake = "hash_ids" in record
                     block_size = block_size or (MOONCAKE_BLOCK_SIZE if mooncake else BLOCK_SIZE)
@@ -106,12 +109,12 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
             except (ValueError, TypeError, KeyError) as error:
                 raise TraceError(f"{path}, line {number}: {_reason(error)}") from error
     if not requests:
-        raise TraceError(f"{path} holds no request")
+        raise TraceError(f"{path} has no request")
     return Trace(block_size or BLOCK_SIZE, tuple(requests))
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Leaves out what has its default, so that files stay small. The block size is not written: give it again on reading."""
+    """Writes a trace file without default values. The file does not contain the block size: the reader needs it again."""
     with path.open("w", encoding="utf-8") as out:
         for request in trace.requests:
             out.write(json.dumps(_to_record(request, trace.block_size), separators=(",", ":")) + "\n")
@@ -172,7 +175,7 @@ def _int(value: object) -> int:
 
 def _run(value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"a forced run is its first token and their number, not {value!r}")
+        raise ValueError(f"a forced run must be [first token, number of tokens], not {value!r}")
     return _int(value[0]), _int(value[1])
 
 

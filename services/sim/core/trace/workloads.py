@@ -1,5 +1,8 @@
-"""Makes traces. Each function gives the same trace for the same arguments; `rate` is in requests per second with
-exponential gaps, 0 for all at once (for runs at fixed concurrency). Lengths in tokens."""
+"""Generates traces.
+
+Each function gives the same trace for the same arguments. `rate` is in requests per second with exponential gaps; 0 sends all
+requests at once, for runs at fixed concurrency. Lengths are in tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ F64 = NDArray[np.float64]
 def shared_prefix(
     groups: int, per_group: int, prefix: int, suffix: int, output: int, rate: float, seed: int, adjacent: bool = False
 ) -> Trace:
-    """groups x per_group requests, those of a group one after another (adjacent) or in random order. A group's begin with the
-    same `prefix` tokens."""
+    """Makes groups x per_group requests. The requests of a group begin with the same `prefix` tokens.
+
+    With `adjacent`, the requests of a group are in sequence; otherwise the order is random.
+    """
     rng = np.random.default_rng(seed)
     blocks = -(-prefix // BLOCK_SIZE)
     if prefix % BLOCK_SIZE:
-        raise ValueError(f"prefix is a multiple of {BLOCK_SIZE}, the tokens of a block")
+        raise ValueError(f"prefix must be a multiple of {BLOCK_SIZE}, the tokens of a block")
     order = np.arange(groups * per_group) // per_group if adjacent else rng.permutation(groups * per_group) % groups
     return _trace(
         (
@@ -33,9 +38,11 @@ def shared_prefix(
 
 
 def scores(queries: int, items: int, query: int, item: int, rate: float, seed: int) -> Trace:
-    """queries x items requests that end with their prompt. The items of a query arrive together, and begin with its tokens."""
+    """Makes queries x items requests that end with their prompt. The items of a query arrive together and begin with its
+    tokens.
+    """
     if query % BLOCK_SIZE:
-        raise ValueError(f"query is a multiple of {BLOCK_SIZE}, the tokens of a block")
+        raise ValueError(f"query must be a multiple of {BLOCK_SIZE}, the tokens of a block")
     blocks = query // BLOCK_SIZE
     times = _arrivals(queries, rate, np.random.default_rng(seed)).tolist()
     return _trace(
@@ -46,12 +53,13 @@ def scores(queries: int, items: int, query: int, item: int, rate: float, seed: i
 
 
 def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
-    """Prompts of prefix + suffix tokens. `share` of them, at random places, begin with the same prefix; the others are unlike
-    anything."""
+    """Makes prompts of prefix + suffix tokens. A random `share` of them begin with the same prefix; the others share
+    nothing.
+    """
     if not 0 <= share <= 1:
-        raise ValueError("share is within 0 and 1")
+        raise ValueError("share must be within 0 and 1")
     if prefix % BLOCK_SIZE:
-        raise ValueError(f"prefix is a multiple of {BLOCK_SIZE}, the tokens of a block")
+        raise ValueError(f"prefix must be a multiple of {BLOCK_SIZE}, the tokens of a block")
     rng = np.random.default_rng(seed)
     hot = rng.permutation(requests) < round(share * requests)
     blocks = tuple(range(prefix // BLOCK_SIZE))
@@ -62,9 +70,12 @@ def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: in
 def random_lengths(
     requests: int, input_len: int, output: int, spread: float, rate: float, seed: int, priorities: int = 1
 ) -> Trace:
-    """Nothing shared. Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread), priorities in 0 .. priorities - 1."""
+    """Makes requests that share nothing.
+
+    Lengths are uniform in mean * (1 - spread) .. mean * (1 + spread), priorities in 0 .. priorities - 1.
+    """
     if priorities < 1:
-        raise ValueError("priorities is 1 at least")
+        raise ValueError("priorities must be at least 1")
     rng = np.random.default_rng(seed)
     prompts, outputs = (_around(mean, spread, requests, rng) for mean in (input_len, output))
     times = _arrivals(requests, rate, rng)
@@ -75,10 +86,19 @@ def random_lengths(
 def two_lengths(
     requests: int, share: float, long: tuple[int, int], short: tuple[int, int], spread: float, rate: float, seed: int
 ) -> Trace:
-    """Nothing shared. `share` of the requests, at random places, are long, the others short; each is a mean (prompt, output),
-    around which lengths are uniform as those of random_lengths."""
+    """Makes requests that share nothing. A random `share` of them are long, the others short.
+
+    Args:
+        requests: number of requests.
+        share: share of long requests.
+        long: mean (prompt, output) of long requests.
+        short: mean (prompt, output) of short requests.
+        spread: as in random_lengths().
+        rate: see the module.
+        seed: seed of all random choices.
+    """
     if not 0 <= share <= 1:
-        raise ValueError("share is within 0 and 1")
+        raise ValueError("share must be within 0 and 1")
     rng = np.random.default_rng(seed)
     is_long = rng.permutation(requests) < round(share * requests)
     times = _arrivals(requests, rate, rng)
@@ -89,8 +109,11 @@ def two_lengths(
 
 
 def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, think_s: float, rate: float, seed: int) -> Trace:
-    """Sessions that begin at `rate`. A turn's prompt is the system prompt that all share, every turn and answer so far, and
-    `user` new tokens; answers are part of the later prompts, so their KV can be used again."""
+    """Makes sessions that begin at `rate`.
+
+    A turn's prompt is the common system prompt, all earlier turns and completions, and `user` new tokens. Completions are part
+    of later prompts, so their KV is reused.
+    """
     rng = np.random.default_rng(seed)
     shared = system // BLOCK_SIZE
     per_session = -(-(system + turns * (user + output)) // BLOCK_SIZE) - shared
@@ -107,8 +130,11 @@ def multi_turn(sessions: int, turns: int, system: int, user: int, output: int, t
 
 
 def storm(requests: int, input_len: int, output: int, factor: int, begin: float, end: float, rate: float, seed: int) -> Trace:
-    """Requests that may say factor * output tokens and say `output`, except that those which arrive from `begin` to `end`
-    (shares of the trace) say all they may: what the scheduler has learned to expect is then wrong by `factor`."""
+    """Makes requests with a limit of factor * output tokens, most of which end after `output` tokens.
+
+    Requests that arrive from `begin` to `end` (shares of the trace) use their whole limit, so the scheduler's learned
+    expectation is then wrong by `factor`.
+    """
     rng = np.random.default_rng(seed)
     times = _arrivals(requests, rate, rng)
     stormy = range(round(begin * requests), round(end * requests))
@@ -121,12 +147,14 @@ def storm(requests: int, input_len: int, output: int, factor: int, begin: float,
 def grammars(
     requests: int, share: float, input_len: int, output: int, between: int, runs: tuple[int, ...], rate: float, seed: int
 ) -> Trace:
-    """Nothing shared. `share` of the requests, at random places, have a grammar: after 1 to 2 * between - 1 tokens, uniform,
-    that it leaves open comes a run that it forces, of a length drawn from `runs`, and so on."""
+    """Makes requests that share nothing, of which a random `share` have a grammar.
+
+    Such a grammar leaves 1 to 2 * between - 1 tokens open, forces a run of a length drawn from `runs`, and repeats this.
+    """
     if not 0 <= share <= 1:
-        raise ValueError("share is within 0 and 1")
+        raise ValueError("share must be within 0 and 1")
     if between < 1 or not runs or min(runs) < 1:
-        raise ValueError("between and runs are 1 at least")
+        raise ValueError("between and runs must be at least 1")
     rng = np.random.default_rng(seed)
     held = rng.permutation(requests) < round(share * requests)
     times = _arrivals(requests, rate, rng).tolist()
@@ -137,7 +165,7 @@ def grammars(
 
 
 def _forced(output: int, between: int, runs: tuple[int, ...], rng: np.random.Generator) -> tuple[tuple[int, int], ...]:
-    """Up to the last token, which is EOS."""
+    """Returns the forced runs up to the last token, which is EOS."""
     found, place = [], int(rng.integers(1, 2 * between))
     while place < output - 1:
         count = min(int(rng.choice(runs)), output - 1 - place)
@@ -151,7 +179,7 @@ def _trace(requests: Iterable[TraceRequest]) -> Trace:
 
 
 def _arrivals(count: int, rate: float, rng: np.random.Generator) -> F64:
-    """float64[count], rising, rounded to the microsecond."""
+    """Returns float64[count], rising, rounded to microseconds."""
     if not rate:
         return np.zeros(count)
     times: F64 = np.cumsum(rng.exponential(1 / rate, count)).round(6)
@@ -160,6 +188,6 @@ def _arrivals(count: int, rate: float, rng: np.random.Generator) -> F64:
 
 def _around(mean: int, spread: float, count: int, rng: np.random.Generator) -> list[int]:
     if not 0 <= spread < 1:
-        raise ValueError("spread is at least 0 and below 1")
+        raise ValueError("spread must be at least 0 and below 1")
     low, high = max(round(mean * (1 - spread)), 1), max(round(mean * (1 + spread)), 1)
     return [int(value) for value in rng.integers(low, high, count, endpoint=True)]

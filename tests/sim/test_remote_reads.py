@@ -1,5 +1,4 @@
-"""What simulated workers read from one another takes the time of its bytes, one read after another for each address; it comes
-whole where its room stands and who asks knows what it is of, and else not at all."""
+"""Checks simulated reads of other workers' KV: their time, their order per address, and the cases in which no pages arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.sim.core.run.peer_reads import READ_TIMEOUT_S, PeerReads, StandingRooms, Wire
+from services.sim.core.run.remote_reads import READ_TIMEOUT_S, OpenReservations, RemoteReads, Wire
 from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, Source, proof
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull
 
@@ -22,17 +21,17 @@ TREE = "a tree"
 
 
 class Reading:
-    """One reader of two workers, a and b, that each have ten pages of the same prompt in a room of the same number."""
+    """A reader and two workers, a and b, with ten pages of the same prompt in a KV reservation of the same number."""
 
     def __init__(self, wire: Wire = WIRE) -> None:
-        self.standing = StandingRooms()
+        self.reservations = OpenReservations()
         self.left: list[tuple[str, float]] = []
-        self.reads = PeerReads(
-            "c", self.standing, wire, PAGE_BYTES, PAGE_SIZE, lambda source, at: self.left.append((source.address, at))
+        self.reads = RemoteReads(
+            "c", self.reservations, wire, PAGE_BYTES, PAGE_SIZE, lambda source, at: self.left.append((source.address, at))
         )
         opened = OpenRoom(ROOM, TREE, TOKENS, np.arange(10, dtype=np.int32))
         for address in ("a", "b"):
-            self.standing.tell(address, RoomEvents(opened=(opened,)))
+            self.reservations.update(address, RoomEvents(opened=(opened,)))
 
     def begin(self, op_id: int, count: int, address: str = "a", first: int = 0, at: float = 0.0, **changes: Any) -> None:
         source = Source(replace(ROOM, **changes), address, 10)
@@ -45,7 +44,7 @@ class Reading:
         return self.reads.ended(now)
 
 
-def test_a_read_takes_its_latency_and_the_time_of_its_bytes() -> None:
+def test_read_takes_latency_and_transfer_time() -> None:
     reading = Reading()
     reading.begin(1, 5, at=2.0)
     assert reading.reads.next_end() == 3.0 and not reading.facts(2.99)
@@ -53,7 +52,7 @@ def test_a_read_takes_its_latency_and_the_time_of_its_bytes() -> None:
     assert reading.reads.read_bytes == 5000
 
 
-def test_reads_from_one_address_follow_one_another_and_those_from_two_do_not() -> None:
+def test_reads_run_in_sequence_per_address() -> None:
     reading = Reading()
     reading.begin(1, 5)
     reading.begin(2, 5, first=5)
@@ -67,11 +66,11 @@ def test_reads_from_one_address_follow_one_another_and_those_from_two_do_not() -
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(lambda r: r.standing.tell("a", RoomEvents(closed=(ROOM,))), id="its room is closed"),
-        pytest.param(lambda r: r.standing.drop("a"), id="its worker is gone"),
+        pytest.param(lambda r: r.reservations.update("a", RoomEvents(closed=(ROOM,))), id="its room is closed"),
+        pytest.param(lambda r: r.reservations.drop("a"), id="its worker is gone"),
     ],
 )
-def test_what_is_gone_by_the_end_of_a_read_does_not_come(spoil: Callable[[Reading], None]) -> None:
+def test_read_fails_when_reservation_ends_early(spoil: Callable[[Reading], None]) -> None:
     reading = Reading()
     reading.begin(1, 5)
     spoil(reading)
@@ -87,33 +86,33 @@ def test_what_is_gone_by_the_end_of_a_read_does_not_come(spoil: Callable[[Readin
         pytest.param({"address": "d"}, id="no such worker"),
     ],
 )
-def test_who_does_not_name_the_room_gets_nothing(other: dict[str, Any]) -> None:
+def test_read_fails_when_reservation_is_unknown(other: dict[str, Any]) -> None:
     reading = Reading()
     reading.begin(1, 5, **other)
     assert reading.facts(1.0) == [Fact(1)]
 
 
-def test_who_does_not_know_the_prompt_gets_nothing() -> None:
+def test_read_fails_when_proof_is_wrong() -> None:
     reading = Reading()
     pull = Pull(Source(ROOM, "a", 10), 0, proof(ROOM.secret, TREE, b"x" * 16))
     reading.reads.begin([PageOperation(1, OperationKind.PULL, (b"k",), np.zeros(1, np.int32), NO_PAGES, pull=pull)], 0.0)
     assert reading.facts(1.0) == [Fact(1)]
 
 
-def test_pages_beyond_a_room_are_not_there() -> None:
+def test_read_fails_when_pages_exceed_the_reservation() -> None:
     reading = Reading()
     reading.begin(1, 5, first=6)
     assert reading.facts(1.0) == [Fact(1)]
 
 
 @pytest.mark.parametrize("wire", [Wire(0.0, 0.0), Wire(10.0, 0.0)])
-def test_what_takes_too_long_is_given_up(wire: Wire) -> None:
+def test_read_fails_after_the_timeout(wire: Wire) -> None:
     reading = Reading(wire)
     reading.begin(1, 5)
     assert reading.reads.next_end() == READ_TIMEOUT_S and reading.facts(READ_TIMEOUT_S) == [Fact(1)]
 
 
-def test_a_room_is_left_once_what_is_read_from_its_worker_has_come() -> None:
+def test_release_follows_the_reads_from_the_same_address() -> None:
     reading = Reading()
     reading.begin(1, 5)
     reading.reads.rooms(RoomEvents(left=(Source(ROOM, "a", 10), Source(ROOM, "b", 10))), 0.25)
