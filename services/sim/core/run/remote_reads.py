@@ -96,7 +96,7 @@ class RemoteReads:
         wire: Wire,
         page_bytes: int,
         page_size: int,
-        left: Callable[[Source, float], None],
+        send_release: Callable[[Source, float], None],
     ) -> None:
         """Creates a reader without reads.
 
@@ -106,10 +106,10 @@ class RemoteReads:
             wire: connection to any other worker.
             page_bytes: bytes of KV per page.
             page_size: tokens per page.
-            left: called with a released reservation of another worker and the time at which the release is sent.
+            send_release: called with a released reservation of another worker and the time at which the release is sent.
         """
         self._address, self._reservations, self._wire = address, reservations, wire
-        self.page_bytes, self._page_size, self._left = page_bytes, page_size, left
+        self.page_bytes, self._page_size, self._send_release = page_bytes, page_size, send_release
         self._lanes: dict[str, deque[_Read]] = {}  # reads in progress, by remote address
         self.read_bytes = 0  # bytes read since the start
 
@@ -122,7 +122,7 @@ class RemoteReads:
         self._reservations.update(self._address, events)
         for source in events.left:
             lane = self._lanes.get(source.address)
-            self._left(source, lane[-1].end if lane else now)
+            self._send_release(source, lane[-1].end if lane else now)
 
     def release_here(self, room: Room) -> RoomLeft | None:
         """Returns the release of a reservation of this worker, or None if it has ended."""
