@@ -75,8 +75,9 @@ def all_cases() -> Iterator[GpuCase]:
 
 
 def measured(case: GpuCase, timer: GpuTimer, copy_bandwidth: float) -> KernelFigures:
-    """Times a case. An error ends this case only: its figures then have the error. If plain torch fails, the kernel's
-    figures stay.
+    """Times a case.
+
+    An error ends this case only: its figures then have the error. If plain torch fails, the kernel's figures stay.
     """
     try:
         ours = timer.time(case.make, case.bytes_moved, case.captures)

@@ -1,6 +1,4 @@
-"""Makes the cases of deterministic linear layers and attention at the shapes of two dense models, compared with ordinary
-kernels.
-"""
+"""Makes the cases of deterministic linear layers and attention, compared with ordinary kernels."""
 
 from __future__ import annotations
 

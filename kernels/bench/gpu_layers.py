@@ -115,8 +115,9 @@ def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
 
 
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
-    """Makes a case without a comparison, because the kernel is torch's own for more than one row. The vocabulary's logits
-    are float32.
+    """Makes a case without a comparison, because the kernel is torch's own for more than one row.
+
+    The vocabulary's logits are float32.
     """
     wide = layer == "lm_head"
 

@@ -1,5 +1,6 @@
-"""Makes the cases of the sampling kernels: 151,936 tokens, with logits of normal noise that is sharper than a random
-model's.
+"""Makes the cases of the sampling kernels.
+
+They have 151,936 tokens and logits of normal noise, which is sharper than a random model's.
 """
 
 from __future__ import annotations

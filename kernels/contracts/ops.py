@@ -119,10 +119,9 @@ class Kernels(Protocol):
         k_pool: Tensor,
         v_pool: Tensor,
     ) -> None:
-        """Applies the rotary embedding to q and k, and writes k and v to the pools (RoPE: Su et al., arXiv 2104.09864, section
-        3.4.2).
+        """Applies the rotary embedding to q and k, and writes k and v to the pools.
 
-        The rotation pairs the two halves of a head, as GPT-NeoX does.
+        The source is Su et al., arXiv 2104.09864, section 3.4.2. The rotation pairs the two halves of a head, as GPT-NeoX does.
 
         Args:
             qkv: [T, (H + 2G) D]; q is rewritten in place.

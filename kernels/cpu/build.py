@@ -63,8 +63,9 @@ def runnable(machine: str, features: frozenset[str]) -> list[Variant]:
 
 
 def buildable() -> list[Variant]:
-    """Returns the variants of this machine's architecture. Its compiler can build all of them, even if its CPU cannot run
-    them.
+    """Returns the variants of this machine's architecture.
+
+    Its compiler can build all of them, even if its CPU cannot run them.
     """
     return [variant for variant in VARIANTS if variant.machine == platform.machine()]
 
@@ -85,8 +86,9 @@ COMPILE_TIMEOUT_S = 300  # for one file
 
 
 class BuildFailed(RuntimeError):
-    """The kernels cannot be built: there is no compiler, or it failed. The message has the fault and names the package to
-    install.
+    """The kernels cannot be built: there is no compiler, or it failed.
+
+    The message has the fault and names the package to install.
     """
 
 
@@ -161,8 +163,9 @@ def _key(options: tuple[str, ...], cpu: str, openmp: str) -> str:
 
 
 def _variant_name(variant: Variant) -> str:
-    """Returns a file name that depends on the OpenMP runtime's file name, not its folder, because torch loads the runtime
-    first.
+    """Returns the file name of a prebuilt library.
+
+    It depends on the OpenMP runtime's file name and not on its folder, because torch loads the runtime first.
     """
     openmp = _torch_openmp()
     return f"rootstock-{variant.name}-{_key(variant.options, variant.name, openmp.name if openmp else '')}.so"

@@ -53,8 +53,9 @@ def chained(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def begin_next(CHAINED: tl.constexpr):
-    """Allows the next kernel to be launched once every program has called this. That kernel itself waits for the end of this
-    one.
+    """Allows the next kernel to be launched once every program has called this.
+
+    That kernel itself waits for the end of this one.
     """
     if CHAINED:
         cuda.gdc_launch_dependents()

@@ -1,5 +1,6 @@
-"""Adds the arguments of `rootstock sim`. It imports the standard library only, because the client builds its parser on any
-machine.
+"""Adds the arguments of `rootstock sim`.
+
+It imports the standard library only, because the client builds its parser on any machine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ actions, each with its own --help:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the action. All later arguments go to the action's own parser, because most of its flags are the worker's
-    settings.
+    """Adds the action.
+
+    All later arguments go to the action's own parser, because most of its flags are the worker's settings.
     """
     parser.add_argument("action", choices=("run", "generate", "fit", "fleet"), help="Action to run.")
     parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help="Arguments and flags of the action.")

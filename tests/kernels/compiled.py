@@ -1,6 +1,4 @@
-"""Names the folder in which tests keep libraries that they prebuild as images do; one build serves all tests of the same
-sources.
-"""
+"""Names the folder of libraries that tests prebuild as images do. One build serves all tests of the same sources."""
 
 from __future__ import annotations
 

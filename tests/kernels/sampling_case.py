@@ -44,7 +44,7 @@ class Asked:
     counted: bool = False  # whether the slot's counts are used
     seen: tuple[int, ...] = ()  # prompt tokens, if counted
     outputs: Mapping[int, int] = field(default_factory=dict)  # output counts by token, if counted
-    allowed: Sequence[int] | None = None  # allowed tokens; None for all
+    allowed: Sequence[int] | None = None  # allowed tokens, or None for all
 
     @property
     def edited(self) -> bool:
@@ -57,7 +57,7 @@ class Row:
 
     slot: int  # below 0: padding
     position: int = 10
-    mask: Sequence[int] | None = None  # tokens that the grammar allows; None for all
+    mask: Sequence[int] | None = None  # tokens that the grammar allows, or None for all
     losses: Mapping[int, float] = field(default_factory=dict)  # values to subtract by token
 
 

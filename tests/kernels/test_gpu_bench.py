@@ -81,8 +81,9 @@ def test_kernels_compile_for_hopper_at_bench_shapes(name: str) -> None:
 
 
 def test_kernels_avoid_argument_names_of_the_launcher() -> None:
-    """Triton generates a launcher that has the kernel's argument names and its own variables in one scope. A collision makes
-    the launch fail, on a device only.
+    """Triton generates a launcher that has the kernel's argument names and its own variables in one scope.
+
+    A collision makes the launch fail, on a device only.
     """
     used = {"params", "specialization", "options", "backend", "specialize_impl", "JITCallable", "grid", "warmup"}
     taken, kernels = [], 0

@@ -94,8 +94,9 @@ def test_top_n_sigma_keeps_logits_near_the_maximum(
 @pytest.mark.by_day(one_in=4, seed=1)
 @each_pair(indirect=("back_end",), n=[0.5, 1.0, 2.0], temperature=[0.5, 1.0, 3.0], back_end=BACK_ENDS)
 def test_draws_match_cumulated_mass_of_kept_tokens(n: float, temperature: float, back_end: str, device: torch.device) -> None:
-    """Compares with the inverse cumulated mass of the tokens left, in float64. The same tokens are left at every
-    temperature.
+    """Compares with the inverse cumulated mass of the tokens left, in float64.
+
+    The same tokens are left at every temperature.
     """
     number, held = (200 if back_end != "triton" or device.type == "cuda" else 4), MASKED.astype(np.float32).astype(np.float64)
     kept = left_by(held, n)
@@ -156,8 +157,9 @@ CUTS: dict[str, tuple[dict[str, float], float]] = {
 def test_other_cuts_apply_to_kept_tokens(
     cut: tuple[dict[str, float], float], n: float, back_end: str, device: torch.device
 ) -> None:
-    """At a high temperature all tokens have nearly the same mass, so top-p keeps a share of them. The least likely come
-    last.
+    """At a high temperature all tokens have nearly the same mass, so top-p keeps a share of them.
+
+    The least likely come last.
     """
     cuts, share = cut
     held = FALLING.astype(np.float32).astype(np.float64)

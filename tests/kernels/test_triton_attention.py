@@ -211,8 +211,9 @@ def test_run_attention_matches_reference_when_keys_are_split(
 
 
 def test_run_attention_uses_fewer_splits_when_context_is_short(device: torch.device) -> None:
-    """With 5 splits in blocks of 16, 33 positions need 3 splits. 5 positions need one block, whose result is stored
-    directly.
+    """With 5 splits in blocks of 16, 33 positions need 3 splits.
+
+    5 positions need one block, whose result is stored directly.
     """
     call = case([(32, 1), (4, 1)], (1, 1), (16, 16), 4, device)
     scratch = run(call, True, Blocks(16, 16, 4, 1), 5)

@@ -74,8 +74,9 @@ def test_update_page_table_sets_entries_inside_the_table(kernels: StepKernels, d
 def ragged(
     rows: list[tuple[int, int, int]], table: Tensor, num_tokens: int, device: torch.device, reverse: bool = False
 ) -> RaggedRows:
-    """Returns rows from (slot, start, tokens) with poisoned positions and locations. With reverse, the last row is first in
-    the batch.
+    """Returns rows from (slot, start, tokens) with poisoned positions and locations.
+
+    With reverse, the last row is first in the batch.
     """
     order = list(reversed(range(len(rows)))) if reverse else list(range(len(rows)))
     offsets, begin = [0] * len(rows), 0
@@ -177,8 +178,9 @@ def test_resolve_tokens_accepts_no_given_ids_when_all_rows_decode(kernels: StepK
 
 
 def test_resolve_tokens_prefers_known_ids(kernels: StepKernels, device: torch.device) -> None:
-    """Four rows are tokens of one sequence, the last of them out of order. One further row is relayed, one has no relayed id,
-    one is padding.
+    """Four rows are tokens of one sequence, the last of them out of order.
+
+    One further row is relayed, one has no relayed id, one is padding.
     """
     table = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32, device=device)
     held = ragged([(0, 6, 1), (0, 3, 1), (1, 2, 1), (0, 4, 1), (0, 5, 1), (-1, 0, 1)], table, 6, device)

@@ -1,6 +1,4 @@
-"""Checks that every request of a fleet ends once with its tokens, that a run is reproducible, and that gateways' views are
-delayed.
-"""
+"""Checks that every request of a fleet ends once with its tokens, that runs are reproducible, and that news is delayed."""
 
 from __future__ import annotations
 

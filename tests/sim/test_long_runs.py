@@ -1,5 +1,6 @@
-"""Runs the property tests' workload for 4,500 steps over every policy and flag; twenty times 50,000 with
-ROOTSTOCK_TEST_NIGHTLY=1.
+"""Runs the property tests' workload for 4,500 steps over every policy and flag.
+
+With ROOTSTOCK_TEST_NIGHTLY=1, it runs twenty times 50,000 steps.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def driven(name: str, seed: int, turns: int = TURNS_OF_A_DRIVE, checked: bool = 
 
 
 def num_jumps(plans: list[BatchPlan]) -> int:
-    """Counts extend rows of requests whose last token was sampled and which were not admitted again: their grammar added
-    tokens.
+    """Counts extend rows of requests whose last token was sampled and which were not admitted again.
+
+    The grammars of these requests have added tokens.
     """
     count = 0
     sampled: set[int] = set()
@@ -167,8 +169,9 @@ class TestNoStarvation:
 
     @staticmethod
     def check_order(engine: Engine) -> None:
-        """Checks that every admitted request arrived before every request that was never admitted, except those waiting for
-        a prefix.
+        """Checks that every admitted request arrived before every request that was never admitted.
+
+        Requests that wait for a prefix are exempt.
         """
         here = engine.core.table.by_key.values()
         begun = [request.seq for request in here if request.queue_s >= 0]

@@ -26,8 +26,9 @@ def run(trace: Trace, config: SchedulerConfig, concurrency: int, times: TimeMode
 
 @pytest.fixture(scope="module")
 def reports() -> dict[SchedulePolicy, Report]:
-    """64 groups of 16 requests, 2048 + 128 prompt tokens and 256 output tokens, KV for a quarter of the unique prompt
-    tokens.
+    """64 groups of 16 requests with 2048 + 128 prompt tokens and 256 output tokens.
+
+    The KV pool has a quarter of the unique prompt tokens.
     """
     trace = shared_prefix(groups=64, per_group=16, prefix=2048, suffix=128, output=256, rate=0.0, seed=0)
     out = {}

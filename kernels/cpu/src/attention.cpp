@@ -199,15 +199,15 @@ template <typename T> void attend_tile(const Attention<T>& job, int64_t row, int
     const int64_t depth = (job.head_dim + kWidth - 1) / kWidth * kWidth, queries = count * job.group();
     const int64_t stride = (end - begin + 2 * kWidth - 1) / kWidth * kWidth;
     const Tile<T> tile{job, row, kv_head, job.offsets[row] + token, start, queries, begin, end, depth, stride, scratch};
-    const auto room = [](std::vector<float>& numbers, int64_t size) {
+    const auto reserve = [](std::vector<float>& numbers, int64_t size) {
         if (static_cast<int64_t>(numbers.size()) < size) numbers.resize(size);
     };
-    room(scratch.queries, queries * depth);
-    room(scratch.sums, queries * depth);
-    room(scratch.scores, queries * stride);
-    room(scratch.keys, kWidth * depth);
-    room(scratch.values, kValues * depth);
-    room(scratch.inverses, queries);
+    reserve(scratch.queries, queries * depth);
+    reserve(scratch.sums, queries * depth);
+    reserve(scratch.scores, queries * stride);
+    reserve(scratch.keys, kWidth * depth);
+    reserve(scratch.values, kValues * depth);
+    reserve(scratch.inverses, queries);
     locate(tile);
     const auto head = [&](int64_t query) { return kv_head * job.group() + query % job.group(); };
     for (int64_t q = 0; q < queries; ++q) {

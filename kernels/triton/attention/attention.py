@@ -169,7 +169,7 @@ def run_attention(
         launch.first_row,
         launch.num_rows,
         call.window,
-        launch.room or splits,
+        launch.split_capacity or splits,
         call.scale / call.softcap if call.softcap else call.scale * log2e,
         call.softcap * log2e,
         **sizes,

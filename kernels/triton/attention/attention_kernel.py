@@ -22,7 +22,7 @@ from kernels.triton.launch import last_to_end, take_turn
 # Triton compiles no variant for a step's numbers or for the alignment of its columns in a larger buffer.
 # The kernel is one function of 120 lines: its parameters are most of them, and a helper would repeat them.
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "window", "room"],
+    do_not_specialize=["first_row", "num_rows", "window", "split_capacity"],
     do_not_specialize_on_alignment=["slots", "starts", "num_tokens", "offsets"],
 )
 def attention_kernel(
@@ -46,7 +46,7 @@ def attention_kernel(
     first_row,
     num_rows,
     window,
-    room,  # largest number of splits of a tile, without DEAL
+    split_capacity,  # largest number of splits of a tile, without DEAL
     score_scale,
     cap_scale,
     NUM_KV_HEADS: tl.constexpr,
@@ -112,7 +112,7 @@ def attention_kernel(
     k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
     v_head = v_pool + kv_head * (PAGE_SIZE * VALUE_DIM)
 
-    counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, room, DEAL)
+    counter, step, kept_first, kept_rest = split_places(dealt, part, across, tiles - num_rows, split_capacity, DEAL)
     if FIXED:
         programs = tl.minimum(used, tl.num_programs(1))
         acc, total, peak = fold_splits(

@@ -47,12 +47,12 @@ def split_number(split, first, rest, step):
 
 
 @triton.jit
-def split_places(dealt, part, across, extra, room, DEAL: tl.constexpr):
+def split_places(dealt, part, across, extra, split_capacity, DEAL: tl.constexpr):
     """Returns (counter, step, first, rest): the index of the tile's counter, and the arguments of split_number().
 
     With DEAL, the splits beyond one per row lie in the order of the rows; `dealt` of them belong to earlier rows. The first
     split of a row that is split lies `extra` splits behind its second one. Without DEAL, a tile's splits lie side by side,
-    `room` per tile.
+    `split_capacity` per tile.
     """
     if DEAL:
         counter = dealt * across + part
@@ -62,15 +62,16 @@ def split_places(dealt, part, across, extra, room, DEAL: tl.constexpr):
     else:
         counter = tl.program_id(0)
         step = 1
-        first = counter * room
+        first = counter * split_capacity
         rest = first
     return counter, step, first, rest
 
 
 @triton.jit
 def split_means(acc, total, peak):
-    """Returns (means [M, E], level [M]) of one split. level is peak + log2(total), -inf for a lane that attends to no
-    position.
+    """Returns (means [M, E], level [M]) of one split.
+
+    level is peak + log2(total), or -inf for a lane that attends to no position.
     """
     whole = tl.where(total == 0.0, 1.0, total)
     return acc * (1.0 / whole)[:, None], peak + tl.log2(whole)
@@ -184,8 +185,9 @@ def merge_splits(
     BLOCK_E: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Returns (acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of the tile's `used` splits, stored by
-    store_split().
+    """Returns (acc [LANES, E], total [LANES], peak [LANES]) of the first lanes of the tile's `used` splits.
+
+    store_split() has stored the splits.
     """
     lanes = tl.arange(0, LANES)
     acc = tl.zeros([LANES, BLOCK_E], dtype=tl.float32)

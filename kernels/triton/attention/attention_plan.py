@@ -94,8 +94,8 @@ class Launch:
     - even: each tile has `splits` splits, the grid's second axis.
     - dealt (extra > 0): the device gives long rows more splits, `extra` in total beyond one per row. `splits` is then 1.
     - fixed: splits have min_blocks blocks each and begin at multiples of their size, so a token's result does not depend on the
-      launch. A tile has at most `room` of them. Each of its `splits` programs takes every splits-th one; if `splits` is 0, one
-      program takes all.
+      launch. A tile has at most split_capacity of them. Each of its `splits` programs takes every splits-th one; if `splits` is
+      0, one program takes all.
     """
 
     first_row: int
@@ -109,7 +109,7 @@ class Launch:
     min_blocks: int  # smallest number of blocks of keys per split
     extra: int = 0  # number of dealt splits beyond one per row; 0: not dealt
     fixed: bool = False  # whether splits are fixed
-    room: int = 0  # largest number of fixed splits of a tile
+    split_capacity: int = 0  # largest number of fixed splits of a tile
 
     @property
     def dealt_programs(self) -> int:
@@ -118,12 +118,13 @@ class Launch:
 
     @property
     def scratch_lanes(self) -> int:
-        """Query lanes of partial results. Dealt splits need twice their own: the rows that they belong to also store a first
-        split.
+        """Query lanes of partial results.
+
+        Dealt splits need twice their own: the rows that they belong to also store a first split.
         """
         if self.extra:
             return 2 * self.dealt_programs * self.blocks.m
-        return self.programs * (self.room or self.splits) * self.blocks.m if self.splits > 1 else 0
+        return self.programs * (self.split_capacity or self.splits) * self.blocks.m if self.splits > 1 else 0
 
     @property
     def counters(self) -> int:
@@ -164,8 +165,9 @@ def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
 
 
 def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: int, multiprocessors: int) -> Launch:
-    """Plans a launch for rows of one token. The launch depends on num_rows and max_context only, so a graph uses the largest
-    values.
+    """Plans a launch for rows of one token.
+
+    The launch depends on num_rows and max_context only, so a graph uses the largest values.
 
     Several rows are split by their lengths, which only the device has: one program must not read one long row among many short
     ones alone. A single row needs no dealing.
@@ -230,30 +232,32 @@ def plan_fixed(
         wide = _fixed(shape, _doubled(blocks), num_rows, num_tokens, places, one_token)
         if wide.programs >= multiprocessors:
             return wide
-    room = _fixed_room(max_context, places, whole.blocks)
+    capacity = _most_fixed_splits(max_context, places, whole.blocks)
     wanted = EXTEND_PROGRAMS * multiprocessors // whole.programs
     if wanted <= 1 or max_context <= places:
         return whole
-    return replace(whole, splits=min(wanted, room), room=room)
+    return replace(whole, splits=min(wanted, capacity), split_capacity=capacity)
 
 
 def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_fixed() exceeds."""
     programs = EXTEND_PROGRAMS * multiprocessors // 2  # only a plan of fewer tiles splits keys
     blocks = shape.blocks(NARROW_BLOCKS)
-    return programs * _fixed_room(max_context, fixed_places(max_context), blocks) * blocks.m, programs
+    return programs * _most_fixed_splits(max_context, fixed_places(max_context), blocks) * blocks.m, programs
 
 
-def _fixed_room(places_seen: int, places: int, blocks: Blocks) -> int:
-    """Returns the most splits of a tile. Its tokens attend to blocks.m more positions together, and a window may begin
-    inside a split.
+def _most_fixed_splits(places_seen: int, places: int, blocks: Blocks) -> int:
+    """Returns the most splits of a tile.
+
+    Its tokens attend to blocks.m more positions together, and a window may begin inside a split.
     """
     return -(-(places_seen + blocks.m) // places) + 1
 
 
 def _doubled(blocks: Blocks) -> Blocks:
-    """Returns blocks of twice the lanes and twice the warps if a warp group keeps its lanes: each lane then adds in the same
-    order.
+    """Returns blocks of twice the lanes and twice the warps if a warp group keeps its lanes.
+
+    Each lane then adds in the same order.
     """
     return replace(blocks, m=2 * blocks.m, num_warps=2 * blocks.num_warps) if blocks.m == 16 * blocks.num_warps else blocks
 
@@ -273,8 +277,9 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
 
 
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
-    """Returns a plan of the same work with other block sizes and `splits` splits per tile. A plan without splits cannot get
-    any.
+    """Returns a plan of the same work with other block sizes and `splits` splits per tile.
+
+    A plan without splits cannot get any.
     """
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles

@@ -183,8 +183,9 @@ def find_work(
     DEAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Returns (row, first token in it, split, dealt, share) of number `tile` of the grid's tiles; for the last two see
-    deal_splits().
+    """Returns (row, first token in it, split, dealt, share) of number `tile` of the grid's tiles.
+
+    For dealt and share see deal_splits().
     """
     dealt = 0
     share = 0
@@ -212,8 +213,9 @@ def find_lanes(
     BLOCK_M: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Returns (token in its row, query head, whether the lane holds a query) of each lane. The heads of a token are side by
-    side.
+    """Returns (token in its row, query head, whether the lane holds a query) of each lane.
+
+    The heads of a token are side by side.
 
     Args:
         across: kv_head * chunks + chunk, where a chunk is HEADS of the GROUP query heads of a key/value head.

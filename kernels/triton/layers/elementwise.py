@@ -52,15 +52,17 @@ def _launch(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Implements Kernels.rms_norm(). Raises ValueError for shapes that do not fit and rows of more than launch.MAX_BLOCK
-    columns.
+    """Implements Kernels.rms_norm().
+
+    Raises ValueError for shapes that do not fit and rows of more than launch.MAX_BLOCK columns.
     """
     _launch(out, x, None, weight, eps)
 
 
 def fused_add_rms_norm(out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    """Implements Kernels.fused_add_rms_norm(). The sum is rounded to the residual's dtype before the norm. Raises as
-    rms_norm().
+    """Implements Kernels.fused_add_rms_norm().
+
+    The sum is rounded to the residual's dtype before the norm. Raises as rms_norm().
     """
     require_contiguous(residual)
     if residual.shape != x.shape:

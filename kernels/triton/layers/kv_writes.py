@@ -60,8 +60,9 @@ def _rope_write_kernel(
     NORMED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Rotates one tile of heads of one token. Tiles of query heads come first, then those of key heads, then those of value
-    heads.
+    """Rotates one tile of heads of one token.
+
+    Tiles of query heads come first, then those of key heads, then those of value heads.
     """
     take_turn(CHAINED)
     token, tile = tl.program_id(0), tl.program_id(1)

@@ -131,8 +131,9 @@ TILES = {  # by the bytes of an element
 @triton.jit
 def _block_sums(x_at, w_at, rows_in, columns_in, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                 UPCAST: tl.constexpr):  # fmt: skip
-    """Returns float32[M, N], the products of depths begin .. end - 1. x_at [M] and w_at [N] point to the rows' first
-    elements.
+    """Returns the products of depths begin .. end - 1, float32[M, N].
+
+    x_at [M] and w_at [N] point to the rows' first elements.
     """
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for first in range(begin, end, BLOCK_K):
@@ -300,8 +301,9 @@ class OrderedLinear:
 
 
 def segment_of(outs: int, depth: int) -> int:
-    """Returns the segment of a weight [outs, depth]: LONG if this still gives enough programs for few rows. Rows have no
-    influence.
+    """Returns the segment of a weight [outs, depth]: LONG if this still gives enough programs for few rows.
+
+    Rows have no influence.
     """
     return LONG if triton.cdiv(outs, TILES[2].few.n) * triton.cdiv(depth, LONG) >= PROGRAMS else SHORT
 

@@ -47,8 +47,9 @@ def allowed(words, ids, inside):
 
 @triton.jit
 def add_listed(row_out, ids, values, first, end, block, sign, BLOCK: tl.constexpr, LIST_BLOCK: tl.constexpr):
-    """Adds sign * values[i] at ids[i], first <= i < end, for the ids in this program's block. A forbidden token, -inf, stays
-    so.
+    """Adds sign * values[i] at ids[i], first <= i < end, for the ids in this program's block.
+
+    A forbidden token, -inf, stays so.
     """
     for begin in range(first, end, LIST_BLOCK):
         places = begin + tl.arange(0, LIST_BLOCK)

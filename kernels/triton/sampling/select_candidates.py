@@ -43,8 +43,9 @@ def group_keys(group_tops, num_groups, peak, temperature, GROUPS: tl.constexpr):
 def gather(
     source, group_tops, num_groups, vocab_size, peak, temperature, high, near_groups, keys_out, ids_out, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stores keys and ids of the tokens with keys up to `high`. Returns their number; if it exceeds CANDIDATES, only a part
-    is stored.
+    """Stores keys and ids of the tokens with keys up to `high`.
+
+    Returns their number; if it exceeds CANDIDATES, only a part is stored.
     """
     near = group_keys(group_tops, num_groups, peak, temperature, GROUPS) <= high
     num_near = tl.sum(near.to(tl.int32))

@@ -63,8 +63,9 @@ def kind_of(slot_params, slot, vocab_size):
 
 @triton.jit
 def key_of(x, peak, temperature):
-    """Returns int32 keys of logits x <= peak: the bits of the float32 that kernels.reference.sampling.support() cuts by,
-    negated.
+    """Returns int32 keys of logits x <= peak.
+
+    They are the bits of the float32 that kernels.reference.sampling.support() cuts by, negated.
     """
     return tl.div_rn(peak - x, temperature + tl.zeros_like(x)).to(tl.int32, bitcast=True)
 
@@ -147,7 +148,8 @@ def drawn_mass(uniform, total):
 
 @triton.jit
 def equals_kept(goal, below, mass):
-    """Returns how many tokens of equal `mass` a nucleus takes after those with mass `below`: enough to reach the goal, at
-    least one.
+    """Returns how many tokens of equal `mass` a nucleus takes after tokens with mass `below`.
+
+    They are enough to reach the goal, and at least one.
     """
     return tl.maximum((goal - below + mass - 1) // tl.maximum(mass, 1), 1)

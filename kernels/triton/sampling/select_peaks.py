@@ -27,8 +27,9 @@ def is_finite(x):
 
 @triton.jit
 def measure_spread(source, tile, vocab_size, spreads, num_tiles, TILE: tl.constexpr):
-    """Stores the number, mean and squared deviations of one tile's finite logits. By tile, so that sums do not depend on the
-    programs.
+    """Stores the number, mean and squared deviations of one tile's finite logits.
+
+    By tile, so that sums do not depend on the programs.
     """
     ids = tile * TILE + tl.arange(0, TILE)
     x = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))

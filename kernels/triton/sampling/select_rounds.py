@@ -41,8 +41,9 @@ def keys_of_tile(source, tile, vocab_size, peak, temperature, TILE: tl.constexpr
 
 @triton.jit
 def first_pivots(near):
-    """Returns int32[PIVOTS], spread over the range of the masses with growing gaps. None exceeds `near`, which is the last
-    one.
+    """Returns int32[PIVOTS], spread over the range of the masses with growing gaps.
+
+    None exceeds `near`, which is the last one.
     """
     steps = tl.arange(0, PIVOTS).to(tl.float32)
     pivots = tl.where(steps < PIVOTS - 1, (1.0 + 1.25 * steps + 0.125 * steps * steps).to(tl.int32, bitcast=True), KEY_END)

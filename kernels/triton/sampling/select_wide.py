@@ -51,8 +51,9 @@ def search(
 def cut_row(
     source, vocab_size, peak, temperature, near, slot_params, slot, kind, counts, masses, last_pivots, TILE: tl.constexpr
 ):  # fmt: skip
-    """Returns (limit, quota, mass): the cuts leave the keys below limit and, at limit, the quota of lowest ids; mass is their
-    sum.
+    """Returns (limit, quota, mass) of a row: the bound of its cuts and the mass that they leave.
+
+    The cuts leave the keys below limit and, at limit, the quota of lowest ids.
 
     Args:
         near: the last key that top-n-sigma leaves.

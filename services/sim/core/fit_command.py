@@ -63,8 +63,9 @@ def _measure_model(args: argparse.Namespace) -> list[StepTiming]:
 
 
 def _settings(args: argparse.Namespace) -> WorkerSettings:
-    """Returns the settings of a worker that decodes the largest batch as one, prompts first, without a cache. Raises
-    ValueError.
+    """Returns the settings of a worker that decodes the largest batch as one, prompts first, without a cache.
+
+    Raises ValueError.
     """
     given = {
         "page_size": args.page_size,

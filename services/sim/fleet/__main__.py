@@ -115,8 +115,9 @@ def _roles(args: argparse.Namespace) -> Roles | None:
 
 
 def _settings(args: argparse.Namespace, trace: Trace) -> WorkerSettings:
-    """Returns the settings of each worker. The context is as long as the trace needs, because the page tables of many
-    workers are large.
+    """Returns the settings of each worker.
+
+    The context is as long as the trace needs, because the page tables of many workers are large.
     """
     longest = max(request.input_len + max(request.max_new_tokens, request.output_len) for request in trace.requests)
     return settings_of(args, context_len=longest + 1)

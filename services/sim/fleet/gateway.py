@@ -1,5 +1,6 @@
-"""Simulates a gateway: the real prefix index, policy and queue, and a view of the workers' load that is delayed as in
-production.
+"""Simulates a gateway with the real prefix index, policy and queue.
+
+Its view of the workers' load is delayed as in production.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class LoadView:
         self._columns.ahead[row] -= 1
 
     def reported(self, loads: Sequence[WorkerLoad]) -> None:
-        """Takes one load per row. The other gateways' share of a worker's tokens is estimated by their share of its
-        requests.
+        """Takes one load per row.
+
+        The other gateways' share of a worker's tokens is estimated by their share of its requests.
         """
         count = len(loads)
         opened = np.array([load.num_open for load in loads], np.int64)

@@ -45,8 +45,9 @@ class LoadLog:
         self._open.append(np.array(opened, np.int32))
 
     def open_between(self, begin: float, end: float) -> F64:
-        """Returns float64[samples, workers] of the samples after `begin` and up to `end`, or of all after `begin` if that is
-        empty.
+        """Returns float64[samples, workers] of the samples after `begin` and up to `end`.
+
+        If there are no such samples, it returns all samples after `begin`.
         """
         first, last = (int(at) for at in np.searchsorted(self._times, [begin, end], side="right"))
         return np.array(self._open[first : last if last > first else None], np.float64)

@@ -1,5 +1,6 @@
-"""Runs gateways and workers on a trace and one virtual clock. Decisions are made by the product's code; times and tokens are
-simulated.
+"""Runs gateways and workers on a trace and one virtual clock.
+
+Decisions are made by the product's code; times and tokens are simulated.
 
 1. A request arrives at a gateway, which matches its blocks in its own index and picks a worker, or queues the request.
 2. Workers run steps on their own.

@@ -220,8 +220,9 @@ class FleetWorker:
             self._rest()
 
     def _rest(self) -> None:
-        """Schedules the next turn if no step runs: the end of a read, or a short wait. Otherwise the worker sleeps until a
-        message comes.
+        """Schedules the next turn if no step runs: the end of a read, or a short wait.
+
+        Otherwise the worker sleeps until a message comes.
         """
         read_at = None if self._reads is None else self._reads.next_end()
         if not self._sim.core.idle:

@@ -31,8 +31,9 @@ def multi_turn(size: int, rate: float, seed: int) -> Trace:
 
 
 def long_prompts(size: int, rate: float, seed: int) -> Trace:
-    """Makes 128 requests per worker: a quarter have prompts of 4096 tokens and short outputs, the others stream longer
-    outputs.
+    """Makes 128 requests per worker, a quarter of which have prompts of 4096 tokens and short outputs.
+
+    The others have short prompts and longer outputs.
     """
     return workloads.two_lengths(128 * size, 0.25, (4096, 64), (256, OUTPUT), 0.25, rate, seed)
 

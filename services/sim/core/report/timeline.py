@@ -62,8 +62,9 @@ def draw_timeline(outcome: Outcome, path: Path, title: str) -> None:
 
 
 def time_bins(steps: StepLog, seconds: float) -> F64:
-    """Returns float64[bins + 1], the edges of equal intervals from the first step to the end. There are at most as many as
-    steps.
+    """Returns float64[bins + 1], the edges of equal intervals from the first step to the end.
+
+    There are at most as many as steps.
     """
     begin = float(steps.column("planned")[0]) if len(steps) else 0.0
     return np.linspace(begin, max(seconds, begin + 1e-9), max(min(BINS, len(steps)), 1) + 1)
@@ -84,8 +85,9 @@ def mean_of_intervals(begins: F64, ends: F64, values: F64, edges: F64) -> F64:
 
 
 def mean_of_gauge(at: F64, values: F64, edges: F64) -> F64:
-    """Returns float64[bins], the mean over each bin of a gauge that is values[i] from at[i] to at[i + 1], the last one to
-    the end.
+    """Returns float64[bins], the mean over each bin of a gauge.
+
+    The gauge is values[i] from at[i] to at[i + 1], and the last value lasts to the end.
     """
     return mean_of_intervals(at, np.append(at[1:], max(edges[-1], at[-1] if len(at) else 0.0)), values, edges)
 

@@ -120,8 +120,9 @@ class SimExecutor:
         self._prompt_len[admitted.slot] = admitted.num_prompt_tokens
 
     def _tokens(self, plan: BatchPlan) -> I32:
-        """Returns the next token of each row, with an arbitrary token for rows that sample none or have passed their
-        request's end.
+        """Returns the next token of each row.
+
+        A row that samples no token, or has passed its request's end, gets an arbitrary token.
         """
         place = plan.starts + plan.num_tokens - self._prompt_len[plan.slots]
         tokens: I32 = self._outputs[plan.slots, np.clip(place, 0, self._outputs.shape[1] - 1)]

@@ -38,8 +38,9 @@ NO_WIRE = Wire(0.0, 0.0)
 
 
 class OpenReservations:
-    """The KV reservations of all workers, by the address at which they are read. Each worker updates those of its own
-    address.
+    """The KV reservations of all workers, by the address at which they are read.
+
+    Each worker updates those of its own address.
     """
 
     def __init__(self) -> None:
@@ -64,8 +65,9 @@ class OpenReservations:
         return opened if opened is not None and opened.room == room else None
 
     def allows(self, pull: Pull, count: int, page_size: int) -> bool:
-        """Returns whether a pull may read `count` pages: the reservation exists, and the pull proves that it has the
-        prompt's tokens.
+        """Returns whether a pull may read `count` pages.
+
+        The reservation must exist, and the pull must prove that it has the prompt's tokens.
         """
         opened = self.find(pull.source.address, pull.source.room)
         if opened is None:

@@ -48,8 +48,9 @@ PRESETS = {
 
 
 def load_time_model(name_or_path: str) -> TimeModel:
-    """Returns a preset by its name, else a model from a JSON file with any of TimeModel's fields. Raises ValueError or
-    OSError.
+    """Returns a preset by its name, else a model from a JSON file with any of TimeModel's fields.
+
+    Raises ValueError or OSError.
     """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]

@@ -1,5 +1,6 @@
-"""Simulates the inside of a worker: core, executor and clock, with the parts of the worker's loop that a simulation calls in
-turn.
+"""Simulates the inside of a worker: core, executor and clock.
+
+Its methods are the parts of the worker's loop, which a simulation calls in turn.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ class Script:
 
 
 def _mix(values: U64) -> U64:
-    """Applies the finaliser of splitmix64 (Steele et al., OOPSLA 2014) in place, so that neighbouring numbers become
-    unrelated.
+    """Applies the finaliser of splitmix64 (Steele et al., OOPSLA 2014) in place.
+
+    Neighbouring numbers become unrelated.
     """
     values += np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(30)

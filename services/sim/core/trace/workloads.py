@@ -38,8 +38,9 @@ def shared_prefix(
 
 
 def scores(queries: int, items: int, query: int, item: int, rate: float, seed: int) -> Trace:
-    """Makes queries x items requests that end with their prompt. The items of a query arrive together and begin with its
-    tokens.
+    """Makes queries x items requests that end with their prompt.
+
+    The items of a query arrive together and begin with its tokens.
     """
     if query % BLOCK_SIZE:
         raise ValueError(f"query must be a multiple of {BLOCK_SIZE}, the tokens of a block")
@@ -53,8 +54,9 @@ def scores(queries: int, items: int, query: int, item: int, rate: float, seed: i
 
 
 def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
-    """Makes prompts of prefix + suffix tokens. A random `share` of them begin with the same prefix; the others share
-    nothing.
+    """Makes prompts of prefix + suffix tokens.
+
+    A random `share` of them begin with the same prefix; the others share nothing.
     """
     if not 0 <= share <= 1:
         raise ValueError("share must be within 0 and 1")
