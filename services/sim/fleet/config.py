@@ -64,7 +64,7 @@ class FleetConfig:
         if self.workers < 1 or self.gateways < 1:
             raise ValueError("a fleet needs at least one worker and one gateway")
         if self.slack < 0 or min(self.hop_s, self.index_delay_s, self.speculative_s, self.detect_s) < 0 or not self.report_s > 0:
-            raise ValueError("slack and times must be not negative, and report_s must be above 0")
+            raise ValueError("slack and times must not be negative, and report_s must be above 0")
         if self.detect_s < self.hop_s:
             raise ValueError("detect_s must be at least hop_s: the last output of a dead worker arrives first")
         for kill in self.kills:

@@ -54,8 +54,8 @@ class Report:
     steps: dict[str, int]
     mean_batch: float  # rows per step
     max_batch: int  # rows per step
-    mean_running: float  # over time
-    mean_queue: float  # over time
+    mean_running: float  # mean over time
+    mean_queue: float  # mean over time
     max_queue: int
     mean_kv: float  # share of the pool that could not be freed, over time
     max_kv: float  # largest such share

@@ -22,7 +22,7 @@ class Wire:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s >= 0 or not self.latency_s >= 0:
-            raise ValueError("a transfer's bandwidth and latency must be not negative")
+            raise ValueError("a transfer's bandwidth and latency must not be negative")
 
     def seconds(self, num_bytes: int) -> float:
         """Returns the seconds of a read. A read that would take longer than READ_TIMEOUT_S fails at that time."""

@@ -50,7 +50,7 @@ class TraceRequest:
         if (self.output_len == 0) != (self.max_new_tokens == 0):
             raise ValueError("output_len and max_new_tokens must be both 0 (the request ends with its prompt) or both above 0")
         if not self.arrival >= 0 or not self.think_s >= 0:
-            raise ValueError("arrival and think_s must be not negative")
+            raise ValueError("arrival and think_s must not be negative")
         if self.blocks and not 0 <= min(self.blocks) <= max(self.blocks) <= MAX_BLOCK_ID:
             raise ValueError("block ids must be unsigned 64-bit numbers")
         ends = (0, *(first + count for first, count in self.forced))
