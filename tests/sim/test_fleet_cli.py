@@ -119,7 +119,9 @@ def test_kv_share_is_relative_to_distinct_tokens(trace: Path, capsys: pytest.Cap
         pytest.param(["/nowhere.jsonl"], "nowhere", id="no such file"),
         pytest.param(["--workload", "no-sharing", "--workers", "0"], "at least one worker", id="no worker"),
         pytest.param(["--workload", "chat", "--workers", "2", "--prefill-workers", "2"], "at least one other", id="no decoder"),
-        pytest.param(["--workload", "chat", "--prefill-workers", "1", "--transfer-gbs", "-1"], "not be negative", id="no bandwidth"),
+        pytest.param(
+            ["--workload", "chat", "--prefill-workers", "1", "--transfer-gbs", "-1"], "not be negative", id="no bandwidth"
+        ),
         pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "no such worker", id="no such worker"),
     ],
 )

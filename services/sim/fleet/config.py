@@ -24,7 +24,10 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Prefill and decode workers: the first workers compute prompts, and the others read their KV and decode (docs/design/prefill-and-decode.md)."""
+    """Prefill and decode workers: the first workers compute prompts, and the others read their KV and decode.
+
+    See docs/design/prefill-and-decode.md.
+    """
 
     prefill_workers: int  # number of prefill workers
     wire: Wire  # connection between any two workers
