@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.served_config import TABLE, TYPE_LISTS, unknown_layers
-from services.worker.exec.weights.families import FAMILIES, HEAD, UnsupportedModel
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- end -->)", re.M | re.S)
@@ -21,7 +20,10 @@ WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- e
 
 def render(page: str) -> str:
     """The page with the list as it is."""
-    names = ", ".join(f"{family}{HEAD}" for family in sorted(FAMILIES))
+    from services.worker.exec.models.dense import CAUSAL
+    from services.worker.exec.models.registry import FAMILIES
+
+    names = ", ".join(f"{family}{CAUSAL}" for family in sorted(FAMILIES))
     written, count = WRITTEN.subn(f"   {names}\n", page)
     assert count == 1, "the page has one place for the list"
     return written
@@ -32,6 +34,8 @@ def table() -> str:
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto import modeling_auto
     from transformers.utils import logging
+
+    from services.worker.exec.models.registry import FAMILIES
 
     logging.set_verbosity_error()  # default configs are not made for each other
     verdicts: dict[str, dict[str, Any]] = defaultdict(dict)  # by architecture, then by model type
@@ -66,8 +70,9 @@ def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, lis
     """A key of the table, or "unsupported"; and the layer types or the parts that the worker's sentence names."""
     from services.worker.exec.models.causal_transformers import auto_class_of
     from services.worker.exec.models.encoder import is_encoder
+    from services.worker.exec.models.registry import NotCovered, config_of
     from services.worker.exec.weights import transformers_checkpoint
-    from services.worker.exec.weights.families import NotCovered, decoder_config
+    from services.worker.exec.weights.checkpoint import UnsupportedModel
 
     try:
         config = configs[model_type]()
@@ -75,7 +80,7 @@ def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, lis
         return "served", []
     config.architectures = [architecture]
     try:
-        decoder_config(config)
+        config_of(config)
         return "served", []
     except NotCovered:
         pass

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.contracts.ops import PackedLinear
 from kernels.reference import layers as reference
 from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
@@ -22,12 +23,11 @@ from services.worker.exec.build import KNOWN_TOKENS, DeviceOptions, DeviceParts,
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.kernel_set import KernelSet
 from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import DenseConfig, Qwen3
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.pools.kv_pool import LayerKV
-from services.worker.exec.weights.families import DecoderConfig
-from services.worker.exec.weights.random_weights import random_decoder_weights
+from services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.exec.device_doubles import InlineStreams
 
 PAGE_SIZE, CONTEXT = 16, 4096
@@ -39,6 +39,12 @@ class NoKernels:
 
     def allocate_pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        return reference.pack_linear(weight, bias)
+
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        return reference.pack_gated(weight, bias)
 
     def resolve_tokens(self, input_ids: torch.Tensor, *_: Any) -> None:
         input_ids.zero_()  # the embedding is looked up all the same
@@ -67,7 +73,7 @@ class NoGraphMemory:
         return NoGraph()
 
 
-SHAPE = DecoderConfig(
+SHAPE = DenseConfig(
     architecture="Qwen3ForCausalLM",
     vocab_size=1024,
     hidden_size=16,
@@ -81,23 +87,21 @@ SHAPE = DecoderConfig(
     tie_word_embeddings=True,
     rope={"rope_type": "default", "rope_theta": 10000.0},
     windows=(0, 0),
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
     qk_norm=True,
 )
 
 
 def executor_of(rows: int, graphs: bool) -> DeviceExecutor:
     kernels = NoKernels()
-    weights = random_decoder_weights(SHAPE, torch.float32, "cpu", reference, 0)
+    weights = WeightReader(RandomSource(torch.float32, "cpu", 0), kernels)  # type: ignore[arg-type]
+    model = Qwen3.read(weights, SHAPE)
     cos_sin = rope_table(SHAPE.rope, SHAPE.head_dim, CONTEXT + PAGE_SIZE)
     loaded = LoadedModel(
-        model=Decoder(SHAPE, weights, cos_sin, kernels),  # type: ignore[arg-type]
+        model=Decoder(model, cos_sin, kernels.paged_attention),
         config=SHAPE,
         kernels=kernels,  # type: ignore[arg-type]
         dtype=torch.float32,
-        layers=(LayerKV(1, 16, 16),) * 2,
+        layers=model.cache,
         context_len=CONTEXT,
         weight_bytes=0,
         pooling=PoolingConfig(PoolingKind.LAST, True),

@@ -19,7 +19,7 @@ from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import EmbeddingPool, PoolingConfig, PoolingKind
 from services.worker.exec.pools.kv_pool import allocate
 from services.worker.exec.sampling.dry import Repeats
-from services.worker.exec.weights.weights import Assembly
+from services.worker.exec.weights.source import WeightReader
 from tests.core.seeded_faults import Fault, law_broken
 from tests.core.test_scheduler_basic import make
 from tests.exec.driver import Driver, Sequence
@@ -115,9 +115,9 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     (
         Fault(
             "the values' projection is left out",
-            Assembly.stacked,
-            "size, in_features)) for name, size in parts]",
-            "size, in_features)) for name, size in parts[:2]]",
+            WeightReader.stacked,
+            "size, in_features)) for name, size in names]",
+            "size, in_features)) for name, size in names[:2]]",
             "one after the other",
         ),
         computed,

@@ -16,7 +16,7 @@ from services.worker.core.contracts.sampling import EmbeddingParams, SamplingPar
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.kernel_set import numerics
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.checkpoint import UnsupportedModel
 from tests.exec.driver import Driver, Sequence
 from tests.exec.random_contexts import Asked, World, alone, strings, targets
 from tests.exec.tiny_models import TinyModel

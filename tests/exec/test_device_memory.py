@@ -180,7 +180,7 @@ def test_memory_is_given_back_and_taken_again(folder: Path) -> None:
     driver.prefill([before])
     driver.decode([before], 5)
     model = executor.runner.passes.model
-    held = [weakref.ref(model._weights.embedding), weakref.ref(executor.runner.passes.pool.keys[0])]
+    held = [weakref.ref(model.model.embedding.weight), weakref.ref(executor.runner.passes.pool.keys[0])]
     del model
     executor.apply(ReleaseMemory(**both))
     assert [each() for each in held] == [None, None], "nobody holds weights or pool"
@@ -225,7 +225,7 @@ def test_what_cannot_be_resumed_to_its_end_is_released_again(folder: Path, monke
 
     def full() -> None:
         passes = executor.runner.passes
-        made.extend((weakref.ref(passes.model._weights.embedding), weakref.ref(passes.pool.keys[0])))  # type: ignore[attr-defined]
+        made.extend((weakref.ref(passes.model.model.embedding.weight), weakref.ref(passes.pool.keys[0])))  # type: ignore[attr-defined]
         raise torch.OutOfMemoryError("no room for graphs")
 
     with monkeypatch.context() as patch:

@@ -21,8 +21,7 @@ from services.worker.exec.contracts.protocol import ExecutorError
 from services.worker.exec.executor import DeviceExecutor
 from services.worker.exec.pools.kv_pool import PoolTooSmall
 from services.worker.exec.tiers import make_tiers
-from services.worker.exec.weights.checkpoint import CheckpointError
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS

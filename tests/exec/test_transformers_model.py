@@ -15,9 +15,9 @@ from transformers import AutoConfig
 
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.models import causal_transformers, paging_check
-from services.worker.exec.models.attention_layers import MaskFunction, MaskWanted, Probe
-from services.worker.exec.weights.checkpoint import CheckpointError
-from services.worker.exec.weights.families import NotCovered, UnsupportedModel, decoder_config
+from services.worker.exec.models.attention_layers import MaskDescription, MaskFunction, Probe
+from services.worker.exec.models.registry import NotCovered, config_of
+from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import SHAPE, TinyModel
@@ -159,7 +159,7 @@ def test_our_own_decoder_serves_no_other_layer_types(family: str) -> None:
         **SHAPE, layer_types=["full_attention", "indexed_attention", "full_attention"], architectures=[f"{family}ForCausalLM"]
     )
     with pytest.raises(NotCovered, match="indexed_attention"):
-        decoder_config(config)
+        config_of(config)
 
 
 @pytest.mark.parametrize("window", [100, 150])
@@ -235,7 +235,7 @@ def test_a_size_that_no_trial_reaches_is_refused_by_its_key() -> None:
     ids=["causal", "window", "another-window", "chunks", "unnamed-window", "looks-ahead"],
 )
 def test_masks_are_looked_at_out_to_the_end_of_the_context(window: int, allows: MaskFunction, fits: bool) -> None:
-    assert MaskWanted(allows, window).is_causal_window(8192) is fits
+    assert MaskDescription(allows, window).is_causal_window(8192) is fits
 
 
 def test_model_info(tmp_path: Path) -> None:

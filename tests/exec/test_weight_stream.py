@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from torch import Tensor
 
 from kernels.contracts.ops import PackedLinear
 from kernels.reference import layers as reference
+from services.worker.exec.models.dense import DenseModel
+from services.worker.exec.models.registry import ARCHITECTURES, config_of
 from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
-from services.worker.exec.weights.decoder_destination import Allocated, Filled
-from services.worker.exec.weights.families import DecoderConfig, decoder_config
 from services.worker.exec.weights.load_meter import LoadMeter
 from services.worker.exec.weights.load_phases import LoadPhases
-from services.worker.exec.weights.random_weights import random_decoder_weights
+from services.worker.exec.weights.load_request import load_weights
+from services.worker.exec.weights.source import Allocated, Filled, RandomSource, WeightReader
 from services.worker.exec.weights.staging import Lane, PinnedSlab, buffers_of
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
-from services.worker.exec.weights.weights import DecoderWeights, load_weights
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.tiny_models import MODELS
 
 SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors are cut
@@ -59,8 +60,9 @@ def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path) -> DecoderConfig:
-    return decoder_config(read_config(folder))
+def reading(folder: Path) -> Callable[[WeightReader], DenseModel]:
+    config = config_of(read_config(folder))
+    return partial(ARCHITECTURES[config.architecture].read, config=config)
 
 
 def streamed(
@@ -71,15 +73,14 @@ def streamed(
     kernels: Any = reference,
     say: Callable[[str], None] = lambda _: None,
     slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
-) -> DecoderWeights:
-    config, phases = config_of(folder), LoadPhases()
+) -> DenseModel:
     with closing(Checkpoint(folder)) as checkpoint:
-        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, options, say, phases, slab)
+        return stream_weights(checkpoint, reading(folder), dtype, device, kernels, options, say, LoadPhases(), slab)
 
 
-def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DenseModel:
     with closing(Checkpoint(folder)) as checkpoint:
-        return load_weights(checkpoint, config_of(folder), dtype, reference, lambda _: None)
+        return load_weights(checkpoint, reading(folder), dtype, reference, lambda _: None, LoadPhases())
 
 
 def leaves(value: Any, path: str = "weights") -> Iterator[tuple[str, Any]]:
@@ -94,7 +95,7 @@ def leaves(value: Any, path: str = "weights") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def assert_same(found: DecoderWeights, expected: DecoderWeights, device: torch.device) -> None:
+def assert_same(found: DenseModel, expected: DenseModel, device: torch.device) -> None:
     ours, theirs = dict(leaves(found)), dict(leaves(expected))
     assert ours.keys() == theirs.keys()
     for path, value in theirs.items():
@@ -146,9 +147,9 @@ def test_pieces_of_any_size(threads: int, buffer: int, saved: Callable[[str], Pa
 
 def test_tied_embeddings_are_one_storage(saved: Callable[[str], Path], device: torch.device) -> None:
     tied, untied = streamed(saved("llama-tied"), device), streamed(saved("llama-untied"), device)
-    assert tied.lm_head is not None and tied.lm_head.data.data_ptr() == tied.embedding.data_ptr()
-    assert untied.lm_head is not None and untied.lm_head.data.data_ptr() != untied.embedding.data_ptr()
-    assert tied.num_bytes() == untied.num_bytes() - untied.embedding.nbytes
+    assert tied.head is not None and tied.head.linear.packed.data.data_ptr() == tied.embedding.weight.data_ptr()
+    assert untied.head is not None and untied.head.linear.packed.data.data_ptr() != untied.embedding.weight.data_ptr()
+    assert tied.num_bytes() == untied.num_bytes() - untied.embedding.weight.nbytes
 
 
 def test_kernels_that_pack_their_own_way_are_asked_to(saved: Callable[[str], Path], device: torch.device) -> None:
@@ -163,8 +164,8 @@ def test_kernels_that_pack_their_own_way_are_asked_to(saved: Callable[[str], Pat
 
     found, expected = streamed(saved("qwen3"), device, kernels=Packing()), plain(saved("qwen3"))
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
-        assert torch.equal(ours.qkv.data.cpu(), theirs.qkv.data.flip(1))
-        assert torch.equal(ours.gate_up.data.cpu(), theirs.gate_up.data.flip(0)) and ours.gate_up.out_features == 96
+        assert torch.equal(ours.attention.qkv.packed.data.cpu(), theirs.attention.qkv.packed.data.flip(1))
+        assert torch.equal(ours.mlp.gate_up.data.cpu(), theirs.mlp.gate_up.data.flip(0)) and ours.mlp.gate_up.out_features == 96
 
 
 def test_each_tensor_is_let_go_when_it_is_handed_out() -> None:
@@ -322,9 +323,7 @@ def test_progress_every_few_seconds_and_at_the_end() -> None:
 def test_what_was_read_and_how_long_it_took(saved: Callable[[str], Path], device: torch.device) -> None:
     said, folder, phases = list[str](), saved("qwen2", torch.bfloat16), LoadPhases()
     with closing(Checkpoint(folder)) as checkpoint:
-        weights = stream_decoder_weights(
-            checkpoint, config_of(folder), torch.float32, device, reference, SMALL, said.append, phases
-        )
+        weights = stream_weights(checkpoint, reading(folder), torch.float32, device, reference, SMALL, said.append, phases)
     assert phases.weight_bytes_read == weights.num_bytes() // 2
     assert [name for name, _ in phases.seconds()] == ["weights", "total"]
     assert said[-1].startswith("weights: 100 %")
@@ -336,8 +335,8 @@ def test_what_was_read_and_how_long_it_took(saved: Callable[[str], Path], device
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3"])
 def test_random_weights_have_a_checkpoints_structure(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
-    config = config_of(saved(name))
-    made, again, other = (random_decoder_weights(config, torch.bfloat16, device, reference, seed) for seed in (1, 1, 2))
+    read = reading(saved(name))
+    made, again, other = (read(WeightReader(RandomSource(torch.bfloat16, device, seed), reference)) for seed in (1, 1, 2))
     expected = dict(leaves(plain(saved(name), torch.bfloat16)))
     for path, value in leaves(made):
         if isinstance(value, Tensor):
@@ -346,8 +345,8 @@ def test_random_weights_have_a_checkpoints_structure(name: str, saved: Callable[
         else:
             assert value == expected[path]
     assert made.num_bytes() == plain(saved(name), torch.bfloat16).num_bytes()
-    assert not torch.equal(made.embedding, other.embedding)
-    assert 0.018 < made.embedding.float().std() < 0.022
-    assert all(bool((layer.input_norm == 1).all() and (layer.post_norm == 1).all()) for layer in made.layers)
-    assert all(bool((norm == 1).all()) for layer in made.layers for norm in layer.qk_norms or ())
-    assert bool((made.norm == 1).all())
+    assert not torch.equal(made.embedding.weight, other.embedding.weight)
+    assert 0.018 < made.embedding.weight.float().std() < 0.022
+    norms = [norm.weight for layer in made.layers for norm in (layer.input_norm, layer.post_norm)]
+    norms += [norm for layer in made.layers for norm in layer.attention.qk_norms or ()]
+    assert all(bool((norm == 1).all()) for norm in (*norms, made.norm.weight))

@@ -16,8 +16,7 @@ from services.worker.exec.build import DeviceParts, assemble_executor
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.exec.loading import load_model
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
-from services.worker.exec.weights.weights import DecoderWeights
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.device_executors import options_for
 from tests.exec.random_contexts import World, strings, targets
 from tests.exec.tiny_models import TinyModel
@@ -42,8 +41,8 @@ MODEL = TinyModel("Qwen3", {"vocab_size": 67, "num_hidden_layers": 1, "head_dim"
 
 @pytest.fixture
 def executor(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    def weights(checkpoint: Any, config: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> DecoderWeights:
-        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
+    def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> Any:
+        return stream_weights(checkpoint, read, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
 
     products_in_order(monkeypatch)
     MODEL.build(tmp_path)

@@ -16,8 +16,7 @@ from services.worker.exec.attention.triton_backend import TritonAttention
 from services.worker.exec.build import DeviceParts, assemble_executor, build_device_executor
 from services.worker.exec.loading import load_model
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
-from services.worker.exec.weights.weights import DecoderWeights
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.always_guessing import always
 from tests.exec.device_executors import options_for
 from tests.exec.draft_folders import add_mtp
@@ -33,8 +32,8 @@ MODEL = TinyModel("Qwen3", {"vocab_size": VOCAB, "num_hidden_layers": 1, "head_d
 def test_executor_completes_greedy_and_sampled_requests(tmp_path: Path, device: torch.device) -> None:
     """A greedy request runs together with a request that uses most sampling parameters; the longer prompt is chunked."""
 
-    def weights(checkpoint: Any, config: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> DecoderWeights:
-        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
+    def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any) -> Any:
+        return stream_weights(checkpoint, read, dtype, device, kernels, StreamOptions(threads=1), progress, phases)
 
     model = MODEL.build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, (2, 11))

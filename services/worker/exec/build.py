@@ -253,14 +253,15 @@ class _Assembly:
         model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
         if not isinstance(model, Decoder):
             return model, KernelAttention(self._kernels.layers)
-        config, context = model.config, self._loaded.context_len
+        attentions, context = [layer.attention for layer in model.model.layers], self._loaded.context_len
+        first = attentions[0]
         pages_per_slot = -(-context // self._page_size) + 1
         shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
             page_size=self._page_size,
-            windows=tuple(dict.fromkeys(config.windows)),
+            windows=tuple(dict.fromkeys(attention.window for attention in attentions)),
             max_rows=max(self._sampled, self._widest),
             max_tokens=self._largest,
             max_context=pages_per_slot * self._page_size,

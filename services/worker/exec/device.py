@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -14,11 +15,12 @@ from services.worker.exec.kernel_set import layer_kernels, numerics
 from services.worker.exec.streams.cuda_streams import CudaStreams, Streams
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.weights.checkpoint import Checkpoint
-from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.load_phases import LoadPhases
-from services.worker.exec.weights.load_request import LoadTarget, timed_weights
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_decoder_weights
-from services.worker.exec.weights.weights import DecoderWeights
+from services.worker.exec.weights.load_request import LoadTarget, load_weights
+from services.worker.exec.weights.source import WeightReader
+from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+
+T = TypeVar("T")
 
 
 class NoDevice(ValueError):
@@ -51,14 +53,14 @@ def load_target(device: torch.device, options: DeviceOptions) -> LoadTarget:
 
     def streamed(
         checkpoint: Checkpoint,
-        config: DecoderConfig,
+        read: Callable[[WeightReader], T],
         dtype: torch.dtype,
         kernels: Kernels,
         progress: Callable[[str], None],
         phases: LoadPhases,
-    ) -> DecoderWeights:
+    ) -> T:
         stream = StreamOptions(threads=options.load_threads)
-        return stream_decoder_weights(checkpoint, config, dtype, device, kernels, stream, progress, phases)
+        return stream_weights(checkpoint, read, dtype, device, kernels, stream, progress, phases)
 
     fingerprint = partial(numerics, options.kernels, device) if options.deterministic else None
-    return LoadTarget(device, kernels, streamed if device.type == "cuda" else timed_weights, fingerprint)
+    return LoadTarget(device, kernels, streamed if device.type == "cuda" else load_weights, fingerprint)

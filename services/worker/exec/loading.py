@@ -1,8 +1,9 @@
-"""Loads the model of a Hugging Face folder in the way that fits it: our decoder, transformers' code, or as an encoder."""
+"""Loads the model of a Hugging Face folder: by a class of the registry, by transformers' code, or as an encoder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,21 @@ from kernels.contracts.step_ops import LayerKernels
 from kernels.cpu import load_kernels
 from services.shared import served_config
 from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import DenseConfig
 from services.worker.exec.models.loaded_model import LoadedModel
+from services.worker.exec.models.registry import ARCHITECTURES, NotCovered, config_of
 from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.pools.kv_pool import LayerKV
-from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
-from services.worker.exec.weights.families import DecoderConfig, NotCovered, UnsupportedModel, architecture_of, decoder_config
+from services.worker.exec.weights.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    UnsupportedModel,
+    architecture_of,
+    read_config,
+    resolve_dtype,
+)
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from services.worker.exec.weights.pooling_files import read_pooling
-from services.worker.exec.weights.weights import resolve_dtype, resolved
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)
@@ -27,9 +34,10 @@ MEAN = PoolingConfig(PoolingKind.MEAN, True)
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What is known before the weights are read. kernels: those of the target."""
+    """A folder whose config was read, and whose weights were not."""
 
     request: LoadRequest
+    # transformers PreTrainedConfig
     config: Any
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -41,7 +49,7 @@ class _Opened:
 
 
 def load_model(request: LoadRequest) -> LoadedModel:
-    """Raises CheckpointError, UnsupportedModel."""
+    """Loads the model onto the request's device. Raises CheckpointError, UnsupportedModel."""
     with request.phases.timed("config"):
         config = read_config(request.folder)
         native = _native_config(config)
@@ -53,15 +61,15 @@ def load_model(request: LoadRequest) -> LoadedModel:
         target = request.target
         opened = _Opened(request, config, checkpoint, dtype, target, target.kernels(dtype))
         with torch.inference_mode():
-            if isinstance(native, DecoderConfig):
-                return _native(opened, resolved(native, checkpoint, dtype))
+            if isinstance(native, DenseConfig):
+                return _native(opened, native.resolved(checkpoint, dtype))
             return _through_transformers(opened, native)
     finally:
         checkpoint.close()
 
 
 def _refuse_by_config(request: LoadRequest, config: Any) -> None:
-    """Before the folder's weights are looked at. Raises UnsupportedModel."""
+    """Refuses a model of transformers before its weights are opened. Raises UnsupportedModel."""
     from services.worker.exec.models.causal_transformers import refuse_by_config
     from services.worker.exec.models.encoder import is_encoder
     from services.worker.exec.weights.transformers_checkpoint import is_base, is_causal_head
@@ -71,37 +79,37 @@ def _refuse_by_config(request: LoadRequest, config: Any) -> None:
 
 
 def load_again(request: LoadRequest, shape: tuple[object, ...]) -> LoadedModel:
-    """Reads the folder as it is now. Raises as load_model, and CheckpointError for a model of another shape."""
+    """Loads the folder's present contents. Raises as load_model(), and CheckpointError for a model of another shape."""
     again = load_model(request)
     if again.shape != shape:
-        raise CheckpointError(f"{request.folder} holds a model of another shape than the one that this worker started with")
+        raise CheckpointError(f"{request.folder} holds a model of another shape than this worker started with")
     return again
 
 
-def _native_config(config: Any) -> DecoderConfig | NotCovered:
-    """The decoder's config, or why our decoder does not do it."""
+def _native_config(config: Any) -> DenseConfig | NotCovered:
+    """Returns the config of a registered model class, or the reason why no class covers the model."""
     try:
-        return decoder_config(config)
+        return config_of(config)
     except NotCovered as reason:
         return reason
 
 
-def _native(opened: _Opened, config: DecoderConfig) -> LoadedModel:
+def _native(opened: _Opened, config: DenseConfig) -> LoadedModel:
     request = opened.request
-    load = opened.target.weights
-    weights = load(opened.checkpoint, config, opened.dtype, opened.kernels, request.progress, request.phases)
+    read = partial(ARCHITECTURES[config.architecture].read, config=config)
+    model = opened.target.weights(opened.checkpoint, read, opened.dtype, opened.kernels, request.progress, request.phases)
     context = opened.context(config.max_position_embeddings)
-    num_positions = (-(-context // request.page_size) + 1) * request.page_size  # a slot's pages hold no more
-    assert 0 < context < num_positions, "a row of the table for every position, and for those of a last page"
+    num_positions = (-(-context // request.page_size) + 1) * request.page_size  # positions that a slot's pages hold
+    assert 0 < context < num_positions, "the table has a row for each position of each page"
     cos_sin = rope_table(config.rope, config.head_dim, num_positions).to(opened.target.device)
     return LoadedModel(
-        model=Decoder(config, weights, cos_sin, opened.kernels),
+        model=Decoder(model, cos_sin, opened.kernels.paged_attention),
         config=opened.config,
         kernels=opened.kernels,
         dtype=opened.dtype,
-        layers=(LayerKV(config.num_kv_heads, config.head_dim, config.head_dim),) * config.num_layers,
+        layers=model.cache,
         context_len=context,
-        weight_bytes=weights.num_bytes(),
+        weight_bytes=model.num_bytes(),
         pooling=read_pooling(request.folder, LAST_TOKEN),
         generates=config.has_head,
     )
@@ -130,7 +138,7 @@ def _causal(opened: _Opened, generates: bool) -> LoadedModel:
 
     context = opened.context(max_context(opened.config))
     with opened.request.phases.timed("weights"):
-        checking = load_kernels(opened.request.num_threads, opened.dtype)  # on the CPU, wherever the model then runs
+        checking = load_kernels(opened.request.num_threads, opened.dtype)  # the check runs on the CPU, whatever the device
         loaded = load_causal(opened.request.folder, opened.config, opened.dtype, context, checking)
         model = loaded.model.to(opened.target.device, opened.kernels)
     opened.request.progress(f"loaded {architecture_of(opened.config)} through transformers with paged attention")

@@ -20,15 +20,12 @@ from services.worker.exec.drafting.model_drafter import MOST_PENDING, ModelDraft
 from services.worker.exec.drafting.ngram import NgramDrafter
 from services.worker.exec.drafting.ngram_index import NgramIndex
 from services.worker.exec.models.decoder import Decoder
-from services.worker.exec.models.draft_models import HeadOfTarget, SmallDecoder
+from services.worker.exec.models.drafts import DecoderDraftModel, HeadDraftModel, load_eagle3, load_mtp
 from services.worker.exec.models.loaded_model import LoadedModel
-from services.worker.exec.models.rope import rope_table
 from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
 from services.worker.exec.streams.cuda_streams import Streams
-from services.worker.exec.weights.checkpoint import CheckpointError
-from services.worker.exec.weights.draft_weights import DraftHead, load_eagle3, load_mtp
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from services.worker.exec.weights.load_phases import LoadPhases
 from services.worker.exec.weights.load_request import LoadRequest
 
@@ -79,11 +76,11 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
 def _small(folder: Path, loaded: LoadedModel, target: LoadedModel) -> LoadedDraft:
     if not isinstance(loaded.model, Decoder) or not loaded.generates:
         raise UnsupportedModel(f"{folder} cannot draft: it is none of the decoders that are our own")
-    if loaded.model.config.vocab_size < target.config.vocab_size:
+    if loaded.config.vocab_size < target.config.vocab_size:
         raise UnsupportedModel(
-            f"{folder} cannot draft: it has {loaded.model.config.vocab_size} tokens and the model {target.config.vocab_size}"
+            f"{folder} cannot draft: it has {loaded.config.vocab_size} tokens and the model {target.config.vocab_size}"
         )
-    model = SmallDecoder(loaded.model, loaded.layers, loaded.context_len, int(target.config.vocab_size))
+    model = DecoderDraftModel(loaded.model, loaded.layers, loaded.context_len, int(target.config.vocab_size))
     return LoadedDraft(model, (), loaded.kv_bytes_per_token, loaded.weight_bytes)
 
 
@@ -91,15 +88,13 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     decoder = target.model
     if not isinstance(decoder, Decoder):
         raise UnsupportedModel(f"--speculative-algorithm {algorithm} is for models of our own decoder: it reads their states")
-    parts = decoder.config, decoder.weights, target.dtype, target.kernels
-    head: DraftHead = load_eagle3(folder, *parts) if algorithm == EAGLE3 else load_mtp(folder, *parts)
+    load = load_eagle3 if algorithm == EAGLE3 else load_mtp
+    head = load(folder, decoder, target.dtype, target.kernels)
     if request.target.device.type == "cuda":
         torch.cuda.synchronize(request.target.device)  # other streams read it
-    context = min(target.context_len, head.config.max_position_embeddings)
-    cos_sin = rope_table(head.config.rope, head.config.head_dim, context + 1).to(request.target.device)
-    model = HeadOfTarget(head, cos_sin, target.kernels, context)
+    model = HeadDraftModel(head, target.kernels, target.context_len)
     size = kv_pool.bytes_per_token(model.layers, target.dtype)
-    return LoadedDraft(model, head.kept, size, head.weights.num_bytes(decoder.weights))
+    return LoadedDraft(model, head.aux_layers, size, head.num_bytes(decoder))
 
 
 def _index_of(corpus: I32, vocab_size: int) -> NgramIndex:
@@ -140,7 +135,7 @@ class Drafting:
         if not self.kept:
             return ()
         assert isinstance(target, Decoder), "a head reads states of our own decoder"
-        return target.kept(num_tokens)
+        return target.aux_states(num_tokens)
 
     def rehearse(self, target: CausalModel, num_tokens: int) -> None:
         """A pass of a model that drafts behind one of the target's, of as many tokens. On the forward stream."""

@@ -16,11 +16,10 @@ from services.worker.exec.device import device_of
 from services.worker.exec.kernel_set import layer_kernels
 from services.worker.exec.loading import LAST_TOKEN
 from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import Qwen3
 from services.worker.exec.models.loaded_model import LoadedModel
 from services.worker.exec.models.rope import rope_table
-from services.worker.exec.pools.kv_pool import LayerKV
-from services.worker.exec.weights.families import decoder_config
-from services.worker.exec.weights.random_weights import random_decoder_weights
+from services.worker.exec.weights.source import RandomSource, WeightReader
 from tests.benchmarks.gpu.command import Setting
 from tests.benchmarks.gpu.serving import Serving
 from tests.benchmarks.make_model import SHAPES, Shape, config_of
@@ -122,21 +121,21 @@ def options_of(wanted: Wanted, setting: Setting) -> DeviceOptions:
 def random_model(shape: Shape, context_len: int, options: DeviceOptions) -> LoadedModel:
     """On the device: bf16 on a GPU, float32 elsewhere."""
     config, device = hf_config(shape), device_of(options.device)
-    native = decoder_config(config)
+    native = Qwen3.config_of(config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels = layer_kernels(options.kernels, device, dtype, options.num_threads, options.deterministic)
     num_positions = (-(-context_len // PAGE_SIZE) + 2) * PAGE_SIZE  # a slot's pages hold no more
     with torch.inference_mode():
-        weights = random_decoder_weights(native, dtype, device, kernels, seed=0)
+        model = Qwen3.read(WeightReader(RandomSource(dtype, device, seed=0), kernels), native)
         cos_sin = rope_table(native.rope, native.head_dim, num_positions).to(device)
     return LoadedModel(
-        model=Decoder(native, weights, cos_sin, kernels),
+        model=Decoder(model, cos_sin, kernels.paged_attention),
         config=config,
         kernels=kernels,
         dtype=dtype,
-        layers=(LayerKV(native.num_kv_heads, native.head_dim, native.head_dim),) * native.num_layers,
+        layers=model.cache,
         context_len=context_len,
-        weight_bytes=weights.num_bytes(),
+        weight_bytes=model.num_bytes(),
         pooling=LAST_TOKEN,
         generates=True,
     )

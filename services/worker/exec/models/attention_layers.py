@@ -1,7 +1,7 @@
-"""What each attention layer of a transformers model asks for, found by running the model once over a few tokens.
+"""Finds the attention layers of a transformers model by running it once over a few tokens.
 
-The layers call attention by the name of an implementation; under PROBE_ATTENTION they call probe(), which notes what they
-bring. What does not fit paged attention raises UnsupportedModel there and then.
+The layers call attention by the name of an implementation. Under PROBE_ATTENTION they call probe(), which records the sizes
+and the mask of each layer, and raises UnsupportedModel for a layer that paged attention cannot compute.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from services.worker.exec.pools.kv_pool import LayerKV
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.checkpoint import UnsupportedModel
 
 PROBE_ATTENTION = "rootstock_probe"
-HELD = "rootstock_held"  # the attribute of attention modules under which they find what they run for
+HOLDER = "rootstock_step_holder"  # attribute of attention modules
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class MaskWanted:
-    """The mask of a layer as transformers describes it, in place of the mask. allows: (batch, head, query position, key
-    position) -> bool; window: positions that the description names, 0 for none."""
+class MaskDescription:
+    """The description from which transformers would make a layer's mask."""
 
+    # (batch, head, query position, key position) -> bool
     allows: MaskFunction
+    # positions; 0 for none
     window: int
 
     def is_causal_window(self, context_len: int) -> bool:
-        """Whether each position sees itself and those before it, the last `window` of them if there is a window, and no
-        other: looked at for the first positions, those about the window's end, and the last."""
-        assert context_len > 0 and self.window >= 0, "positions to look at"
+        """Whether each position attends to itself and to the positions before it, or to the last `window` of them.
+
+        Checks the first positions, those around the end of the window, and the last one.
+        """
+        assert context_len > 0 and self.window >= 0, "sizes are no negative numbers"
         keys = torch.arange(context_len)
         edge = self.window or 1
         queries = {0, 1, 31, edge - 1, edge, edge + 1, context_len // 2, context_len - 1}
@@ -47,28 +50,29 @@ class MaskWanted:
         return torch.equal(allowed, expected)
 
 
-def describe_mask(*_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any) -> MaskWanted:
-    """A mask "creation" of transformers' that creates none."""
-    return MaskWanted(mask_function, local_size or 0)
+def describe_mask(*_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any) -> MaskDescription:
+    """Replaces the mask creation of transformers: returns the description of a mask."""
+    return MaskDescription(mask_function, local_size or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """index: of the layer's pools. window: last positions a token sees, its own included; 0 for all."""
-
+    # index of the layer's pools
     index: int
     kv: LayerKV
+    # positions that a token attends to, its own included; 0 for all
     window: int
 
 
 @dataclass(slots=True)
 class Probe:
-    """Notes the layers of one pass, in the order in which they run, by their number in the model."""
+    """Records the layers of one pass, in the order in which they run."""
 
     context_len: int
+    # by the layer's number in the model
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
 
-    def note(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, window: int | None) -> None:
+    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, window: int | None) -> None:
         name = type(module).__name__
         number = getattr(module, "layer_idx", None)
         if not isinstance(number, int) or number in self.layers:
@@ -81,40 +85,42 @@ class Probe:
         self.layers[number] = AttentionLayer(len(self.layers), kv, self._window(name, mask, window))
 
     def _window(self, name: str, mask: Any, window: int | None) -> int:
-        """Raises UnsupportedModel for a mask that is not causal, with or without a window."""
+        """Returns the window, 0 for none. Raises UnsupportedModel for a mask that is not causal."""
         if mask is None:
             return window or 0
-        if not isinstance(mask, MaskWanted):
+        if not isinstance(mask, MaskDescription):
             raise UnsupportedModel(f"{name} wants a mask of its own making")
         if not mask.is_causal_window(self.context_len):
             raise UnsupportedModel(f"{name} wants another mask than a causal one, with or without a sliding window")
         return mask.window
 
     def ordered(self) -> Sequence[LayerKV]:
-        """By index of the layers' pools."""
+        """Returns the cache size of each layer, by the index of its pools."""
         assert [layer.index for layer in self.layers.values()] == list(range(len(self.layers))), "a pool for each layer"
         return [layer.kv for layer in self.layers.values()]
 
 
 @dataclass(slots=True)
-class Held:
-    """What the attention modules of one model run for: a Probe, or the step. Set by who calls the model's forward; not all
-    models pass keyword arguments on to their layers."""
+class StepHolder:
+    """The Probe or the step for which the attention modules of one model run. The caller of the model's forward sets it.
 
-    now: Any = None
+    Keyword arguments would not do, because some models do not pass them on to their layers.
+    """
+
+    step: Any = None
 
     def attach(self, model: nn.Module) -> None:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
-                setattr(module, HELD, self)
+                setattr(module, HOLDER, self)
 
 
-def held_by(module: nn.Module) -> Any:
-    """Raises UnsupportedModel for a module that is no numbered layer."""
-    held = getattr(module, HELD, None)
-    if not isinstance(held, Held):
+def step_of(module: nn.Module) -> Any:
+    """Returns the step of the module's holder. Raises UnsupportedModel for a module that is no numbered layer."""
+    holder = getattr(module, HOLDER, None)
+    if not isinstance(holder, StepHolder):
         raise UnsupportedModel(f"{type(module).__name__} has no layer number")
-    return held.now
+    return holder.step
 
 
 def probe(
@@ -129,14 +135,14 @@ def probe(
     position_bias: Tensor | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """An attention of transformers' that computes nothing: its output is zero. [1, heads, tokens, dims] each."""
+    """Records the layer, and returns zeros. query, key, value: [1, heads, tokens, dims] each."""
     if position_bias is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a bias by position to its scores")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModel(f"{type(module).__name__} looks in both directions")
-    noted = held_by(module)
-    assert isinstance(noted, Probe)
-    noted.note(module, query, key, value, attention_mask, sliding_window)
+    found = step_of(module)
+    assert isinstance(found, Probe)
+    found.record(module, query, key, value, attention_mask, sliding_window)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

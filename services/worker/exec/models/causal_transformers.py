@@ -1,4 +1,4 @@
-"""Loads any causal model through transformers' own modeling code, and refuses what paged attention would get wrong."""
+"""Loads causal models through transformers' modeling code. Refuses a model if paged attention would compute it wrongly."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from kernels.contracts.ops import Kernels
 from services.shared import served_config
 from services.shared.served_config import LAYER_TYPES, TYPE_LISTS
 from services.worker.exec.models import paging_check
-from services.worker.exec.models.attention_layers import PROBE_ATTENTION, Held, Probe
+from services.worker.exec.models.attention_layers import PROBE_ATTENTION, Probe, StepHolder
 from services.worker.exec.models.paged_layers import PAGED_ATTENTION, PagedLayers
 from services.worker.exec.models.paging_check import Subject, Trial
 from services.worker.exec.models.transformers_model import TransformersModel
 from services.worker.exec.weights import transformers_checkpoint
-from services.worker.exec.weights.families import UnsupportedModel, architecture_of
+from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 from services.worker.exec.weights.transformers_checkpoint import is_causal_head
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCausal:
-    """probe: the layers that were found. weight_bytes: resident."""
-
     model: TransformersModel
+    # has the layers that were found
     probe: Probe
+    # resident
     weight_bytes: int
 
 
 def max_context(config: Any) -> int:
-    """Tokens whose positions the model tells apart the same way in whatever batch. Raises UnsupportedModel if it names none."""
+    """Returns the longest context in which other rows do not change a row's positions. Raises UnsupportedModel."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise UnsupportedModel(f"{architecture_of(config)} names no max_position_embeddings")
     originals = [int(rope["original_max_position_embeddings"]) for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
-    return min([longest, *originals])  # beyond its original length, longrope turns every row of a batch
+    return min([longest, *originals])  # beyond it, the longest row of a batch changes the angles of all
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The rope parameters, of each kind of layers where kinds have their own."""
+    """Returns the rope parameters, one for each type of layer that has its own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
 
@@ -54,10 +54,10 @@ def auto_class_of(config: Any) -> Any:
 
 
 def refuse_by_config(config: Any, asked_context: int | None) -> None:
-    """Raises UnsupportedModel for a model whose config shows that it cannot be served. Reads no weights.
+    """Refuses a model by its config, before its weights are read. Raises UnsupportedModel.
 
     Args:
-        asked_context: tokens; None for all that the model has.
+        asked_context: tokens; None for the model's longest context.
     """
     name = architecture_of(config)
     refuse_layer_types(config, name)
@@ -72,14 +72,24 @@ def refuse_by_config(config: Any, asked_context: int | None) -> None:
 
 
 def refuse_layer_types(config: Any, name: str) -> None:
-    """Raises UnsupportedModel for a layer whose type is not known to keep keys and values of single tokens alone."""
+    """Refuses layers whose type may cache something else than keys and values of single tokens. Raises UnsupportedModel."""
     unknown = served_config.unknown_layers((getattr(config, each, None) for each in TYPE_LISTS), LAYER_TYPES)
     if unknown:
         raise UnsupportedModel(served_config.unserved_layers(name, unknown))
 
 
 def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int, kernels: Kernels) -> LoadedCausal:
-    """Raises CheckpointError, UnsupportedModel. context_len: at most max_context(). config: refuse_by_config() has taken it."""
+    """Loads the model and checks it with paged attention.
+
+    Args:
+        config: one that refuse_by_config() accepts.
+        context_len: at most max_context().
+        kernels: of the CPU, for the check.
+
+    Raises:
+        CheckpointError: the folder cannot be loaded.
+        UnsupportedModel: paged attention computes other numbers than the model's own attention.
+    """
     has_head = is_causal_head(config)
     model = transformers_checkpoint.load(folder, config, auto_class_of(config), dtype, "eager")
     decoder = _decoder_of(model) if has_head else model
@@ -87,18 +97,18 @@ def load_causal(folder: Path, config: Any, dtype: torch.dtype, context_len: int,
     expected = paging_check.outputs(model, trial, has_head)
     if expected[0].shape[1] != config.vocab_size and has_head:
         raise UnsupportedModel(f"{expected[0].shape[1]} logits for a vocabulary of {config.vocab_size}")
-    held = Held()
-    held.attach(model)
-    probe = _probed(model, held, trial.ids[0], context_len)
+    holder = StepHolder()
+    holder.attach(model)
+    probe = _probed(model, holder, trial.ids[0], context_len)
     model.set_attn_implementation(PAGED_ATTENTION)
-    paged = TransformersModel(model, decoder, PagedLayers(held, probe.layers, kernels), context_len)
+    paged = TransformersModel(model, decoder, PagedLayers(holder, probe.layers, kernels), context_len)
     _checked(paged, Subject(probe.ordered(), dtype, kernels, has_head), expected, trial)
-    _check_long(model, decoder, held, probe, Subject((), dtype, kernels, False), paging_check.long_trial(config, context_len))
+    _check_long(model, decoder, holder, probe, Subject((), dtype, kernels, False), paging_check.long_trial(config, context_len))
     return LoadedCausal(paged, probe, transformers_checkpoint.num_bytes(model))
 
 
-def _check_long(model: Any, decoder: Any, held: Held, probe: Probe, subject: Subject, trial: Trial) -> None:
-    """The first layers of each kind over many tokens. Leaves the model as it was, with paged attention."""
+def _check_long(model: Any, decoder: Any, holder: StepHolder, probe: Probe, subject: Subject, trial: Trial) -> None:
+    """Checks the first layers of each kind over many tokens. Leaves the model unchanged, with paged attention."""
     count = _layers_of_each_kind(probe, getattr(model.config, "layer_types", None) or ())
     layers = {number: layer for number, layer in probe.layers.items() if number < count}
     with _first_layers(decoder, count, len(probe.layers)) as is_cut:
@@ -106,12 +116,12 @@ def _check_long(model: Any, decoder: Any, held: Held, probe: Probe, subject: Sub
         model.set_attn_implementation("eager")
         expected = paging_check.outputs(decoder, trial, False)
         model.set_attn_implementation(PAGED_ATTENTION)
-        paged = TransformersModel(decoder, decoder, PagedLayers(held, layers, subject.kernels), len(trial.ids[0]))
+        paged = TransformersModel(decoder, decoder, PagedLayers(holder, layers, subject.kernels), len(trial.ids[0]))
         _checked(paged, replace(subject, layers=[layer.kv for layer in layers.values()]), expected, trial)
 
 
 def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
-    """Number of first layers among which each kind of attention is found."""
+    """Returns the smallest number of first layers that contain each kind of attention."""
     kinds: dict[object, int] = {}
     for number, layer in sorted(probe.layers.items()):
         kinds.setdefault((types[number] if number < len(types) else "", layer.window, layer.kv), number)
@@ -120,7 +130,7 @@ def _layers_of_each_kind(probe: Probe, types: Sequence[str]) -> int:
 
 @contextmanager
 def _first_layers(decoder: nn.Module, count: int, total: int) -> Iterator[bool]:
-    """Cuts the decoder to its first layers inside the block. Yields False if their list is not found; then all layers stay."""
+    """Cuts the decoder to its first layers inside the block. Yields False, and cuts nothing, if it finds no list of layers."""
     found = next(_lists_of_layers(decoder, total), None)
     if found is None or count >= total:
         yield False
@@ -134,7 +144,7 @@ def _first_layers(decoder: nn.Module, count: int, total: int) -> Iterator[bool]:
 
 
 def _lists_of_layers(decoder: nn.Module, total: int) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    """Lists of modules of which each holds the layer of its own number, with the modules that have them."""
+    """Yields (parent, name, list) for each list of modules whose element i contains the layer with number i."""
     for parent in decoder.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == total:
@@ -144,23 +154,23 @@ def _lists_of_layers(decoder: nn.Module, total: int) -> Iterator[tuple[nn.Module
 
 
 def _decoder_of(model: Any) -> Any:
-    """The part below the vocabulary projection."""
+    """Returns the part below the vocabulary projection. Raises UnsupportedModel."""
     named = model.get_decoder()
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
     if named is model and not inner:
         raise UnsupportedModel(f"{type(model).__name__} does not tell its layers from its vocabulary projection")
-    is_below = named is not model and isinstance(named, PreTrainedModel)  # some call their projection a decoder
+    is_below = named is not model and isinstance(named, PreTrainedModel)  # some models name their projection "decoder"
     return named if is_below or not inner else inner[0]
 
 
-def _probed(model: Any, held: Held, ids: Tensor, context_len: int) -> Probe:
-    held.now = probe = Probe(context_len)
+def _probed(model: Any, holder: StepHolder, ids: Tensor, context_len: int) -> Probe:
+    holder.step = probe = Probe(context_len)
     model.set_attn_implementation(PROBE_ATTENTION)
     try:
         model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
     except UnsupportedModel:
         raise
-    except Exception as error:  # code of the library that was not made for this; whatever it raises is the reason
+    except Exception as error:  # modeling code raises errors of any type; the refusal has the reason
         raise UnsupportedModel(f"{type(model).__name__} cannot run with another attention: {error!r}") from error
     if not probe.layers:
         raise UnsupportedModel(f"{type(model).__name__} has no attention layers that can be replaced")
@@ -172,5 +182,5 @@ def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor,
         paging_check.check(paged, subject, expected, trial)
     except UnsupportedModel:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # modeling code raises errors of any type
         raise UnsupportedModel(f"paged attention does not run in this model: {error!r}") from error

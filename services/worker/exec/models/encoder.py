@@ -1,4 +1,4 @@
-"""Encoders (BERT and its kin) through transformers' own modeling code: each row is a whole text, seen in both directions."""
+"""Encoders such as BERT, computed by transformers' modeling code. Each row is a whole text, attended to in both directions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from services.worker.exec.contracts.causal_model import NoVocabulary
 from services.worker.exec.models.paging_check import HALF_TOLERANCE, TOLERANCE
 from services.worker.exec.pools.kv_pool import KVPool
 from services.worker.exec.weights import transformers_checkpoint
-from services.worker.exec.weights.families import UnsupportedModel, architecture_of
+from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
 
-CHECKED = 1024  # tokens of the text that is tried, where one may be longer: tables of positions seldom are
+CHECKED = 1024  # longest text of the check, in tokens; few position tables are longer
 SHORT = 8
-PADDING_SHARE = 0.25  # of the tokens of a group of texts that are computed together
+PADDING_SHARE = 0.25  # limit of the padding in a group of texts that are computed together
 
 
 class EncoderModel:
-    """Implements CausalModel but for logits. No row may begin behind a cached prefix: there are no keys and values.
+    """Implements CausalModel without logits. A row begins at position 0, because there is no KV cache.
 
-    Texts of about the same length are computed together, padded to the longest. model: takes input_ids and attention_mask.
+    Texts of similar length are computed together, padded to the longest.
     """
 
     def __init__(self, model: Any, pad_token_id: int, hidden_size: int) -> None:
+        """
+        Args:
+            model: transformers model that takes input_ids and attention_mask.
+        """
         self._model = model
         self._pad_token_id = pad_token_id
         self._hidden_size = hidden_size
@@ -40,7 +44,7 @@ class EncoderModel:
         return EncoderModel(self._model.to(device), self._pad_token_id, self._hidden_size)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
-        """See TokenModel. The pool is not touched. Lengths are read on the host: on a GPU, it waits for them."""
+        """See TokenModel. Leaves the pool as it is. The host reads the rows' lengths, so it waits for a GPU."""
         device = input_ids.device
         states = torch.empty(len(input_ids), self._hidden_size, dtype=self._model.dtype, device=device)
         for group in _groups(rows.num_tokens):
@@ -48,19 +52,24 @@ class EncoderModel:
             columns = torch.arange(int(counts.max()), device=device)
             mask = columns < counts[:, None]
             places = (offsets[:, None] + columns)[mask]
-            assert mask.shape == (len(group), len(columns)), "a row of the group for each text"
+            assert mask.shape == (len(group), len(columns)), "the mask has a row for each text"
             assert len(places) == int(counts.sum()), "each token of the group is computed once"
             states[places] = self._computed(input_ids[places], mask)
         self._states = states
 
     def of_texts(self, texts: Sequence[Tensor]) -> list[Tensor]:
-        """texts: token ids int64[length], which are computed together. Returns their states [length, hidden size]."""
+        """Computes texts together, each int64[length]. Returns their states, [length, hidden size] each."""
         lengths = torch.tensor([len(text) for text in texts])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         return list(torch.split(self._computed(torch.cat(list(texts)), mask), lengths.tolist()))
 
     def _computed(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """mask: bool[texts, longest], of the places that have a token. Returns states [tokens, hidden size]."""
+        """Returns states [tokens, hidden size].
+
+        Args:
+            input_ids: [tokens], of all texts.
+            mask: bool[texts, longest], true where a text has a token.
+        """
         ids = torch.full(mask.shape, self._pad_token_id, dtype=torch.int64, device=mask.device)
         ids[mask] = input_ids.long()
         found: Tensor = self._model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
@@ -78,7 +87,7 @@ class EncoderModel:
 
 
 def _groups(num_tokens: Tensor) -> Iterator[Tensor]:
-    """int64 indices of rows that are computed together, padding kept under PADDING_SHARE of a group."""
+    """Yields int64 indices of rows that are computed together, with at most PADDING_SHARE of padding."""
     order = torch.argsort(num_tokens, descending=True, stable=True)
     lengths = num_tokens[order].tolist()
     assert lengths and lengths[-1] > 0, "every row has a token"
@@ -93,7 +102,7 @@ def _groups(num_tokens: Tensor) -> Iterator[Tensor]:
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether the architecture is an encoder of those that transformers has a masked language model for."""
+    """Whether the architecture is an encoder for which transformers has a masked language model."""
     masked = transformers_checkpoint.class_in(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, config)
     named = architecture_of(config)
     return bool(masked) and not config.is_encoder_decoder and (named == masked or transformers_checkpoint.is_base(config))
@@ -101,15 +110,14 @@ def is_encoder(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
-    """max_tokens: of one text."""
-
     model: EncoderModel
+    # longest text
     max_tokens: int
     weight_bytes: int
 
 
 def load_encoder(folder: Path, config: Any, dtype: torch.dtype) -> LoadedEncoder:
-    """Raises CheckpointError, UnsupportedModel."""
+    """Loads and checks an encoder on the CPU. Raises CheckpointError, UnsupportedModel."""
     if getattr(config, "is_decoder", False):
         raise UnsupportedModel(f"{architecture_of(config)} with is_decoder is not supported")
     attention = "sdpa" if transformers_checkpoint.class_of(AutoModel, config)._supports_sdpa else "eager"
@@ -121,7 +129,10 @@ def load_encoder(folder: Path, config: Any, dtype: torch.dtype) -> LoadedEncoder
 
 
 def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype) -> None:
-    """A text's states are its own, whatever is computed beside it, and the longest can be computed. Raises UnsupportedModel."""
+    """Checks that other texts of a batch do not change a text's states, and that the longest text can be computed.
+
+    Raises UnsupportedModel.
+    """
     name = architecture_of(config)
     if getattr(config, "attention_type", "") == "block_sparse":
         raise UnsupportedModel(f"{name} is not supported: it changes its attention with the length of a text, for good")
@@ -132,16 +143,16 @@ def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype
         try:
             alone, together = model.of_texts([short])[0], model.of_texts([long[: 2 * SHORT], short])[1]
             model.of_texts([long])
-        except Exception as error:  # code of the library that was not made for this; whatever it raises is the reason
+        except Exception as error:  # modeling code raises errors of any type; the refusal has the reason
             raise UnsupportedModel(f"{name} does not compute texts of {longest} tokens: {error!r}") from error
     off = (together - alone).float().norm() / alone.float().norm().clamp(min=1e-6)
     tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
     if not off <= tolerance:
-        raise UnsupportedModel(f"{name} is not supported: a text beside others has another vector (off by {off:.2g} of 1)")
+        raise UnsupportedModel(f"{name} is not supported: other texts of a batch change a text's vector (off by {off:.2g} of 1)")
 
 
 def _max_tokens(model: nn.Module, config: Any) -> int:
-    """RoBERTa's kin count positions from behind the padding token's id, so that their tables hold fewer texts' positions."""
+    """Returns the longest text. RoBERTa models count positions from the padding token's id, so their tables hold fewer."""
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):
             return int(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))

@@ -1,4 +1,4 @@
-"""A model whose weights are there, and what the parts of an executor are sized by."""
+"""A loaded model, and the sizes by which an executor allocates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
 from services.worker.exec.pools.kv_pool import LayerKV, bytes_per_token
-from services.worker.exec.weights.checkpoint import eos_token_ids
-from services.worker.exec.weights.families import architecture_of
+from services.worker.exec.weights.checkpoint import architecture_of, eos_token_ids
 from services.worker.exec.weights.load_request import LoadRequest
 
 NO_GRAPHS = GraphLimits()
@@ -22,29 +21,33 @@ NO_GRAPHS = GraphLimits()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """layers: what each keeps of a token, none for an encoder. weight_bytes: resident. The rest as in LoadedInfo."""
-
     model: CausalModel
+    # transformers PreTrainedConfig
     config: Any
     kernels: LayerKernels
     dtype: torch.dtype
+    # cache size of each layer, per token; empty for an encoder
     layers: tuple[LayerKV, ...]
+    # tokens
     context_len: int
+    # resident
     weight_bytes: int
+    # how vectors are made of hidden states
     pooling: PoolingConfig
+    # whether the model has a vocabulary projection
     generates: bool
     is_encoder: bool = False
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What pools, tables and sampler are sized by."""
+        """The sizes by which pools, tables and sampler are allocated."""
         config = self.config
         sizes = config.vocab_size, config.hidden_size, self.context_len
         return architecture_of(config), *sizes, self.layers, self.dtype, self.pooling, self.generates
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Over all layers, keys and values."""
+        """Bytes of keys and values of all layers."""
         return bytes_per_token(self.layers, self.dtype)
 
     def info(
@@ -55,7 +58,7 @@ class LoadedModel:
         graphs: GraphLimits = NO_GRAPHS,
         context_len: int | None = None,
     ) -> LoadedInfo:
-        """context_len: None for the model's."""
+        """Describes the model to the engine, with the context length of the executor or, by default, of the model."""
         return LoadedInfo(
             architecture=architecture_of(self.config),
             context_len=context_len or self.context_len,

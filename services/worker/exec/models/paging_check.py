@@ -1,4 +1,4 @@
-"""Shows on a model just loaded that paged attention in its layers computes what its own attention computes.
+"""Compares a loaded model with paged attention against the model with its own attention.
 
 A trial has two prompts: one in two chunks with the other one beside the second chunk, then a decoded token of each. A state
 between steps, a mix-up of rows, or an attention of another kind changes the numbers. The short trial runs all layers, up to the
@@ -20,27 +20,28 @@ from torch import Tensor
 from kernels.contracts.ops import Kernels, RaggedRows
 from services.worker.exec.contracts.causal_model import CausalModel
 from services.worker.exec.pools.kv_pool import LayerKV, allocate
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.checkpoint import UnsupportedModel
 
 PAGE_SIZE = 4
 SHORTEST, CUT, SHORT = 24, 11, 8  # tokens: of the short trial's prompt, of its first chunk, of the other prompt
-LONGER = 160  # tokens of the long trial's prompt, at least: beyond a block of 128 that a class has and its config does not name
+LONGER = 160  # minimum length of the long trial's prompt; some classes have a block of 128 that their config does not name
 BEYOND = 24  # tokens behind the last boundary
-LONGEST = 2048  # tokens: no boundary beyond it is tried
-LONGEST_WINDOW = 1024  # tokens: longer windows are known by their masks alone
+LONGEST = 2048  # tokens; boundaries beyond it are not tried
+LONGEST_WINDOW = 1024  # tokens; the check of a longer window reads its mask
 TOLERANCE = 1e-3
-HALF_TOLERANCE = 0.05  # half precision rounds differently in another order of sums
+HALF_TOLERANCE = 0.05  # rounding of half precision depends on the order of sums
 AGREEING = 0.95  # share of a long prompt's tokens; a router may send a few to another expert
 _SIZES = {"block", "chunk", "rate", "rates", "stride", "segment", "compress", "compression", "window"}
 _NO_LENGTHS = {"type", "types", "pattern", "layers", "layer", "theta", "multiplier", "multiple", "dim", "adjust", "forward"}
-_MASKED = {"sliding_window", "attention_chunk_size"}  # which transformers describes by masks
-_STATE = {"mamba", "ssm", "conv"}  # of layers that are refused by their type
+_MASKED = {"sliding_window", "attention_chunk_size"}  # transformers describes them by masks
+_STATE = {"mamba", "ssm", "conv"}  # words of layers that are refused by their type
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the check must know of the model. layers: by the index of their pools."""
+    """The sizes of a model under check."""
 
+    # by the index of their pools
     layers: Sequence[LayerKV]
     dtype: torch.dtype
     kernels: Kernels
@@ -53,12 +54,12 @@ class Trial:
 
     ids: tuple[Tensor, Tensor]  # int64
     cut: int  # tokens of the first prompt's first chunk
-    boundaries: tuple[int, ...] = ()  # positions from which on a layer may compute something else
+    boundaries: tuple[int, ...] = ()  # positions at which a layer's computation may change
     agreeing: float = 1.0  # share of the tokens whose numbers agree in float32
 
     @property
     def steps(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
-        """Slots (which is the number of the prompt), starts and ends of their rows."""
+        """Slots, starts and ends of the rows of each step. A slot is the index of a prompt."""
         long, short = map(len, self.ids)
         return (
             ((0,), (0,), (self.cut,)),
@@ -83,7 +84,7 @@ class Trial:
 
 
 def short_trial(vocab_size: int, context_len: int) -> Trial:
-    """Raises UnsupportedModel if the prompt does not fit the context."""
+    """Returns the trial of all layers. Raises UnsupportedModel if the prompt exceeds the context."""
     if context_len < SHORTEST:
         raise UnsupportedModel(f"a context of {context_len} tokens is too short to check the model with")
     return Trial(_prompts(vocab_size, SHORTEST, 1), CUT)
@@ -97,7 +98,7 @@ def long_trial(config: Any, context_len: int) -> Trial:
 
 
 def refuse_sizes(config: Any, context_len: int, name: str) -> None:
-    """Raises UnsupportedModel for a block, a rate or a window within the context that no trial reaches."""
+    """Refuses a block, a rate or a window within the context that is longer than any trial. Raises UnsupportedModel."""
     for key, size in named_sizes(config):
         if LONGEST < size < context_len:
             raise UnsupportedModel(
@@ -142,7 +143,7 @@ def _prompts(vocab_size: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def outputs(model: Any, trial: Trial, has_head: bool) -> tuple[Tensor, Tensor]:
-    """The model's own of both prompts, each [tokens, vocabulary or hidden size], float32."""
+    """Computes both prompts with the model's own attention. Returns float32[tokens, vocabulary or hidden size] each."""
 
     def own(ids: Tensor) -> Tensor:
         output = model(input_ids=ids[None], use_cache=False)
@@ -173,7 +174,7 @@ def _rows(table: Tensor, slots: tuple[int, ...], starts: tuple[int, ...], ends: 
 
 
 def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor], trial: Trial) -> None:
-    """expected: outputs(). Raises UnsupportedModel if the paged model's differ."""
+    """Computes the trial with paged attention. Raises UnsupportedModel if the results differ from `expected`, see outputs()."""
     pool = allocate(subject.layers, int(trial.table.max()) + 1, PAGE_SIZE, subject.dtype, subject.kernels)
     ours = [torch.empty_like(own) for own in expected]
     for slots, starts, ends in trial.steps:
@@ -191,8 +192,11 @@ def check(model: CausalModel, subject: Subject, expected: tuple[Tensor, Tensor],
 
 
 def _compare(ours: Tensor, own: Tensor, dtype: torch.dtype, agreeing: float) -> None:
-    """Relative to the size of each token's own output. In half precision most tokens must agree, in float32 `agreeing` of them:
-    rounding may make a router send a token to another expert."""
+    """Compares outputs, relative to the norm of each token's output. Raises UnsupportedModel.
+
+    In half precision half of the tokens must agree, in float32 a share of `agreeing`, because rounding may make a router
+    choose another expert.
+    """
     errors = (ours - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=1e-6)
     error, tolerance = (errors.quantile(agreeing), TOLERANCE) if dtype == torch.float32 else (errors.median(), HALF_TOLERANCE)
     if not error <= tolerance:

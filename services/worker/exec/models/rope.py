@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.exec.weights.families import ROPE_TYPES, UnsupportedModel
+from services.worker.exec.weights.checkpoint import UnsupportedModel
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _base_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -17,7 +19,7 @@ def _base_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _llama3(rope: dict[str, Any], frequencies: Tensor) -> Tensor:
-    """Long wavelengths are stretched by factor, short ones kept, those between blended (Llama 3.1)."""
+    """Stretches long wavelengths by the factor, keeps short ones, and blends those between (Llama 3.1)."""
     factor, old_context = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     wavelengths = 2 * math.pi / frequencies
@@ -38,7 +40,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 
 def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Tensor, float]:
-    """Frequencies and the factor on cosines and sines (arXiv 2309.00071)."""
+    """Returns frequencies, and the factor of cosines and sines (arXiv 2309.00071)."""
     factor, base = float(rope["factor"]), float(rope["rope_theta"])
     old_context = float(rope["original_max_position_embeddings"])
 
@@ -55,7 +57,11 @@ def _yarn(rope: dict[str, Any], frequencies: Tensor, head_dim: int) -> tuple[Ten
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int) -> Tensor:
-    """float32[num_positions, head_dim]: cosines, then sines, of head_dim / 2 angles. Raises UnsupportedModel for other types."""
+    """Returns float32[num_positions, head_dim]: cosines, then sines, of head_dim / 2 angles. Raises UnsupportedModel.
+
+    Args:
+        rope: the rope_parameters of the config.
+    """
     assert head_dim % 2 == 0 and num_positions > 0, "angles of pairs of dimensions"
     kind = rope.get("rope_type", "default")
     frequencies, attention_factor = _base_frequencies(rope, head_dim), 1.0

@@ -1,4 +1,4 @@
-"""Runs a model of transformers' own modeling code over a ragged batch, with our paged attention in its layers."""
+"""Runs a model of transformers' modeling code over a ragged batch, with paged attention in its layers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from services.worker.exec.pools.kv_pool import KVPool
 
 
 class StepAttention(Protocol):
-    """What the attention of a model's layers runs for."""
+    """The attention of a model's layers."""
 
     def begin(self, rows: RaggedRows, pool: KVPool) -> None:
-        """The layers attend to these rows, and write to this pool, until the next call."""
+        """Makes the layers attend to these rows, and write to this pool, until the next call."""
 
     def using(self, kernels: Kernels) -> StepAttention:
-        """The same layers, through other kernels."""
+        """Returns the same layers with other kernels."""
 
 
-class _Computed(nn.Module):
-    """Stands in a model where its layers were, and gives what they have computed before."""
+class _ComputedLayers(nn.Module):
+    """Replaces the layers of a model, and returns the output that they computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Computed(nn.Module):
 
 
 def _replaced(model: nn.Module, path: Sequence[str], leaf: nn.Module) -> nn.Module:
-    """The model with another module at the path; all others are shared, and the given model stays as it is."""
+    """Returns a copy of the model with another module at the path. All other modules are shared, and the model is unchanged."""
     if not path:
         return leaf
     clone = copy.copy(model)
@@ -45,23 +45,25 @@ def _replaced(model: nn.Module, path: Sequence[str], leaf: nn.Module) -> nn.Modu
 
 
 class TransformersModel:
-    """Implements CausalModel.
-
-    model: its layers call the attention. decoder: its layers, the model itself where it has no vocabulary projection.
-    max_positions: positions at and above it are only those of rows that are dropped later; they are cut to it.
-    """
+    """Implements CausalModel."""
 
     def __init__(self, model: Any, decoder: Any, attention: StepAttention, max_positions: int) -> None:
+        """
+        Args:
+            model: its layers call the attention.
+            decoder: the part of the model below its vocabulary projection; the model itself if it has none.
+            max_positions: higher positions are clamped. Only padding rows have them, and their results are dropped.
+        """
         self._model = model
         self._decoder = decoder
         self._attention = attention
         self._last_position = max_positions - 1
-        self._computed = _Computed()
+        self._computed = _ComputedLayers()
         self._head = None if decoder is model else _replaced(model, _path_of(decoder, model), self._computed)
         self._output: Any = None
 
     def to(self, device: torch.device, kernels: Kernels) -> TransformersModel:
-        """The same model, moved, with the kernels of that device."""
+        """Returns the model on another device, with that device's kernels."""
         moved = self._model.to(device)
         return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
 
@@ -77,7 +79,7 @@ class TransformersModel:
         return states
 
     def logits(self, wanted: Tensor) -> Tensor:
-        """The model's own code after its layers, so that whatever scales or caps the logits does. Raises NoVocabulary."""
+        """Projects the states with the model's own code, which may scale or cap the logits. Raises NoVocabulary."""
         if self._head is None:
             raise NoVocabulary("this model gives vectors and no tokens")
         self._computed.output = type(self._output)(last_hidden_state=self.states(wanted)[None])

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder on disk: config.json, generation_config.json and safetensors, nothing else. No downloads."""
+"""A Hugging Face model folder on disk: config.json and the safetensors files. Nothing is downloaded, and no code is run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from torch import Tensor
 
 from services.shared import served_config
 
-QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # types of the files; the small floats are quantised wherever they are
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in the files
-NAMED_AT_MOST = 8  # missing tensors that an error message lists
+QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # file dtypes; floats below 16 bits count as quantised in any tensor
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the dtype's name in the files
+NAMED_AT_MOST = 8  # tensors that an error message lists
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointError(ValueError):
-    """The folder cannot be loaded; the message names the file or tensor."""
+    """The folder cannot be loaded. The message names the file or the tensor."""
+
+
+class UnsupportedModel(ValueError):
+    """The model needs something that this worker does not support. The message names it."""
 
 
 def _parsed(path: Path) -> Any:
@@ -29,7 +36,7 @@ def _parsed(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError if the file is unreadable or holds no object."""
+    """Reads a JSON object. Raises CheckpointError if the file is unreadable or has another value."""
     content = _parsed(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -37,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[Any]:
-    """Raises CheckpointError if the file is unreadable or holds no array."""
+    """Reads a JSON array. Raises CheckpointError if the file is unreadable or has another value."""
     content = _parsed(path)
     if not isinstance(content, list):
         raise CheckpointError(f"{path} does not hold a JSON array")
@@ -45,7 +52,7 @@ def read_json_list(path: Path) -> list[Any]:
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config of the folder. Raises CheckpointError if there is none or it is quantised."""
+    """Returns the transformers config. Raises CheckpointError if it is missing, unreadable or of a quantised model."""
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if not (folder / "config.json").is_file():
@@ -55,41 +62,46 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(served_config.unknown_model_type(str(folder), kind, __version__))
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        if hasattr(config, "standardize_rope_params"):  # as each model's code does again: what the config says by itself counts
+        if hasattr(config, "standardize_rope_params"):  # the models' code does the same
             config.standardize_rope_params()
-    except Exception as error:  # the library raises what its validators and the file's types make of it
+    except Exception as error:  # transformers raises errors of many types
         raise CheckpointError(f"cannot read the config of {folder}: {error}") from error
-    said = any(getattr(config, name, None) for name in served_config.QUANTISED)
-    if said or (folder / served_config.QUANTISED_FILE).is_file():
+    is_quantised = any(getattr(config, name, None) for name in served_config.QUANTISED)
+    if is_quantised or (folder / served_config.QUANTISED_FILE).is_file():
         raise CheckpointError(served_config.quantised(str(folder)))
     return config
 
 
 def eos_token_ids(config: Any) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of the config, its class's default included: files leave out what equals that."""
+    """Returns the end-of-sequence ids of the config. Includes its class's defaults, which config.json may omit."""
     named = getattr(config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [] if named is None else [named]
     return tuple(dict.fromkeys(int(token) for token in ids))
 
 
+def architecture_of(config: Any) -> str:
+    """Returns the first architecture that the config names."""
+    return str((config.architectures or ["(none)"])[0])
+
+
 def named(tensors: list[str]) -> str:
-    """How many they are, and the first of their names."""
+    """Returns the number of tensors and the first names, for an error message."""
     listed = ", ".join(tensors[:NAMED_AT_MOST]) + (", ..." if len(tensors) > NAMED_AT_MOST else "")
     return f"{len(tensors)} tensors: {listed}"
 
 
 def _pickled(folder: Path) -> str:
-    """What to do where the folder has weights in a format that can run code."""
+    """Returns the remedy for a folder whose weights are pickled, or an empty string."""
     if not any(folder.glob("pytorch_model*.bin")):
         return ""
     return (
-        ". Its pytorch_model.bin may run code when it is read: where you trust it, `from_pretrained` and `save_pretrained` of"
-        " transformers, or torch.load and safetensors.torch.save_file, make one of the other"
+        ". Its pytorch_model.bin may run code when it is read. If you trust it, convert it with `from_pretrained` and"
+        " `save_pretrained` of transformers, or with torch.load and safetensors.torch.save_file"
     )
 
 
 class Checkpoint:
-    """The safetensors of a folder, single or sharded. Owns the open files; close() lets them go."""
+    """The safetensors files of a folder, single or sharded. Keeps files open until close()."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -115,8 +127,13 @@ class Checkpoint:
         return dict.fromkeys(names, single)
 
     def _take_out_misnamed(self) -> dict[str, str]:
-        """What an index names and its file lacks, by name its file: it is not there. A file that is not there itself may not be
-        asked for."""
+        """Removes the tensors that the index assigns to a file which lacks them.
+
+        Entries of missing files stay, because no tensor of them may be needed.
+
+        Returns:
+            The file of each removed tensor.
+        """
         files = [file for file in dict.fromkeys(self._file_of.values()) if (self._folder / file).is_file()]
         there = {file: set(self._file(file).keys()) for file in files}
         misnamed = {name: file for name, file in self._file_of.items() if file in there and name not in there[file]}
@@ -124,7 +141,7 @@ class Checkpoint:
         return misnamed
 
     def _check_types(self) -> None:
-        """Scales of what is quantised are tensors of their own: converted as it stands, it would be another model."""
+        """Refuses quantised tensors: their scales are separate tensors, so a plain conversion would give wrong weights."""
         for name, file in self._file_of.items():
             if not (self._folder / file).is_file():
                 continue
@@ -137,7 +154,7 @@ class Checkpoint:
             return str(self._file(file).get_slice(name).get_dtype())
         except CheckpointError:
             raise
-        except Exception as error:  # as of the reader, above
+        except Exception as error:  # the type differs between versions of safetensors
             raise CheckpointError(f"{self._folder / file} does not hold {name}: {error}") from error
 
     def _file(self, file: str) -> Any:
@@ -145,7 +162,7 @@ class Checkpoint:
             path = self._folder / file
             try:
                 self._open[file] = safe_open(str(path), framework="pt", device="cpu")
-            except Exception as error:  # the reader's own exception type differs between versions
+            except Exception as error:  # the type differs between versions of safetensors
                 raise CheckpointError(f"cannot open {path}: {error}") from error
         return self._open[file]
 
@@ -153,12 +170,12 @@ class Checkpoint:
         return name in self._file_of
 
     def path_of(self, name: str) -> Path:
-        """The file that the tensor should be in. Raises CheckpointError if none is named for it."""
+        """Returns the file of the tensor. Raises CheckpointError if the checkpoint lacks the tensor."""
         self.require([name])
         return self._folder / self._file_of[name]
 
     def require(self, names: list[str]) -> None:
-        """Raises CheckpointError naming the tensors that are not there."""
+        """Checks that the checkpoint has the tensors. Raises CheckpointError with the names of missing ones."""
         missing = [name for name in names if name not in self._file_of]
         if missing and (file := self._misnamed.get(missing[0])):
             raise CheckpointError(f"{self._folder / file} does not hold {missing[0]}")
@@ -166,7 +183,7 @@ class Checkpoint:
             raise CheckpointError(f"{self._folder} lacks {named(missing)}")
 
     def first_dtype(self) -> torch.dtype:
-        """That of the first floating-point tensor. Raises CheckpointError if there is none."""
+        """Returns the dtype of the first floating-point tensor. Raises CheckpointError if all tensors are integers."""
         for name, file in self._file_of.items():
             found = FLOATS.get(self._dtype(name, file))
             if found is not None:
@@ -174,7 +191,7 @@ class Checkpoint:
         raise CheckpointError(f"{self._folder} holds no floating-point tensor")
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The named tensor, converted. Raises CheckpointError if it is missing or has another shape."""
+        """Returns the tensor, converted. Raises CheckpointError if it is missing or has another shape."""
         self.require([name])
         try:
             found: Tensor = self._file(self._file_of[name]).get_tensor(name)
@@ -185,8 +202,22 @@ class Checkpoint:
         return found.to(dtype)
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """int64. Raises as tensor()."""
+        """Returns the tensor as int64. Raises CheckpointError, see tensor()."""
         return self.tensor(name, shape, torch.int64)
 
     def close(self) -> None:
         self._open.clear()
+
+
+def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the dtype to load with. Raises CheckpointError.
+
+    Args:
+        name: a key of DTYPES, or "auto" for the config's dtype, or for that of the first tensor if the config has none.
+    """
+    if name == "auto":
+        named = getattr(config, "dtype", None) or checkpoint.first_dtype()
+        name = str(named).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name} is not supported; supported: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,4 +1,4 @@
-"""Tells how far the reading of weights has come, every few seconds: shares, amounts, the rate, and how long it may still take."""
+"""Reports the progress of reading weights: share, amount, rate and estimated time left."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ REPORT_EVERY_S = 3.0
 
 
 class LoadMeter:
-    """total: bytes, or what `unit` counts. clock: seconds. say: called with a line, by one thread at a time. All calls are safe
-    from any thread."""
+    """Counts the bytes that were read. Any thread may call any method."""
 
-    def __init__(self, total: int, clock: Callable[[], float], say: Callable[[str], None], unit: str = GB) -> None:
-        self._total, self._clock, self._say, self._unit = total, clock, say, unit
+    def __init__(self, total: int, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+        """
+        Args:
+            total: bytes.
+            clock: returns seconds.
+            say: receives a line, from one thread at a time.
+        """
+        self._total, self._clock, self._say = total, clock, say
         self._lock = threading.Lock()
         self._begun = self._reported = clock()
         self._done = 0
@@ -27,7 +32,7 @@ class LoadMeter:
         self.tick()
 
     def tick(self) -> None:
-        """Says a line if one is due: also where nothing was read, so that a stalled disk is seen."""
+        """Reports if a report is due. Callers call it also while nothing is read, so that the log shows a stalled disk."""
         with self._lock:
             if self._clock() - self._reported >= REPORT_EVERY_S:
                 self._report()
@@ -38,4 +43,4 @@ class LoadMeter:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        self._say(Progress("weights", self._done, self._total, self._reported - self._begun, self._unit).line())
+        self._say(Progress("weights", self._done, self._total, self._reported - self._begun, GB).line())

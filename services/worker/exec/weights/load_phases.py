@@ -1,4 +1,4 @@
-"""How long each part of making an executor took, measured by the one thread that makes it."""
+"""Durations of the phases in which an executor is made. One thread makes it, and measures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ TOTAL = "total"
 
 
 class LoadPhases:
-    """The total counts from this object's making. clock: seconds. weight_bytes_read: from files, as they lie there."""
+    """The phases so far. The total runs from the construction of this object."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.weight_bytes_read = 0
+        self.clock = clock  # returns seconds
+        self.weight_bytes_read = 0  # from files, before conversion
         self._begun = clock()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the block's time to the phase's, also where the block raises. Raises ValueError for a name not in PHASES."""
+        """Adds the time of the block to the phase, also if the block raises. Raises ValueError for an unknown phase."""
         if phase not in PHASES:
             raise ValueError(f"{phase} is no phase of loading; there are {', '.join(PHASES)}")
         begun = self.clock()
@@ -31,12 +31,12 @@ class LoadPhases:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self.clock() - begun
 
     def seconds(self) -> tuple[tuple[str, float], ...]:
-        """The phases that there were, in the order of PHASES, and the total so far."""
-        assert min(self._seconds.values(), default=0.0) >= 0, "a clock that goes back"
+        """Returns the phases that have run, in the order of PHASES, and the total so far."""
+        assert min(self._seconds.values(), default=0.0) >= 0, "no phase takes negative time"
         passed = [(phase, self._seconds[phase]) for phase in PHASES if phase in self._seconds]
         return (*passed, (TOTAL, self.clock() - self._begun))
 
     def describe(self) -> str:
-        """For the log: "config 0.4 s, weights 3.1 s (16.4 GB read), ..., total 9.0 s"."""
+        """Returns a log line: "config 0.4 s, weights 3.1 s (16.4 GB read), ..., total 9.0 s"."""
         read = f" ({self.weight_bytes_read / 1e9:.1f} GB read)" if self.weight_bytes_read else ""
         return ", ".join(f"{phase} {seconds:.1f} s{read if phase == 'weights' else ''}" for phase, seconds in self.seconds())

@@ -1,57 +1,88 @@
-"""What is to be loaded, and where it shall run."""
+"""The request to load a model: folder, device and weight loader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
 from kernels.contracts.ops import Kernels
 from kernels.contracts.step_ops import LayerKernels
 from services.worker.exec.weights.checkpoint import Checkpoint
-from services.worker.exec.weights.families import DecoderConfig
+from services.worker.exec.weights.load_meter import LoadMeter
 from services.worker.exec.weights.load_phases import LoadPhases
-from services.worker.exec.weights.weights import DecoderWeights, load_weights
+from services.worker.exec.weights.source import CheckpointSource, WeightReader, listed_tensors
 
-WeightLoader = Callable[[Checkpoint, DecoderConfig, torch.dtype, Kernels, Callable[[str], None], LoadPhases], DecoderWeights]
+T = TypeVar("T")
+
+
+class WeightLoader(Protocol):
+    """Loads what `read` makes of a checkpoint's tensors."""
+
+    def __call__(
+        self,
+        checkpoint: Checkpoint,
+        read: Callable[[WeightReader], T],
+        dtype: torch.dtype,
+        kernels: Kernels,
+        progress: Callable[[str], None],
+        phases: LoadPhases,
+    ) -> T:
+        """Counts as the phase "weights". Raises CheckpointError.
+
+        Args:
+            read: called several times, each time for the same tensors.
+            kernels: of the device, which will compute with the weights.
+            progress: called with a line every few seconds and at the end, from any thread.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Where a model shall run. kernels: of its dtype. weights: reads a decoder's, and counts as the phase "weights".
-    numerics: a fingerprint of what decides a result's bits, by dtype, context and page size; None where they may differ. With
-    one, only what our own decoder computes may be loaded."""
+    """The device that a model will run on."""
 
     device: torch.device
+    # returns the kernels for a dtype
     kernels: Callable[[torch.dtype], LayerKernels]
     weights: WeightLoader
+    # returns the fingerprint of everything that affects the bits of a result, for a dtype, a context length and a page size.
+    # None outside the deterministic mode, which excludes models that transformers' code computes
     numerics: Callable[[torch.dtype, int, int], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """dtype: auto, bfloat16, float16 or float32. context_len: tokens, None for the model's own."""
-
     folder: Path
+    # auto, bfloat16, float16 or float32
     dtype: str
+    # tokens
     page_size: int
+    # tokens. None for the model's own length
     context_len: int | None
     num_threads: int
+    # receives lines for the log
     progress: Callable[[str], None]
     target: LoadTarget
     phases: LoadPhases = field(default_factory=LoadPhases)
 
 
-def timed_weights(
+def load_weights(
     checkpoint: Checkpoint,
-    config: DecoderConfig,
+    read: Callable[[WeightReader], T],
     dtype: torch.dtype,
     kernels: Kernels,
     progress: Callable[[str], None],
     phases: LoadPhases,
-) -> DecoderWeights:
-    """A WeightLoader for a CPU: straight from the checkpoint."""
+) -> T:
+    """Implements WeightLoader on a CPU: reads straight from the checkpoint."""
     with phases.timed("weights"):
-        return load_weights(checkpoint, config, dtype, kernels, progress, phases.clock)
+        listed = listed_tensors(read, dtype)
+        checkpoint.require([placement.name for placement in listed])
+        total = sum(placement.into.nbytes for placement in listed)
+        meter = LoadMeter(total, phases.clock, progress)
+        loaded = read(WeightReader(CheckpointSource(checkpoint, dtype, on_read=meter.added), kernels))
+        meter.end()
+        return loaded

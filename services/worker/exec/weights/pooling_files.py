@@ -1,4 +1,4 @@
-"""How a model folder says that vectors are made of hidden states: the files that sentence-transformers writes."""
+"""The pooling of an embedding model, from the files that sentence-transformers writes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.exec.pools.embedding_pool import PoolingConfig, PoolingKind
-from services.worker.exec.weights.checkpoint import CheckpointError, read_json, read_json_list
-from services.worker.exec.weights.families import UnsupportedModel
+from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel, read_json, read_json_list
 
 MODULES = "modules.json"
 KINDS = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
-LEGACY = {  # the older way: one switch for each kind
+LEGACY = {  # switches of older files
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "lasttoken",
@@ -22,7 +21,12 @@ LEGACY = {  # the older way: one switch for each kind
 
 
 def read_pooling(folder: Path, default: PoolingConfig) -> PoolingConfig:
-    """default: for a folder without modules.json. Raises CheckpointError, and UnsupportedModel for modules of other kinds."""
+    """Returns the pooling of modules.json, or the default without that file.
+
+    Raises:
+        CheckpointError: a file is malformed.
+        UnsupportedModel: the folder has modules or a pooling that this worker lacks.
+    """
     if not (folder / MODULES).is_file():
         return default
     modules = [_module(folder, entry) for entry in read_json_list(folder / MODULES)]
@@ -37,7 +41,7 @@ def read_pooling(folder: Path, default: PoolingConfig) -> PoolingConfig:
 
 
 def _module(folder: Path, entry: Any) -> tuple[str, Path]:
-    """(class name, folder)."""
+    """Returns the class name and the folder of a module. Raises CheckpointError."""
     kind, path = (entry.get("type"), entry.get("path", "")) if isinstance(entry, dict) else (None, "")
     if not isinstance(kind, str) or not isinstance(path, str) or path == ".." or Path(path).name != path:
         raise CheckpointError(f"{folder / MODULES} has an entry without a type or with a path outside its folder")
@@ -45,7 +49,7 @@ def _module(folder: Path, entry: Any) -> tuple[str, Path]:
 
 
 def _kind(config: dict[str, Any]) -> PoolingKind:
-    """Raises UnsupportedModel for other kinds and for several at once."""
+    """Returns the pooling of a Pooling module. Raises UnsupportedModel for an unknown pooling, or for several."""
     named = config.get("pooling_mode", [mode for switch, mode in LEGACY.items() if config.get(switch)] or "mean")
     modes = [named] if isinstance(named, str) else list(named)
     if len(modes) != 1 or modes[0] not in KINDS:

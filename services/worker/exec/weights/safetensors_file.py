@@ -1,4 +1,4 @@
-"""Where the tensors of a safetensors file lie, and reading their bytes. The header is checked before anything is believed.
+"""Headers and data of safetensors files. A header is validated completely before any of it is used.
 
 Format: 8 bytes of header length (little endian), a JSON object of name to dtype, shape and data_offsets, then the data.
 """
@@ -30,18 +30,20 @@ ReadAt = Callable[[int, Sequence[memoryview], int], int]
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """dtype: the file's name for it. begin: bytes from the file's start."""
+    """The bytes of one tensor in a file."""
 
     path: Path
     name: str
+    # as the file names it, such as "BF16"
     dtype: str
     shape: tuple[int, ...]
+    # bytes from the start of the file
     begin: int
     num_bytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """Every tensor of the file by its name. Raises CheckpointError naming the file, and the tensor if it is one's fault."""
+    """Returns the tensors of the file by name. Raises CheckpointError with the file, and with the tensor if one is at fault."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -58,7 +60,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
-    """In the header's order; its outermost object as pairs, so that a name given twice is seen."""
+    """Returns the pairs of the outermost object, in order. A name that is given twice raises CheckpointError."""
     try:
         pairs = json.loads(text, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
@@ -72,7 +74,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object."""
+    """The pairs of a JSON object."""
 
 
 def _is_count(value: Any) -> bool:
@@ -89,7 +91,7 @@ def _place(path: Path, name: str, entry: Any, data: int, size: int) -> TensorPla
     begin, end = offsets
     if data + end > size:
         raise CheckpointError(f"{path} is cut off: {name} ends at byte {data + end} of {size}")
-    item = ITEM_BYTES.get(dtype)  # of other types the size of an element is not known, nor are they read
+    item = ITEM_BYTES.get(dtype)  # tensors of other dtypes are not read
     if item is not None and math.prod(shape) * item != end - begin:
         raise CheckpointError(f"{name} of {path} has {end - begin} bytes, its shape {shape} of {dtype} another number")
     return TensorPlace(path, name, dtype, tuple(shape), data + begin, end - begin)
@@ -103,7 +105,7 @@ def _check_apart(places: list[TensorPlace]) -> None:
 
 
 class TensorFiles:
-    """The files of a checkpoint, opened for reading until close(). read(), from any thread, keeps no state."""
+    """The files of a checkpoint, open until close(). Any thread may call read()."""
 
     def __init__(self, paths: Sequence[Path], read_at: ReadAt = os.preadv) -> None:
         self._read_at = read_at
@@ -117,7 +119,7 @@ class TensorFiles:
             raise CheckpointError(f"cannot open {path}: {error}") from error
 
     def read(self, into: memoryview, place: TensorPlace, offset: int) -> None:
-        """Fills `into` with the tensor's bytes from `offset` on. Raises CheckpointError."""
+        """Fills `into` with bytes of the tensor, beginning at its byte `offset`. Raises CheckpointError."""
         done = 0
         while done < len(into):
             try:

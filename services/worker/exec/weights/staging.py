@@ -1,4 +1,4 @@
-"""Bounded host memory between files and a device: each reader thread fills one buffer while the device empties the other."""
+"""Staging buffers between files and a device. A reader thread fills one of its two while the device copies from the second."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-BUFFERS = 2  # a thread's
-ALIGNMENT = 8  # bytes; of the widest element
+BUFFERS = 2  # per thread
+ALIGNMENT = 8  # bytes, the size of the largest element
 
 
 class PinnedSlab:
-    """Memory that the device copies from by itself; on a CPU, memory like any other. Whoever made it calls release()."""
+    """Host memory, pinned for a GPU so that it copies while a thread reads. The creator calls release()."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
 
     def release(self) -> None:
-        """Back to the system, past torch's cache of pinned memory. No copy is under way."""
+        """Returns the memory to the system, past torch's cache of pinned memory. No copy may be running."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        # public since torch 2.12; the builds with CUDA had it by the other name before
+        # torch.accelerator has the function since torch 2.12; CUDA builds before have the private name.
         empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
         if self._on_cuda and empty is not None:
             empty()
 
 
 def buffers_of(slab: Tensor, threads: int) -> list[list[Tensor]]:
-    """BUFFERS for each thread, of equal size."""
+    """Cuts the slab into BUFFERS buffers of equal size for each thread. Raises ValueError if it is too small."""
     size = len(slab) // (threads * BUFFERS) // ALIGNMENT * ALIGNMENT
     if size == 0:
         raise ValueError(f"{len(slab)} bytes of staging are too few for {threads} threads")
@@ -39,16 +39,16 @@ def buffers_of(slab: Tensor, threads: int) -> list[list[Tensor]]:
 
 
 class Event(Protocol):
-    """As torch.cuda.Event."""
+    """The used part of torch.cuda.Event."""
 
     def record(self, stream: torch.cuda.Stream | None) -> None: ...
 
     def synchronize(self) -> None:
-        """Returns at once where nothing was recorded."""
+        """Waits for the recorded work. Returns at once if none was recorded."""
 
 
 class Immediate:
-    """The Event of a device whose copies are done when they have been started."""
+    """An event of a device whose copies are synchronous."""
 
     def record(self, stream: torch.cuda.Stream | None) -> None:
         pass
@@ -58,26 +58,32 @@ class Immediate:
 
 
 def event_for(device: torch.device) -> Event:
-    """One whose waiting leaves the core to others."""
+    """Returns an event whose synchronize() sleeps instead of spinning."""
     cuda: Any = torch.cuda
     return cuda.Event(blocking=True) if device.type == "cuda" else Immediate()
 
 
 class Lane:
-    """One thread's way from files to the device. stream: of the copies, shared by the lanes; None on a CPU.
-
-    A buffer is filled again only once its event tells that the device has read it.
-    """
+    """The staging buffers of one reader thread. A buffer is filled again only after its event shows that it was copied."""
 
     def __init__(self, buffers: Sequence[Tensor], stream: torch.cuda.Stream | None, make_event: Callable[[], Event]) -> None:
+        """
+        Args:
+            stream: CUDA stream of the copies, which all lanes share. None on a CPU.
+        """
         self._buffers = [(buffer, make_event()) for buffer in buffers]
         self._stream = stream
         self._turn = 0
         self.piece_bytes = len(buffers[0])
 
     def move(self, into: Tensor, dtype: torch.dtype, fill: Callable[[memoryview], None]) -> None:
-        """Has the next buffer filled with elements of dtype and starts their copy into the flat tensor `into`, which may be
-        read once the stream is synchronized. A conversion happens on the device, in memory of the stream's own."""
+        """Fills the next buffer and starts its copy to the device, which also converts the elements.
+
+        Args:
+            into: flat destination. It may be read after the stream is synchronized.
+            dtype: of the elements in the file.
+            fill: writes the elements to the buffer.
+        """
         buffer, emptied = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         assert len(into) * dtype.itemsize <= len(buffer), "a piece fits its buffer"

@@ -1,4 +1,4 @@
-"""Makes a model of transformers from a folder: safetensors alone, no code but the library's, every tensor accounted for."""
+"""Loads a model of transformers from a folder: only safetensors, only the library's own code, and no parameter missing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
-from services.worker.exec.weights.checkpoint import CheckpointError, named
-from services.worker.exec.weights.families import UnsupportedModel, architecture_of
+from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel, architecture_of, named
 
 
 def class_in(names: Any, config: Any) -> str:
-    """The class that one of transformers' tables gives for the config; empty if none."""
+    """Returns the class name that one of transformers' tables has for the config, or an empty string."""
     found = names.get(config.model_type, "")
     return str(found if isinstance(found, str) else found[0])
 
@@ -31,7 +30,7 @@ def is_base(config: Any) -> bool:
 
 
 def class_of(auto_class: Any, config: Any) -> Any:
-    """The class that the auto class would make of the config. Raises UnsupportedModel where it chooses among several."""
+    """Returns the class that the auto class chooses for the config. Raises UnsupportedModel if there are several."""
     found = auto_class._model_mapping[type(config)]
     if isinstance(found, tuple):
         raise UnsupportedModel(f"{config.model_type} stands for several models")
@@ -39,7 +38,7 @@ def class_of(auto_class: Any, config: Any) -> Any:
 
 
 def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attention: str) -> Any:
-    """A model in evaluation mode. Raises CheckpointError, also for tensors that the folder lacks or that have other shapes."""
+    """Returns the model in evaluation mode. Raises CheckpointError, also for tensors that are missing or have other shapes."""
     transformers_logging.disable_progress_bar()
     try:
         model, report = auto_class.from_pretrained(
@@ -55,7 +54,7 @@ def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attenti
         )
     except MemoryError:
         raise
-    except Exception as error:  # the library raises of every kind, from its own to those of the file's reader
+    except Exception as error:  # transformers raises errors of many types
         raise CheckpointError(f"cannot load {folder}: {error}") from error
     if report["missing_keys"]:
         raise CheckpointError(f"{folder} lacks {named(sorted(report['missing_keys']))}")
@@ -65,12 +64,12 @@ def load(folder: Path, config: Any, auto_class: Any, dtype: torch.dtype, attenti
 
 
 def _without_pooler(auto_class: Any, config: Any) -> dict[str, bool]:
-    """BERT's kin make a layer over the first token unless told not to; most checkpoints of embedding models lack it."""
+    """Omits the pooling layer that BERT models have by default, because most checkpoints of embedding models lack it."""
     takes = "add_pooling_layer" in inspect.signature(class_of(auto_class, config).__init__).parameters
     return {"add_pooling_layer": False} if takes else {}
 
 
 def num_bytes(model: Any) -> int:
-    """Bytes of distinct storage of parameters and buffers."""
+    """Returns the bytes of distinct storage of parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -1,7 +1,8 @@
-"""Reads a decoder's weights from safetensors straight into their fused places on a device, in pieces, by several threads.
+"""Streams a model's weights from safetensors files to their places on a device, in pieces, with several threads.
 
-Host memory is bounded by the staging buffers whatever the model's size. The threads read where the files are (one piece
-each, in the files' order) and start the copies; the thread that asked waits for them and tells the progress.
+Each reader thread takes the next piece in the order of the files, reads it into a staging buffer and starts the copy to the
+device. The calling thread waits for the readers and reports the progress. The staging buffers bound the host memory, whatever
+the model's size.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,43 +20,44 @@ from torch import Tensor
 from kernels.contracts.ops import Kernels
 from kernels.reference import layers as reference
 from services.worker.exec.weights.checkpoint import FLOATS, Checkpoint, CheckpointError
-from services.worker.exec.weights.decoder_destination import Allocated, Filled, Placement
-from services.worker.exec.weights.families import DecoderConfig
 from services.worker.exec.weights.load_meter import REPORT_EVERY_S, LoadMeter
 from services.worker.exec.weights.load_phases import LoadPhases
 from services.worker.exec.weights.safetensors_file import TensorFiles, TensorPlace, read_header
+from services.worker.exec.weights.source import Allocated, Filled, Placement, WeightReader, listed_tensors
 from services.worker.exec.weights.staging import Lane, PinnedSlab, buffers_of, event_for
-from services.worker.exec.weights.weights import DecoderWeights, assemble, required_tensors, tensor_prefix
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """staging_bytes: pinned host memory, of all threads together."""
-
     threads: int = 8
+    # pinned host memory of all threads together
     staging_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One tensor: from where in the files to where on the device."""
+    """The way of one tensor."""
 
+    # in the files
     place: TensorPlace
+    # flat, on the device
     into: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """first, count: elements of the tensor."""
+    """Elements first .. first + count - 1 of a tensor."""
 
     load: _Load
     first: int
     count: int
 
 
-def stream_decoder_weights(
+def stream_weights(
     checkpoint: Checkpoint,
-    config: DecoderConfig,
+    read: Callable[[WeightReader], T],
     dtype: torch.dtype,
     device: torch.device | str,
     kernels: Kernels,
@@ -62,33 +65,26 @@ def stream_decoder_weights(
     progress: Callable[[str], None],
     phases: LoadPhases,
     slab: Callable[[int, torch.device], PinnedSlab] = PinnedSlab,
-) -> DecoderWeights:
-    """What load_weights gives, on the device. Files and shapes are checked before memory is taken there.
+) -> T:
+    """Loads what `read` makes of a checkpoint's tensors, on the device. See WeightLoader.
 
-    kernels: those that will read the weights; packing runs on the device. Counts as the phase "weights". progress: called
-    with a line every few seconds, from any thread. Raises CheckpointError.
+    Files and shapes are checked before memory is taken on the device, and packing runs there.
     """
-    prefix = tensor_prefix(checkpoint)
     with phases.timed("weights"):
-        checkpoint.require(required_tensors(config, prefix))
-        expected = _laid_out(config, prefix, dtype, torch.device("meta"))
-        places = _places(checkpoint, expected.placements)
-        laid_out = _laid_out(config, prefix, dtype, torch.device(device))
-        loads = [_Load(places[placement.name], placement.into) for placement in laid_out.placements]
+        listed = listed_tensors(read, dtype)
+        checkpoint.require([placement.name for placement in listed])
+        places = _places(checkpoint, listed)
+        allocated = Allocated(dtype, torch.device(device))
+        read(WeightReader(allocated, reference))  # reference kernels keep tensors unpacked
+        loads = [_Load(places[placement.name], placement.into) for placement in allocated.placements]
         total = sum(load.place.num_bytes for load in loads)
         _read_all(loads, torch.device(device), options, LoadMeter(total, phases.clock, progress), slab)
         phases.weight_bytes_read += total
-        return assemble(Filled(laid_out.tensors), config, prefix, kernels)
-
-
-def _laid_out(config: DecoderConfig, prefix: str, dtype: torch.dtype, device: torch.device) -> Allocated:
-    allocated = Allocated(dtype, device)
-    assemble(allocated, config, prefix, reference)  # reference keeps what it packs as it is
-    return allocated
+        return read(WeightReader(Filled(allocated.tensors), kernels))
 
 
 def _places(checkpoint: Checkpoint, placements: Sequence[Placement]) -> dict[str, TensorPlace]:
-    """Where each tensor lies. Raises CheckpointError if it does not lie there, or not as the config has it."""
+    """Finds tensors in the files' headers. Raises CheckpointError if one is missing, or has another shape or a wrong dtype."""
     wanted = {placement.name: (checkpoint.path_of(placement.name), placement.shape) for placement in placements}
     headers = {path: read_header(path) for path in dict.fromkeys(path for path, _ in wanted.values())}
     for name, (path, shape) in wanted.items():
@@ -109,7 +105,7 @@ def _read_all(
     meter: LoadMeter,
     slab: Callable[[int, torch.device], PinnedSlab],
 ) -> None:
-    """Returns once every byte is where it belongs. Raises CheckpointError."""
+    """Returns when all bytes are on the device. Raises CheckpointError."""
     in_order = sorted(loads, key=lambda load: (load.place.path, load.place.begin))
     files = TensorFiles([load.place.path for load in in_order])
     try:
@@ -126,7 +122,7 @@ def _read_all(
 def _run(loads: Sequence[_Load], files: TensorFiles, buffers: list[list[Tensor]], device: torch.device, meter: LoadMeter) -> None:
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))  # whose work may still be using what the weights' memory was
+        stream.wait_stream(torch.cuda.current_stream(device))  # running kernels may still read memory that the weights take
     lanes = [Lane(each, stream, partial(event_for, device)) for each in buffers]
     pieces = _Pieces(_pieces(loads, lanes[0].piece_bytes))
     try:
@@ -138,11 +134,11 @@ def _run(loads: Sequence[_Load], files: TensorFiles, buffers: list[list[Tensor]]
     finally:
         if stream is not None:
             stream.synchronize()
-            torch.cuda.empty_cache()  # what conversions took on this stream serves no other
+            torch.cuda.empty_cache()  # torch's cache of this stream's memory serves no other stream
 
 
 def _attend(readers: list[Future[None]], meter: LoadMeter) -> None:
-    """Raises what a reader has raised, and does not wait for the others then."""
+    """Waits for the readers. Raises the first error of one without waiting for the others."""
     left: set[Future[None]] = set(readers)
     while left:
         done, left = wait(left, timeout=REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
@@ -159,7 +155,7 @@ def _pieces(loads: Sequence[_Load], piece_bytes: int) -> Iterator[_Piece]:
 
 
 class _Pieces:
-    """Deals the pieces out to threads, until stop()."""
+    """Hands the pieces to the reader threads, until stop() is called."""
 
     def __init__(self, pieces: Iterator[_Piece]) -> None:
         self._pieces = pieces
@@ -176,7 +172,7 @@ class _Pieces:
 
 
 def _reader(lane: Lane, pieces: _Pieces, files: TensorFiles, meter: LoadMeter) -> None:
-    with torch.inference_mode():  # per thread; the destination may have been made under it
+    with torch.inference_mode():  # holds per thread, and the destinations may be inference tensors
         while (piece := pieces.take()) is not None:
             place, dtype = piece.load.place, FLOATS[piece.load.place.dtype]
             offset = piece.first * dtype.itemsize

@@ -1,0 +1,253 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one dense decoder architecture with five switches, which each class reads from its config.
+
+embedding ─► layers: norm ─► attention ─► + ─► norm ─► gated MLP ─► + ─► ... ─► norm ─► head
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from services.worker.exec.models.layers import (
+    Activations,
+    Attention,
+    Embedding,
+    ForwardContext,
+    GatedMlp,
+    Head,
+    RmsNorm,
+    TransformerLayer,
+    storage_bytes,
+)
+from services.worker.exec.pools.kv_pool import KVPool, LayerKV
+from services.worker.exec.weights.checkpoint import Checkpoint, UnsupportedModel, architecture_of
+from services.worker.exec.weights.source import WeightReader
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+CAUSAL = "ForCausalLM"  # ending of an architecture with a vocabulary projection
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """Sizes and switches of a dense decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    # rope_parameters of the config: rope_type, rope_theta and the parameters of the type
+    rope: dict[str, Any]
+    # for each layer, tokens that a token attends to, its own included; 0 for all
+    windows: tuple[int, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    # whether an RMS norm is applied to each head's queries and keys
+    qk_norm: bool = False
+    # whether the checkpoint has a vocabulary projection
+    has_head: bool = True
+    # prefix of all tensor names except the vocabulary projection's: "model." or empty
+    prefix: str = "model."
+
+    def resolved(self, checkpoint: Checkpoint, dtype: torch.dtype) -> DenseConfig:
+        """Returns the config with the facts that only the tensors show, as transformers takes them.
+
+        - A model without "model." in its names was saved from below its vocabulary projection. It has none, unless its config
+          ties the projection to the embedding.
+        - A projection that the checkpoint holds and that differs from the embedding is not tied, whatever the config says.
+        """
+        config = replace(self, prefix="" if checkpoint.holds(EMBEDDING) else "model.")
+        holds_head = checkpoint.holds(HEAD)
+        if config.has_head and not config.tie_word_embeddings and not config.prefix and not holds_head:
+            return replace(config, has_head=False)
+        name = config.prefix + EMBEDDING
+        if config.tie_word_embeddings and holds_head and checkpoint.holds(name):
+            shape = (config.vocab_size, config.hidden_size)
+            embedding, head = (checkpoint.tensor(each, shape, dtype) for each in (name, HEAD))
+            return replace(config, tie_word_embeddings=torch.equal(embedding, head))
+        return config
+
+
+@dataclass(frozen=True)
+class DenseModel(ABC):
+    """A decoder whose layers are all of one kind. Holds weights and no state of requests."""
+
+    config: DenseConfig
+    embedding: Embedding
+    layers: tuple[TransformerLayer, ...]
+    norm: RmsNorm
+    # None if the checkpoint has no vocabulary projection
+    head: Head | None
+
+    @classmethod
+    @abstractmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        """Reads a transformers PreTrainedConfig. Raises UnsupportedModel for sizes that no decoder can have."""
+
+    @classmethod
+    def read(cls, weights: WeightReader, config: DenseConfig) -> Self:
+        """Reads each tensor of the model once, the embedding first."""
+        body = weights.at(config.prefix.removesuffix(".")) if config.prefix else weights
+        embedding = Embedding.read(body.at("embed_tokens"), config.vocab_size, config.hidden_size)
+        layers = [read_layer(body.at(f"layers.{index}"), config, window) for index, window in enumerate(config.windows)]
+        assert len(layers) == config.num_layers, "a window for each layer"
+        norm = RmsNorm.read(body.at("norm"), config.hidden_size, config.rms_norm_eps)
+        head = None
+        if config.has_head and config.tie_word_embeddings:
+            head = Head.tied(embedding, weights.kernels)
+        elif config.has_head:
+            head = Head.read(weights.at("lm_head"), config.vocab_size, config.hidden_size)
+        return cls(config, embedding, tuple(layers), norm, head)
+
+    @property
+    def cache(self) -> tuple[LayerKV, ...]:
+        """The cache size of each layer, per token."""
+        return tuple(layer.cache for layer in self.layers)
+
+    def reserve(self, activations: Activations) -> None:
+        for layer in self.layers:
+            layer.reserve(activations)
+
+    def forward(self, input_ids: Tensor, pool: KVPool, context: ForwardContext, aux: Mapping[int, Tensor]) -> None:
+        """Computes all layers, and leaves the last one's output as residual and update.
+
+        Args:
+            input_ids: int64[T].
+            aux: buffers [T, N] for the inputs of layers, by layer; the number of layers stands for the last one's output.
+        """
+        activations = context.activations
+        residual, update, hidden = activations.residual, activations.update, activations.hidden
+        self.embedding.forward(residual, input_ids)
+        for index, layer in enumerate(self.layers):
+            if index == 0:
+                layer.input_norm.forward(hidden, residual)
+            else:
+                layer.input_norm.add(hidden, update, residual)
+            if index in aux:
+                aux[index].copy_(residual)
+            layer.forward(hidden, pool.layer(index), context)
+        if len(self.layers) in aux:
+            torch.add(residual, update, out=aux[len(self.layers)])
+
+    def tensors(self) -> Iterator[Tensor]:
+        for part in (self.embedding, *self.layers, self.norm, *(() if self.head is None else (self.head,))):
+            yield from part.tensors()
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of distinct storage, packed copies included."""
+        return storage_bytes(self.tensors())
+
+
+class Llama(DenseModel):
+    """Llama 2 and 3 (arXiv 2307.09288, 2407.21783), and models that use their architecture."""
+
+    @classmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        bias = bool(given.attention_bias)
+        return _dense_config(given, _no_windows(given), qkv_bias=bias, o_bias=bias, mlp_bias=bool(given.mlp_bias))
+
+
+class Mistral(DenseModel):
+    """Mistral (arXiv 2310.06825): a sliding window in all layers, or in none."""
+
+    @classmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        return _dense_config(given, (int(given.sliding_window or 0),) * int(given.num_hidden_layers))
+
+
+class Qwen2(DenseModel):
+    """Qwen2 and Qwen2.5 (arXiv 2407.10671): biases of queries, keys and values; sliding windows in some layers."""
+
+    @classmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        return _dense_config(given, _windows_by_layer(given), qkv_bias=True)
+
+
+class Qwen3(DenseModel):
+    """Qwen3 (arXiv 2505.09388): an RMS norm of each head's queries and keys; sliding windows in some layers."""
+
+    @classmethod
+    def config_of(cls, given: Any) -> DenseConfig:
+        bias = bool(given.attention_bias)
+        return _dense_config(given, _windows_by_layer(given), qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+def read_layer(weights: WeightReader, config: DenseConfig, window: int, attention_features: int = 0) -> TransformerLayer:
+    """Reads one layer.
+
+    Args:
+        weights: at the layer, such as "model.layers.3".
+        attention_features: size of the attention's input; 0 for the hidden size.
+    """
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    return TransformerLayer(
+        input_norm=RmsNorm.read(weights.at("input_layernorm"), hidden, eps),
+        attention=Attention.read(
+            weights.at("self_attn"),
+            attention_features or hidden,
+            hidden,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=window,
+            eps=eps,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm=config.qk_norm,
+        ),
+        post_norm=RmsNorm.read(weights.at("post_attention_layernorm"), hidden, eps),
+        mlp=GatedMlp.read(weights.at("mlp"), hidden, config.intermediate_size, config.mlp_bias),
+    )
+
+
+def _no_windows(given: Any) -> tuple[int, ...]:
+    return (0,) * int(given.num_hidden_layers)
+
+
+def _windows_by_layer(given: Any) -> tuple[int, ...]:
+    return tuple((given.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in given.layer_types)
+
+
+def _dense_config(
+    given: Any,
+    windows: tuple[int, ...],
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> DenseConfig:
+    head_dim = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
+    if head_dim % 2:
+        raise UnsupportedModel(f"head_dim {head_dim} is odd, rotary embedding needs it even")
+    return DenseConfig(
+        architecture=architecture_of(given),
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        intermediate_size=given.intermediate_size,
+        num_layers=given.num_hidden_layers,
+        num_heads=given.num_attention_heads,
+        num_kv_heads=given.num_key_value_heads or given.num_attention_heads,
+        head_dim=head_dim,
+        rms_norm_eps=given.rms_norm_eps,
+        max_position_embeddings=given.max_position_embeddings,
+        tie_word_embeddings=bool(given.tie_word_embeddings),
+        rope=dict(given.rope_parameters or {}),
+        windows=windows,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        has_head=architecture_of(given).endswith(CAUSAL),
+    )

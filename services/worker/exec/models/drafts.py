@@ -1,0 +1,316 @@
+"""Models that draft: a small decoder beside the target, or a head of one layer that reads hidden states of the target.
+
+A head's input at a position is the embedding of the token and a state. EAGLE-3 (https://arxiv.org/abs/2503.01840) and
+multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) differ in three points:
+
+| | EAGLE-3 | MTP |
+|---|---|---|
+| state from the target | projection of the inputs of three layers | norm of the last layer's output |
+| input of the layer | attention reads embedding and state | a projection joins embedding and state |
+| state for the next draft token | the layer's output | the normed output |
+
+EAGLE-3 heads are folders of their own: `midlayer.*` or `layers.0.*`, `fc`, `norm`, `lm_head`, `d2t`, with or without `model.` in
+front, with or without an embedding. MTP layers are in the target's checkpoint: `mtp.*` as in Qwen3-Next, or the layer behind the
+last one as in DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.contracts.ops import Kernels, RaggedRows
+from services.worker.exec.contracts.causal_model import CausalModel
+from services.worker.exec.models import registry
+from services.worker.exec.models.decoder import Decoder
+from services.worker.exec.models.dense import DenseConfig, read_layer
+from services.worker.exec.models.layers import (
+    Activations,
+    Embedding,
+    ForwardContext,
+    Head,
+    Linear,
+    RmsNorm,
+    TransformerLayer,
+    Workspace,
+    storage_bytes,
+)
+from services.worker.exec.models.rope import rope_table
+from services.worker.exec.pools.kv_pool import KVPool, LayerKV
+from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, UnsupportedModel, architecture_of, read_config
+from services.worker.exec.weights.source import CheckpointSource, WeightReader
+
+EAGLE3 = "Eagle3"  # ending of the architecture of an EAGLE-3 head
+
+
+class DecoderDraftModel:
+    """Implements DraftModel by any causal model with the target's vocabulary."""
+
+    shift = 0
+
+    def __init__(self, decoder: CausalModel, layers: tuple[LayerKV, ...], max_context: int, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: size of the target's vocabulary. Tokens beyond it are never drafted.
+        """
+        self._decoder, self.layers, self.max_context, self._vocab_size = decoder, layers, max_context, vocab_size
+
+    def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
+        assert states is None, "it reads no states of the target"
+        self._decoder.forward(ids, rows, pool)
+
+    def entry(self, kept: tuple[Tensor, ...]) -> None:
+        return None
+
+    def guess(self, wanted: Tensor) -> tuple[Tensor, None]:
+        return self._decoder.logits(wanted)[:, : self._vocab_size].argmax(-1), None
+
+
+@dataclass(frozen=True)
+class DraftHead(ABC):
+    """The weights of a head of one layer, and the formulas in which heads differ."""
+
+    # sizes and switches of the layer
+    config: DenseConfig
+    embedding: Embedding
+    embedding_norm: RmsNorm
+    state_norm: RmsNorm
+    layer: TransformerLayer
+    norm: RmsNorm
+    head: Head
+    # layers of the target whose inputs the head reads, see Decoder
+    aux_layers: tuple[int, ...]
+
+    @abstractmethod
+    def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
+        """Writes the states out [T, N] for the aux states [T, N] of T tokens of the target."""
+
+    @abstractmethod
+    def layer_input(self, both: Tensor, states: Tensor, activations: Activations) -> Tensor:
+        """Sets the residual, and returns the input of the layer's attention.
+
+        Args:
+            both: [T, 2 N], normed embeddings and normed states.
+            states: [T, N].
+        """
+
+    @abstractmethod
+    def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
+        """Returns the states that go with the drafted tokens: the layer's output or its norm."""
+
+    def tokens(self, draft_ids: Tensor) -> Tensor:
+        """Returns the target's ids of the head's tokens."""
+        return draft_ids
+
+    def tensors(self) -> Iterator[Tensor]:
+        for part in (self.embedding, self.embedding_norm, self.state_norm, self.layer, self.norm, self.head):
+            yield from part.tensors()
+
+    def num_bytes(self, target: Decoder) -> int:
+        """Returns the bytes of distinct storage that the target does not have."""
+        return storage_bytes(self.tensors(), target.model.tensors())
+
+
+@dataclass(frozen=True)
+class Eagle3Head(DraftHead):
+    """An EAGLE-3 head. Its embedding norm is the layer's input norm, and its attention reads 2 N features."""
+
+    # [N, N * number of aux layers]
+    fc: Linear
+    # int64[draft vocabulary]: target token of each draft token. None if both vocabularies are equal
+    ids: Tensor | None
+
+    def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
+        self.fc.forward(out, torch.cat(aux, 1))
+
+    def layer_input(self, both: Tensor, states: Tensor, activations: Activations) -> Tensor:
+        activations.residual.copy_(states)
+        return both
+
+    def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
+        return output
+
+    def tokens(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self.ids is None else self.ids[draft_ids]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield from self.fc.tensors()
+
+
+@dataclass(frozen=True)
+class MtpHead(DraftHead):
+    """The layer for multi-token prediction of a checkpoint, with the target's embedding and vocabulary projection."""
+
+    # [N, 2 N]
+    joined: Linear
+    target_norm: RmsNorm
+
+    def entry(self, out: Tensor, aux: tuple[Tensor, ...]) -> None:
+        (last,) = aux
+        self.target_norm.forward(out, last.contiguous())
+
+    def layer_input(self, both: Tensor, states: Tensor, activations: Activations) -> Tensor:
+        self.joined.forward(activations.residual, both)
+        self.layer.input_norm.forward(activations.hidden, activations.residual)
+        return activations.hidden
+
+    def next_states(self, output: Tensor, normed: Tensor) -> Tensor:
+        return normed
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield from self.joined.tensors()
+
+
+class HeadDraftModel:
+    """Implements DraftModel: runs a draft head over buffers of its own."""
+
+    shift = 1
+
+    def __init__(self, head: DraftHead, kernels: Kernels, context_len: int) -> None:
+        """
+        Args:
+            context_len: context length of the target.
+        """
+        config, weight = head.config, head.embedding.weight
+        self.max_context = min(context_len, config.max_position_embeddings)
+        self.layers: tuple[LayerKV, ...] = (head.layer.cache,)
+        self._head, self._attend, self._hidden_size = head, kernels.paged_attention, config.hidden_size
+        self._cos_sin = rope_table(config.rope, config.head_dim, self.max_context + 1).to(weight.device)
+        self._space = Workspace(weight.dtype, weight.device)
+        self._last: Activations | None = None
+
+    def entry(self, kept: tuple[Tensor, ...]) -> Tensor:
+        states = torch.empty((len(kept[0]), self._hidden_size), dtype=kept[0].dtype, device=kept[0].device)
+        self._head.entry(states, kept)
+        return states
+
+    def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
+        assert states is not None and len(states) == len(ids), "a state for each token"
+        head = self._head
+        self._last = activations = Activations(self._space, len(ids), self._hidden_size)
+        context = ForwardContext(rows, self._cos_sin, self._attend, activations)
+        head.embedding.forward(activations.residual, ids)
+        head.embedding_norm.forward(activations.hidden, activations.residual)
+        head.state_norm.forward(activations.update, states)
+        both = torch.cat((activations.hidden, activations.update), 1)
+        head.layer.forward(head.layer_input(both, states, activations), pool.layer(0), context)
+
+    def guess(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._last is not None, "draft tokens follow a pass"
+        head = self._head
+        output, update = self._last.residual[wanted], self._last.update[wanted]
+        normed = torch.empty_like(output)
+        head.norm.add(normed, update, output)
+        logits = self._space.take("logits", len(wanted), head.head.vocab_size, torch.float32)
+        head.head.forward(logits, normed)
+        return head.tokens(logits.argmax(-1)), head.next_states(output, normed)
+
+
+def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels) -> DraftHead:
+    """Loads an EAGLE-3 head onto the target's device. Raises CheckpointError, UnsupportedModel."""
+    given, model = read_config(folder), target.model
+    config = _eagle3_config(folder, given, model.config)
+    aux_layers = _eagle3_aux_layers(given, len(model.layers))
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    draft_vocab = int(getattr(given, "draft_vocab_size", None) or config.vocab_size)
+    with closing(Checkpoint(folder)) as checkpoint:
+        weights = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels)
+        body = weights.at("model") if checkpoint.holds("model.norm.weight") else weights
+        name = "layers.0" if checkpoint.holds(f"{body.prefix}layers.0.hidden_norm.weight") else "midlayer"
+        layer = read_layer(body.at(name), config, 0, 2 * hidden)
+        has_embedding = checkpoint.holds(f"{body.prefix}embed_tokens.weight")
+        return Eagle3Head(
+            config=config,
+            embedding=Embedding.read(body.at("embed_tokens"), config.vocab_size, hidden) if has_embedding else model.embedding,
+            embedding_norm=layer.input_norm,
+            state_norm=RmsNorm.read(body.at(f"{name}.hidden_norm"), hidden, eps),
+            layer=layer,
+            norm=RmsNorm.read(body.at("norm"), hidden, eps),
+            head=Head.read(weights.at("lm_head"), draft_vocab, hidden),
+            aux_layers=aux_layers,
+            fc=Linear.read(body, [("fc", hidden)], hidden * len(aux_layers)),
+            ids=_target_ids(checkpoint, draft_vocab, config.vocab_size, model.embedding.weight.device),
+        )
+
+
+def _eagle3_config(folder: Path, given: Any, target: DenseConfig) -> DenseConfig:
+    """Returns the config of the head's layer, whose family its architecture names. Raises UnsupportedModel."""
+    architecture = architecture_of(given)
+    if not architecture.endswith(EAGLE3):
+        raise UnsupportedModel(f"{folder} holds {architecture}, and no EAGLE-3 head, whose architecture ends in {EAGLE3}")
+    given.architectures, given.num_hidden_layers = [architecture.removesuffix(EAGLE3)], 1
+    given.model_type = registry.model_type_of(architecture_of(given))  # folders may name another one
+    if getattr(given, "layer_types", None):
+        given.layer_types = given.layer_types[:1]
+    config = registry.config_of(given)
+    if config.hidden_size != target.hidden_size or config.vocab_size != target.vocab_size:
+        raise UnsupportedModel(
+            f"{folder} is for a model of {config.vocab_size} tokens and hidden size {config.hidden_size}, not of"
+            f" {target.vocab_size} and {target.hidden_size}"
+        )
+    return config
+
+
+def _eagle3_aux_layers(given: Any, num_layers: int) -> tuple[int, ...]:
+    """Returns the aux layers. Raises UnsupportedModel for layers that the target lacks.
+
+    A config names layers by their outputs, which are the inputs of the next layers. The default is a low, the middle and a
+    high layer.
+    """
+    named = (getattr(given, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    layers = tuple(int(layer) + 1 for layer in named) if named else (2, num_layers // 2, num_layers - 3)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
+        raise UnsupportedModel(f"an EAGLE-3 head cannot read layers {layers} of a model that has {num_layers}")
+    return layers
+
+
+def _target_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int, device: torch.device) -> Tensor | None:
+    """Returns the target's token of each of the head's. The tensor d2t holds the differences. Raises CheckpointError."""
+    if draft_vocab == vocab_size and not checkpoint.holds("d2t"):
+        return None
+    ids = torch.arange(draft_vocab) + checkpoint.integers("d2t", (draft_vocab,))
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise CheckpointError(f"d2t leads beyond the {vocab_size} tokens of the target")
+    return ids.to(device)
+
+
+def load_mtp(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kernels) -> DraftHead:
+    """Loads the MTP layer of the target's checkpoint. Raises CheckpointError if the folder has no such layer."""
+    model = target.model
+    config = replace(model.config, num_layers=1, windows=(0,))
+    hidden, eps, behind = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
+    with closing(Checkpoint(folder)) as checkpoint:
+        if checkpoint.holds("mtp.fc.weight"):
+            prefix, name = "mtp", "layers.0"
+            embedding_norm, state_norm, joined, norm = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+        elif checkpoint.holds(f"model.{behind}.eh_proj.weight"):
+            prefix, name = "model", behind
+            embedding_norm, state_norm, joined, norm = (
+                f"{behind}.{each}" for each in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+            )
+        else:
+            raise CheckpointError(f"{folder} has no layer for multi-token prediction: neither mtp.* nor model.{behind}.eh_proj")
+        if model.head is None:
+            raise CheckpointError(f"{folder} has no vocabulary projection to draft with")
+        body = WeightReader(CheckpointSource(checkpoint, dtype, model.embedding.weight.device), kernels).at(prefix)
+        return MtpHead(
+            config=config,
+            embedding=model.embedding,
+            embedding_norm=RmsNorm.read(body.at(embedding_norm), hidden, eps),
+            state_norm=RmsNorm.read(body.at(state_norm), hidden, eps),
+            layer=read_layer(body.at(name), config, 0),
+            norm=RmsNorm.read(body.at(norm), hidden, eps),
+            head=model.head,
+            aux_layers=(len(model.layers),),
+            joined=Linear.read(body, [(joined, hidden)], 2 * hidden),
+            target_norm=model.norm,
+        )

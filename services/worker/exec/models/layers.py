@@ -1,0 +1,331 @@
+"""Layers of which decoder models are made, and the state that the layers of one forward pass share.
+
+A layer holds tensors in the layout of its kernels. `read()` asks a WeightReader for them, whatever the reader's source is;
+`forward()` writes its result into its first argument; `tensors()` yields what the layer keeps in memory. A layer that takes
+activation buffers names them in `buffers()`, and a layer that caches tokens states their size as `cache`.
+
+Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, head size D, vocabulary V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.contracts.ops import Kernels, PackedLinear, RaggedRows
+from services.worker.exec.pools.kv_pool import LayerKV
+from services.worker.exec.weights.source import WeightReader
+
+
+class Workspace:
+    """Activation buffers that stay allocated from step to step, because new ones cost page faults.
+
+    A buffer grows to the largest request for it until fix() is called: captured graphs contain the buffers' addresses.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+        self._fixed = False
+
+    def fix(self) -> None:
+        self._fixed = True
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns a buffer [rows, columns] of undefined contents, valid until the same name is taken again.
+
+        Raises:
+            ValueError: the workspace is fixed and the buffer is smaller than that.
+        """
+        assert rows >= 0 and columns > 0, "a buffer of no columns"
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < rows * columns:
+            if self._fixed:
+                raise ValueError(f"{rows} rows of {name} are more than was reserved")
+            buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
+        assert buffer.dtype == (dtype or self._dtype), "one name is taken with two dtypes"
+        assert buffer.numel() >= rows * columns, "a buffer holds what is taken of it"
+        return buffer[: rows * columns].view(rows, columns)
+
+
+class Activations:
+    """The buffers of one forward pass over T tokens. The output of a layer is the sum of `residual` and `update`, [T, N] each."""
+
+    def __init__(self, space: Workspace, num_tokens: int, hidden_size: int) -> None:
+        self._space, self._num_tokens = space, num_tokens
+        self._taken: dict[tuple[str, int], Tensor] = {}
+        self.residual = self.take("residual", hidden_size)
+        self.update = self.take("update", hidden_size)
+        self.hidden = self.take("hidden", hidden_size)
+
+    def take(self, name: str, columns: int) -> Tensor:
+        """Returns the buffer [T, columns] of this name. All layers that take the name share its memory."""
+        found = self._taken.get((name, columns))
+        if found is None:
+            found = self._taken[name, columns] = self._space.take(name, self._num_tokens, columns)
+        return found
+
+
+class Attend(Protocol):
+    """Kernels.paged_attention, or the attend() of an attention back end."""
+
+    def __call__(
+        self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """The inputs that all layers of one forward pass share."""
+
+    rows: RaggedRows
+    # float32[positions, D]: cosines, then sines, of D / 2 angles
+    cos_sin: Tensor
+    attend: Attend
+    activations: Activations
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x W^T + b."""
+
+    packed: PackedLinear
+    kernels: Kernels
+
+    @classmethod
+    def read(cls, weights: WeightReader, parts: Sequence[tuple[str, int]], in_features: int, bias: bool = False) -> Linear:
+        """Reads projections of one input as one matrix.
+
+        Args:
+            parts: names of the projections and their numbers of output features.
+        """
+        return cls(weights.kernels.pack_linear(*weights.stacked(parts, in_features, bias)), weights.kernels)
+
+    def forward(self, out: Tensor, x: Tensor) -> None:
+        self.kernels.linear(out, x, self.packed)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from packed_tensors(self.packed)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467)."""
+
+    weight: Tensor
+    eps: float
+    kernels: Kernels
+
+    @classmethod
+    def read(cls, weights: WeightReader, size: int, eps: float) -> RmsNorm:
+        return cls(weights.tensor("weight", size), eps, weights.kernels)
+
+    def forward(self, out: Tensor, x: Tensor) -> None:
+        self.kernels.rms_norm(out, x, self.weight, self.eps)
+
+    def add(self, out: Tensor, update: Tensor, residual: Tensor) -> None:
+        """Adds the update to the residual in place, and writes the norm of the sum to `out`."""
+        self.kernels.fused_add_rms_norm(out, update, residual, self.weight, self.eps)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A vector for each token of the vocabulary."""
+
+    # [V, N]
+    weight: Tensor
+
+    @classmethod
+    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int) -> Embedding:
+        return cls(weights.tensor("weight", vocab_size, hidden_size))
+
+    def forward(self, out: Tensor, input_ids: Tensor) -> None:
+        torch.index_select(self.weight, 0, input_ids, out=out)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention with rotary position embedding, over keys and values in pages."""
+
+    qkv: Linear
+    o: Linear
+    # RMS norm weights [D] of queries and of keys, or None
+    qk_norms: tuple[Tensor, Tensor] | None
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    # tokens that a token attends to, its own included; 0 for all
+    window: int
+    kernels: Kernels
+
+    @classmethod
+    def read(
+        cls,
+        weights: WeightReader,
+        in_features: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int,
+        eps: float,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+    ) -> Attention:
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        qkv = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
+        norms = [weights.tensor(f"{name}.weight", head_dim) for name in ("q_norm", "k_norm") if qk_norm]
+        assert len(norms) in (0, 2), "queries and keys are both normed, or neither"
+        return cls(
+            qkv=Linear.read(weights, qkv, in_features, qkv_bias),
+            o=Linear.read(weights, [("o_proj", hidden_size)], q_size, o_bias),
+            qk_norms=(norms[0], norms[1]) if norms else None,
+            eps=eps,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window=window,
+            kernels=weights.kernels,
+        )
+
+    @property
+    def cache(self) -> LayerKV:
+        """The cache size of the layer, per token."""
+        return LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    def buffers(self, activations: Activations) -> tuple[Tensor, Tensor]:
+        """Returns buffers of the projections [T, (H + 2 G) D] and of the mixed values [T, H D]."""
+        return activations.take("qkv", self.qkv.packed.out_features), activations.take("mixed", self.o.packed.in_features)
+
+    def forward(self, out: Tensor, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+        """Writes keys and values of the tokens to the pools, and the attention's output to out [T, N]."""
+        assert context.cos_sin.shape[1] == self.head_dim, "cosines and sines of half a head's dimensions each"
+        qkv, mixed = self.buffers(context.activations)
+        keys, values = pools
+        self.qkv.forward(qkv, x)
+        self.kernels.rope_write_kv(qkv, self.qk_norms, self.eps, context.cos_sin, context.rows, keys, values)
+        context.attend(mixed, qkv, keys, values, context.rows, self.head_dim**-0.5, self.window)
+        self.o.forward(out, mixed)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.qkv.tensors()
+        yield from self.o.tensors()
+        yield from self.qk_norms or ()
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """y = down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202)."""
+
+    gate_up: PackedLinear
+    down: Linear
+    kernels: Kernels
+
+    @classmethod
+    def read(cls, weights: WeightReader, hidden_size: int, intermediate_size: int, bias: bool) -> GatedMlp:
+        gate_up = [("gate_proj", intermediate_size), ("up_proj", intermediate_size)]
+        return cls(
+            gate_up=weights.kernels.pack_gated(*weights.stacked(gate_up, hidden_size, bias)),
+            down=Linear.read(weights, [("down_proj", hidden_size)], intermediate_size, bias),
+            kernels=weights.kernels,
+        )
+
+    def buffers(self, activations: Activations) -> Tensor:
+        return activations.take("activated", self.down.packed.in_features)
+
+    def forward(self, out: Tensor, x: Tensor, context: ForwardContext) -> None:
+        activated = self.buffers(context.activations)
+        self.kernels.gated_linear(activated, x, self.gate_up)
+        self.down.forward(out, activated)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from packed_tensors(self.gate_up)
+        yield from self.down.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerLayer:
+    """Attention and an MLP, each behind a norm and added to the residual stream."""
+
+    input_norm: RmsNorm
+    attention: Attention
+    post_norm: RmsNorm
+    mlp: GatedMlp
+
+    @property
+    def cache(self) -> LayerKV:
+        return self.attention.cache
+
+    def reserve(self, activations: Activations) -> None:
+        """Takes the buffers that forward() will take."""
+        self.attention.buffers(activations)
+        self.mlp.buffers(activations)
+
+    def forward(self, x: Tensor, pools: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+        """Adds the attention to the residual, and leaves the MLP's output as the update.
+
+        Args:
+            x: the attention's input, [T, K]. It is normed, and may be the buffer `hidden`.
+            pools: the layer's keys and values.
+        """
+        activations = context.activations
+        self.attention.forward(activations.update, x, pools, context)
+        self.post_norm.add(activations.hidden, activations.update, activations.residual)
+        self.mlp.forward(activations.update, activations.hidden, context)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
+            yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The projection of hidden states to logits of the vocabulary."""
+
+    linear: Linear
+
+    @classmethod
+    def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int) -> Head:
+        return cls(Linear(weights.kernels.pack_linear(weights.view("weight", vocab_size, hidden_size), None), weights.kernels))
+
+    @classmethod
+    def tied(cls, embedding: Embedding, kernels: Kernels) -> Head:
+        """Returns the head whose weight is the embedding's."""
+        return cls(Linear(kernels.pack_linear(embedding.weight, None), kernels))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.linear.packed.out_features
+
+    def forward(self, logits: Tensor, x: Tensor) -> None:
+        """Writes float32[T, V]."""
+        self.linear.forward(logits, x)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.linear.tensors()
+
+
+def packed_tensors(linear: PackedLinear) -> list[Tensor]:
+    return [linear.data] if linear.bias is None else [linear.data, linear.bias]
+
+
+def storage_bytes(tensors: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> int:
+    """Returns the bytes of distinct storage of the tensors, without the storage of the shared ones."""
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    for tensor in shared:
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())

@@ -1,0 +1,70 @@
+"""The model class of each architecture that config.json can name, and the configs that these classes do not cover."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.shared.served_config import LAYER_TYPES
+from services.worker.exec.models.dense import CAUSAL, DenseConfig, DenseModel, Llama, Mistral, Qwen2, Qwen3
+from services.worker.exec.models.rope import ROPE_TYPES
+from services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
+
+FAMILIES: dict[str, type[DenseModel]] = {"Llama": Llama, "Mistral": Mistral, "Qwen2": Qwen2, "Qwen3": Qwen3}
+BASE = "Model"  # ending of an architecture without a vocabulary projection
+ARCHITECTURES = {f"{family}{ending}": model for family, model in FAMILIES.items() for ending in (CAUSAL, BASE)}
+
+
+class NotCovered(UnsupportedModel):
+    """No class of this registry computes the model; transformers' code may."""
+
+
+def config_of(given: Any) -> DenseConfig:
+    """Returns the config with which the architecture's class reads its weights.
+
+    Args:
+        given: a transformers PreTrainedConfig.
+
+    Raises:
+        NotCovered: transformers' code may compute the model.
+        UnsupportedModel: the config has sizes that no decoder can have.
+    """
+    architecture = architecture_of(given)
+    model = ARCHITECTURES.get(architecture)
+    if model is None:
+        raise NotCovered(f"architecture {architecture} is not one of {', '.join(sorted(FAMILIES))}")
+    _check_covered(given, architecture)
+    _check_sizes(given)
+    return model.config_of(given)
+
+
+def model_type_of(architecture: str) -> str:
+    """Returns the model_type that configs of a registered architecture have."""
+    return architecture.removesuffix(CAUSAL).removesuffix(BASE).lower()
+
+
+def _check_covered(given: Any, architecture: str) -> None:
+    """Refuses a config whose arithmetic the dense models lack. Raises NotCovered."""
+    if given.model_type != model_type_of(architecture):
+        raise NotCovered(f"model type {given.model_type} is not that of {architecture}")
+    if given.hidden_act != "silu":
+        raise NotCovered(f"hidden_act {given.hidden_act} is not supported; supported: silu")
+    if not getattr(given, "is_causal", True) or getattr(given, "use_bidirectional_attention", False):
+        raise NotCovered("attention in both directions is not supported")
+    if unknown := set(getattr(given, "layer_types", None) or ()) - LAYER_TYPES:
+        raise NotCovered(f"layers of type {', '.join(sorted(unknown))} are not supported")
+    rope = given.rope_parameters or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        raise NotCovered(f"rope type {rope['rope_type']} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise NotCovered("partial_rotary_factor other than 1 is not supported")
+
+
+def _check_sizes(given: Any) -> None:
+    """Refuses sizes that no decoder can have. Raises UnsupportedModel."""
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if not isinstance(getattr(given, name), int) or getattr(given, name) < 1:
+            raise UnsupportedModel(f"{name} {getattr(given, name)} is no positive number")
+    if given.num_attention_heads % (given.num_key_value_heads or given.num_attention_heads):
+        raise UnsupportedModel(
+            f"{given.num_attention_heads} heads are no multiple of {given.num_key_value_heads} key/value heads"
+        )

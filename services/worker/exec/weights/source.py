@@ -1,0 +1,180 @@
+"""Sources of a model's tensors, and the reader through which layers ask for them.
+
+Layers ask a WeightReader for the tensors that a checkpoint names. The same requests serve every purpose:
+
+| source | effect of a request |
+|---|---|
+| CheckpointSource | reads the tensor from the files |
+| Allocated | allocates an undefined tensor and records its names; on the device "meta" it takes no memory |
+| Filled | returns the tensor that Allocated made for the same request |
+| RandomSource | draws random values |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.contracts.ops import Kernels
+from kernels.reference import layers as reference
+from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError
+
+HOST = torch.device("cpu")
+STD = 0.02  # standard deviation of random weights; most published models are initialised with it
+Part = tuple[str, tuple[int, ...]]  # name of a tensor in the checkpoint, and its shape
+
+
+class WeightSource(Protocol):
+    """Provides tensors by their names in the checkpoint, in the model's dtype and on its device."""
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a contiguous tensor that may share memory with the source. Raises CheckpointError."""
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        """Returns the parts concatenated along the first dimension, in new memory. Raises CheckpointError."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads the tensors of one layer: those whose names begin with the prefix."""
+
+    source: WeightSource
+    # Packs the weights that it will compute with.
+    kernels: Kernels
+    # Empty, or ends with a dot.
+    prefix: str = ""
+
+    def at(self, name: str) -> WeightReader:
+        """Returns the reader of a part of this layer, such as "self_attn"."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.source.stacked([(self.prefix + name, shape)])
+
+    def view(self, name: str, *shape: int) -> Tensor:
+        return self.source.view(self.prefix + name, shape)
+
+    def stacked(self, parts: Sequence[tuple[str, int]], in_features: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns projections of one input as one matrix [N, in_features], and their biases [N].
+
+        Args:
+            parts: names of the projections and their numbers of output features.
+        """
+        names = [(self.prefix + name, size) for name, size in parts]
+        weight = self.source.stacked([(f"{name}.weight", (size, in_features)) for name, size in names])
+        stacked = self.source.stacked([(f"{name}.bias", (size,)) for name, size in names]) if bias else None
+        assert len(weight) == sum(size for _, size in parts), "the parts lie one after the other"
+        assert stacked is None or len(stacked) == len(weight), "a bias for each row"
+        return weight, stacked
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """Reads a checkpoint's files."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device = HOST
+    # Receives the size in bytes of each tensor that was read.
+    on_read: Callable[[int], None] = lambda _: None
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
+        self.on_read(tensor.nbytes)
+        return tensor
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        return torch.cat([self.view(name, shape) for name, shape in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The destination of one tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    # Flat and contiguous part of the allocated tensor.
+    into: Tensor
+
+
+class Allocated:
+    """Allocates tensors of undefined contents, and records where each tensor of the checkpoint belongs."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.placements: list[Placement] = []
+        # By the name of the first part.
+        self.tensors: dict[str, Tensor] = {}
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.stacked([(name, shape)])
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        """Allocates the parts as one tensor. Raises CheckpointError if the device has too little memory."""
+        rows, rest = sum(shape[0] for _, shape in parts), parts[0][1][1:]
+        try:
+            fused = torch.empty((rows, *rest), dtype=self._dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            held = sum(tensor.nbytes for tensor in self.tensors.values())
+            message = f"the weights do not fit on {self._device}: no memory for {parts[0][0]} after {held >> 20} MiB"
+            raise CheckpointError(message) from error
+        self._record(parts, fused)
+        return fused
+
+    def _record(self, parts: Sequence[Part], fused: Tensor) -> None:
+        self.tensors[parts[0][0]] = fused
+        flat, first = fused.view(-1), 0
+        for name, shape in parts:
+            count = math.prod(shape)
+            self.placements.append(Placement(name, shape, flat[first : first + count]))
+            first += count
+
+
+def listed_tensors(read: Callable[[WeightReader], object], dtype: torch.dtype) -> list[Placement]:
+    """Returns the names and shapes of the tensors that `read` asks for. Their destinations take no memory."""
+    source = Allocated(dtype, torch.device("meta"))
+    read(WeightReader(source, reference))
+    return source.placements
+
+
+class Filled:
+    """Returns each tensor of an Allocated source once, and drops its own reference to it.
+
+    Kernels that pack a copy then need memory for one more tensor, not for all of them.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.stacked([(name, shape)])
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        return self._tensors.pop(parts[0][0])
+
+
+class RandomSource:
+    """Draws weights: norms are ones, all other values are normal with mean 0 and STD.
+
+    The same seed gives the same values on the same device.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+        self._dtype, self._device = dtype, torch.device(device)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+
+    def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.stacked([(name, shape)])
+
+    def stacked(self, parts: Sequence[Part]) -> Tensor:
+        name, shape = parts[0]
+        rows = sum(part[0] for _, part in parts)
+        values = torch.empty((rows, *shape[1:]), dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
+            return values.fill_(1.0)
+        return values.normal_(0.0, STD, generator=self._generator)
