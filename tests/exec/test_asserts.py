@@ -1,4 +1,4 @@
-"""Mistakes that a change to what executors are made of could bring in: each breaks a law that the product itself states."""
+"""Faults that a change of the executor's parts could introduce. An assert of the product finds each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.exec.driver import Driver, Sequence
 from tests.exec.host_executors import load_request
 from tests.exec.tiny_models import MODELS
 
-Scenario = Callable[[Path], bool]  # whether what it gives is right
+Scenario = Callable[[Path], bool]  # returns whether its result is right
 PAGE = 4
 
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(_: Path) -> bool:
-    """Requests in chunks, through the core and the fake executor."""
+    """Serves requests in chunks by the core and the fake executor."""
     engine = make()
     engine.checked = False
     for handle in range(6):
@@ -48,7 +48,7 @@ def served(_: Path) -> bool:
 
 
 def computed(folder: Path) -> bool:
-    """Five tokens of one sequence by a decoder, loaded as a worker loads it."""
+    """Computes five tokens of one sequence by a decoder, loaded as a worker loads it."""
     loaded = load_model(load_request(folder, "float32", PAGE, 32))
     pool = allocate(loaded.layers, 2, PAGE, loaded.dtype, loaded.kernels)
     positions = torch.arange(5, dtype=torch.int32)
@@ -60,7 +60,7 @@ def computed(folder: Path) -> bool:
 
 
 def embedded(_: Path) -> bool:
-    """The mean over a prompt in three chunks."""
+    """Computes the mean over a prompt in three chunks."""
     pool = EmbeddingPool(PoolingConfig(PoolingKind.MEAN, False))
     driver = Driver(FakeExecutor(8, PAGE, 4, 8, 1000), PAGE)
     sequence = Sequence(list(range(12)), 0, SamplingParams(max_new_tokens=1, embedding=EmbeddingParams()))
@@ -74,7 +74,7 @@ def embedded(_: Path) -> bool:
 
 
 def repeated(_: Path) -> bool:
-    """A sequence that outgrows the room it began with."""
+    """Adds more tokens to a sequence than its first allocation holds."""
     repeats = Repeats(DryParams(1.0), np.array([1, 2, 3] * 3))
     for token in [1, 2, 3] * 200:
         repeats.add(token)
@@ -156,10 +156,10 @@ FAULTS: list[tuple[Fault, Scenario]] = [
 
 
 @pytest.mark.parametrize("scenario", [served, computed, embedded, repeated])
-def test_without_a_fault_all_is_well(scenario: Scenario, folder: Path) -> None:
+def test_scenario_passes_without_a_fault(scenario: Scenario, folder: Path) -> None:
     assert scenario(folder)
 
 
 @pytest.mark.parametrize(("fault", "scenario"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
-def test_a_fault_breaks_a_law(fault: Fault, scenario: Scenario, folder: Path) -> None:
+def test_fault_trips_an_assert(fault: Fault, scenario: Scenario, folder: Path) -> None:
     assert re.search(fault.law, law_broken(fault, lambda: scenario(folder)))

@@ -1,4 +1,4 @@
-"""A folder that cannot be served is one ValueError that says why."""
+"""Loading a wrong folder raises a ValueError with the reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(folder: Path) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=35)
 @pytest.mark.parametrize("name", CASES)
-def test_wrong_configs(folder: Path, tmp_path: Path, name: str) -> None:
+def test_load_refuses_a_wrong_config(folder: Path, tmp_path: Path, name: str) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((folder / "config.json").read_text()) | CASES[name]
@@ -52,8 +52,8 @@ def test_wrong_configs(folder: Path, tmp_path: Path, name: str) -> None:
         build(tmp_path)
 
 
-def test_folders_that_only_their_tensors_call_quantised(tmp_path: Path) -> None:
-    """As of tools that keep the way in a file of their own: ours, and what transformers' code computes."""
+def test_load_refuses_quantised_tensors_when_the_config_does_not_name_them(tmp_path: Path) -> None:
+    """Some quantisation tools record the method in a separate file. Covers the registry's models and those of transformers."""
     for family, dtype in itertools.product(("qwen3", "gemma"), (torch.float8_e4m3fn, torch.int8)):
         path = tmp_path / f"{family}-{dtype}"
         {**MODELS, **SERVED}[family].build(path)
@@ -69,12 +69,12 @@ def test_folders_that_only_their_tensors_call_quantised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [[1], {"a": 3}, {"a": "../x.safetensors"}, {}, "x"], ids=str)
-def test_wrong_indexes(folder: Path, tmp_path: Path, weight_map: Any) -> None:
+def test_load_refuses_a_wrong_index(folder: Path, tmp_path: Path, weight_map: Any) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"\w"):
         build(tmp_path)
 
 
-def test_the_good_folder_is_served(folder: Path) -> None:
+def test_load_accepts_the_unchanged_folder(folder: Path) -> None:
     assert build(folder) is None

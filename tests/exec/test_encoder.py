@@ -1,4 +1,4 @@
-"""Vectors are those of transformers' hidden states pooled as the model's files say, and those of sentence-transformers."""
+"""Vectors equal the pooled hidden states of transformers, and the vectors of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts() -> list[list[int]]:
 
 
 def pooled(model: Any, ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
-    """From transformers alone."""
+    """Returns the vector that transformers computes."""
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     vector = {"cls": states[0], "mean": states.mean(0), "lasttoken": states[-1]}[pooling]
@@ -65,7 +65,7 @@ def vector_of(sequence: Sequence) -> np.ndarray:
 
 @pytest.mark.by_day(one_in=3, seed=13)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_batch_of_texts_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_vectors_equal_transformers_when_texts_share_a_batch(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     case = FOLDERS[name]
     model = case.build(tmp_path)
@@ -78,7 +78,7 @@ def test_a_batch_of_texts_equals_transformers(name: str, tmp_path: Path) -> None
         np.testing.assert_allclose(vector_of(sequence), expected, atol=1e-5)
 
 
-# Encoders whose states are of more than the text, or that have fewer positions than their tables.
+# Encoders with states that depend on other texts, or with fewer positions than rows of the table.
 UNSOUND: dict[str, dict[str, Any]] = {
     "fnet": {},
     "convbert": {"embedding_size": 64, "conv_kernel_size": 3, "head_ratio": 2},
@@ -88,7 +88,7 @@ UNSOUND: dict[str, dict[str, Any]] = {
 }
 
 
-def test_encoders_whose_vectors_are_not_of_the_text_alone_are_refused(tmp_path: Path) -> None:
+def test_load_refuses_encoders_whose_vectors_depend_on_other_texts(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     for name, options in UNSOUND.items():
         config = AutoConfig.for_model(name, **{**SHAPE, "pad_token_id": 0, "num_hidden_layers": 2, **options})
@@ -98,12 +98,12 @@ def test_encoders_whose_vectors_are_not_of_the_text_alone_are_refused(tmp_path: 
             pass
 
 
-def test_one_that_was_saved_from_below_its_projection_gives_vectors_whatever_it_calls_itself(tmp_path: Path) -> None:
-    """As Qwen3-Embedding-8B: untied, names without a prefix, and no projection."""
+def test_load_detects_a_missing_head_when_the_config_names_one(tmp_path: Path) -> None:
+    """Qwen3-Embedding-8B is untied, has tensor names without a prefix, and no projection."""
     model = FOLDERS["qwen3-base-last"].build(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    said = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    changes = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
     sequence = request(texts()[2], 0)
     with serving(tmp_path) as (driver, info):
         driver.prefill([sequence])
@@ -114,7 +114,7 @@ def test_one_that_was_saved_from_below_its_projection_gives_vectors_whatever_it_
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
 @pytest.mark.parametrize("name", ["qwen3-last", "llama-mean", "bert-cls", "bert-mean"])
-def test_sentence_transformers_reads_the_same_pooling(name: str, tmp_path: Path) -> None:
+def test_vectors_equal_sentence_transformers(name: str, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -136,7 +136,7 @@ def test_sentence_transformers_reads_the_same_pooling(name: str, tmp_path: Path)
 
 @pytest.mark.by_day(one_in=3, seed=1)
 @each_value(name=["qwen3-last", "llama-mean", "gpt-neox-last"], chunk=[4, 12, 28])
-def test_causal_models_take_prompts_in_chunks(name: str, chunk: int, tmp_path: Path) -> None:
+def test_vectors_of_causal_models_equal_transformers_when_prompts_are_chunked(name: str, chunk: int, tmp_path: Path) -> None:
     case = FOLDERS[name]
     model = case.build(tmp_path)
     sequences = [request(text, slot) for slot, text in enumerate(texts())]
@@ -150,7 +150,7 @@ def test_causal_models_take_prompts_in_chunks(name: str, chunk: int, tmp_path: P
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("name", ["qwen3-last", "bert-cls"])
-def test_dimensions_cut_before_the_length_becomes_one(name: str, tmp_path: Path) -> None:
+def test_vectors_are_cut_before_normalization(name: str, tmp_path: Path) -> None:
     model = FOLDERS[name].build(tmp_path)
     prompt = texts()[3]
     cut, raw = request(prompt, 0, dimensions=10), request(prompt, 1, normalize=False)
@@ -161,7 +161,7 @@ def test_dimensions_cut_before_the_length_becomes_one(name: str, tmp_path: Path)
     np.testing.assert_allclose(vector_of(cut), whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
 
 
-def test_last_token_pooling_behind_cached_pages(tmp_path: Path) -> None:
+def test_last_token_pooling_works_behind_cached_pages(tmp_path: Path) -> None:
     model = FOLDERS["qwen3-last"].build(tmp_path)
     first, second = request(texts()[5], 0), request(texts()[5][:16] + texts()[2], 1)
     with serving(tmp_path) as (driver, info):
@@ -172,7 +172,7 @@ def test_last_token_pooling_behind_cached_pages(tmp_path: Path) -> None:
     np.testing.assert_allclose(vector_of(second), pooled(model, second.prompt, "lasttoken", True), atol=1e-5)
 
 
-def test_a_model_with_a_head_generates_beside_embeddings(tmp_path: Path) -> None:
+def test_model_with_a_head_generates_and_embeds_in_one_step(tmp_path: Path) -> None:
     model = FOLDERS["qwen3-last"].build(tmp_path)
     vector, text = request(texts()[4], 0), Sequence(texts()[3], 1, greedy(4))
     with serving(tmp_path) as (driver, info):
@@ -183,7 +183,7 @@ def test_a_model_with_a_head_generates_beside_embeddings(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["llama-mean", "bert-mean", "gpt-neox-last"])
-def test_a_model_without_a_head_says_so(name: str, tmp_path: Path) -> None:
+def test_model_without_a_head_refuses_generation(name: str, tmp_path: Path) -> None:
     FOLDERS[name].build(tmp_path)
     with serving(tmp_path) as (driver, info):
         assert not info.generates
@@ -195,7 +195,7 @@ def test_a_model_without_a_head_says_so(name: str, tmp_path: Path) -> None:
     ("name", "whole_prompt", "reuses_prefix"),
     [("qwen3-last", False, True), ("llama-mean", False, False), ("bert-mean", True, False)],
 )
-def test_what_the_scheduler_must_know(name: str, whole_prompt: bool, reuses_prefix: bool, tmp_path: Path) -> None:
+def test_info_states_prompt_and_prefix_rules(name: str, whole_prompt: bool, reuses_prefix: bool, tmp_path: Path) -> None:
     FOLDERS[name].build(tmp_path)
     with serving(tmp_path) as (_, info):
         pass
@@ -203,7 +203,7 @@ def test_what_the_scheduler_must_know(name: str, whole_prompt: bool, reuses_pref
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("bert-cls", 512), ("roberta-mean", 64), ("mpnet-mean", 64)])
-def test_an_encoder_takes_as_many_tokens_as_it_has_positions(name: str, tokens: int, tmp_path: Path) -> None:
+def test_encoder_context_is_the_size_of_the_position_table(name: str, tokens: int, tmp_path: Path) -> None:
     case = FOLDERS[name]
     model = case.build(tmp_path)
     sequence = request(texts()[5] * 9, 0)
@@ -214,14 +214,14 @@ def test_an_encoder_takes_as_many_tokens_as_it_has_positions(name: str, tokens: 
     np.testing.assert_allclose(vector_of(sequence), pooled(model, sequence.prompt, case.pooling, case.normalize), atol=1e-5)
 
 
-def test_an_encoder_keeps_nothing_of_a_token(tmp_path: Path) -> None:
+def test_encoder_has_no_kv_cache(tmp_path: Path) -> None:
     FOLDERS["bert-cls"].build(tmp_path)
     executor, info = build_host_executor(str(tmp_path), "auto", 16, 8, None, 0.5, None, 1, lambda _: None)
     executor.close()
     assert (info.kv_bytes_per_token, info.num_pages) == (0, 8 * 32)
 
 
-def test_a_folder_without_pooling_files_has_the_default(tmp_path: Path) -> None:
+def test_read_pooling_returns_the_default_without_pooling_files(tmp_path: Path) -> None:
     assert read_pooling(tmp_path, MEAN) is MEAN
 
 
@@ -234,7 +234,7 @@ def test_a_folder_without_pooling_files_has_the_default(tmp_path: Path) -> None:
         ({"pooling_mode_weightedmean_tokens": True}, "pooling weightedmean is not supported"),
     ],
 )
-def test_other_kinds_of_pooling_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_read_pooling_refuses_unsupported_poolings(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     FOLDERS["bert-cls"].build(tmp_path)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=message):
@@ -253,12 +253,12 @@ def test_other_kinds_of_pooling_are_refused(config: dict[str, Any], message: str
     ],
     ids=["outside", "parent", "no-type", "object", "dense", "none"],
 )
-def test_wrong_modules(modules: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_read_pooling_refuses_wrong_modules(modules: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(error, match=message):
         read_pooling(tmp_path, MEAN)
 
 
-def test_the_page_of_models_names_each_embedding_model_tried() -> None:
+def test_models_page_lists_each_tested_embedding_model() -> None:
     page = DOCS.read_text()
     assert [name for name in FOLDERS if f"`{name}`" not in page] == []

@@ -1,4 +1,4 @@
-"""Folders that say less, or something else, than their tensors do: served as transformers takes them."""
+"""Folders whose config and tensors disagree are read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PROMPT = [int(token) for token in torch.randint(6, 257, (150,), generator=torch.
 NUM_NEW = 24
 
 
-def says(folder: Path, removed: str = "", **changes: Any) -> None:
+def edit_config(folder: Path, removed: str = "", **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     config.pop(removed, None)
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def check(folder: Path) -> int:
-    """Our answer is that of transformers to the folder as it is. Returns the context length."""
+    """Compares the answer with that of transformers for the same folder. Returns the context length."""
     torch.set_num_threads(1)
     (expected,) = greedy_answers(AutoModelForCausalLM.from_pretrained(folder).eval(), [PROMPT], NUM_NEW)
     executor, info = build_host_executor(str(folder), "auto", 16, 4, 64, 0.5, None, 1, lambda _: None)
@@ -39,10 +39,10 @@ def check(folder: Path) -> int:
     return info.context_len
 
 
-def test_a_projection_of_its_own_counts_although_the_config_ties_it(tmp_path: Path) -> None:
-    """As of one that was trained on with both."""
+def test_load_uses_a_separate_head_when_the_config_has_tied_embeddings(tmp_path: Path) -> None:
+    """A model that was fine-tuned with both may have two tensors."""
     MODELS["llama-untied"].build(tmp_path)
-    says(tmp_path, tie_word_embeddings=True)
+    edit_config(tmp_path, tie_word_embeddings=True)
     check(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -51,20 +51,20 @@ def test_a_projection_of_its_own_counts_although_the_config_ties_it(tmp_path: Pa
     check(tmp_path)
 
 
-def test_the_length_that_a_rope_was_made_for_may_be_said_beside_it(tmp_path: Path) -> None:
+def test_load_reads_the_original_context_outside_the_rope_parameters(tmp_path: Path) -> None:
     MODELS["llama-untied"].build(tmp_path)
     scaling = {"rope_type": "yarn", "factor": 4.0}
-    says(tmp_path, "rope_parameters", rope_theta=50000.0, rope_scaling=scaling, original_max_position_embeddings=64)
+    edit_config(tmp_path, "rope_parameters", rope_theta=50000.0, rope_scaling=scaling, original_max_position_embeddings=64)
     check(tmp_path)
 
 
-def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
+def test_load_prefers_a_single_file_to_an_index(tmp_path: Path) -> None:
     MODELS["llama-untied"].build(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "other.safetensors"}}))
     check(tmp_path)
 
 
-def test_what_an_index_names_and_its_file_lacks_is_not_there(tmp_path: Path) -> None:
+def test_load_ignores_unneeded_index_entries_without_a_tensor(tmp_path: Path) -> None:
     MODELS["llama-sharded"].build(tmp_path)
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -74,8 +74,8 @@ def test_what_an_index_names_and_its_file_lacks_is_not_there(tmp_path: Path) -> 
     check(tmp_path)
 
 
-def test_an_architecture_that_another_model_type_borrows_is_computed_by_transformers(tmp_path: Path) -> None:
-    """EXAONE's layers have other names."""
+def test_transformers_computes_a_registered_architecture_of_another_model_type(tmp_path: Path) -> None:
+    """EXAONE saves itself as LlamaForCausalLM, but its tensors have other names."""
     torch.manual_seed(1)
     config = AutoConfig.for_model("exaone", **{**SHAPE, "pad_token_id": 0, "bos_token_id": 0})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -83,8 +83,8 @@ def test_an_architecture_that_another_model_type_borrows_is_computed_by_transfor
     check(tmp_path)
 
 
-def test_a_projection_that_is_called_a_decoder_is_none(tmp_path: Path) -> None:
-    """Ettin's decoders; windows by layer."""
+def test_load_accepts_a_head_named_decoder(tmp_path: Path) -> None:
+    """Ettin's decoders name their head so; their windows differ by layer."""
     torch.manual_seed(1)
     special = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1}
     config = ModernBertDecoderConfig(**{**SHAPE, **special, "local_attention": 32, "global_attn_every_n_layers": 2})

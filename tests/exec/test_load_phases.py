@@ -9,7 +9,7 @@ from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
 
-def test_phases_add_up_in_their_order() -> None:
+def test_load_phases_sums_times_by_phase() -> None:
     now = 100.0
     phases = LoadPhases(lambda: now)
     with phases.timed("kv_pool"):
@@ -26,7 +26,7 @@ def test_phases_add_up_in_their_order() -> None:
     assert phases.describe().startswith("weights 5.0 s (16.4 GB read), ")
 
 
-def test_a_phase_that_there_is_not() -> None:
+def test_load_phases_refuses_an_unknown_phase() -> None:
     with (
         pytest.raises(ValueError, match=r"tokenizer is no phase of loading; there are config, "),
         LoadPhases().timed("tokenizer"),
@@ -34,7 +34,7 @@ def test_a_phase_that_there_is_not() -> None:
         pass
 
 
-def test_an_executor_tells_what_its_loading_took(tmp_path: Path) -> None:
+def test_executor_reports_load_phases(tmp_path: Path) -> None:
     MODELS["qwen2"].build(tmp_path)
     said: list[str] = []
     executor, info = build_host_executor(str(tmp_path), "auto", 4, 2, 8, 0.5, None, 1, said.append)

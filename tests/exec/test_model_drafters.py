@@ -1,4 +1,4 @@
-"""Models that draft: the text stays the same, and what they guess is what they say of the whole text at once."""
+"""Draft models leave the text unchanged, and draft the tokens that they would draft from the whole text."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ def made_of(folder: Path, algorithm: str = "none", draft: str = "", max_tokens: 
 
 @dataclass(frozen=True)
 class Drafting:
-    """plain, executor: without what drafts, and with. guesses: of a text, by somebody else's code."""
+    """Two executors over one target, and a reference of the draft model."""
 
     kind: str
+    # without drafts
     plain: DeviceExecutor
+    # with the draft model
     executor: DeviceExecutor
+    # returns draft tokens for a text, computed with transformers and plain torch
     guesses: Callable[[Sequence[int], int], list[int]]
 
 
@@ -90,7 +93,7 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.by_day(one_in=3, seed=33)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> None:
+def test_answer_bits_equal_an_executor_without_drafts(drafting: Drafting, number: int) -> None:
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     expected = strings(World(), drafting.plain, target, range(1))
     assert len(expected) == 1
@@ -98,8 +101,10 @@ def test_one_string_of_ids_and_logprob_bits(drafting: Drafting, number: int) -> 
 
 
 @pytest.mark.by_day(one_in=2, seed=15)
-def test_one_string_while_few_of_all_requests_are_guessed_for(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have the slots, pages and cached prefixes of those that are, and the other way round."""
+def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_drafted_for(
+    drafting: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with and without drafts take over each other's slots, pages and cached prefixes."""
     monkeypatch.setattr(draft_controller, "IN_VAIN", 2.0)
     target = next(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))
     expected = strings(World(), drafting.plain, target, range(1))
@@ -122,10 +127,10 @@ def test_one_string_while_few_of_all_requests_are_guessed_for(drafting: Drafting
     [(0, 0, False), (0, 8, False), (1, 20, True)],
     ids=["whole", "chunks of 8", "top-p, chunks of 20, at times"],
 )
-def test_guesses_are_those_of_the_whole_text_at_once(
+def test_draft_tokens_equal_a_pass_over_the_whole_text(
     drafting: Drafting, number: int, chunk: int, resting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was accepted before, and what steps without guesses left to do."""
+    """Holds for any number of accepted tokens, and after steps without drafts."""
     monkeypatch.setattr(DraftController, "choose", now_and_then() if resting else always)
     target = list(targets(WORLD, random.Random(5), PROMPT_TOKENS, NEW_TOKENS))[number]
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
@@ -137,7 +142,7 @@ def test_guesses_are_those_of_the_whole_text_at_once(
         proposed.extend((list(drafter._slots[slot].text), guess) for slot, guess in found.items())
         return found
 
-    drafter._behind.clear()  # what the last test's requests have left
+    drafter._behind.clear()  # left by the requests of the last test
     entries: list[int] = []
     forward = drafter.model.forward
 
@@ -160,15 +165,13 @@ def test_guesses_are_those_of_the_whole_text_at_once(
         assert guess == drafting.guesses(known, len(guess)), len(known)
         assert known == text[: len(known)]
         if drafting.kind == "itself" and number == 0:
-            assert guess == text[len(known) : len(known) + len(guess)], "greedily it guesses what it says"
+            assert guess == text[len(known) : len(known) + len(guess)], "a greedy target accepts its own drafts"
             assert verified.accepted == verified.drafted
 
 
 @pytest.mark.parametrize("drafting", ["itself"], indirect=True)
-def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
-    drafting: Drafting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Entries of cached pages are those of whoever computed them; greedily it is always right."""
+def test_drafter_continues_behind_cached_pages_and_released_memory(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request computes the entries of cached pages. A greedy target accepts all of its own drafts."""
     target = next(targets(WORLD, random.Random(8), PROMPT_TOKENS, NEW_TOKENS))
     monkeypatch.setattr(DraftController, "choose", always)
     drafter = drafting.executor._steps._drafter  # type: ignore[attr-defined]
@@ -190,7 +193,7 @@ def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
     while len(answer.tokens) < NEW_TOKENS // 2:
         turned.turn()
     turned.wait()
-    drafting.executor.apply(ReleaseMemory(kv=False, weights=True))  # in the middle of an answer
+    drafting.executor.apply(ReleaseMemory(kv=False, weights=True))  # during an answer
     drafting.executor.apply(ResumeMemory(kv=False, weights=True))
     turned.finish()
     assert sum(lengths) == NEW_TOKENS and answer.ended
@@ -198,9 +201,11 @@ def test_behind_a_cached_prompt_and_released_memory_it_goes_on_guessing(
 
 @pytest.mark.by_day(one_in=3, seed=2)
 @pytest.mark.parametrize(("algorithm", "max_tokens"), [("draft", 20), ("eagle3", 20), ("eagle3", 8192)])
-def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str, max_tokens: int) -> None:
-    """The text goes on. Steps that are computed in pieces tell it nothing of the target's states, and what others tell is not
-    kept."""
+def test_drafter_stops_at_the_end_of_the_draft_context(tmp_path: Path, algorithm: str, max_tokens: int) -> None:
+    """The text continues without drafts.
+
+    A step in pieces passes no states of the target to the drafter. States beyond the context are not stored.
+    """
     target, draft = tmp_path / "target", tmp_path / "draft"
     TARGET.build(target)
     if algorithm == "draft":
@@ -219,9 +224,8 @@ def test_beyond_its_context_it_does_not_guess(tmp_path: Path, algorithm: str, ma
     executor.close()
 
 
-def test_what_waits_for_a_guess_holds_no_more_than_itself(tmp_path: Path) -> None:
-    """On a device the pass over a chunk's entries begins before its first token is here: the last one is left, without the memory
-    of the chunk."""
+def test_pending_states_release_the_memory_of_a_chunk(tmp_path: Path) -> None:
+    """On a GPU the pass over a chunk's entries begins before its first token is sampled. The last entry stays pending."""
     target, head = tmp_path / "target", tmp_path / "head"
     TARGET.build(target)
     write_eagle3(head, target, draft_vocab=257, prefix="model.", place="layers.0")
@@ -238,7 +242,7 @@ def test_what_waits_for_a_guess_holds_no_more_than_itself(tmp_path: Path) -> Non
     executor.close()
 
 
-def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+def test_load_refuses_folders_that_cannot_draft(tmp_path: Path) -> None:
     target, draft, pickled = tmp_path / "target", tmp_path / "draft", tmp_path / "pickled"
     TARGET.build(target)
     TinyModel("Llama", {"vocab_size": 100}).build(draft)

@@ -1,4 +1,4 @@
-"""The executor on host streams computes what transformers computes, however a request is cut into steps, pages and batches."""
+"""The executor on host streams computes the tokens of transformers, for any division into steps, pages and batches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ NUM_NEW = 64
 
 @dataclass(frozen=True)
 class Reference:
-    """answers: what transformers has said, by prompt; of one checkpoint, for every kernels that are compared with it."""
+    """A checkpoint, and the answers of transformers to prompts."""
 
     folder: Path
     model: Any
     kernels: str = "cpp"
+    # by prompt; shared by all kernels
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def generate(self, *prompts: list[int]) -> list[list[int]]:
-        """NUM_NEW greedy tokens for each. Those that are asked for together are computed together."""
+        """Returns NUM_NEW greedy tokens for each prompt. New prompts of one call are computed together."""
         if unknown := [prompt for prompt in prompts if tuple(prompt) not in self.answers]:
             self.answers.update(zip(map(tuple, unknown), greedy_answers(self.model, unknown, NUM_NEW), strict=True))
         return [self.answers[tuple(prompt)] for prompt in prompts]
@@ -107,7 +108,7 @@ def test_top_logprobs_equal_transformers(reference: Reference) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize("reference", ["llama-untied", "mistral-window", "qwen3"], indirect=True)
-def test_sixteen_ragged_requests_at_once(reference: Reference) -> None:
+def test_tokens_equal_transformers_when_sixteen_ragged_requests_share_a_batch(reference: Reference) -> None:
     prompts = [prompt_of(1 + 7 * index, index) for index in range(16)]
     with driver(reference) as driving:
         sequences = [Sequence(prompt, 15 - index, greedy()) for index, prompt in enumerate(prompts)]
@@ -118,7 +119,7 @@ def test_sixteen_ragged_requests_at_once(reference: Reference) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @one_model
-def test_decode_rows_ride_along_with_chunks(reference: Reference) -> None:
+def test_tokens_equal_transformers_when_decode_rows_join_prompt_chunks(reference: Reference) -> None:
     early, late = Sequence(prompt_of(20, 1), 1, greedy()), Sequence(prompt_of(100, 2), 2, greedy())
     with driver(reference) as driving:
         driving.prefill([early])
@@ -131,7 +132,7 @@ def test_decode_rows_ride_along_with_chunks(reference: Reference) -> None:
 @pytest.mark.by_day(one_in=6, seed=17)
 @pytest.mark.parametrize("reference", ["mistral-window", "qwen3"], indirect=True)
 @pytest.mark.parametrize("chunk", [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48])
-def test_prompt_in_chunks(reference: Reference, chunk: int) -> None:
+def test_tokens_equal_transformers_when_a_prompt_is_chunked(reference: Reference, chunk: int) -> None:
     prompt = prompt_of(45)
     with driver(reference, page_size=4) as driving:
         assert [run_alone(driving, prompt, chunk)] == reference.generate(prompt)
@@ -140,7 +141,7 @@ def test_prompt_in_chunks(reference: Reference, chunk: int) -> None:
 @pytest.mark.by_day(one_in=3, seed=4)
 @one_model
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_page_sizes(reference: Reference, page_size: int) -> None:
+def test_tokens_equal_transformers_for_each_page_size(reference: Reference, page_size: int) -> None:
     prompt = prompt_of(33)
     with driver(reference, page_size) as driving:
         assert [run_alone(driving, prompt)] == reference.generate(prompt)
@@ -149,7 +150,7 @@ def test_page_sizes(reference: Reference, page_size: int) -> None:
 @pytest.mark.by_day(one_in=3, seed=4)
 @one_model
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prefix_pages_shared_between_rows(reference: Reference, page_size: int) -> None:
+def test_tokens_equal_transformers_when_rows_share_prefix_pages(reference: Reference, page_size: int) -> None:
     prefix = prompt_of(32)
     first, second = Sequence(prefix + prompt_of(9, 1), 0, greedy()), Sequence(prefix + prompt_of(5, 2), 1, greedy())
     with driver(reference, page_size) as driving:
@@ -163,7 +164,7 @@ def test_prefix_pages_shared_between_rows(reference: Reference, page_size: int) 
 
 @pytest.mark.by_day(one_in=2)
 @one_model
-def test_pages_in_any_order(reference: Reference) -> None:
+def test_tokens_equal_transformers_when_pages_are_shuffled(reference: Reference) -> None:
     prompt = prompt_of(60)
     sequence = Sequence(prompt, 0, greedy(), pages=[40, 0, 39, 7, 21, 3, 2, 30])
     with driver(reference) as driving:

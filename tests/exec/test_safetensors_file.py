@@ -1,4 +1,4 @@
-"""What a safetensors header may say, what it may not, and reading bytes where it says that they are."""
+"""Headers of safetensors files are validated, and tensor bytes are read from the places that they name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the header and leaves the data as it is."""
+    """Edits the header and keeps the data."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
@@ -56,7 +56,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.by_day(one_in=3, seed=44)
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_header_that_is_wrong(case: str, written: Path) -> None:
+def test_read_header_refuses_a_wrong_entry(case: str, written: Path) -> None:
     edit, message = HEADERS[case]
     edited(written, edit)
     with pytest.raises(CheckpointError, match=message):
@@ -79,21 +79,21 @@ def test_a_header_that_is_wrong(case: str, written: Path) -> None:
     }.values(),
     ids=str,
 )
-def test_a_file_that_is_no_safetensors(content: bytes, message: str, tmp_path: Path) -> None:
+def test_read_header_refuses_other_files(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_header(tmp_path / "x")
 
 
-def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "x").open("wb") as file:  # a file with a hole
+def test_read_header_refuses_a_header_above_the_limit_of_the_format(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("wb") as file:  # a sparse file
         file.write(struct.pack("<Q", 100_000_001))
         file.truncate(200_000_000)
     with pytest.raises(CheckpointError, match="no safetensors"):
         read_header(tmp_path / "x")
 
 
-def test_the_header_is_read_as_the_format_library_writes_it(tmp_path: Path) -> None:
+def test_read_header_reads_files_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4), "c": torch.tensor(3, dtype=torch.int64)}
     save_file(tensors, tmp_path / "x", metadata={"format": "pt"})
     places = read_header(tmp_path / "x")
@@ -119,7 +119,7 @@ def read(path: Path, place: TensorPlace, offset: int, count: int, **options: Any
     return bytes(into)
 
 
-def test_short_reads_go_on(tmp_path: Path) -> None:
+def test_tensor_files_continues_after_short_reads(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(range(200)))
 
@@ -129,7 +129,7 @@ def test_short_reads_go_on(tmp_path: Path) -> None:
     assert read(path, place_in(path, 10, 100), 5, 50, read_at=three_at_most) == bytes(range(15, 65))
 
 
-def test_an_error_of_the_disk_names_file_and_tensor(tmp_path: Path) -> None:
+def test_tensor_files_names_file_and_tensor_when_a_read_fails(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"0123")
 
@@ -142,14 +142,14 @@ def test_an_error_of_the_disk_names_file_and_tensor(tmp_path: Path) -> None:
         TensorFiles([path, tmp_path / "absent"])
 
 
-def test_beyond_two_gigabytes(tmp_path: Path) -> None:
+def test_tensor_files_reads_beyond_two_gigabytes(tmp_path: Path) -> None:
     path, pad = tmp_path / "x", 5 << 30
     header = {
         "pad": {"dtype": "U8", "shape": [pad], "data_offsets": [0, pad]},
         "t": {"dtype": "F32", "shape": [2], "data_offsets": [pad, pad + 8]},
     }
     text = json.dumps(header).encode()
-    with path.open("wb") as file:  # a file with a hole
+    with path.open("wb") as file:  # a sparse file
         file.write(struct.pack("<Q", len(text)) + text)
         file.seek(pad, 1)
         file.write(struct.pack("<2f", 1.5, -2.0))

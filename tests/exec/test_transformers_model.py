@@ -1,4 +1,4 @@
-"""Models that run through transformers' own code compute, with paged attention in them, what they compute without."""
+"""Models of transformers' code compute the same numbers with paged attention as with their own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ids_of(length: int, seed: int) -> list[int]:
 
 
 def run_three(driver: Driver) -> list[Sequence]:
-    """One prompt in chunks, one behind 16 cached tokens of it, one whole beside both; then all decode together."""
+    """Runs a prompt in chunks, one behind 16 cached tokens of it, and a whole one in the same step. Then all three decode."""
     params = greedy(NUM_NEW, top_logprobs=20)
     first = Sequence(ids_of(41, 1), 0, params)
     second = Sequence(first.prompt[:16] + ids_of(9, 2), 3, params)
@@ -85,7 +85,7 @@ def run_three(driver: Driver) -> list[Sequence]:
 
 
 def expect_own_numbers(model: Any, sequence: Sequence, tolerance: float) -> None:
-    """Each token is the greedy one by the model's own logits over all before it, and its top logprobs are theirs."""
+    """Compares greedy tokens and top logprobs with the model's own logits over the whole sequence."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([sequence.tokens]), use_cache=False).logits[0].float()
     expected = logits.log_softmax(-1)[len(sequence.prompt) - 1 : -1]
@@ -97,7 +97,7 @@ def expect_own_numbers(model: Any, sequence: Sequence, tolerance: float) -> None
 
 @pytest.mark.by_day(one_in=4, seed=5)
 @pytest.mark.parametrize("name", SERVED)
-def test_chunks_cached_pages_and_batches_equal_the_models_own_attention(name: str, tmp_path: Path) -> None:
+def test_paged_attention_equals_transformers_with_chunks_cached_pages_and_batches(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = SERVED[name].build(tmp_path)
     with serving(tmp_path) as (driver, _):
@@ -109,7 +109,7 @@ def test_chunks_cached_pages_and_batches_equal_the_models_own_attention(name: st
 
 @pytest.mark.by_day(one_in=4, seed=4)
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3-moe", "gpt-oss"])
-def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
+def test_paged_attention_is_close_to_transformers_in_half_precision(name: str, tmp_path: Path) -> None:
     model = SERVED[name].build(tmp_path)
     sequence = Sequence(ids_of(30, 5), 0, greedy(1, top_logprobs=5))
     with serving(tmp_path, "bfloat16") as (driver, info):
@@ -122,12 +122,12 @@ def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.by_day(one_in=3, seed=27)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_paged_attention_would_get_wrong_is_refused(name: str, tmp_path: Path) -> None:
+def test_load_refuses_models_that_paged_attention_cannot_compute(name: str, tmp_path: Path) -> None:
     REFUSED[name].build(tmp_path)
     assert REASONS[name] in refusal(tmp_path)
 
 
-def test_a_state_between_steps_shows_in_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_a_state_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, "conv")
     REFUSED["lfm2"].build(tmp_path)
     assert "paged attention gives other numbers" in refusal(tmp_path)
@@ -139,13 +139,13 @@ def allow(monkeypatch: pytest.MonkeyPatch, *types: str) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3", "deepseek-v3.2", "glm-5", "mamba", "lfm2"])
-def test_layer_types_are_refused_before_the_weights_are_read(name: str, tmp_path: Path) -> None:
+def test_load_refuses_layer_types_before_reading_weights(name: str, tmp_path: Path) -> None:
     REFUSED[name].build(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert REASONS[name] in refusal(tmp_path)
 
 
-def test_a_layer_type_of_a_later_transformers_is_refused(tmp_path: Path) -> None:
+def test_load_refuses_unknown_layer_types(tmp_path: Path) -> None:
     SERVED["gemma2"].build(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.layer_types = ["full_attention", "folded_attention", "sliding_attention"]
@@ -154,7 +154,7 @@ def test_a_layer_type_of_a_later_transformers_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_our_own_decoder_serves_no_other_layer_types(family: str) -> None:
+def test_registry_refuses_other_layer_types(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(
         **SHAPE, layer_types=["full_attention", "indexed_attention", "full_attention"], architectures=[f"{family}ForCausalLM"]
     )
@@ -163,14 +163,14 @@ def test_our_own_decoder_serves_no_other_layer_types(family: str) -> None:
 
 
 @pytest.mark.parametrize("window", [100, 150])
-def test_check_finds_another_attention_behind_a_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_an_ignored_window(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TinyModel("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": window}).build(tmp_path)
     monkeypatch.setattr(Probe, "_window", lambda *_: 0)
     assert "paged attention gives other numbers" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4", "minimax-m3"])
-def test_check_refuses_compressed_and_sparse_layers_when_their_types_are_allowed(
+def test_check_refuses_compressed_and_sparse_layers_when_all_types_are_allowed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow(monkeypatch, "heavily_compressed_attention", "minimax_m3_sparse")
@@ -214,7 +214,7 @@ def test_long_trial_is_longer_than_every_size_within_the_context(options: dict[s
     assert len(trial.ids[0]) == tokens
 
 
-def test_a_size_that_no_trial_reaches_is_refused_by_its_key() -> None:
+def test_load_names_the_key_of_a_size_beyond_all_trials() -> None:
     config = transformers.LlamaConfig(index_block_size=4096, max_position_embeddings=8192, architectures=["LlamaForCausalLM"])
     with pytest.raises(UnsupportedModel, match=r"names index_block_size of 4096 tokens.* Set context_len to 4096 or less"):
         causal_transformers.refuse_by_config(config, None)
@@ -234,11 +234,11 @@ def test_a_size_that_no_trial_reaches_is_refused_by_its_key() -> None:
     ],
     ids=["causal", "window", "another-window", "chunks", "unnamed-window", "looks-ahead"],
 )
-def test_masks_are_looked_at_out_to_the_end_of_the_context(window: int, allows: MaskFunction, fits: bool) -> None:
+def test_mask_description_is_checked_to_the_end_of_the_context(window: int, allows: MaskFunction, fits: bool) -> None:
     assert MaskDescription(allows, window).is_causal_window(8192) is fits
 
 
-def test_model_info(tmp_path: Path) -> None:
+def test_info_describes_a_transformers_model(tmp_path: Path) -> None:
     SERVED["gemma2"].build(tmp_path)
     with serving(tmp_path, context_len=100) as (_, info):
         pass
@@ -248,14 +248,14 @@ def test_model_info(tmp_path: Path) -> None:
     assert info.weight_bytes >= (tmp_path / "model.safetensors").stat().st_size * 0.99
 
 
-def test_keys_and_values_of_different_sizes(tmp_path: Path) -> None:
+def test_info_counts_keys_and_values_of_different_sizes(tmp_path: Path) -> None:
     SERVED["deepseek-v3"].build(tmp_path)
     with serving(tmp_path) as (_, info):
         pass
     assert info.kv_bytes_per_token == 3 * 4 * ((16 + 8) + 16) * 4
 
 
-def test_longrope_is_served_up_to_its_original_length(tmp_path: Path) -> None:
+def test_context_of_longrope_is_the_original_length(tmp_path: Path) -> None:
     SERVED["phi3-longrope"].build(tmp_path)
     with serving(tmp_path) as (_, info):
         pass
@@ -267,13 +267,13 @@ def edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_an_architecture_that_is_not_its_model_types(tmp_path: Path) -> None:
+def test_load_refuses_an_architecture_of_another_model_type(tmp_path: Path) -> None:
     SERVED["gpt2"].build(tmp_path)
     edit_config(tmp_path, architectures=["OPTForCausalLM"])
     assert "OPTForCausalLM is not supported" in refusal(tmp_path)
 
 
-def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
+def test_load_never_runs_code_of_the_folder(tmp_path: Path) -> None:
     SERVED["gpt2"].build(tmp_path)
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     edit_config(tmp_path, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
@@ -282,7 +282,7 @@ def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_missing_tensors_are_named(tmp_path: Path) -> None:
+def test_load_names_missing_tensors(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     SERVED["phi"].build(tmp_path)
@@ -292,6 +292,6 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
         pass
 
 
-def test_the_page_of_models_names_each_family_tried() -> None:
+def test_models_page_lists_each_tested_family() -> None:
     page = DOCS.read_text()
     assert [name for name in (*SERVED, *REFUSED) if f"`{name}`" not in page] == []

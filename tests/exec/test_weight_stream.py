@@ -1,4 +1,4 @@
-"""The streaming loader gives what the plain one gives, in bounded memory, and names what is wrong with a file."""
+"""The streaming loader reads the same weights as the loader of a CPU, in bounded memory. Its errors name the file and tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model, written once."""
+    """Returns a function that writes the folder of a model once."""
     folders: dict[tuple[str, torch.dtype], Path] = {}
 
     def folder(name: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def broken(saved: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A model's folder of this test's own."""
+    """A copy of a model's folder, for one test to damage."""
     for file in saved("qwen3").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -84,7 +84,7 @@ def plain(folder: Path, dtype: torch.dtype = torch.float32) -> DenseModel:
 
 
 def leaves(value: Any, path: str = "weights") -> Iterator[tuple[str, Any]]:
-    """Every tensor, number and None of a tree of dataclasses and tuples, by where it is."""
+    """Yields every leaf of a tree of dataclasses and tuples with its path."""
     if isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}[{index}]")
@@ -106,13 +106,13 @@ def assert_same(found: DenseModel, expected: DenseModel, device: torch.device) -
             assert ours[path] == value, path
 
 
-# What only the config of a model says (ropes, windows) is no weight of it.
-OTHER_WEIGHTS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3"]
+# Models with different weights. Ropes and windows are in the config.
+WEIGHT_FORMS = ["llama-untied", "llama-tied", "llama-sharded", "llama-biases", "mistral", "qwen2", "qwen3"]
 
 
 @pytest.mark.by_day(one_in=2, seed=37)
-@pytest.mark.parametrize("name", OTHER_WEIGHTS)
-def test_it_gives_what_the_plain_loader_gives(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
+@pytest.mark.parametrize("name", WEIGHT_FORMS)
+def test_stream_weights_equals_load_weights(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
     assert_same(streamed(saved(name), device), plain(saved(name)), device)
 
 
@@ -128,33 +128,35 @@ def test_it_gives_what_the_plain_loader_gives(name: str, saved: Callable[[str], 
     ],
     ids=str,
 )
-def test_conversion(stored: torch.dtype, wanted: torch.dtype, saved: Any, device: torch.device) -> None:
+def test_stream_weights_converts_dtypes(stored: torch.dtype, wanted: torch.dtype, saved: Any, device: torch.device) -> None:
     folder = saved("qwen2", stored)
     assert_same(streamed(folder, device, wanted), plain(folder, wanted), device)
 
 
-def test_under_inference_mode(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_stream_weights_works_under_inference_mode(saved: Callable[[str], Path], device: torch.device) -> None:
     with torch.inference_mode():
         assert_same(streamed(saved("qwen3"), device), plain(saved("qwen3")), device)
 
 
 @pytest.mark.by_day(one_in=2, seed=9)
 @pytest.mark.parametrize(("threads", "buffer"), [(1, 40), (1, 64 * 96 * 4 - 8), (1, 64 * 96 * 4), (4, 96), (2, 1 << 20)])
-def test_pieces_of_any_size(threads: int, buffer: int, saved: Callable[[str], Path], device: torch.device) -> None:
+def test_stream_weights_reads_pieces_of_any_size(
+    threads: int, buffer: int, saved: Callable[[str], Path], device: torch.device
+) -> None:
     options = StreamOptions(threads, threads * 2 * buffer)
     assert_same(streamed(saved("llama-biases"), device, options=options), plain(saved("llama-biases")), device)
 
 
-def test_tied_embeddings_are_one_storage(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_tied_head_shares_storage_with_embedding(saved: Callable[[str], Path], device: torch.device) -> None:
     tied, untied = streamed(saved("llama-tied"), device), streamed(saved("llama-untied"), device)
     assert tied.head is not None and tied.head.linear.packed.data.data_ptr() == tied.embedding.weight.data_ptr()
     assert untied.head is not None and untied.head.linear.packed.data.data_ptr() != untied.embedding.weight.data_ptr()
     assert tied.num_bytes() == untied.num_bytes() - untied.embedding.weight.nbytes
 
 
-def test_kernels_that_pack_their_own_way_are_asked_to(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_stream_weights_packs_with_the_given_kernels(saved: Callable[[str], Path], device: torch.device) -> None:
     class Packing:
-        """Keeps a weight with its columns reversed."""
+        """Packs a weight by reversing one of its axes."""
 
         def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
             return PackedLinear(weight.flip(1), bias, weight.shape[1], weight.shape[0], True)
@@ -168,8 +170,8 @@ def test_kernels_that_pack_their_own_way_are_asked_to(saved: Callable[[str], Pat
         assert torch.equal(ours.mlp.gate_up.data.cpu(), theirs.mlp.gate_up.data.flip(0)) and ours.mlp.gate_up.out_features == 96
 
 
-def test_each_tensor_is_let_go_when_it_is_handed_out() -> None:
-    """So that kernels that pack copies need room for one tensor more, not for all."""
+def test_filled_source_returns_each_tensor_once() -> None:
+    """Kernels that pack a copy then need memory for one more tensor, not for all."""
     allocated = Allocated(torch.float32, torch.device("cpu"))
     fused = allocated.stacked([("a", (2, 3)), ("b", (1, 3))])
     assert [(part.name, part.into.data_ptr() - fused.data_ptr()) for part in allocated.placements] == [("a", 0), ("b", 24)]
@@ -180,7 +182,7 @@ def test_each_tensor_is_let_go_when_it_is_handed_out() -> None:
 
 
 class Slabs:
-    """Makes slabs and counts them."""
+    """Makes slabs, and logs their allocation and release."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -197,7 +199,7 @@ class Slabs:
         return Logged(num_bytes, device)
 
 
-def test_host_memory_is_the_staging_and_no_more(
+def test_stream_weights_bounds_host_memory_by_the_staging(
     saved: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slabs, largest, move = Slabs(), list[int](), Lane.move
@@ -213,7 +215,7 @@ def test_host_memory_is_the_staging_and_no_more(
 
 
 class Recorded:
-    """An Event that tells when it is asked."""
+    """An Event that logs its calls."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
@@ -225,7 +227,7 @@ class Recorded:
         self._log.append(f"wait {self._name}")
 
 
-def test_a_buffer_is_filled_again_only_when_its_copy_is_done() -> None:
+def test_lane_waits_for_the_copy_before_refilling_a_buffer() -> None:
     log: list[str] = []
     names = iter("ab")
     lane = Lane(buffers_of(torch.empty(16, dtype=torch.uint8), 1)[0], None, lambda: Recorded(log, next(names)))
@@ -241,22 +243,24 @@ def test_a_buffer_is_filled_again_only_when_its_copy_is_done() -> None:
     assert into.tolist() == [2, 7, 5, 7, 8, 7]
 
 
-def test_staging_too_small_for_its_threads(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_stream_weights_refuses_too_little_staging(saved: Callable[[str], Path], device: torch.device) -> None:
     with pytest.raises(ValueError, match="7 bytes of staging"):
         streamed(saved("qwen3"), device, options=StreamOptions(1, 7))
 
 
-# Files that are wrong
+# Wrong files
 
 
-def test_a_missing_tensor(broken: Path, device: torch.device) -> None:
+def test_stream_weights_names_a_missing_tensor(broken: Path, device: torch.device) -> None:
     path = broken / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != NAME}, path)
     with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {NAME}"):
         streamed(broken, device)
 
 
-def test_an_index_that_names_the_wrong_file(saved: Callable[[str], Path], tmp_path: Path, device: torch.device) -> None:
+def test_stream_weights_names_the_file_when_an_index_is_wrong(
+    saved: Callable[[str], Path], tmp_path: Path, device: torch.device
+) -> None:
     for file in saved("llama-sharded").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -271,7 +275,9 @@ def test_an_index_that_names_the_wrong_file(saved: Callable[[str], Path], tmp_pa
     ("tensor", "message"),
     [(torch.zeros(64, 97), r"shape \(64, 97\), the config asks for \(64, 96\)"), (torch.zeros(64, 96).double(), "is F64")],
 )
-def test_a_tensor_of_another_kind_takes_nothing(tensor: Tensor, message: str, broken: Path, device: torch.device) -> None:
+def test_stream_weights_allocates_nothing_when_shape_or_dtype_is_wrong(
+    tensor: Tensor, message: str, broken: Path, device: torch.device
+) -> None:
     path, slabs = broken / "model.safetensors", Slabs()
     save_file({**load_file(path), NAME: tensor}, path)
     with pytest.raises(CheckpointError, match=f"{NAME} .*{message}"):
@@ -279,8 +285,10 @@ def test_a_tensor_of_another_kind_takes_nothing(tensor: Tensor, message: str, br
     assert slabs.log == []
 
 
-def test_a_file_cut_off_while_it_is_read(saved: Callable[[str], Path], broken: Path, device: torch.device) -> None:
-    """The header was right when it was checked."""
+def test_stream_weights_names_the_tensor_when_a_file_is_truncated_during_the_read(
+    saved: Callable[[str], Path], broken: Path, device: torch.device
+) -> None:
+    """The header is valid when it is checked."""
     path = broken / "model.safetensors"
 
     class Cutting(PinnedSlab):
@@ -293,7 +301,7 @@ def test_a_file_cut_off_while_it_is_read(saved: Callable[[str], Path], broken: P
         streamed(broken, device, slab=Cutting)
 
 
-def test_a_file_cut_off_before(broken: Path, device: torch.device) -> None:
+def test_stream_weights_names_a_truncated_file(broken: Path, device: torch.device) -> None:
     path = broken / "model.safetensors"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
@@ -304,7 +312,7 @@ def test_a_file_cut_off_before(broken: Path, device: torch.device) -> None:
 # Progress and time
 
 
-def test_progress_every_few_seconds_and_at_the_end() -> None:
+def test_load_meter_reports_every_few_seconds_and_at_the_end() -> None:
     now, said = 10.0, list[str]()
     meter = LoadMeter(4_000_000_000, lambda: now, said.append)
     meter.added(1_000_000_000)
@@ -320,7 +328,7 @@ def test_progress_every_few_seconds_and_at_the_end() -> None:
     assert said[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]
 
 
-def test_what_was_read_and_how_long_it_took(saved: Callable[[str], Path], device: torch.device) -> None:
+def test_stream_weights_counts_bytes_and_time(saved: Callable[[str], Path], device: torch.device) -> None:
     said, folder, phases = list[str](), saved("qwen2", torch.bfloat16), LoadPhases()
     with closing(Checkpoint(folder)) as checkpoint:
         weights = stream_weights(checkpoint, reading(folder), torch.float32, device, reference, SMALL, said.append, phases)
@@ -334,7 +342,7 @@ def test_what_was_read_and_how_long_it_took(saved: Callable[[str], Path], device
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "qwen3"])
-def test_random_weights_have_a_checkpoints_structure(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
+def test_random_source_gives_the_structure_of_a_checkpoint(name: str, saved: Callable[[str], Path], device: torch.device) -> None:
     read = reading(saved(name))
     made, again, other = (read(WeightReader(RandomSource(torch.bfloat16, device, seed), reference)) for seed in (1, 1, 2))
     expected = dict(leaves(plain(saved(name), torch.bfloat16)))
