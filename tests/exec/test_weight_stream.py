@@ -21,12 +21,10 @@ from kernels.reference import layers as reference
 from services.worker.exec.models.dense import DenseModel
 from services.worker.exec.models.registry import ARCHITECTURES, config_of
 from services.worker.exec.weights.checkpoint import Checkpoint, CheckpointError, read_config
-from services.worker.exec.weights.load_meter import LoadMeter
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_progress import LoadPhases
 from services.worker.exec.weights.load_request import load_weights
 from services.worker.exec.weights.source import Allocated, Filled, RandomSource, WeightReader
-from services.worker.exec.weights.staging import Lane, PinnedSlab, buffers_of
-from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
+from services.worker.exec.weights.weight_stream import Lane, PinnedSlab, StreamOptions, buffers_of, stream_weights
 from tests.exec.tiny_models import MODELS
 
 SMALL = StreamOptions(threads=3, staging_bytes=3 * 2 * 1000)  # pieces of 1,000 bytes, so that tensors are cut
@@ -310,22 +308,6 @@ def test_stream_weights_names_a_truncated_file(broken: Path, device: torch.devic
 
 
 # Progress and time
-
-
-def test_load_meter_reports_every_few_seconds_and_at_the_end() -> None:
-    now, said = 10.0, list[str]()
-    meter = LoadMeter(4_000_000_000, lambda: now, said.append)
-    meter.added(1_000_000_000)
-    now = 12.0
-    meter.added(1_000_000_000)
-    assert said == []
-    now = 14.0
-    meter.tick()
-    meter.added(0)
-    assert said == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s, 4 s left"]
-    meter.added(2_000_000_000)
-    meter.end()
-    assert said[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]
 
 
 def test_stream_weights_counts_bytes_and_time(saved: Callable[[str], Path], device: torch.device) -> None:

@@ -54,7 +54,7 @@ from services.worker.exec.tiers.page_copier import PageCopier, PieceCopies
 from services.worker.exec.tiers.page_mover import PageMover
 from services.worker.exec.tiers.pool_reader import PoolReader
 from services.worker.exec.warm_up import PROMPTS, warm_up
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_progress import LoadPhases
 from services.worker.exec.weights.load_request import LoadRequest
 
 logger = logging.getLogger(__name__)

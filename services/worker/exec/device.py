@@ -15,7 +15,7 @@ from services.worker.exec.kernel_set import layer_kernels, numerics
 from services.worker.exec.streams.cuda_streams import CudaStreams, Streams
 from services.worker.exec.streams.host_streams import HostStreams
 from services.worker.exec.weights.checkpoint import Checkpoint
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_progress import LoadPhases
 from services.worker.exec.weights.load_request import LoadTarget, load_weights
 from services.worker.exec.weights.source import WeightReader
 from services.worker.exec.weights.weight_stream import StreamOptions, stream_weights

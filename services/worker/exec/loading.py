@@ -26,7 +26,7 @@ from services.worker.exec.weights.checkpoint import (
     resolve_dtype,
 )
 from services.worker.exec.weights.load_request import LoadRequest, LoadTarget
-from services.worker.exec.weights.pooling_files import read_pooling
+from services.worker.exec.weights.pooling import read_pooling
 
 LAST_TOKEN = PoolingConfig(PoolingKind.LAST, True)
 MEAN = PoolingConfig(PoolingKind.MEAN, True)

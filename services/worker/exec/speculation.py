@@ -26,7 +26,7 @@ from services.worker.exec.pools import kv_pool
 from services.worker.exec.pools.kv_pool import NO_POOL, KVPool, LayerKV
 from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_progress import LoadPhases
 from services.worker.exec.weights.load_request import LoadRequest
 
 ModelLoader = Callable[[LoadRequest], LoadedModel]

@@ -16,7 +16,7 @@ WORKER = (
     ),
     *of(
         "worker",
-        "services/worker/exec/weights/staging.py",
+        "services/worker/exec/weights/weight_stream.py",
         (
             "elements = staged.view(dtype)",
             "elements = staged.view(into.dtype if into.dtype.itemsize == dtype.itemsize else dtype)",

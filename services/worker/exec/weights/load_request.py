@@ -12,8 +12,7 @@ import torch
 from kernels.contracts.ops import Kernels
 from kernels.contracts.step_ops import LayerKernels
 from services.worker.exec.weights.checkpoint import Checkpoint
-from services.worker.exec.weights.load_meter import LoadMeter
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
 from services.worker.exec.weights.source import CheckpointSource, WeightReader, listed_tensors
 
 T = TypeVar("T")

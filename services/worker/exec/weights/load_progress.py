@@ -1,13 +1,17 @@
-"""Durations of the phases in which an executor is made. One thread makes it, and measures."""
+"""Progress and duration of loading: the log lines while weights are read, and the time of each phase of a start."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from services.shared.observe.progress import GB, Progress
+
 PHASES = ("config", "weights", "draft", "kv_pool", "profile", "graphs", "warm_up")
 TOTAL = "total"
+REPORT_EVERY_S = 3.0
 
 
 class LoadPhases:
@@ -40,3 +44,39 @@ class LoadPhases:
         """Returns a log line: "config 0.4 s, weights 3.1 s (16.4 GB read), ..., total 9.0 s"."""
         read = f" ({self.weight_bytes_read / 1e9:.1f} GB read)" if self.weight_bytes_read else ""
         return ", ".join(f"{phase} {seconds:.1f} s{read if phase == 'weights' else ''}" for phase, seconds in self.seconds())
+
+
+class LoadMeter:
+    """Counts the bytes that were read. Any thread may call any method."""
+
+    def __init__(self, total: int, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+        """
+        Args:
+            total: bytes.
+            clock: returns seconds.
+            say: receives a line, from one thread at a time.
+        """
+        self._total, self._clock, self._say = total, clock, say
+        self._lock = threading.Lock()
+        self._begun = self._reported = clock()
+        self._done = 0
+
+    def added(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            assert self._done <= self._total, "nothing is read twice"
+        self.tick()
+
+    def tick(self) -> None:
+        """Reports if a report is due. Callers call it also while nothing is read, so that the log shows a stalled disk."""
+        with self._lock:
+            if self._clock() - self._reported >= REPORT_EVERY_S:
+                self._report()
+
+    def end(self) -> None:
+        with self._lock:
+            self._report()
+
+    def _report(self) -> None:
+        self._reported = self._clock()
+        self._say(Progress("weights", self._done, self._total, self._reported - self._begun, GB).line())

@@ -1,10 +1,12 @@
+"""The progress of reading weights, and the time that each phase of a start takes."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from services.worker.exec.weights.load_phases import LoadPhases
+from services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
 
@@ -43,3 +45,19 @@ def test_executor_reports_load_phases(tmp_path: Path) -> None:
     assert list(seconds) == ["config", "weights", "kv_pool", "profile", "graphs", "warm_up", "total"]
     assert min(seconds.values()) >= 0 and sum(seconds.values()) <= 2 * seconds["total"]
     assert said[-1].startswith("loaded in: config ")
+
+
+def test_load_meter_reports_every_few_seconds_and_at_the_end() -> None:
+    now, said = 10.0, list[str]()
+    meter = LoadMeter(4_000_000_000, lambda: now, said.append)
+    meter.added(1_000_000_000)
+    now = 12.0
+    meter.added(1_000_000_000)
+    assert said == []
+    now = 14.0
+    meter.tick()
+    meter.added(0)
+    assert said == ["weights: 50 %, 2.00 of 4.00 GB in 4.0 s, 0.50 GB/s, 4 s left"]
+    meter.added(2_000_000_000)
+    meter.end()
+    assert said[1:] == ["weights: 100 %, 4.00 of 4.00 GB in 4.0 s, 1.00 GB/s"]
