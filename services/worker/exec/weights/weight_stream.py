@@ -131,7 +131,7 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TensorPiece:
     """Elements first .. first + count - 1 of a tensor."""
 
     load: _Load
@@ -208,7 +208,7 @@ def _run(loads: Sequence[_Load], files: TensorFiles, buffers: list[list[Tensor]]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(device))  # running kernels may still read memory that the weights take
     lanes = [Lane(each, stream, partial(event_for, device)) for each in buffers]
-    pieces = _Pieces(_pieces(loads, lanes[0].piece_bytes))
+    pieces = _PieceQueue(_pieces(loads, lanes[0].piece_bytes))
     try:
         with ThreadPoolExecutor(len(lanes), "weights") as pool:
             try:
@@ -231,22 +231,22 @@ def _attend(readers: list[Future[None]], meter: LoadMeter) -> None:
         meter.tick()
 
 
-def _pieces(loads: Sequence[_Load], piece_bytes: int) -> Iterator[_Piece]:
+def _pieces(loads: Sequence[_Load], piece_bytes: int) -> Iterator[_TensorPiece]:
     for load in loads:
         most, count = piece_bytes // FLOATS[load.place.dtype].itemsize, len(load.into)
         for first in range(0, count, most):
-            yield _Piece(load, first, min(most, count - first))
+            yield _TensorPiece(load, first, min(most, count - first))
 
 
-class _Pieces:
+class _PieceQueue:
     """Hands the pieces to the reader threads, until stop() is called."""
 
-    def __init__(self, pieces: Iterator[_Piece]) -> None:
+    def __init__(self, pieces: Iterator[_TensorPiece]) -> None:
         self._pieces = pieces
         self._lock = threading.Lock()
         self._stopped = False
 
-    def take(self) -> _Piece | None:
+    def take(self) -> _TensorPiece | None:
         with self._lock:
             return None if self._stopped else next(self._pieces, None)
 
@@ -255,7 +255,7 @@ class _Pieces:
             self._stopped = True
 
 
-def _reader(lane: Lane, pieces: _Pieces, files: TensorFiles, meter: LoadMeter) -> None:
+def _reader(lane: Lane, pieces: _PieceQueue, files: TensorFiles, meter: LoadMeter) -> None:
     with torch.inference_mode():  # holds per thread, and the destinations may be inference tensors
         while (piece := pieces.take()) is not None:
             place, dtype = piece.load.place, FLOATS[piece.load.place.dtype]
