@@ -1,7 +1,7 @@
-"""The Detokenizer service: one Session per Decode stream, and calls for the texts of single tokens.
+"""The Detokenizer service: one Session per Decode stream, and a call for the texts of single tokens.
 
-Small batches are answered on the event loop, large ones in a thread.
-Freed on every end of a stream (client gone, bad batch, shutdown): its session and so all its requests.
+The event loop decodes small batches, a thread decodes large ones. Every end of a stream (client gone, bad batch, shutdown)
+closes its session and frees the state of all its requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.session import BadBatch, Session, TooManyOpen
 from services.detokenizer.settings import DetokenizerSettings
-from services.detokenizer.token_texts import TokenTexts
+from services.detokenizer.text import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.log_fields import fields
@@ -46,7 +46,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         self._stopping = asyncio.Event()
 
     async def drain(self) -> None:
-        """Ends every stream with UNAVAILABLE once what it has received is answered, so that gateways go on elsewhere at once."""
+        """Makes every stream answer the batches on their way and end with UNAVAILABLE, so that gateways reconnect elsewhere."""
         self._stopping.set()
 
     async def Decode(self, _: object, context: grpc.aio.ServicerContext) -> None:

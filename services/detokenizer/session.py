@@ -1,6 +1,6 @@
-"""What one Decode stream knows: its open requests. Plain calls, no I/O; one caller at a time.
+"""The open requests of one Decode stream. No I/O; calls must not overlap.
 
-A request's state is made by DecodeOpen and freed by its finished row, by `closes`, or with the session.
+DecodeOpen creates the state of a request. Its finished row, a handle in `closes`, or the end of the session frees the state.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rootstock.v1 import detokenizer_pb2 as pb
-from services.detokenizer.incremental import IncrementalDetokenizer
 from services.detokenizer.metrics import DetokenizerMetrics
-from services.detokenizer.stop_hold import StopHold
+from services.detokenizer.text import IncrementalDetokenizer, StopStringBuffer
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.log_fields import fields
@@ -21,61 +20,68 @@ from services.shared.observe.tracing import trace_fields
 if TYPE_CHECKING:
     from services.shared.observe.spans import Attributes, Span, Tracing
 
-FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # how a request's span ends
+FINISHED, FAILED, CLOSED = "finish", "failure", "close"  # values of the span attribute rootstock.ended_by
 
 logger = logging.getLogger(__name__)
 
 
 class BadBatch(ValueError):
-    """The message breaks the contract of detokenizer.proto. The text names the field."""
+    """A message breaks the contract of detokenizer.proto. The text names the field; the stream must end."""
 
 
 class TooManyOpen(Exception):
-    """The stream has as many open requests as it may have."""
+    """A stream opens more requests than its limit; the stream must end."""
 
 
 class _Request:
-    """The text of one request: decoded, held back at stop strings, and without the characters given out elsewhere before."""
+    """The decoding state of one request and its span.
+
+    After a replay, it skips the characters that an earlier stream has sent (`DecodeOpen.emitted_chars`).
+    """
 
     def __init__(self, tokenizer: HfTokenizer, opened: pb.DecodeOpen) -> None:
-        self.who = _who(opened)
-        self._span: Span | None = None
-        self._num_ids = 0
+        self.log_fields = _log_fields(opened)
+        self._span: Span | None = None  # None if the request is not traced
+        self._num_ids = 0  # output ids that this stream has decoded, without replayed ones
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
-        self._hold = StopHold(opened.stop, opened.include_stop)
-        self._to_skip = opened.emitted_chars
-        self._replayed = self._unseen(self._hold.push(self._decoder.push(opened.replay_ids)))
+        self._buffer = StopStringBuffer(opened.stop, opened.include_stop)
+        self._to_skip = opened.emitted_chars  # characters still to drop because an earlier stream has sent them
+        self._replayed = self._unsent(self._buffer.push(self._decoder.push(opened.replay_ids)))
 
     def push(self, ids: list[int]) -> str:
         self._num_ids += len(ids)
         replayed, self._replayed = self._replayed, ""
-        return replayed + self._unseen(self._hold.push(self._decoder.push(ids)))
+        return replayed + self._unsent(self._buffer.push(self._decoder.push(ids)))
 
     def finish(self, matched_stop: str) -> str:
-        return self._unseen(self._hold.push(self._decoder.finish()) + self._hold.finish(matched_stop))
+        return self._unsent(self._buffer.push(self._decoder.finish()) + self._buffer.finish(matched_stop))
 
-    def begin(self, tracing: Tracing, opened: pb.DecodeOpen) -> None:
-        """Its span, if it belongs to a traced request."""
+    def begin_span(self, tracing: Tracing, opened: pb.DecodeOpen) -> None:
+        """Starts a span if the request is traced."""
         attributes: Attributes = {"rootstock.request_id": opened.request_id, "rootstock.replayed_tokens": len(opened.replay_ids)}
         self._span = tracing.under("detokenize", opened.traceparent, attributes)
 
-    def end(self, ended_by: str) -> None:
-        """Its span, if it has one."""
+    def end_span(self, ended_by: str) -> None:
+        """Ends the span, if there is one.
+
+        Args:
+            ended_by: FINISHED, FAILED or CLOSED.
+        """
         if self._span is not None:
             self._span.set({"rootstock.tokens": self._num_ids, "rootstock.ended_by": ended_by})
             if ended_by == FAILED:
                 self._span.fail("decoding_failed")
             self._span.end()
 
-    def _unseen(self, text: str) -> str:
+    def _unsent(self, text: str) -> str:
         skipped = min(self._to_skip, len(text))
         self._to_skip -= skipped
         return text[skipped:]
 
 
 class Session:
-    """Answers batches in order. Raises BadBatch or TooManyOpen, after which the stream must end."""
+    """Decodes the batches of one stream in order. The stream's handler owns it and closes it when the stream ends."""
 
     def __init__(
         self, tokenizer: HfTokenizer, max_open: int, metrics: DetokenizerMetrics, tracing: Tracing | None = None
@@ -87,6 +93,12 @@ class Session:
         self._requests: dict[int, _Request] = {}
 
     def answer(self, batch: pb.DecodeBatch) -> pb.TextBatch:
+        """Returns the new text of each row. A row whose decoding fails is listed as unknown; the other rows are unaffected.
+
+        Raises:
+            BadBatch: the batch breaks the contract.
+            TooManyOpen: the batch opens more requests than the limit.
+        """
         _check(batch)
         for opened in batch.opens:
             self._open(opened)
@@ -107,30 +119,30 @@ class Session:
         return result
 
     def close(self) -> None:
-        """Forgets every request."""
+        """Frees the state of every request."""
         self._metrics.open_requests.dec(len(self._requests))
         for request in self._requests.values():
-            request.end(CLOSED)
+            request.end_span(CLOSED)
         self._requests.clear()
 
     def _open(self, opened: pb.DecodeOpen) -> None:
         self._forget(opened.handle, CLOSED)
         if len(self._requests) >= self._max_open:
-            raise TooManyOpen(f"opens: this stream may have {self._max_open} open requests")
+            raise TooManyOpen(f"opens: this stream already has {self._max_open} open requests, its limit")
         try:
             request = _Request(self._tokenizer, opened)
         except Exception:
-            self._failed(opened.handle, _who(opened))
+            self._report_failure(opened.handle, _log_fields(opened))
             return
         if self._tracing is not None:
-            request.begin(self._tracing, opened)
+            request.begin_span(self._tracing, opened)
         self._requests[opened.handle] = request
         self._metrics.open_requests.inc()
-        logger.debug("opened", extra=fields(**request.who, replayed_tokens=len(opened.replay_ids)))
+        logger.debug("request opened", extra=fields(**request.log_fields, replayed_tokens=len(opened.replay_ids)))
         self._metrics.replayed_tokens.inc(len(opened.replay_ids))
 
     def _decode(self, handle: int, ids: list[int], finished: bool, matched_stop: str) -> str | None:
-        """None for a handle that is not open, or whose decoding failed: one request's fault leaves the others alone."""
+        """Returns the new text of a request, or None if its handle is not open or its decoding fails."""
         request = self._requests.get(handle)
         if request is None:
             return None
@@ -139,26 +151,25 @@ class Session:
             if finished:
                 text += request.finish(matched_stop)
         except Exception:
-            self._failed(handle, request.who)
+            self._report_failure(handle, request.log_fields)
             self._forget(handle, FAILED)
             return None
         if finished:
             self._forget(handle, FINISHED)
         return text
 
-    def _failed(self, handle: int, who: dict[str, str]) -> None:
+    def _report_failure(self, handle: int, log_fields: dict[str, str]) -> None:
         self._metrics.failed_rows.inc()
-        logger.exception("decoding failed", extra=fields(**who, handle=handle))
+        logger.exception("decoding failed", extra=fields(**log_fields, handle=handle))
 
-    def _forget(self, handle: int, why: str) -> None:
+    def _forget(self, handle: int, ended_by: str) -> None:
         request = self._requests.pop(handle, None)
         if request is not None:
-            request.end(why)
+            request.end_span(ended_by)
             self._metrics.open_requests.dec()
 
 
-def _who(opened: pb.DecodeOpen) -> dict[str, str]:
-    """For log lines."""
+def _log_fields(opened: pb.DecodeOpen) -> dict[str, str]:
     return {"request_id": opened.request_id, **trace_fields(opened.traceparent)}
 
 
@@ -171,7 +182,7 @@ def _check(batch: pb.DecodeBatch) -> None:
     if len(batch.matched_stops) != rows:
         raise BadBatch(f"matched_stops: {len(batch.matched_stops)} values for {rows} handles")
     if sum(batch.counts) != len(batch.token_ids):
-        raise BadBatch(f"token_ids: {len(batch.token_ids)} values where counts say {sum(batch.counts)}")
+        raise BadBatch(f"token_ids: {len(batch.token_ids)} values, but counts add up to {sum(batch.counts)}")
     for opened in batch.opens:
         if len(opened.stop) > limits.MAX_STOP_STRINGS:
             raise BadBatch(f"opens.stop: {len(opened.stop)} stop strings, at most {limits.MAX_STOP_STRINGS}")

@@ -14,21 +14,25 @@ class DetokenizerSettings(ServiceSettings):
     """Turns token ids into text for gateways."""
 
     port: int = Field(7002, ge=1, le=65535, description="gRPC port.")
-    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
+    metrics_host: str = Field("127.0.0.1", description="Listen address of the metrics port.")
     metrics_port: int = Field(9102, ge=1, le=65535, description="Port of GET /metrics.")
-    model: Path = Field(description="Folder of a Hugging Face model; only its tokenizer files are read.")
-    served_model_name: str = Field("", description="Name that clients use; by default the model folder's own name.")
-    max_open_requests: int = Field(65536, ge=1, description="Requests that one stream may have open; more end the stream.")
+    model: Path = Field(description="Folder of the Hugging Face model. Only its tokenizer files are read.")
+    served_model_name: str = Field("", description="Model name that clients use. Empty: the name of the model folder.")
+    max_open_requests: int = Field(
+        65536, ge=1, description="Maximum number of open requests per stream. One more ends the stream."
+    )
     inline_tokens: int = Field(
-        2048, ge=0, description="Tokens of one message up to which it is decoded on the event loop; longer ones go to a thread."
+        2048,
+        ge=0,
+        description="Maximum number of tokens in a message that the event loop decodes. A thread decodes longer messages.",
     )
     max_connection_age_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds after which clients have to connect again, so that those that use DNS find new replicas; 0: never.",
+        description="Seconds after which a connection takes no new calls, so that gateways find new replicas by DNS. 0: never.",
     )
 
     @property
     def model_name(self) -> str:
-        """The name that clients know the model by."""
+        """Model name that clients use."""
         return served_name(self.model, self.served_model_name)

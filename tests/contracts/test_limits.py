@@ -22,7 +22,7 @@ ELSEWHERE = {
     ),
     "MAX_REQUEST_SET_IDS": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_REQUEST_SET_IDS"),
     "MAX_SCORE_TOKENS": (GATEWAY + "api/test_score.py", "MAX_SCORE_TOKENS"),
-    "MAX_TOKEN_TEXTS": ("tests/services/detokenizer/test_token_texts.py", "MAX_TOKEN_TEXTS"),
+    "MAX_TOKEN_TEXTS": ("tests/services/detokenizer/test_server.py", "MAX_TOKEN_TEXTS"),
     "MAX_HEAD_BYTES": (GATEWAY + "http/test_connection.py", "MAX_HEAD_BYTES"),
     "MAX_HEAD_SECONDS": (GATEWAY + "http/test_connection.py", "head_s"),
     "MAX_BODY_BYTES": (GATEWAY + "api/test_bad_input.py", "max_body_bytes"),

@@ -60,7 +60,12 @@ def check_spans(collector: Collector, usage: dict[str, int]) -> None:
 
 
 def check_logs(system: System) -> None:
-    for name, message in (("access", "request"), ("tokenizer", "call"), ("worker-0", "submitted"), ("detokenizer", "opened")):
+    for name, message in (
+        ("access", "request"),
+        ("tokenizer", "call"),
+        ("worker-0", "submitted"),
+        ("detokenizer", "request opened"),
+    ):
         lines = [json.loads(line) for line in system.log(name).splitlines() if line.startswith("{")]
         (line,) = [one for one in lines if one["msg"] == message and one.get("request_id", "").startswith("traced-1")]
         assert line["trace_id"] == TRACE, name

@@ -140,7 +140,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/worker/loop/test_watchdog.py",
         "tests/services/worker/test_draft_folder.py",
         "tests/services/tokenizer/pieces/test_piece_encoder.py",
-        "tests/services/detokenizer/test_token_texts.py",
+        "tests/services/detokenizer/test_text.py",
         "tests/services/shared/test_probe.py",
         "tests/services/worker/control/test_control_command_line.py",
         "tests/services/worker/front/test_server.py",

@@ -1,4 +1,4 @@
-"""The Decode stream over gRPC on loopback, and the process."""
+"""The Detokenizer service over gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rootstock.v1 import detokenizer_pb2_grpc as pb_grpc
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.server import DetokenizerServicer
 from services.detokenizer.settings import DetokenizerSettings
+from services.detokenizer.text import TokenTexts
+from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.spans import Tracing
 from services.shared.rpc import grpc_server
@@ -47,7 +49,7 @@ def row(
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
-def test_every_batch_is_answered_once_in_order(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
+def test_stream_answers_each_batch_once_in_order(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
     async def run() -> None:
         tokenizer = tokenizers["byte_level"]
         ids = tokenizer.encode_batch(["hello 你好 there"], False)[0]
@@ -67,7 +69,7 @@ def test_every_batch_is_answered_once_in_order(tokenizers: dict[str, HfTokenizer
     asyncio.run(run())
 
 
-def test_state_goes_with_the_stream(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_stream_frees_open_requests_when_cancelled(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"]) as (stub, _, registry):
             call = stub.Decode()
@@ -92,7 +94,7 @@ def test_state_goes_with_the_stream(tokenizers: dict[str, HfTokenizer]) -> None:
         (pb.DecodeBatch(opens=[pb.DecodeOpen(handle=h) for h in range(3)]), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
-def test_a_broken_stream_ends_with_a_status(
+def test_stream_ends_with_a_status_when_a_batch_breaks_the_contract(
     tokenizers: dict[str, HfTokenizer], message: pb.DecodeBatch, code: grpc.StatusCode
 ) -> None:
     async def run() -> None:
@@ -106,7 +108,7 @@ def test_a_broken_stream_ends_with_a_status(
     asyncio.run(run())
 
 
-def test_draining_ends_idle_streams_as_unavailable(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_drain_ends_an_idle_stream_as_unavailable(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"]) as (stub, servicer, _):
             call = stub.Decode()
@@ -120,7 +122,7 @@ def test_draining_ends_idle_streams_as_unavailable(tokenizers: dict[str, HfToken
     asyncio.run(run())
 
 
-def test_draining_answers_what_was_sent_before(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_drain_answers_batches_in_transit(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"], inline_tokens=0) as (stub, servicer, registry):
             call = stub.Decode()
@@ -135,14 +137,14 @@ def test_draining_answers_what_was_sent_before(tokenizers: dict[str, HfTokenizer
                     seqs.append((await call.read()).seq)
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
             assert seqs == [1, 2, 3, 4, 5]
-            async with asyncio.timeout(60):  # its client hears of a stream's end before it is over
+            async with asyncio.timeout(60):  # the client sees the end of the stream before the server closes the session
                 while registry.get_sample_value("rootstock_detokenizer_open_requests"):
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())
 
 
-def test_draining_ends_busy_streams_too_and_takes_no_new_ones(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_drain_ends_busy_streams_and_refuses_new_streams(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"]) as (stub, servicer, _):
             call = stub.Decode()
@@ -154,7 +156,7 @@ def test_draining_ends_busy_streams_too_and_takes_no_new_ones(tokenizers: dict[s
                     while True:
                         await call.write(row(1, [10]))
                         await call.read()
-            # INTERNAL: a write of the client's own that came after the end, before it had heard of it.
+            # INTERNAL: the client wrote after the end of the stream, before the status reached it.
             assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
             late = stub.Decode()
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -165,7 +167,23 @@ def test_draining_ends_busy_streams_too_and_takes_no_new_ones(tokenizers: dict[s
     asyncio.run(run())
 
 
-def test_the_served_name(tokenizers: dict[str, HfTokenizer]) -> None:
+@pytest.mark.by_day(one_in=2)
+@pytest.mark.parametrize("inline_tokens", [0, 2048], ids=["in a thread", "on the loop"])
+def test_token_texts_call_returns_texts_and_limits_ids(tokenizers: dict[str, HfTokenizer], inline_tokens: int) -> None:
+    async def run() -> None:
+        tokenizer = tokenizers["byte_level"]
+        async with serving(tokenizer, inline_tokens=inline_tokens) as (stub, _, _):
+            answer = await stub.TokenTexts(pb.TokenTextsRequest(token_ids=[5, 6, 5]))
+            texts = TokenTexts(tokenizer)
+            assert list(answer.texts) == [texts.of(5), texts.of(6), texts.of(5)]
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stub.TokenTexts(pb.TokenTextsRequest(token_ids=[1] * (limits.MAX_TOKEN_TEXTS + 1)))
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(run())
+
+
+def test_info_returns_the_served_name(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         async with serving(tokenizers["byte_level"], served_model_name="llama") as (stub, _, _registry):
             assert (await stub.Info(pb.DetokenizerInfoRequest())).model == "llama"
@@ -173,7 +191,7 @@ def test_the_served_name(tokenizers: dict[str, HfTokenizer]) -> None:
     asyncio.run(run())
 
 
-def test_connections_of_an_age_are_replaced_and_their_streams_go_on(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_stream_continues_when_the_connection_reaches_maximum_age(tokenizers: dict[str, HfTokenizer]) -> None:
     async def run() -> None:
         config = DetokenizerSettings(model=Path("."))
         servicer = DetokenizerServicer(tokenizers["byte_level"], config, DetokenizerMetrics(CollectorRegistry()))

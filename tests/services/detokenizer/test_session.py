@@ -1,4 +1,4 @@
-"""One stream's requests: rows in order, replay, limits, one request's fault."""
+"""The session of one Decode stream: rows in order, replay, limits and failures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import detokenizer_pb2 as pb
 from services.detokenizer import session as session_module
-from services.detokenizer.incremental import IncrementalDetokenizer
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.detokenizer.session import BadBatch, Session, TooManyOpen
+from services.detokenizer.text import IncrementalDetokenizer
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 
 Row = tuple[int, list[int], bool, str]
-PLAIN: list[str] = []
 
 
 def new_session(tokenizer: HfTokenizer, max_open: int = 100) -> Session:
@@ -49,7 +48,7 @@ KINDS = ["byte_level", "byte_fallback", "wordpiece", "unigram"]
 @given(
     ids=IDS, cut=st.integers(0, 30), stops=st.lists(st.sampled_from(["e", " th", "lo", "�"]), max_size=2), step=st.integers(1, 7)
 )
-def test_replay_at_any_point_goes_on_exactly(
+def test_session_continues_the_text_exactly_after_a_replay(
     tokenizers: dict[str, HfTokenizer], kind: str, ids: list[int], cut: int, stops: list[str], step: int
 ) -> None:
     tokenizer = tokenizers[kind]
@@ -77,7 +76,7 @@ def test_replay_at_any_point_goes_on_exactly(
     assert before + run(second, ids[cut:]) + finish(second) == whole
 
 
-def test_a_replay_gives_out_what_was_decoded_and_not_seen(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_replay_returns_decoded_text_that_was_not_sent(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode_batch(["hello there"], False)[0]
     opened = pb.DecodeOpen(handle=1, replay_ids=ids, emitted_chars=2)
@@ -86,7 +85,7 @@ def test_a_replay_gives_out_what_was_decoded_and_not_seen(tokenizers: dict[str, 
     assert session.answer(batch([(1, [], True, "")])).texts == [""]
 
 
-def test_rows_are_answered_in_order_and_apart(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_answers_rows_in_order_and_lists_unknown_handles(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     one, two = tokenizer.encode_batch(["hello", "Kind"], False)
     opens = [pb.DecodeOpen(handle=7), pb.DecodeOpen(handle=3)]
@@ -95,7 +94,7 @@ def test_rows_are_answered_in_order_and_apart(tokenizers: dict[str, HfTokenizer]
     assert (answer.seq, list(answer.handles), list(answer.texts), list(answer.unknown)) == (42, [7, 3], ["hello", "Kind"], [9])
 
 
-def test_finished_and_closed_handles_are_forgotten(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_forgets_finished_and_closed_handles(tokenizers: dict[str, HfTokenizer]) -> None:
     registry = CollectorRegistry()
     session = Session(tokenizers["byte_level"], 10, DetokenizerMetrics(registry))
     session.answer(batch([], opens=[pb.DecodeOpen(handle=h) for h in range(4)]))
@@ -106,7 +105,7 @@ def test_finished_and_closed_handles_are_forgotten(tokenizers: dict[str, HfToken
     assert registry.get_sample_value("rootstock_detokenizer_open_requests") == 0
 
 
-def test_skip_special_tokens_is_the_default_and_can_be_unset(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_skips_special_tokens_by_default(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     eos = tokenizer.eos_token_id
     assert eos is not None
@@ -115,7 +114,7 @@ def test_skip_special_tokens_is_the_default_and_can_be_unset(tokenizers: dict[st
     assert list(texts) == ["", "<|im_end|>"]
 
 
-def test_special_tokens_that_are_kept(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_keeps_special_tokens_in_kept_tokens(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = [tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>")]
     marks = ["<|im_start|>", "[not of this model]"]
@@ -126,7 +125,7 @@ def test_special_tokens_that_are_kept(tokenizers: dict[str, HfTokenizer]) -> Non
         new_session(tokenizer).answer(pb.DecodeBatch(opens=[pb.DecodeOpen(kept_tokens=["x"] * (limits.MAX_KEPT_TOKENS + 1))]))
 
 
-def test_a_finished_row_is_cut_at_its_stop_string(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_cuts_a_finished_row_at_the_stop_string(tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode_batch(["hello, how are you"], False)[0]
     opens = [pb.DecodeOpen(handle=1, stop=["how"]), pb.DecodeOpen(handle=2, stop=["how"], include_stop=True)]
@@ -145,19 +144,21 @@ def test_a_finished_row_is_cut_at_its_stop_string(tokenizers: dict[str, HfTokeni
         ("opens.stop", pb.DecodeBatch(opens=[pb.DecodeOpen(stop=["x" * 1025])])),
     ],
 )
-def test_a_bad_batch_names_its_field(tokenizers: dict[str, HfTokenizer], field: str, message: pb.DecodeBatch) -> None:
+def test_bad_batch_error_names_the_field(tokenizers: dict[str, HfTokenizer], field: str, message: pb.DecodeBatch) -> None:
     with pytest.raises(BadBatch, match=f"^{field}: "):
         new_session(tokenizers["byte_level"]).answer(message)
 
 
-def test_too_many_open_requests(tokenizers: dict[str, HfTokenizer]) -> None:
+def test_session_refuses_an_open_request_above_the_limit(tokenizers: dict[str, HfTokenizer]) -> None:
     session = new_session(tokenizers["byte_level"], max_open=2)
     session.answer(batch([], opens=[pb.DecodeOpen(handle=h) for h in (1, 2, 2)]))
     with pytest.raises(TooManyOpen):
         session.answer(batch([], opens=[pb.DecodeOpen(handle=3)]))
 
 
-def test_one_request_failing_leaves_the_others(tokenizers: dict[str, HfTokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_decodes_other_rows_when_one_row_fails(
+    tokenizers: dict[str, HfTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = tokenizers["byte_level"]
 
     class Failing(IncrementalDetokenizer):

@@ -142,7 +142,11 @@ def _tail_text(request: Request, rules: TextRules) -> str:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The stop string that begins first in `text`; of several at one place, the one listed first."""
+    """Returns the stop string that begins first in `text`, or None. Of several that begin together, returns the first listed.
+
+    This is SGLang's rule for the reason that a response reports. The detokenizer's StopStringBuffer searches again by another
+    rule: it cuts streamed text at the stop string that ends first, because it must not wait for longer ones.
+    """
     best: tuple[int, str] | None = None
     for stop in stops:
         at = text.find(stop)

@@ -1,0 +1,228 @@
+"""Decodes output ids to text: incrementally for a request, with stop strings held back, and one token at a time.
+
+Definition of the incremental text: let C be the last ids of the prompt and O all output ids, both without skipped and unknown
+ids. The text of O is `decode(C + O)[len(decode(C)):]`. With an empty C it is `decode(O)`. Metaspace and WordPiece decoders drop
+the leading space at the start of a sequence only, so the first output word keeps its space after a prompt. Two rules go beyond
+this definition:
+
+- A character whose bytes are spread over several tokens belongs to the token with its last byte, even if it began in the prompt.
+- A run of byte-fallback tokens (<0x80> to <0xFF>) keeps its valid characters and gives one U+FFFD per other byte. The
+  `tokenizers` library replaces every byte of a run that has an error anywhere, so a later byte would change text that is
+  already sent.
+
+Byte tokens go through an incremental UTF-8 decoder, which holds back at most 3 bytes. Text tokens are decoded after the text
+tokens just before them, like SGLang's surrogate and read offsets. The cost of a token is therefore independent of the length
+of the output.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from services.shared.hf_tokenizer import HfTokenizer
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 8  # text tokens that precede a decoded one; most decoders need only one to keep a leading space
+MAX_PENDING_TOKENS = 4  # a character has at most 4 bytes; 4 text tokens that still end in U+FFFD never complete one
+ONE_PER_BYTE = "rootstock-replace-each-byte"  # name of the codec error handler below
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(ONE_PER_BYTE, _replace_each_byte)
+
+
+class IncrementalDetokenizer:
+    """The decoding state of one request. Calls must not overlap.
+
+    `push` returns each character once, as soon as no later id can change it. The concatenated text does not depend on how the
+    ids are split among calls.
+    """
+
+    def __init__(
+        self, tokenizer: HfTokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool, kept_tokens: Sequence[str] = ()
+    ) -> None:
+        """Decodes the end of the prompt as context, without returning its text.
+
+        Args:
+            kept_tokens: texts of special tokens to keep even if special tokens are skipped; unknown texts are ignored.
+        """
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if self._skipped and kept_tokens:
+            self._skipped -= {tokenizer.token_id(text) for text in kept_tokens}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace" if tokenizer.is_byte_level else ONE_PER_BYTE)
+        # Returned text tokens; decoding them first shows the decoder that the next one does not start the sequence.
+        self._context: list[int] = []
+        self._context_chars = 0
+        self._pending: list[int] = []  # text tokens after the context whose text is not returned yet
+        self.push(prompt_tail)
+        self._flush_text()
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Appends ids and returns the text that is now final."""
+        if self._tokenizer.is_byte_level:
+            bytes_of = self._tokenizer.token_bytes
+            return self._utf8.decode(b"".join(bytes_of(i) or b"" for i in ids if i not in self._skipped))
+        out: list[str] = []
+        for token_id in ids:
+            if token_id in self._skipped:
+                continue
+            raw = self._tokenizer.token_bytes(token_id)
+            if raw is None:
+                out.append(self._utf8.decode(b"", final=True))
+                self._pending.append(token_id)
+            elif raw:
+                if self._pending:
+                    out.append(self._flush_text())
+                out.append(self._utf8.decode(raw))
+                if not self._context and self._tokenizer.anchor_id is not None:
+                    self._set_context([self._tokenizer.anchor_id])  # the next text token does not start the sequence
+        if self._pending:
+            out.append(self._final_text())
+        return "".join(out)
+
+    def finish(self) -> str:
+        """Returns the text that push() has held back, with U+FFFD for bytes that form no character."""
+        return self._flush_text() + self._utf8.decode(b"", final=True)
+
+    def _final_text(self) -> str:
+        text = self._pending_text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING_TOKENS:
+            return ""
+        return self._release(text)
+
+    def _flush_text(self) -> str:
+        return self._release(self._pending_text()) if self._pending else ""
+
+    def _pending_text(self) -> str:
+        return self._tokenizer.decode(self._context + self._pending, False)[self._context_chars :]
+
+    def _release(self, text: str) -> str:
+        """Makes the pending tokens the context of the next ones and returns their text."""
+        self._set_context(self._pending[-CONTEXT_TOKENS:])
+        self._pending = []
+        return text
+
+    def _set_context(self, ids: list[int]) -> None:
+        self._context, self._context_chars = ids, len(self._tokenizer.decode(ids, False))
+
+
+class _StopMatcher:
+    """The Knuth-Morris-Pratt automaton of one stop string."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0  # length of the longest prefix of the stop string that is a suffix of the text so far
+        self._borders = [0]  # border length per prefix length, computed when it is first needed
+
+    def feed(self, text: str) -> int | None:
+        """Returns the index in `text` after the first complete match, or None. Must not be called again after a match."""
+        at = 0
+        while at < len(text):
+            if self.matched == 0:
+                at = text.find(self.stop[0], at)
+                if at < 0:
+                    return None
+            while self.matched and self.stop[self.matched] != text[at]:
+                self.matched = self._border_of(self.matched)
+            self.matched += self.stop[self.matched] == text[at]
+            at += 1
+            if self.matched == len(self.stop):
+                return at
+        return None
+
+    def _border_of(self, length: int) -> int:
+        """Returns the length of the longest proper prefix of `stop[:length]` that is also its suffix."""
+        stop, borders = self.stop, self._borders
+        for at in range(len(borders), length):
+            border = borders[at - 1]
+            while border and stop[at] != stop[border]:
+                border = borders[border - 1]
+            borders.append(border + (stop[at] == stop[border]))
+        return borders[length - 1]
+
+
+class StopStringBuffer:
+    """Holds back text that is or may become a stop string of one request. Calls must not overlap.
+
+    The worker decides that a stop string ends the request and names it; this buffer only cuts the text. The worker's search
+    (`first_stop` in the scheduler core) is separate because it answers another question. It reads a text tail once per token and
+    prefers the stop string that begins first, like SGLang. This buffer reads each character once and cuts at the stop string
+    that ends first, because it must not wait for longer ones and its result must not depend on how the text is split.
+
+    A text without the first character of any stop string costs one search per stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
+        self._matchers = [_StopMatcher(stop) for stop in stops if stop]
+        self._include_stop = include_stop
+        self._held = ""
+        self._match: tuple[int, int] | None = None  # (start, end) in _held of the stop string that was complete first
+
+    @property
+    def held_chars(self) -> int:
+        return len(self._held)
+
+    def push(self, text: str) -> str:
+        """Appends text and returns the part that belongs to no stop string. Returns "" after the first complete stop string."""
+        if not self._matchers:
+            return text
+        if self._match is not None:
+            self._held += text
+            return ""
+        return self._release(text)
+
+    def finish(self, matched_stop: str) -> str:
+        """Returns the held text, cut at the stop string that ended the request.
+
+        Args:
+            matched_stop: the stop string that the worker names; "" if none ended the request. A complete stop string that
+                begins earlier, or any complete one if the worker names none, cuts the text instead.
+        """
+        held, self._held = self._held, ""
+        start = held.find(matched_stop) if matched_stop else -1
+        cut = (start, start + len(matched_stop)) if start >= 0 else None
+        if cut is None or (self._match is not None and self._match[0] < start):
+            cut = self._match
+        if cut is None:
+            return held
+        return held[: cut[1] if self._include_stop else cut[0]]
+
+    def _release(self, text: str) -> str:
+        before = len(self._held)
+        self._held += text
+        ends = [(before + end, -len(m.stop)) for m in self._matchers if (end := m.feed(text)) is not None]
+        keep = max(m.matched for m in self._matchers)  # `matched` of a complete stop string is its whole length
+        cut = len(self._held) - keep
+        if ends:
+            cut = min(end + minus_length for end, minus_length in ends)
+            end, minus_length = min(ends)
+            self._match = (end + minus_length - cut, end - cut)
+        released, self._held = self._held[:cut], self._held[cut:]
+        return released
+
+
+class TokenTexts:
+    """The texts of single tokens as bytes, for log probabilities. Thread-safe; one instance per process."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Some decoders drop a leading space at the start of a text, so text tokens are decoded after this one.
+        self._anchor = tokenizer.encode_batch(["a"], False)[0][-1:]
+        self._anchor_chars = len(tokenizer.decode(self._anchor, False))
+
+    def of(self, token_id: int) -> bytes:
+        """Returns the UTF-8 bytes that the token adds to a text, which may be part of a character.
+
+        Returns:
+            The name of a special token; b"" for an id outside the vocabulary.
+        """
+        raw = self._tokenizer.token_bytes(token_id)
+        if raw is not None:
+            return raw
+        return self._tokenizer.decode([*self._anchor, token_id], False)[self._anchor_chars :].encode()
