@@ -15,12 +15,14 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import SERVICE, Gateway
 from services.gateway.http import http_server
 from services.gateway.http.connection_table import want_open_files
-from services.shared import c_memory, settings
+from services.shared import settings
+from services.shared.memory import map_large_blocks
 from services.shared.observe import log
 from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger("services.gateway")
 
+MAPPED_BLOCK_BYTES = 1 << 20  # malloc maps blocks of this size on their own; smaller ones are reused by the heap
 YOUNG_OBJECTS = 10_000  # between two looks for cycles; a request in flight has hundreds
 
 
@@ -41,7 +43,7 @@ async def _serve(config: GatewaySettings) -> None:
 def main() -> int:
     config = settings.load(GatewaySettings, "python -m services.gateway")
     log.configure(SERVICE, config.log_level)
-    c_memory.map_large_blocks()
+    map_large_blocks(MAPPED_BLOCK_BYTES)
     want_open_files()
     logging.getLogger("uvicorn.error").setLevel("WARNING")
     logger.info("settings", extra=fields(**config.model_dump(exclude={"control_token", "redis_url", "state_redis_url"})))

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import tokenizer_pb2_grpc as pb_grpc
 from services.shared.hf_tokenizer import TokenizerFolderError, load_tokenizer
+from services.shared.memory import map_large_blocks
 from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
@@ -19,8 +20,8 @@ from services.shared.tls.certificate_files import BadTls
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
-from services.tokenizer.mapped_blocks import map_large_blocks
 from services.tokenizer.metrics import TokenizerMetrics
+from services.tokenizer.render_child import MAPPED_BLOCK_BYTES
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings
 
@@ -58,7 +59,7 @@ def main() -> None:
     grpc_server.end_on_signal()
     settings = load(TokenizerSettings, f"python -m services.{SERVICE}")
     log.configure(SERVICE, settings.log_level)
-    map_large_blocks()
+    map_large_blocks(MAPPED_BLOCK_BYTES)
     try:
         asyncio.run(run(settings))
     except (TokenizerFolderError, BadTls) as error:

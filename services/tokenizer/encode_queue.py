@@ -1,7 +1,7 @@
-"""Texts of several requests encoded in one call to the tokenizer.
+"""Encodes the texts of several requests in one call of the tokenizer.
 
-A request that finds a free lane is encoded at once; those that come while every lane works are taken together by the first lane
-that is free. So batches form under load only, and nobody waits for one. Belongs to one event loop.
+A request that finds a free lane is encoded at once. Requests that arrive while all lanes are busy are encoded together by the
+first free lane. Batches therefore form only under load, and no request waits for a batch to fill.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-Encode = Callable[[Sequence[str], bool], list[list[int]]]
+Encode = Callable[[Sequence[str], bool], list[list[int]]]  # (texts, add_special_tokens) → ids of each text
 
 
 @dataclass(frozen=True)
 class _Job:
+    """The texts of one waiting request."""
+
     texts: Sequence[str]
     add_special_tokens: bool
-    chars: int
-    done: asyncio.Future[list[list[int]]]
+    chars: int  # in all texts
+    done: asyncio.Future[list[list[int]]]  # ids of each text
 
 
 class EncodeQueue:
+    """The waiting requests and the lanes that encode them in the executor's threads. Belongs to one event loop."""
+
     def __init__(
         self,
         encode: Encode,
@@ -41,11 +45,11 @@ class EncodeQueue:
         self._max_chars = max_chars
         self._observe_texts = observe_texts
         self._waiting: deque[_Job] = deque()
-        self._working = 0  # lanes that will look at the queue again before they end
-        self._tasks: set[asyncio.Task[None]] = set()  # so that none is collected while it works
+        self._working = 0  # lanes that will read the queue again before they end
+        self._tasks: set[asyncio.Task[None]] = set()  # keeps running lanes from being garbage-collected
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """One list of ids per text. Raises what the tokenizer raises."""
+        """Returns one list of ids per text. Raises the tokenizer's exception if it fails."""
         done: asyncio.Future[list[list[int]]] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Job(texts, add_special_tokens, sum(map(len, texts)), done))
         if self._working < self._lanes:
@@ -56,7 +60,7 @@ class EncodeQueue:
         return await done
 
     async def _work(self) -> None:
-        # Counted out in the same tick in which the queue was seen empty: a job that comes later starts a lane of its own.
+        # The lane ends in the loop iteration in which it finds the queue empty, so a later job starts a new lane.
         try:
             await self._drain()
         finally:
@@ -75,7 +79,7 @@ class EncodeQueue:
             _hand_out(batch, ids)
 
     def _take(self) -> list[_Job]:
-        """The longest run of waiting jobs that fits in one call; at least one. Jobs whose caller has gone are dropped."""
+        """Removes and returns the longest run of waiting jobs that fits in one call, at least one. Drops cancelled jobs."""
         batch: list[_Job] = []
         texts = chars = 0
         while self._waiting:
@@ -92,7 +96,7 @@ class EncodeQueue:
         return batch
 
     async def _fail(self, batch: list[_Job], error: Exception) -> None:
-        """One request's fault is its own: a batch of several is tried again one by one."""
+        """Reports the error to a single job. Encodes the jobs of a larger batch again one by one, so that only one job fails."""
         if len(batch) == 1:
             if not batch[0].done.done():
                 batch[0].done.set_exception(error)

@@ -1,6 +1,6 @@
-"""One gateway's stream of short requests: a task for each that is open, and the answers that are there in one message.
+"""The EncodeMany stream of one gateway: short requests, one task for each, with the finished ones sent together.
 
-A task is made by its EncodeOpen and ends with its answer, by `closes`, or with the stream, whatever ends it.
+A task starts with an EncodeOpen. It ends with its response, with its handle in `closes`, or with the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.shared import limits
 from services.shared.rpc.next_message import GOING_AWAY, GoingAway, Reading
 from services.tokenizer.refusal import Refusal, busy
 
-MESSAGE_BYTES = 1 << 20  # of answers in one message, about
+MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +25,26 @@ Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises 
 
 
 class BadBatch(ValueError):
-    """The message breaks the contract of tokenizer.proto."""
+    """A message breaks the contract of tokenizer.proto; the stream must end."""
 
 
 class EncodeStream:
+    """The open requests of one stream and their unsent responses. Belongs to the stream's handler."""
+
     def __init__(self, context: grpc.aio.ServicerContext, texts: Texts, chat: Chat) -> None:
         self._context = context
         self._texts = texts
         self._chat = chat
         self._open: dict[int, asyncio.Task[None]] = {}  # by handle
-        self._answers: list[pb.Encoded] = []  # not yet written
+        self._answers: list[pb.Encoded] = []  # responses that are not sent yet
         self._wake = asyncio.Event()
-        self._settled = asyncio.Event()  # none is open, and every answer is written
+        self._settled = asyncio.Event()  # set when no request is open and every response is sent
 
     async def serve(self, stopping: asyncio.Event) -> None:
-        """Until the gateway ends the stream, or `stopping` is set and what has come is answered. Once."""
+        """Serves until the gateway ends the stream, or until `stopping` is set and all received requests are answered.
+
+        Must be called once.
+        """
         reading: Reading[pb.EncodeBatch] = Reading(self._context, stopping)
         writer = asyncio.create_task(self._write())
         try:
@@ -67,11 +72,15 @@ class EncodeStream:
 
     def _begin(self, opened: pb.EncodeOpen) -> None:
         if opened.WhichOneof("request") is None or opened.handle in self._open:
-            raise BadBatch("opens: a request, and a handle that is of no other open one, are wanted")
+            raise BadBatch("opens: each entry needs a request and a handle that no other open request has")
         if opened.ByteSize() > limits.SHORT_ENCODING_BYTES:
-            raise BadBatch(f"opens: more than {limits.SHORT_ENCODING_BYTES} bytes, which are for a call of their own")
+            raise BadBatch(f"opens: an entry is larger than {limits.SHORT_ENCODING_BYTES} bytes. Use a unary call for it.")
         if len(self._open) >= limits.MAX_OPEN_ENCODINGS:
-            self._answer(_refused(opened.handle, busy(f"opens: {limits.MAX_OPEN_ENCODINGS} are open")))
+            self._answer(
+                _refused(
+                    opened.handle, busy(f"opens: the stream already has {limits.MAX_OPEN_ENCODINGS} open requests, its limit")
+                )
+            )
         else:
             self._open[opened.handle] = asyncio.create_task(self._work(opened))
 
@@ -82,7 +91,7 @@ class EncodeStream:
         except Refusal as refusal:
             answer = _refused(opened.handle, refusal)
         except Exception:
-            logger.exception("an encoding failed")
+            logger.exception("encoding failed")
             answer = _refused(opened.handle, Refusal(grpc.StatusCode.INTERNAL, "the tokenizer failed"))
         del self._open[opened.handle]
         self._answer(answer)
@@ -92,7 +101,7 @@ class EncodeStream:
         self._wake.set()
 
     async def _write(self) -> None:
-        """Until cancelled."""
+        """Sends responses as they become available, until the task is cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()

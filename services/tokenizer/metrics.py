@@ -13,19 +13,28 @@ _TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class TokenizerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "rootstock_tokenizer_"
-        self.requests = Counter(prefix + "requests", "Calls by their gRPC status.", ["rpc", "code"], registry=registry)
-        self.seconds = Histogram(prefix + "request_seconds", "Time of a call.", ["rpc"], buckets=_SECONDS, registry=registry)
-        self.in_flight = Gauge(prefix + "in_flight", "Calls being answered.", registry=registry)
-        self.tokens = Counter(prefix + "tokens", "Token ids given out.", registry=registry)
-        self.batch_texts = Histogram(prefix + "batch_texts", "Texts encoded in one call.", buckets=_TEXTS, registry=registry)
+        self.requests = Counter(prefix + "requests", "Ended requests by gRPC status.", ["rpc", "code"], registry=registry)
+        self.seconds = Histogram(
+            prefix + "request_seconds", "Seconds to serve one request.", ["rpc"], buckets=_SECONDS, registry=registry
+        )
+        self.in_flight = Gauge(prefix + "in_flight", "Requests in progress.", registry=registry)
+        self.tokens = Counter(prefix + "tokens", "Token ids sent to gateways.", registry=registry)
+        self.batch_texts = Histogram(prefix + "batch_texts", "Texts encoded in one batch.", buckets=_TEXTS, registry=registry)
         self.render_seconds = Histogram(
-            prefix + "render_seconds", "Time of one chat template rendering.", buckets=_SECONDS, registry=registry
+            prefix + "render_seconds", "Seconds to render one chat template.", buckets=_SECONDS, registry=registry
         )
-        self.render_kills = Counter(prefix + "render_kills", "Rendering processes that had to be killed.", registry=registry)
-        self._bytes = Gauge(
-            prefix + "held_bytes", "Bytes of requests being rendered and encoded, long ones apart.", ["share"], registry=registry
+        self.render_kills = Counter(
+            prefix + "render_kills",
+            "Rendering processes killed because a template took too much time or memory.",
+            registry=registry,
         )
+        self._bytes = Gauge(prefix + "held_bytes", "Bytes of short or long requests in progress.", ["share"], registry=registry)
 
     def watch_bytes(self, share: str, held: Callable[[], float]) -> None:
-        """share: short or long."""
+        """Reads the gauge held_bytes from a function.
+
+        Args:
+            share: value of the label, "short" or "long".
+            held: returns the bytes of the requests in progress.
+        """
         self._bytes.labels(share).set_function(held)

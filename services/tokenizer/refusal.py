@@ -1,4 +1,4 @@
-"""The way a request is refused: a gRPC status and a message that names the field and holds no prompt text."""
+"""The error of a refused request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import grpc
 
 
 class Refusal(Exception):
+    """A request is refused with a gRPC status. The message names the field and contains no text of the prompt."""
+
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -21,5 +23,5 @@ def too_much(message: str) -> Refusal:
 
 
 def busy(message: str) -> Refusal:
-    """It may be taken later."""
+    """Returns a refusal for a request that may succeed later."""
     return Refusal(grpc.StatusCode.ABORTED, message)

@@ -1,13 +1,17 @@
 """The rendering process: `python -m services.tokenizer.render_child`, started and killed by RenderPool.
 
-It imports jinja2 and the standard library only. What it reads and writes is framed as one JSON line, then raw bytes:
-  setup    {"templates", "special_tokens", "max_chars", "max_messages", "memory_bytes", "seconds",
-           "start_seconds"}  → {"error": null or text}
-  request  {"sizes": [messages, tools, kwargs], "add_generation_prompt", "continue_final_message",
-           "read_variables"} + three JSON texts
-  reply    {"status": "ok" | "invalid" | "too_much", "message", "size"} + the rendered text in UTF-8;
-           "ends": true where the process ends after it
-It ends at the end of its input, out of memory, and by its own alarm if a request overruns and nobody is left to kill it.
+The process imports jinja2 and the standard library only. Each message on its standard input and output is one JSON line, followed
+by raw bytes:
+
+| message | JSON line | bytes |
+| --- | --- | --- |
+| setup | templates, special_tokens, max_chars, max_messages, memory_bytes, seconds, start_seconds | |
+| reply to the setup | error: null or a text | |
+| request | sizes, add_generation_prompt, continue_final_message, read_variables | messages, tools and kwargs in JSON |
+| reply to a request | status (ok, invalid, too_much), message, size; "ends" if the process ends now | rendered text |
+
+The process ends at the end of its input, when it is out of memory, and by its own alarm if a request takes too long and the
+parent does not kill it.
 """
 
 from __future__ import annotations
@@ -21,19 +25,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
-from services.tokenizer import chat_messages
-from services.tokenizer.chat_messages import InvalidField
-from services.tokenizer.chat_template import ChatTemplate, OutputTooLong, TemplateRefusal
+from services.shared.memory import map_large_blocks
+from services.tokenizer.chat import (
+    ChatTemplate,
+    InvalidField,
+    OutputTooLong,
+    TemplateRefusal,
+    cut_at_tag,
+    parse_json,
+    prepare_messages,
+    tag_final,
+)
 from services.tokenizer.history.template_forms import TemplateForms
 from services.tokenizer.history.turns import Message
-from services.tokenizer.mapped_blocks import map_large_blocks
 
-ALARM_MARGIN_S = 1.0  # the parent kills first
+MAPPED_BLOCK_BYTES = 1 << 18  # threshold of map_large_blocks(), here and in the service: texts of 256 KiB are large requests
+ALARM_MARGIN_S = 1.0  # added to the time limit, so that the parent kills the process first
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-SMALL_CHARS = 1 << 18  # of a rendered small chat, beside the template's own text
-MAX_OTHERS = 8  # further ways in which a chat is tried that its template has refused
-OTHERS_SECONDS = 1.0  # after which no further way is tried
+SMALL_CHARS = 1 << 18  # limit of a rendered small chat, which includes the template's own text
+MAX_OTHERS = 8  # other forms of a chat that are tried after its template has refused the first
+OTHERS_SECONDS = 1.0  # time after which no other form is tried
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -46,17 +58,19 @@ PROBE_TOOL = {
         },
     },
 }
-PRINTED_PART = "{'type': 'text'"  # of a list that a template has printed as it is
+PRINTED_PART = "{'type': 'text'"  # appears in the text if a template has printed a list of parts as Python writes it
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
 class TooMuch(Exception):
-    """A cap was passed; the message names it."""
+    """A request exceeds a limit. The message names the limit."""
 
 
 class Renderer:
+    """The compiled templates of a model and the forms of message that each of them shows."""
+
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Raises what jinja2's compiler raises if a template is none."""
+        """Compiles the templates. Raises the exception of jinja2's compiler if a template does not compile."""
         self._templates = {name: ChatTemplate(source) for name, source in setup["templates"].items()}
         self._forms = {name: self._forms_of(template) for name, template in self._templates.items()}
         self._special_tokens: dict[str, str] = setup["special_tokens"]
@@ -64,24 +78,30 @@ class Renderer:
         self._max_messages: int = setup["max_messages"]
 
     def render(self, header: Mapping[str, Any], messages_json: bytes, tools_json: bytes, kwargs_json: bytes) -> str:
-        """Raises InvalidField, TooMuch, MemoryError."""
-        tools = chat_messages.parse("tools", tools_json, list)
-        kwargs = chat_messages.parse("template_kwargs", kwargs_json, dict) or {}
+        """Returns the rendered chat.
+
+        Raises:
+            InvalidField: a field of the request is wrong, or the template refuses the chat.
+            TooMuch: the request or the text exceeds a limit.
+            MemoryError: the template needs more memory than the process may have.
+        """
+        tools = parse_json("tools", tools_json, list)
+        kwargs = parse_json("template_kwargs", kwargs_json, dict) or {}
         for name in RESERVED_KWARGS:
             if name in kwargs:
                 raise InvalidField(f"template_kwargs: {name} cannot be set here")
-        raw = chat_messages.parse("messages", messages_json, list) or []
+        raw = parse_json("messages", messages_json, list) or []
         if len(raw) > self._max_messages:
             raise TooMuch(f"messages: {len(raw)} messages, at most {self._max_messages}")
         name = self._template_name(tools)
         for variable in header.get("read_variables", ()):
             if variable not in self._templates[name].variables:
                 raise InvalidField(f"{variable}: this model's chat template does not read a variable of this name")
-        messages = chat_messages.prepare(raw)
-        final = chat_messages.tag_final(messages) if header["continue_final_message"] else None
+        messages = prepare_messages(raw)
+        final = tag_final(messages) if header["continue_final_message"] else None
         variables = {**kwargs, "tools": tools, "add_generation_prompt": header["add_generation_prompt"]}
         text = self._shown(name, messages, variables)
-        return text if final is None else chat_messages.cut_at_tag(text, final)
+        return text if final is None else cut_at_tag(text, final)
 
     def _template_name(self, tools: list[Any] | None) -> str:
         name = TOOL_TEMPLATE if tools is not None and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
@@ -101,7 +121,7 @@ class Renderer:
         return TemplateForms(rendered, template.has_developer)
 
     def _shown(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        """Renders the chat in the forms of its template. Raises InvalidField that names the message at which it fails."""
+        """Renders the chat in the forms of its template. Raises InvalidField with the message at which the template fails."""
         template, forms, tools = self._templates[name], self._forms[name], bool(variables["tools"])
         ordered = forms.ordered(messages, tools)
         chat = forms.spelled(ordered.turns, tools)
@@ -121,7 +141,7 @@ class Renderer:
         raise InvalidField(f"{where}: {_said(found)}")
 
     def _failing(self, template: ChatTemplate, chat: list[Message], variables: Mapping[str, Any]) -> int | None:
-        """Returns the index of the message that the template has read last when it fails; None if it has read none."""
+        """Returns the index of the message that the template reads last before it fails, or None if it reads no message."""
         last: list[int] = []
         self._rendered(template, [_Watched(message, at, last) for at, message in enumerate(chat)], variables)
         return last[0] if last else None
@@ -129,14 +149,14 @@ class Renderer:
     def _rendered(
         self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any], max_chars: int = 0
     ) -> str | Exception:
-        """Returns the text, or the reason why there is none.
+        """Returns the rendered text, or the exception that the template raised.
 
         Args:
             max_chars: limit of the text; 0 for the limit of requests.
 
         Raises:
-            TooMuch: the text is longer.
-            MemoryError: the template needs more than the process may have.
+            TooMuch: the text is longer than the limit.
+            MemoryError: the template needs more memory than the process may have.
         """
         given = {"documents": None, **self._special_tokens, **variables, "messages": messages}
         try:
@@ -145,12 +165,12 @@ class Renderer:
             raise TooMuch(f"messages: the chat template's output is longer than {self._max_chars} characters") from None
         except MemoryError:
             raise
-        except Exception as error:  # of any kind: a template is a program
+        except Exception as error:  # a template is a program and may raise anything
             return error
 
 
 class _Watched(dict[str, Any]):
-    """A message that notes its index whenever the template reads a field of it."""
+    """A message that records its index in `last` when the template reads one of its fields."""
 
     def __init__(self, message: Message, at: int, last: list[int]) -> None:
         super().__init__(message)
@@ -170,14 +190,14 @@ class _Watched(dict[str, Any]):
 
 
 def _said(error: Exception) -> str:
-    """Returns a template's own words. Of other errors it returns only the type: the interpreter's words may quote the prompt."""
+    """Returns a template's own message. Returns only the type of another error, because Python's message may quote the prompt."""
     if isinstance(error, TemplateRefusal):
         return str(error.message)
     return f"the chat template failed with {type(error).__name__}"
 
 
 def _answer(renderer: Renderer, header: Mapping[str, Any], parts: list[bytes]) -> tuple[str, str, bytes]:
-    """(status, message, rendered text)."""
+    """Returns status, message and rendered text of the reply."""
     try:
         return "ok", "", renderer.render(header, *parts).encode()
     except InvalidField as error:
@@ -205,11 +225,11 @@ def _set_up(setup: Mapping[str, Any]) -> Renderer:
 
 def main() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
-    map_large_blocks()
+    map_large_blocks(MAPPED_BLOCK_BYTES)
     setup = json.loads(source.readline())
     try:
         renderer = _set_up(setup)
-    except Exception as error:  # whatever the compiler ran into
+    except Exception as error:  # any error of jinja2's compiler
         _send(out, {"error": f"{type(error).__name__}: {error}"})
         return
     _send(out, {"error": None})

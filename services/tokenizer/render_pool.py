@@ -1,7 +1,7 @@
-"""Chat templates rendered in processes of their own, so that one that loops or swells is killed and stops nobody else.
+"""Renders chat templates in separate processes, so that a template that loops or uses too much memory can be killed.
 
-The pool owns its processes. A request holds one for the time of its rendering; a process that overran, died or was left in the
-middle of an exchange is killed, and the next request starts a fresh one.
+The pool owns its processes. A request has one process to itself while it is rendered. A process that takes too long, dies or is
+left in the middle of an exchange is killed, and the next request starts a new one.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ import grpc
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.refusal import Refusal, busy, invalid, too_much
 
-LARGE_BYTES = 1 << 18  # of a job or its text: what such a rendering has made of a process's memory ends with the process
-WRITE_BYTES = 1 << 16  # at a time: what a pipe does not take at once is copied
+LARGE_BYTES = 1 << 18  # a process ends after a job or a text of this size, to return its memory
+WRITE_BYTES = 1 << 16  # size of one write; the pipe copies the part that it cannot take at once
 NO_TEMPLATE = "this model has no chat template; use /v1/completions, or give the tokenizer a template with --chat-template FILE"
-AGAIN_S = 30.0  # after a start that came to nothing, where none has succeeded yet: the template may be at fault, or the machine
-START_FACTOR = 4.0  # a start, with the template's compilation, may take as long as so many renderings
-ROOT = Path(__file__).resolve().parents[2]  # the folder that holds `services`
+RETRY_S = 30.0  # pause after a failed start if no process has started yet: the template or the machine may be at fault
+START_FACTOR = 4.0  # time limit of a start, which compiles the templates, as a multiple of the limit of a rendering
+ROOT = Path(__file__).resolve().parents[2]  # the folder that contains `services`
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RenderSetup:
-    """What every rendering process is told at its start. seconds is the longest time of one rendering."""
+    """The setup message of every rendering process."""
 
-    templates: dict[str, str]
-    special_tokens: dict[str, str]
-    max_chars: int
-    max_messages: int
-    memory_bytes: int
-    seconds: float
+    templates: dict[str, str]  # name → Jinja source
+    special_tokens: dict[str, str]  # template variables, such as bos_token
+    max_chars: int  # limit of a rendered chat
+    max_messages: int  # limit of a chat
+    memory_bytes: int  # address space limit of a process
+    seconds: float  # time limit of one rendering
 
     @property
     def start_seconds(self) -> float:
+        """Time limit of a process's start."""
         return self.seconds * START_FACTOR
 
 
 @dataclass(frozen=True)
 class RenderJob:
+    """A chat to render. The fields are those of EncodeChatRequest."""
+
     messages_json: bytes
     tools_json: bytes
     template_kwargs_json: bytes
     add_generation_prompt: bool
     continue_final_message: bool
-    read_variables: tuple[str, ...] = ()  # names that the template has to read
+    read_variables: tuple[str, ...] = ()  # variables that the template must read; it is refused otherwise
 
     @property
     def is_large(self) -> bool:
@@ -62,15 +65,18 @@ class RenderJob:
 
 
 class BrokenTemplate(Exception):
-    """The model's chat template does not compile: the process that was to render it says so."""
+    """The rendering process reports that the model's chat template does not compile."""
 
 
 class NotStarted(Exception):
-    """It has not said anything within its time, or has died: the template takes too much to compile, or the machine is short."""
+    """A rendering process did not reply in time or died.
+
+    Compiling the template takes too long or too much memory, or the machine lacks resources.
+    """
 
 
 class _Process:
-    """One rendering process. One exchange at a time."""
+    """A rendering process. Exchanges must not overlap."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -79,7 +85,7 @@ class _Process:
 
     @classmethod
     async def start(cls, setup: RenderSetup) -> _Process:
-        """Raises BrokenTemplate, NotStarted."""
+        """Starts a process and waits until it has compiled the templates. Raises BrokenTemplate or NotStarted."""
         try:
             child = await cls._spawned()
         except OSError as error:
@@ -106,8 +112,8 @@ class _Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,  # a traceback may quote the prompt
                 cwd=ROOT,
-                env={"PYTHONPATH": str(ROOT)},  # nothing of this process's environment
-                start_new_session=True,  # a terminal's Ctrl-C is for the service
+                env={"PYTHONPATH": str(ROOT)},  # secrets in this process's environment are not passed on
+                start_new_session=True,  # Ctrl-C in a terminal reaches only the service, which ends its processes
             )
         )
 
@@ -116,7 +122,7 @@ class _Process:
         return self._process.returncode is None
 
     async def exchange(self, line: dict[str, Any], *bodies: bytes) -> tuple[dict[str, Any], bytes]:
-        """Raises EOFError or ConnectionError if the process has died."""
+        """Sends a line with its bodies and returns the reply with its body. Raises EOFError or ConnectionError if it has died."""
         self._stdin.write(json.dumps(line).encode() + b"\n")
         for body in bodies:
             for at in range(0, len(body), WRITE_BYTES):
@@ -127,26 +133,28 @@ class _Process:
         return reply, await self._stdout.readexactly(reply.get("size", 0))
 
     async def end(self) -> None:
-        """Kills and reaps it."""
+        """Kills the process and waits for its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
 
 
 class RenderPool:
+    """The rendering processes of the service. Belongs to one event loop."""
+
     def __init__(self, setup: RenderSetup, max_processes: int, metrics: TokenizerMetrics) -> None:
         self._setup = setup
         self._slots = asyncio.Semaphore(max_processes)
-        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # the last one is for small jobs
+        self._large_slots = asyncio.Semaphore(max(1, max_processes - 1))  # one slot is reserved for small jobs
         self._metrics = metrics
         self._idle: list[_Process] = []
         self._running: set[asyncio.Task[str]] = set()
-        self._fault = "" if setup.templates else NO_TEMPLATE
-        self._compiles = False  # it is known to
-        self._again_at = 0.0  # as long as it is not: when the next one is started, on the event loop's clock
+        self._fault = "" if setup.templates else NO_TEMPLATE  # reason for which chat requests are refused
+        self._compiles = False  # whether a process has compiled the templates
+        self._retry_at = 0.0  # earliest next start after a failed one, on the event loop's clock; 0: no other start
 
     async def start(self) -> None:
-        """Starts one process, so that the first request does not wait. A broken template refuses chat requests, nothing else."""
+        """Starts one process, so that the first request does not wait. If the template is broken, only chat requests fail."""
         if self._fault:
             return
         try:
@@ -155,21 +163,24 @@ class RenderPool:
             logger.error("chat requests are refused: %s", refusal.message)
 
     async def render(self, job: RenderJob) -> str:
-        """The chat as text. Raises Refusal. The rendering for a caller that is cancelled ends by itself where it has begun; a
-        large one is killed."""
+        """Returns the rendered chat. Raises Refusal.
+
+        If the caller is cancelled while its small job is being rendered, the job is completed and its process is reused. Other
+        jobs are cancelled, and the process of a large one is killed.
+        """
         self._check()
         begun = asyncio.Event()
         rendering = self._spawn(self._render(job, begun))
         try:
             return await asyncio.shield(rendering)
         except asyncio.CancelledError:
-            if job.is_large or not begun.is_set():  # its share of the budget goes with its caller
+            if job.is_large or not begun.is_set():  # the caller gives its share of the byte budget back now
                 rendering.cancel()
             raise
 
     def _check(self) -> None:
-        """Raises Refusal while nothing is to be started."""
-        if self._fault and (self._again_at == 0.0 or asyncio.get_running_loop().time() < self._again_at):
+        """Refuses requests while the template is broken or the pause after a failed start is not over."""
+        if self._fault and (self._retry_at == 0.0 or asyncio.get_running_loop().time() < self._retry_at):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
 
     async def stop(self) -> None:
@@ -189,16 +200,16 @@ class RenderPool:
     def _ended(self, task: asyncio.Task[str]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, also where the caller has gone
+            task.exception()  # marks the exception as retrieved, also if the caller was cancelled
 
     async def _render(self, job: RenderJob, begun: asyncio.Event) -> str:
-        """begun: is set once it has its turn."""
+        """Renders a job in a process of its own. Sets `begun` when the job has a slot. Raises Refusal."""
         async with contextlib.AsyncExitStack() as stack:
             if job.is_large:
                 await stack.enter_async_context(self._large_slots)
             await stack.enter_async_context(self._slots)
             begun.set()
-            self._check()  # somebody before may have found out
+            self._check()  # a job that was served earlier may have found the template broken
             process = await self._take()
             with self._metrics.render_seconds.time():
                 reply, body = await self._run(process, job)
@@ -214,12 +225,12 @@ class RenderPool:
         return body.decode()
 
     async def _replace(self) -> None:
-        """So that the next request does not wait for a start."""
+        """Starts a process if none is idle, so that the next request does not wait for a start."""
         if not self._idle:
             try:
                 self._idle.append(await self._started())
             except Refusal as refusal:
-                logger.warning("a rendering process did not start: %s", refusal.message)
+                logger.warning("could not start a rendering process: %s", refusal.message)
 
     async def _take(self) -> _Process:
         while self._idle:
@@ -229,15 +240,15 @@ class RenderPool:
         return await self._started()
 
     async def _started(self) -> _Process:
-        """Raises Refusal: where the template is known to compile, one that says so of now alone."""
+        """Starts a process. Raises Refusal, which is temporary (busy) if the templates have compiled before."""
         try:
             process = await _Process.start(self._setup)
         except (BrokenTemplate, NotStarted) as error:
             if self._compiles:
                 raise busy(f"a rendering process did not start: {error}") from None
             self._fault = f"this model's chat template is broken: {error}"
-            passes = isinstance(error, NotStarted)
-            self._again_at = asyncio.get_running_loop().time() + AGAIN_S if passes else 0.0
+            is_temporary = isinstance(error, NotStarted)
+            self._retry_at = asyncio.get_running_loop().time() + RETRY_S if is_temporary else 0.0
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault) from None
         self._compiles, self._fault = True, ""
         return process
@@ -259,5 +270,5 @@ class RenderPool:
     async def _killed(self, process: _Process, why: str) -> str:
         await process.end()
         self._metrics.render_kills.inc()
-        logger.warning("rendering process killed: the chat template %s", why)
+        logger.warning("killed a rendering process: the chat template %s", why)
         return f"messages: the chat template {why}"

@@ -1,7 +1,8 @@
-"""The Tokenizer service: checks a request, has its template rendered and its texts encoded, all off the event loop.
+"""The Tokenizer service: checks requests, has chat templates rendered and texts encoded off the event loop.
 
-Nothing is kept between calls. Long requests have a budget of bytes and a lane of their own, so that a huge prompt delays no
-other. While a request waits for its share, its message alone is held: texts are unpacked when it has it.
+The service keeps no state between calls. Long requests have their own byte budget and their own lane, so that a huge prompt does
+not delay short ones. While a request waits for its share of the budget, only its message is in memory; its texts are unpacked
+afterwards.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,15 +25,13 @@ from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.index.block_hash import HASH_BYTES, block_hashes
 from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import trace_fields
-from services.tokenizer.byte_budget import ByteBudget
-from services.tokenizer.call_spans import begin_call, end_call, part
 from services.tokenizer.encode_queue import EncodeQueue
 from services.tokenizer.encode_stream import EncodeStream
+from services.tokenizer.memory import ByteBudget, HeapTrimmer
 from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.pieces.piece_encoder import Encoded, NoPlaceToCut, PieceEncoder, Wanted, limited
+from services.tokenizer.piece_encoder import EncodedText, PieceEncoder, TokenLimit, UncuttableText, limited
 from services.tokenizer.refusal import Refusal, invalid, too_much
 from services.tokenizer.render_pool import RenderJob, RenderPool, RenderSetup
-from services.tokenizer.returned_memory import ReturnedMemory
 from services.tokenizer.settings import TokenizerSettings
 
 if TYPE_CHECKING:
@@ -40,9 +39,10 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", pb.EncodeRequest, pb.EncodeChatRequest)
 
-MAX_BYTES_PER_CHAR = 6  # of JSON: \uXXXX
-RENDERED_END_CHARS = 64  # of a rendered chat that its gateway is told: more than any mark of a model has
-INLINE_TOKENS = 2048  # up to which an answer is hashed and packed on the event loop: some 0.2 ms
+MAX_BYTES_PER_CHAR = 6  # JSON writes a character in at most 6 bytes, \uXXXX
+RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; longer than any model's marks
+INLINE_TOKENS = 2048  # responses of this size are hashed and packed on the event loop, in about 0.2 ms; larger ones in a thread
+_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)  # failed spans
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         self._long_budget = ByteBudget(settings.max_encoding_bytes, settings.encoding_wait_s)
         metrics.watch_bytes("short", lambda: self._short_budget.held)
         metrics.watch_bytes("long", lambda: self._long_budget.held)
-        self._memory = ReturnedMemory(self._executor)
+        self._heap = HeapTrimmer(self._executor)
         setup = RenderSetup(
             templates=tokenizer.chat_templates,
             special_tokens=tokenizer.special_tokens,
@@ -88,12 +88,12 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         await self._renderers.start()
 
     async def stop(self) -> None:
-        self._memory.stop()
+        self._heap.stop()
         await self._renderers.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
-        """Ends every stream with UNAVAILABLE once what it has received is answered, so that gateways go on elsewhere at once."""
+        """Makes every stream answer its received requests and end with UNAVAILABLE, so that gateways reconnect elsewhere."""
         self._stopping.set()
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
@@ -123,32 +123,33 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
     async def _serve(
         self, rpc: str, request: R, work: Callable[[R, Span | None], Awaitable[pb.EncodeResponse]]
     ) -> pb.EncodeResponse:
-        """Counts, traces and logs a request. Raises Refusal, whatever went wrong."""
+        """Counts, traces and logs a request. Raises Refusal for every failure."""
         started, code, message = time.perf_counter(), grpc.StatusCode.OK, ""
-        who = {"request_id": request.request_id[: limits.MAX_REQUEST_ID_CHARS], **trace_fields(request.traceparent)}
-        span = None if self._tracing is None else begin_call(self._tracing, rpc, request.request_id, request.traceparent)
+        ids = {"request_id": request.request_id[: limits.MAX_REQUEST_ID_CHARS], **trace_fields(request.traceparent)}
+        span = None if self._tracing is None else _begin_span(self._tracing, rpc, request.request_id, request.traceparent)
         self._metrics.in_flight.inc()
         try:
             return await work(request, span)
         except Refusal as refusal:
             code, message = refusal.code, refusal.message
-            logger.info("refused", extra=fields(rpc=rpc, **who, code=code.name))  # a template's words may be the client's
+            # The message is not logged, because a template's own message may quote the prompt.
+            logger.info("request refused", extra=fields(rpc=rpc, **ids, code=code.name))
             raise
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise
         except Exception:
             code, message = grpc.StatusCode.INTERNAL, "the tokenizer failed"
-            logger.exception("call failed", extra=fields(rpc=rpc, **who))
+            logger.exception("request failed", extra=fields(rpc=rpc, **ids))
             raise Refusal(code, message) from None
         finally:
             seconds = time.perf_counter() - started
             if span is not None:
-                end_call(span, code, message)
+                _end_span(span, code, message)
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(rpc, code.name).inc()
             self._metrics.seconds.labels(rpc).observe(seconds)
-            logger.debug("call", extra=fields(rpc=rpc, **who, code=code.name, seconds=round(seconds, 6)))
+            logger.debug("request", extra=fields(rpc=rpc, **ids, code=code.name, seconds=round(seconds, 6)))
 
     async def _encode_texts(self, request: pb.EncodeRequest, span: Span | None) -> pb.EncodeResponse:
         _check_request_id(request.request_id)
@@ -171,7 +172,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             raise invalid("continue_final_message: cannot be set together with add_generation_prompt")
         async with self._share(size):
             text = await self._rendered(request, span)
-            # A template writes its own special tokens.
+            # The template has already written the special tokens.
             response = await self._encode([text], False, request, span)
         response.rendered_end = text[-RENDERED_END_CHARS:]
         return response
@@ -181,32 +182,32 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
         starts = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continues
         names = tuple(request.read_variables)
         job = RenderJob(request.messages_json, request.tools_json, request.template_kwargs_json, starts, continues, names)
-        with part(span, "render"):
+        with _child_span(span, "render"):
             return await self._renderers.render(job)
 
     @asynccontextmanager
     async def _share(self, size: int) -> AsyncIterator[None]:
-        """Of what is worked on at the same time. Raises Refusal."""
+        """Holds a share of the short or the long budget. Raises Refusal if the budget stays full."""
         is_long = size > self._settings.max_batch_chars
         try:
             async with (self._long_budget if is_long else self._short_budget).hold(size):
                 if is_long:
-                    await self._memory.now()
+                    await self._heap.trim()
                 yield
         finally:
             if is_long:
-                self._memory.soon()
+                self._heap.trim_later()
 
     async def _encode(self, texts: Sequence[str], add_special_tokens: bool, request: R, span: Span | None) -> pb.EncodeResponse:
         chars = sum(map(len, texts))
         if chars > self._settings.max_request_chars:
             raise too_much(f"texts: {chars} characters, at most {self._settings.max_request_chars}")
-        wanted = Wanted(request.max_tokens, request.cuts)
-        with part(span, "encode", {"rootstock.texts": len(texts), "rootstock.chars": chars}):
+        limit = TokenLimit(request.max_tokens, request.cuts)
+        with _child_span(span, "encode", {"rootstock.texts": len(texts), "rootstock.chars": chars}):
             if chars <= self._settings.max_batch_chars:
-                prompts = [limited(ids, wanted) for ids in await self._queue.encode(texts, add_special_tokens)]
+                prompts = [limited(ids, limit) for ids in await self._queue.encode(texts, add_special_tokens)]
             else:
-                prompts = await self._encode_long(texts, add_special_tokens, wanted)
+                prompts = await self._encode_long(texts, add_special_tokens, limit)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         if span is not None:
             span.set({"rootstock.tokens": tokens})
@@ -215,23 +216,54 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
             return _response(prompts, request.hash_root)
         return await asyncio.get_running_loop().run_in_executor(self._executor, _response, prompts, request.hash_root)
 
-    async def _encode_long(self, texts: Sequence[str], add_special_tokens: bool, wanted: Wanted) -> list[Encoded]:
-        """One such request at a time. Raises Refusal."""
+    async def _encode_long(self, texts: Sequence[str], add_special_tokens: bool, limit: TokenLimit) -> list[EncodedText]:
+        """Encodes a long request in pieces, one request at a time. Raises Refusal."""
         stopped = Event()
 
-        def work() -> list[Encoded]:
-            return self._pieces.encode_all(texts, add_special_tokens, wanted, stopped)
+        def work() -> list[EncodedText]:
+            return self._pieces.encode_all(texts, add_special_tokens, limit, stopped)
 
         async with self._long_lane:
             encoding = asyncio.get_running_loop().run_in_executor(self._executor, work)
             try:
                 return await asyncio.shield(encoding)
-            except NoPlaceToCut:
+            except UncuttableText:
                 raise too_much(f"texts: more than {limits.MAX_WORD_CHARS} characters that cannot be cut into pieces") from None
             except asyncio.CancelledError:
                 stopped.set()
-                await asyncio.wait([encoding])  # it ends with its piece, and keeps the lane and its share until then
+                await asyncio.wait([encoding])  # the thread ends after its current piece; until then it holds lane and share
                 raise
+
+
+def _begin_span(tracing: Tracing, rpc: str, request_id: str, traceparent: str) -> Span | None:
+    """Starts the span of a request. Returns None if the request is not traced."""
+    attributes = {
+        "rpc.system": "grpc",
+        "rpc.service": "rootstock.v1.Tokenizer",
+        "rpc.method": rpc,
+        "rootstock.request_id": request_id,
+    }
+    return tracing.under(rpc, traceparent, attributes)
+
+
+def _end_span(span: Span, code: grpc.StatusCode, message: str) -> None:
+    span.set({"rpc.grpc.status_code": code.value[0]})
+    if code in _FAULTS:
+        span.fail(code.name, message)
+    elif code is not grpc.StatusCode.OK:
+        span.set({"error.type": code.name})
+    span.end()
+
+
+@contextmanager
+def _child_span(span: Span | None, name: str, attributes: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Measures a part of a request's work. Does nothing if the request is not traced."""
+    child = None if span is None else span.child(name, attributes)
+    try:
+        yield
+    finally:
+        if child is not None:
+            child.end()
 
 
 async def _or_abort(answer: Awaitable[pb.EncodeResponse], context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
@@ -246,7 +278,7 @@ def _adds_special_tokens(request: pb.EncodeRequest) -> bool:
     return request.add_special_tokens if request.HasField("add_special_tokens") else True
 
 
-def _response(prompts: Sequence[Encoded], hash_root: bytes) -> pb.EncodeResponse:
+def _response(prompts: Sequence[EncodedText], hash_root: bytes) -> pb.EncodeResponse:
     found = pb.EncodeResponse()
     for prompt in prompts:
         hashes = block_hashes(hash_root, prompt.ids) if hash_root else b""
@@ -261,4 +293,4 @@ def _check_request_id(request_id: str) -> None:
 
 def _check_hash_root(hash_root: bytes) -> None:
     if len(hash_root) not in (0, HASH_BYTES):
-        raise invalid(f"hash_root: {len(hash_root)} bytes, {HASH_BYTES} are wanted")
+        raise invalid(f"hash_root: {len(hash_root)} bytes, but a root has {HASH_BYTES}")

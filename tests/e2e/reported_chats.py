@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.e2e.reported_apis import CHAT, MESSAGES, RESPONSES, Json
-from tests.services.tokenizer.test_chat_history import CHATS, NO_OBJECTS
+from tests.services.tokenizer.test_history import CHATS, NO_OBJECTS
 
 # Concatenates content, looks into parts of user messages only, iterates over arguments, allows one call a turn, and takes one
 # system message, first, then user and assistant by turns.

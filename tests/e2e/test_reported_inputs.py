@@ -17,7 +17,7 @@ Each row is a kind of input. The ids of the cases name the row.
 
 Other files have the rows that no request can carry:
 
-    A1 to A6  each form of template               tests/services/tokenizer/test_chat_history.py
+    A1 to A6  each form of template               tests/services/tokenizer/test_history.py
     B1 to B5  damaged outputs of every format     tests/services/gateway/parsers/test_damaged_outputs.py
     C2        every schema, and its outputs       tests/grammar/test_generated_schemas.py
     D3        layer types                         tests/exec/test_transformers_model.py

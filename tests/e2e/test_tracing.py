@@ -62,7 +62,7 @@ def check_spans(collector: Collector, usage: dict[str, int]) -> None:
 def check_logs(system: System) -> None:
     for name, message in (
         ("access", "request"),
-        ("tokenizer", "call"),
+        ("tokenizer", "request"),
         ("worker-0", "submitted"),
         ("detokenizer", "request opened"),
     ):

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
-from services.shared.c_memory import return_freed
 from services.shared.limits import (
     JSON_VALUE_BYTES,
     MAX_JSON_VALUES,
@@ -22,6 +21,7 @@ from services.shared.limits import (
     SMALL_BODY_BYTES,
     SMALL_BODY_POOL_BYTES,
 )
+from services.shared.memory import trim_heap
 
 TRIM_BYTES = 1 << 20  # what was made of a smaller body is reused by the next one
 TRIM_S = 1.0  # from its end, so that one trim does for several
@@ -246,4 +246,4 @@ class MemoryTrimmer:
 
     def _return(self, generation: int) -> None:
         gc.collect(generation)
-        return_freed()
+        trim_heap()

@@ -1,4 +1,4 @@
-"""The forms in which a template can get one message: content, arguments of calls, ids of calls. Pure; standard library only."""
+"""The forms in which a template can get a message: content, arguments of calls, ids of calls. Standard library only; no I/O."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Literal
 from services.tokenizer.history.turns import Message, text_of
 
 ContentKind = Literal["text", "parts", "missing"]
-# given: the parts as they came. text: a string, empty if there is none. part: a list of one part. null, absent: no text.
+# given: the client's parts. text: a string, empty for missing content. part: a list with one part. null: None. absent: no field.
 ContentForm = Literal["given", "text", "part", "null", "absent"]
-# object: a mapping. text: a string, as the API has it. named: a mapping with the text as its only value.
+# object: a mapping. text: a string, as in the API. named: a mapping with the text as the value of TEXT_NAME.
 ArgumentsForm = Literal["object", "text", "named"]
 CONTENT_FORMS: dict[ContentKind, tuple[ContentForm, ...]] = {
     "text": ("text", "part"),
@@ -27,7 +27,7 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The forms of one message."""
+    """The forms of a message."""
 
     content: ContentForm = "text"
     arguments: ArgumentsForm = "object"
@@ -54,7 +54,11 @@ def with_content(message: Message, form: ContentForm) -> Message:
 
 
 def arguments_of(call: Any) -> dict[str, Any] | str | None:
-    """Returns the arguments of a call: an object, or the text that is none. Returns None for a call without a function."""
+    """Returns the arguments of a call.
+
+    Returns:
+        The object; the text itself if it is not a JSON object; None for a call without a function.
+    """
     function = call.get("function")
     if not isinstance(function, dict):
         return None
@@ -78,7 +82,7 @@ def _whole_pairs(text: str) -> str:
 
 
 def with_arguments(call: Any, arguments: dict[str, Any] | str, form: ArgumentsForm) -> Any:
-    """Returns the call with its arguments, as arguments_of() returns them, in this form."""
+    """Returns the call with arguments in this form. The arguments are those that arguments_of() returned."""
     value: Any = arguments
     if form == "text" and not isinstance(arguments, str):
         given = call["function"].get("arguments")
@@ -89,7 +93,11 @@ def with_arguments(call: Any, arguments: dict[str, Any] | str, form: ArgumentsFo
 
 
 def with_short_ids(message: Message, index: int) -> Message:
-    """Returns the message with short ids of its calls and of the call that it answers. index: of the message in its chat."""
+    """Returns the message with short ids in its calls and in tool_call_id.
+
+    Args:
+        index: index of the message in the chat, part of the id of a call that has no id.
+    """
     if isinstance(message.get("tool_call_id"), str):
         message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
     calls: Sequence[Any] = message.get("tool_calls", ())

@@ -1,8 +1,8 @@
-"""Finds by small chats in which forms and in which order of roles a template shows each message. Standard library only.
+"""Finds the form of each message and the order of roles that a template shows, by rendering small chats. Standard library only.
 
-A form or an order is right if the template renders the small chat and the text of each message is in the result. A template that
-looks for text alone may leave a call out, and a template that prints a list of parts as it is shows Python's or JSON's signs.
-Each kind of message and each order of kinds is tried once; the answers are kept for the life of the process.
+A form or an order is right if the template renders the small chat and the result contains the text of each message. A template
+that reads only text may leave out a call. A template that prints a list of parts shows Python or JSON syntax. Each kind of
+message and each order of kinds is tried once, and the process remembers the result.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from services.tokenizer.history.turns import CONSEQUENT, REPAIRS, STRICT, Messag
 Render = Callable[[list[Message], bool], str | None]
 
 MAX_TRIES = 128  # small chats rendered for one order of roles
-MAX_ORDER = 48  # turns of a small chat; the turns behind them are like turns before them, or not tried
+MAX_ORDER = 48  # turns of a small chat; later turns of a chat are not tried
 MAX_ORDERS = 512  # orders that are remembered
 
-_MARK = "a7f3c9"  # a text that no template has by itself
-_ID = "call_5f0c1d2e3a4b59687786a5b4"  # as this server makes them
+_MARK = "a7f3c9"  # a text that no template contains
+_ID = "call_5f0c1d2e3a4b59687786a5b4"  # the form of this server's call ids
 _USER: Message = {"role": "user", "content": "Find it."}
 _ANSWER: Message = {"role": "assistant", "content": "Found."}
 
@@ -51,7 +51,7 @@ class Ordered(NamedTuple):
     """A chat in the order that its template shows."""
 
     turns: Turns
-    is_tried: bool  # the template has rendered a small chat of this order
+    is_tried: bool  # whether the template has rendered a small chat of this order
 
 
 class _Kind(NamedTuple):
@@ -78,7 +78,7 @@ class TemplateForms:
         self._orders: dict[tuple[tuple[_Kind, ...], bool], tuple[Repair, ...] | None] = {}
 
     def ordered(self, messages: Sequence[Message], tools: bool) -> Ordered:
-        """Returns the turns in the order that the template shows, with as few repairs as possible."""
+        """Returns the turns after the fewest repairs with which the template shows them."""
         turns: Turns = [Turn(index, message) for index, message in enumerate(messages)]
         if not self._knows_developer:
             turns = developers_as_systems(turns)
@@ -99,11 +99,11 @@ class TemplateForms:
         return any(turn.calls for turn in turns) and self._needs_short_ids(tools)
 
     def others(self, messages: list[Message], ordered: Ordered, at: int | None, tools: bool) -> Iterator[list[Message]]:
-        """Yields other ways to show a chat at which the template has failed.
+        """Yields other forms of a chat that the template has refused.
 
         Args:
-            messages: the way at which it failed, made of ordered.turns.
-            at: the message at which the template failed; None if that is not known, or if another form is no remedy.
+            messages: the refused form, made of ordered.turns.
+            at: index of the message at which the template failed; None if it is not known or another form cannot help.
         """
         turns = ordered.turns
         if at is not None:
@@ -137,7 +137,7 @@ class TemplateForms:
     def _spelling(self, shape: Shape) -> Spelling:
         found = self._spellings.get(shape)
         if found is None:
-            if len(self._spellings) >= MAX_ORDERS:  # roles are a client's own words
+            if len(self._spellings) >= MAX_ORDERS:  # a client may send any role
                 self._spellings.clear()
             found = self._spellings[shape] = self._tried(shape)
         return found
@@ -148,7 +148,7 @@ class TemplateForms:
         return self._short_ids[tools]
 
     def _tried(self, shape: Shape, short_ids: Sequence[bool] | None = None) -> Spelling:
-        """Returns the first spelling that the template shows, else the first that it renders, else the usual one."""
+        """Returns the first spelling that the template shows, or the first that it renders, or the first of all."""
         ids = short_ids or ((self._needs_short_ids(shape.tools),) if shape.arguments else (False,))
         arguments: tuple[Any, ...] = ("text", "named") if shape.arguments == "text" else ("object", "text")
         ways = [
@@ -170,7 +170,7 @@ class TemplateForms:
         return rendered or ways[0]
 
     def _surroundings(self, shape: Shape) -> Iterator[tuple[list[Message], list[Message]]]:
-        """Yields the messages before and behind a message of this shape, the usual surroundings first."""
+        """Yields lists of messages to put before and after a message of this shape, the usual ones first."""
         if shape.role == "user":
             yield [], []
         elif shape.role == "assistant":
@@ -190,7 +190,11 @@ class TemplateForms:
             yield [user], []
 
     def _repairs(self, order: tuple[_Kind, ...], tools: bool) -> tuple[Repair, ...] | None:
-        """Returns the fewest repairs with which the template shows most of a small chat; None if it renders none."""
+        """Returns the fewest repairs with which the template shows most texts of a small chat.
+
+        Returns:
+            None if the template refuses the small chat with every choice of repairs.
+        """
         turns = _small_chat(order)
         marks = [_marks_of(turn) for turn in turns]
         wanted = sum(map(len, marks))
@@ -216,7 +220,7 @@ class TemplateForms:
 
 
 def _choices(able: Sequence[Repair]) -> Iterator[tuple[Repair, ...]]:
-    """Yields every choice of repairs: at most two, then almost all, then the others."""
+    """Yields every choice of repairs: first of at most two repairs, then from all repairs down to three."""
     counts = [0, 1, 2, *range(len(able), 2, -1)]
     for count in dict.fromkeys(count for count in counts if count <= len(able)):
         yield from combinations(able, count)
@@ -237,7 +241,7 @@ def _kind(turn: Turn) -> _Kind:
 
 
 def _shortened(kinds: Sequence[_Kind]) -> tuple[_Kind, ...]:
-    """Returns an order with one exchange of each sort, and at most two turns of a kind in a row."""
+    """Returns the order with one exchange of each sort and at most two turns of a kind in a row."""
     exchanges: list[list[_Kind]] = [[]]
     for kind in kinds:
         last = exchanges[-1]
@@ -270,7 +274,7 @@ def _small_chat(order: Sequence[_Kind]) -> Turns:
 
 
 def _marks_of(turn: Turn) -> list[str]:
-    """The texts that a template has to show of a turn. It may leave out the text beside calls."""
+    """Returns the texts of a turn that a template must show. It may leave out the text of a turn with calls."""
     if turn.calls:
         return [call["function"]["arguments"]["what"] for call in turn.calls]
     return [f"q{turn.index}{_MARK}t"] if "content" in turn.message else []
@@ -285,7 +289,7 @@ def _arguments_kind(arguments: dict[str, Any] | str | None) -> str:
 
 
 def _probe(shape: Shape, way: Spelling) -> Message:
-    """Returns a message of this shape, spelled this way."""
+    """Returns a message of this shape in this spelling."""
     message: Message = {"role": shape.role}
     if shape.content != "missing":
         texts = [f"{_MARK}1", f"{_MARK}2"]
@@ -312,7 +316,7 @@ def _prints_nothing_as(way: Spelling, text: str, without: str) -> bool:
 
 
 def _is_shown(shape: Shape, text: str) -> bool:
-    """Whether a rendered chat has the probe as text: neither left out nor written as a list or an object of Python."""
+    """Whether a rendered chat contains the text of the probe, not written as a Python list or object."""
     if shape.arguments:
         return _MARK in text and f"'what': '{_MARK}'" not in text and f"'arguments': 'broken {_MARK}'" not in text
     if shape.content == "missing":
@@ -323,7 +327,11 @@ def _is_shown(shape: Shape, text: str) -> bool:
 
 
 def _in_form(message: Message, content: ContentForm, in_text: bool) -> Message:
-    """in_text: arguments of calls as text; text that is no object under a name otherwise."""
+    """Returns the message with content in this form.
+
+    Args:
+        in_text: whether arguments of calls become text; otherwise text that is not a JSON object becomes a named object.
+    """
     result = with_content(message, content)
     calls = message.get("tool_calls", ())
     if calls:

@@ -1,6 +1,6 @@
-"""The turns of a chat, and repairs for templates that refuse an order of roles. Pure; standard library only.
+"""The turns of a chat, and repairs for templates that refuse an order of roles. Standard library only; no I/O.
 
-A repair changes the order, the roles or the number of turns, never a text: it joins texts with an empty line between them.
+A repair changes the order, the roles or the number of turns. It changes no text, but may join texts with an empty line.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _JOINT = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message as the template gets it, before its form is chosen."""
+    """A message for the template, before its form is chosen."""
 
-    index: int  # of the request's message that it comes from; the first one of several
+    index: int  # index of the message in the request; of several joined messages, of the first
     message: Message
 
     @property
@@ -91,7 +91,7 @@ def systems_as_users(turns: Turns) -> Turns:
 def results_behind_calls(turns: Turns) -> Turns:
     """Moves results of tools directly behind the turn with the calls, before user and system messages in between."""
     found: list[Turn] = []
-    place = 0  # index after the last call and its results; 0 before the first call
+    place = 0  # index after the last call and its results; 0 if there was no call since the last answer
     for turn in turns:
         if turn.role in _TOOLS and place:
             found.insert(place, turn)
@@ -124,7 +124,7 @@ def same_roles_joined(turns: Turns) -> Turns:
 
 
 def opened_by_a_user(turns: Turns) -> Turns:
-    """Puts an empty user turn first, behind leading system messages, unless a user turn is there."""
+    """Puts an empty user turn after the leading system messages, unless the next turn is a user turn."""
     count = _num_leading(turns)
     if len(turns) > count and turns[count].role == "user":
         return turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from services.shared.c_memory import return_freed
+from services.shared.memory import trim_heap
 
 EVERY_S = 15.0
 
@@ -33,5 +33,5 @@ class UnusedGrammars:
             owed = self._book.drop_unused() or owed or compiled != seen
             if owed and compiled == seen:
                 owed = False
-                await asyncio.to_thread(return_freed)
+                await asyncio.to_thread(trim_heap)
             seen = compiled

@@ -25,7 +25,7 @@ WORKER = (
     ),
     *of(
         "worker",
-        "services/tokenizer/pieces/piece_encoder.py",
+        "services/tokenizer/piece_encoder.py",
         ("if at and self._boundaries.drops_blank else text[at:end]", "if self._boundaries.drops_blank else text[at:end]"),
         only="test_piece_encoder",
     ),
@@ -78,7 +78,7 @@ WORKER = (
         "services/tokenizer/render_pool.py",
         ("if job.is_large or not begun.is_set():", "if job.is_large:"),
         ("            if self._compiles:\n", "            if False:\n"),
-        ("time() + AGAIN_S if passes else 0.0", "time() + AGAIN_S if False else 0.0"),
+        ("time() + RETRY_S if is_temporary else 0.0", "time() + RETRY_S if False else 0.0"),
         only="test_render_pool",
     ),
     *of(
@@ -88,13 +88,13 @@ WORKER = (
         ("                    return way\n", "                    rendered = rendered or way\n"),
         ("best, most = chosen, shown", "best, most = chosen, 0"),
         ("counts = [0, 1, 2, *range(len(able), 2, -1)]", "counts = [0, 1]"),
-        only="test_chat_history",
+        only="test_history",
     ),
     *of(
         "worker",
         "services/tokenizer/history/turns.py",
         ("if given is not None and given in ids:", "if False:"),
         ("elif waiting is None or turn.role in _TOOLS:", "elif waiting is None:"),
-        only="test_chat_history",
+        only="test_history",
     ),
 )

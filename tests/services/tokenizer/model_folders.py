@@ -1,4 +1,4 @@
-"""Makes the tokenizer files of small models, one of each kind that serving meets."""
+"""Makes the tokenizer files of small models, one for each common kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
 
 
 def write(folder: Path, tokenizer: Tokenizer, template: str | None, **config: Any) -> Path:
-    """Writes tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja. Returns the folder."""
+    """Writes tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | config
@@ -54,7 +54,7 @@ def write(folder: Path, tokenizer: Tokenizer, template: str | None, **config: An
 
 
 def byte_level(folder: Path, template: str | None = CHATML) -> Path:
-    """Qwen-like: byte-level BPE, ChatML, no BOS; one added token that is not special."""
+    """Makes a model like Qwen: byte-level BPE, ChatML, no BOS, and added tokens that are not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def byte_level(folder: Path, template: str | None = CHATML) -> Path:
 
 
 def byte_fallback(folder: Path, template: str | None = LLAMA) -> Path:
-    """Llama-2-like: sentencepiece BPE with Metaspace, byte fallback, <s> before every prompt."""
+    """Makes a model like Llama 2: sentencepiece BPE with Metaspace and byte fallback, and <s> before every prompt."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     ascii_corpus = [line for line in CORPUS if line.isascii()]
@@ -80,7 +80,7 @@ def byte_fallback(folder: Path, template: str | None = LLAMA) -> Path:
 
 
 def _with_byte_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with <0x00> to <0xFF> in its model, used for what the vocabulary lacks."""
+    """Returns the tokenizer with the byte-fallback tokens <0x00> to <0xFF> added to its model."""
     spec = json.loads(tokenizer.to_str())
     vocab = spec["model"]["vocab"]
     vocab.pop("\n", None)
@@ -94,7 +94,7 @@ def _with_byte_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def wordpiece(folder: Path, template: str | None = PLAIN) -> Path:
-    """BERT-like: WordPiece, lower case, [CLS] and [SEP] around every text."""
+    """Makes a model like BERT: WordPiece, lower case, [CLS] and [SEP] around every text."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -110,7 +110,7 @@ def wordpiece(folder: Path, template: str | None = PLAIN) -> Path:
 
 
 def unigram(folder: Path, template: str | None = PLAIN) -> Path:
-    """T5-like: Unigram with Metaspace; its special tokens are declared beside tokenizer.json only."""
+    """Makes a model like T5: Unigram with Metaspace, and special tokens that only tokenizer_config.json declares."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
@@ -125,7 +125,7 @@ KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "wordpiece": 
 
 
 def sentencepiece_model(path: Path) -> Path:
-    """Writes a file as Llama 2's tokenizer.model: BPE of 400 pieces with byte fallback. Returns its folder."""
+    """Writes a file in the format of Llama 2's tokenizer.model: BPE of 400 pieces with byte fallback. Returns the folder."""
     prefix = str(path.with_suffix(""))
     SentencePieceTrainer.train(
         sentence_iterator=iter([line for line in CORPUS if line.isascii()]),
@@ -142,7 +142,7 @@ def sentencepiece_model(path: Path) -> Path:
 
 
 def tiktoken_ranks(path: Path) -> Path:
-    """Writes a file as Llama 3's tokenizer.model: a line with bytes in base64 and rank for each token. Returns its folder."""
+    """Writes a file like Llama 3's tokenizer.model: one token in base64 and its rank per line. Returns the folder."""
     tokens = [bytes([value]) for value in range(256)] + [b"he", b"ll", b"llo", b"hello", b" w", b"or"]
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     return path.parent

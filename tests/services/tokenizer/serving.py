@@ -1,4 +1,4 @@
-"""The tokenizer service in this process, on a loopback port of the kernel's choice."""
+"""Runs the tokenizer service in this process on a free loopback port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches form under load only; each request gets its own ids or its own error."""
+"""The queue of texts to encode: batches form only under load, and each request gets its own ids or error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.tokenizer.encode_queue import EncodeQueue
 
 
 class Gate:
-    """An encoder that waits to be let through, and notes what it was given. ids: the lengths of the texts."""
+    """An encoder that waits until `open` is set and records its calls. The only id of a text is the length of the text."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], bool]] = []
@@ -34,14 +34,14 @@ def queue(gate: Gate, executor: ThreadPoolExecutor, max_texts: int = 8, max_char
 @pytest.mark.parametrize(
     ("name", "jobs", "calls"),
     [
-        ("all that wait go together", [(["b"], True), (["c", "d"], True)], [["b", "c", "d"]]),
-        ("flags are not mixed", [(["b"], True), (["c"], False), (["d"], True)], [["b"], ["c"], ["d"]]),
-        ("at most max_texts", [(["b"] * 5, True), (["c"] * 5, True)], [["b"] * 5, ["c"] * 5]),
-        ("at most max_chars", [(["b" * 60], True), (["c" * 60], True)], [["b" * 60], ["c" * 60]]),
-        ("a long one goes alone", [(["b" * 500], True), (["c"], True)], [["b" * 500], ["c"]]),
+        ("waiting requests", [(["b"], True), (["c", "d"], True)], [["b", "c", "d"]]),
+        ("different flags", [(["b"], True), (["c"], False), (["d"], True)], [["b"], ["c"], ["d"]]),
+        ("max_texts", [(["b"] * 5, True), (["c"] * 5, True)], [["b"] * 5, ["c"] * 5]),
+        ("max_chars", [(["b" * 60], True), (["c" * 60], True)], [["b" * 60], ["c" * 60]]),
+        ("long request", [(["b" * 500], True), (["c"], True)], [["b" * 500], ["c"]]),
     ],
 )
-def test_batches(name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]) -> None:
+def test_queue_forms_batches_within_limits(name: str, jobs: list[tuple[list[str], bool]], calls: list[list[str]]) -> None:
     async def run() -> None:
         gate = Gate()
         with ThreadPoolExecutor(1) as executor:
@@ -58,7 +58,7 @@ def test_batches(name: str, jobs: list[tuple[list[str], bool]], calls: list[list
     asyncio.run(run())
 
 
-def test_one_bad_text_fails_its_own_request_only() -> None:
+def test_bad_text_fails_only_one_request() -> None:
     async def run() -> None:
         gate = Gate()
         with ThreadPoolExecutor(1) as executor:
@@ -73,7 +73,7 @@ def test_one_bad_text_fails_its_own_request_only() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_was_cancelled_is_not_encoded() -> None:
+def test_queue_does_not_encode_a_cancelled_request() -> None:
     async def run() -> None:
         gate = Gate()
         with ThreadPoolExecutor(1) as executor:
@@ -91,7 +91,7 @@ def test_a_request_that_was_cancelled_is_not_encoded() -> None:
     asyncio.run(run())
 
 
-def test_a_job_that_comes_as_a_lane_ends_is_not_forgotten() -> None:
+def test_queue_encodes_a_job_that_arrives_when_a_lane_ends() -> None:
     async def client(waiting: EncodeQueue) -> int:
         for number in range(1500):
             assert await waiting.encode(["x" * (number % 7)], True) == [[number % 7]]

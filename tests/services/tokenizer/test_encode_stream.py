@@ -1,4 +1,4 @@
-"""The tokenizer's stream of short requests over gRPC on loopback: one row for each, whatever becomes of the others."""
+"""The EncodeMany stream over gRPC on loopback: each short request gets its own row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def streaming(service: Serving) -> AsyncIterator[Any]:
 
 
 def held(service: Serving) -> contextlib.AbstractAsyncContextManager[None]:
-    """Short requests wait."""
+    """Takes the whole budget of short requests, so that they wait."""
     return service.servicer._short_budget.hold(service.servicer._settings.max_encoding_bytes)
 
 
@@ -52,7 +52,7 @@ async def rows(call: Any, count: int) -> list[pb.Encoded]:
     return sorted(found, key=lambda row: row.handle)
 
 
-def test_each_is_answered_as_by_a_call_of_its_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_answers_a_request_like_a_unary_call(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_stream, "MESSAGE_BYTES", 64)
 
     async def run() -> None:
@@ -77,7 +77,7 @@ def test_each_is_answered_as_by_a_call_of_its_own(folders: dict[str, Path], monk
     asyncio.run(run())
 
 
-def test_what_is_no_longer_wanted_ends_and_others_go_on(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_cancels_closed_requests_only(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_ENCODINGS", 3)
 
     async def run() -> None:
@@ -99,11 +99,11 @@ def test_what_is_no_longer_wanted_ends_and_others_go_on(folders: dict[str, Path]
     "opens",
     [
         pytest.param([pb.EncodeOpen(handle=1)], id="no request"),
-        pytest.param([texts(1), texts(1)], id="a handle twice"),
-        pytest.param([texts(1, "x" * limits.SHORT_ENCODING_BYTES)], id="a long one"),
+        pytest.param([texts(1), texts(1)], id="handle twice"),
+        pytest.param([texts(1, "x" * limits.SHORT_ENCODING_BYTES)], id="long request"),
     ],
 )
-def test_a_broken_contract_ends_the_stream(folders: dict[str, Path], opens: list[pb.EncodeOpen]) -> None:
+def test_stream_ends_when_a_message_breaks_the_contract(folders: dict[str, Path], opens: list[pb.EncodeOpen]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"]) as service, streaming(service) as call:
             await call.write(pb.EncodeBatch(opens=opens))
@@ -116,7 +116,7 @@ def test_a_broken_contract_ends_the_stream(folders: dict[str, Path], opens: list
     asyncio.run(run())
 
 
-def test_one_that_stops_answers_what_it_has_received(folders: dict[str, Path]) -> None:
+def test_stream_answers_received_requests_when_the_service_stops(folders: dict[str, Path]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"]) as service, streaming(service) as call:
             async with held(service):
@@ -132,7 +132,7 @@ def test_one_that_stops_answers_what_it_has_received(folders: dict[str, Path]) -
     asyncio.run(run())
 
 
-def test_a_gateway_that_vanishes_leaves_nothing(folders: dict[str, Path]) -> None:
+def test_stream_cancels_all_requests_when_the_gateway_disconnects(folders: dict[str, Path]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"]) as service, held(service):
             async with streaming(service) as call:

@@ -1,4 +1,4 @@
-"""Prompts far beyond the context: what is answered, what waits, and what they cost in memory. By day a few megabytes."""
+"""Prompts far beyond the context: token limits, budgets and memory. The prompts have a few megabytes by day."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.night import NIGHTLY
 from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import serving
 
-CALLS, CHARS, PEAK_MIB = (6, 15_000_000, 350) if NIGHTLY else (4, 3_000_000, 150)  # the messages alone, in gRPC too: 270
+CALLS, CHARS, PEAK_MIB = (6, 15_000_000, 350) if NIGHTLY else (4, 3_000_000, 150)  # by night the messages need 270 MiB
 LASTING_MIB = 50
 CONTEXT = 131_072
 WORDS = "the quick brown fox jumps over the lazy dog "
@@ -33,8 +33,7 @@ def chat(text: str) -> bytes:
     return json.dumps([{"role": "user", "content": text}]).encode()
 
 
-def test_ids_up_to_what_can_be_used(folders: dict[str, Path]) -> None:
-    """Short and long ones alike, with the names of their blocks."""
+def test_encode_limits_ids_of_short_and_long_texts(folders: dict[str, Path]) -> None:
     root = b"r" * HASH_BYTES
 
     async def run() -> None:
@@ -54,7 +53,7 @@ def test_ids_up_to_what_can_be_used(folders: dict[str, Path]) -> None:
     asyncio.run(run())
 
 
-def test_a_short_one_does_not_wait_for_long_ones(folders: dict[str, Path]) -> None:
+def test_short_request_does_not_wait_for_long_requests(folders: dict[str, Path]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"], max_encoding_bytes=1000, max_batch_chars=500, encoding_wait_s=60.0) as service:
             long = [service.stub.Encode(pb.EncodeRequest(texts=[LONG])) for _ in range(3)]
@@ -66,7 +65,7 @@ def test_a_short_one_does_not_wait_for_long_ones(folders: dict[str, Path]) -> No
     asyncio.run(run())
 
 
-def test_one_that_waits_in_vain_is_told_so(folders: dict[str, Path]) -> None:
+def test_long_request_is_refused_when_the_budget_stays_full(folders: dict[str, Path]) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"], max_encoding_bytes=1000, max_batch_chars=500, encoding_wait_s=0.01) as service:
             calls = [service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=chat(LONG))) for _ in range(3)]
@@ -79,7 +78,7 @@ def test_one_that_waits_in_vain_is_told_so(folders: dict[str, Path]) -> None:
 
 
 def resident_mib(pid: int) -> float:
-    """Of the process and its children, without what they share counted twice."""
+    """Returns the proportional set size of a process and its children, which counts shared pages once."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return sum(_proportional_kib(Path(f"/proc/{one}/smaps_rollup")) for one in (str(pid), *children)) / 1024
 
@@ -87,7 +86,7 @@ def resident_mib(pid: int) -> float:
 def _proportional_kib(rollup: Path) -> int:
     try:
         return sum(int(line.split()[1]) for line in rollup.read_text().splitlines() if line.startswith("Pss:"))
-    except (FileNotFoundError, ProcessLookupError):  # a renderer that has just ended
+    except (FileNotFoundError, ProcessLookupError):  # a rendering process has just ended
         return 0
 
 
@@ -104,7 +103,7 @@ def process(folder: Path, port: int, metrics_port: int) -> Iterator[int]:
 
 
 class Peak:
-    """The most that a process and its children have held since begun."""
+    """The largest memory of a process and its children while watch() runs."""
 
     def __init__(self, pid: int) -> None:
         self.mib = 0.0
@@ -116,7 +115,7 @@ class Peak:
             await asyncio.sleep(0.05)
 
 
-def test_memory_of_a_process(tmp_path: Path) -> None:
+def test_process_returns_memory_after_long_requests(tmp_path: Path) -> None:
     text = WORDS * (CHARS // len(WORDS))
     calls: list[Any] = [
         pb.EncodeRequest(texts=[text], max_tokens=CONTEXT),

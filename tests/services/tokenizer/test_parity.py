@@ -1,4 +1,4 @@
-"""The same ids as transformers' AutoTokenizer for the same folder."""
+"""Tests that ids are those of transformers' AutoTokenizer for the same folder."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def pairs(folders: dict[str, Path]) -> dict[str, tuple[HfTokenizer, Any]]:
-    """Kind → (ours, theirs)."""
+    """Our tokenizer and transformers' by kind."""
     return {kind: (load_tokenizer(f), transformers.AutoTokenizer.from_pretrained(f)) for kind, f in folders.items()}
 
 
 @pytest.mark.by_day(one_in=2, seed=23)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
-def test_encode(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, add_special_tokens: bool) -> None:
+def test_encode_call_equals_transformers(
+    folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, add_special_tokens: bool
+) -> None:
     async def run() -> None:
         async with serving(folders[kind]) as service:
             request = pb.EncodeRequest(request_id="r", texts=TEXTS)
@@ -59,7 +61,7 @@ ALPHABET = st.sampled_from([*"helo wrd,.!?'\n\t 你好é😀", "<|im_end|>", "<s
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=st.lists(ALPHABET, max_size=30).map("".join))
-def test_encode_and_decode_any_text(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, text: str) -> None:
+def test_tokenizer_equals_transformers_for_any_text(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, text: str) -> None:
     ours, theirs = pairs[kind]
     ids = ours.encode_batch([text], True)[0]
     assert ids == theirs(text).input_ids
@@ -69,7 +71,7 @@ def test_encode_and_decode_any_text(pairs: dict[str, tuple[HfTokenizer, Any]], k
 
 @pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str) -> None:
+def test_special_tokens_equal_transformers(pairs: dict[str, tuple[HfTokenizer, Any]], kind: str) -> None:
     ours, theirs = pairs[kind]
     assert ours.special_tokens == theirs.special_tokens_map
     assert sorted(ours.special_ids) == sorted(i for i, token in theirs.added_tokens_decoder.items() if token.special)
@@ -99,7 +101,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-# What a template makes of a chat is one text for every kind; what a kind makes of texts is asked above.
+# A template renders one text for all kinds, so each chat needs only one kind. Special tokens in a text differ by kind.
 CHATS_BY_KIND = [
     *((name, kind) for name, kind in zip(CHATS, itertools.cycle(KINDS))),
     *(("special token text", kind) for kind in KINDS),
@@ -108,7 +110,9 @@ CHATS_BY_KIND = [
 
 @pytest.mark.by_day(one_in=2, seed=49)
 @pytest.mark.parametrize(("name", "kind"), sorted(set(CHATS_BY_KIND)))
-def test_chat(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, name: str) -> None:
+def test_chat_call_equals_transformers(
+    folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]], kind: str, name: str
+) -> None:
     messages, options = CHATS[name]
     theirs_options = {"add_generation_prompt": not options.get("continue_final_message", False), **options}
     theirs = pairs[kind][1].apply_chat_template(messages, tokenize=True, **theirs_options).input_ids
@@ -125,8 +129,8 @@ def test_chat(folders: dict[str, Path], pairs: dict[str, tuple[HfTokenizer, Any]
     asyncio.run(run())
 
 
-def test_tokens_declared_beside_tokenizer_json(tmp_path: Path) -> None:
-    """Flags and ids of tokens that only tokenizer_config.json or special_tokens_map.json knows."""
+def test_tokens_outside_tokenizer_json_equal_transformers(tmp_path: Path) -> None:
+    """Compares tokens that only tokenizer_config.json or special_tokens_map.json declares."""
     text = "a <new> b <also> c <map> d <think> e"
     token = {"lstrip": True, "rstrip": True, "normalized": False, "single_word": False, "special": True}
     decoder = {"700": {"content": "<new>", **token}, "701": {"content": "<also>", **token, "special": False}}
@@ -150,7 +154,7 @@ def test_tokens_declared_beside_tokenizer_json(tmp_path: Path) -> None:
         assert ours.special_tokens == theirs.special_tokens_map, name
 
 
-def test_named_templates(tmp_path: Path) -> None:
+def test_tool_template_is_used_for_chats_with_tools(tmp_path: Path) -> None:
     folder = unigram(tmp_path / "model", template=None)
     path = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]

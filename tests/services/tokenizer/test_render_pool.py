@@ -1,4 +1,4 @@
-"""Processes that render chats: callers who leave, and processes that do not start."""
+"""The pool of rendering processes: cancelled requests, and processes that do not start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def refused(asked: Coroutine[Any, Any, str]) -> grpc.StatusCode:
     return refusal.value.code
 
 
-def test_who_leaves_before_its_turn_leaves_nothing_to_be_done() -> None:
+def test_pool_does_not_render_requests_cancelled_in_the_queue() -> None:
     async def run() -> None:
         async with pool(SLOW, registry := CollectorRegistry()) as renderers:
             order: list[str] = []
@@ -70,26 +70,28 @@ def test_who_leaves_before_its_turn_leaves_nothing_to_be_done() -> None:
             await asyncio.gather(first, last, *leaving, return_exceptions=True)
             assert order == ["first", "last"]
             rendered = registry.get_sample_value("rootstock_tokenizer_render_seconds_count")
-            assert rendered == 2, "those who left had none"
+            assert rendered == 2, "cancelled requests are not rendered"
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("start", [killed, none])
-def test_a_template_is_not_broken_for_good_by_a_process_that_did_not_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+def test_pool_retries_after_a_failed_first_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     async def run() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
         async with pool() as renderers:
             monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
-            assert await refused(renderers.render(job())) is grpc.StatusCode.FAILED_PRECONDITION, "it may compile without end"
-            later = asyncio.get_running_loop().time() + render_pool.AGAIN_S
+            assert await refused(renderers.render(job())) is grpc.StatusCode.FAILED_PRECONDITION, (
+                "the template may take too long to compile"
+            )
+            later = asyncio.get_running_loop().time() + render_pool.RETRY_S
             monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: later)
             assert await renderers.render(job()) == "hi"
 
     asyncio.run(run())
 
 
-def test_of_many_that_ask_again_one_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_starts_one_process_when_many_requests_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         started: list[int] = []
 
@@ -99,21 +101,23 @@ def test_of_many_that_ask_again_one_tries(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", counted)
         async with pool() as renderers:
-            renderers._again_at = asyncio.get_running_loop().time()
+            renderers._retry_at = asyncio.get_running_loop().time()
             refusals = await asyncio.gather(*(renderers.render(job()) for _ in range(10)), return_exceptions=True)
             assert all(isinstance(refusal, Refusal) for refusal in refusals)
-            assert len(started) == 2, "at the start, and one of these"
+            assert len(started) == 2, "one process starts with the pool and one for all requests"
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("start", [killed, none])
-def test_where_it_has_compiled_once_the_template_is_not_at_fault(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+def test_pool_is_busy_when_a_later_process_does_not_start(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     async def run() -> None:
         async with pool() as renderers:
             monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
             text = "x" * LARGE_BYTES
-            assert await renderers.render(job(text)) == text, "what is done is not lost where no process follows"
+            assert await renderers.render(job(text)) == text, (
+                "a rendered text is returned although no process replaces the ended one"
+            )
             assert await refused(renderers.render(job())) is grpc.StatusCode.ABORTED
             monkeypatch.setattr(asyncio, "create_subprocess_exec", ORDINARY)
             assert await renderers.render(job()) == "hi"

@@ -1,4 +1,4 @@
-"""The Tokenizer service over gRPC on loopback: refusals, hostile templates, batching, the process."""
+"""The Tokenizer service over gRPC on loopback: refusals, hostile templates, batches and output formats."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
         ),
     ],
 )
-def test_a_refusal_names_the_field(folders: dict[str, Path], request_: Any, code: grpc.StatusCode, field: str) -> None:
+def test_refusal_names_the_field_without_the_value(
+    folders: dict[str, Path], request_: Any, code: grpc.StatusCode, field: str
+) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"], max_request_chars=1000) as service:
             is_chat = isinstance(request_, pb.EncodeChatRequest)
@@ -73,7 +75,7 @@ def test_a_refusal_names_the_field(folders: dict[str, Path], request_: Any, code
     asyncio.run(run())
 
 
-def test_refusal_names_the_message_when_the_template_raises_for_it(tmp_path: Path) -> None:
+def test_refusal_names_the_message_that_the_template_refuses(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.content == 'x' %}{{ raise_exception('No x.') }}{% endif %}{{ m.content }}{% endfor %}"
     )
@@ -103,7 +105,7 @@ HOSTILE = {
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_stops_nobody(tmp_path: Path, name: str) -> None:
+def test_hostile_template_does_not_stop_other_requests(tmp_path: Path, name: str) -> None:
     attack, code = HOSTILE[name]
     template = "{% if attack %}" + attack + "{% endif %}fine"
 
@@ -130,7 +132,7 @@ def test_a_hostile_template_stops_nobody(tmp_path: Path, name: str) -> None:
     ],
     ids=["none", "no Jinja", "nested too deeply", "endless to compile"],
 )
-def test_a_model_without_a_usable_template_still_encodes(tmp_path: Path, template: str | None, details: str) -> None:
+def test_encode_works_when_the_template_is_not_usable(tmp_path: Path, template: str | None, details: str) -> None:
     async def run() -> None:
         async with serving(byte_level(tmp_path / "m", template), render_seconds=0.6) as service:
             code, got = await refusal(service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO)))
@@ -140,7 +142,7 @@ def test_a_model_without_a_usable_template_still_encodes(tmp_path: Path, templat
     asyncio.run(run())
 
 
-def test_concurrent_requests_get_their_own_ids(folders: dict[str, Path]) -> None:
+def test_concurrent_requests_get_separate_ids(folders: dict[str, Path]) -> None:
     texts = [f"hello {n} " * (n % 7 + 1) for n in range(200)]
 
     async def ids(service: Serving, n: int) -> list[int]:
@@ -159,7 +161,7 @@ def test_concurrent_requests_get_their_own_ids(folders: dict[str, Path]) -> None
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("inline_tokens", [0, 1 << 20], ids=["in a thread", "on the loop"])
-def test_block_hashes_where_a_root_is_given(
+def test_encode_returns_block_hashes_when_a_root_is_given(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, inline_tokens: int
 ) -> None:
     monkeypatch.setattr(server, "INLINE_TOKENS", inline_tokens)
@@ -182,7 +184,7 @@ def test_block_hashes_where_a_root_is_given(
 
 
 @pytest.mark.parametrize(("setting", "name"), [({}, "byte_level"), ({"served_model_name": "llama"}, "llama")])
-def test_the_served_name(folders: dict[str, Path], setting: dict[str, str], name: str) -> None:
+def test_info_returns_the_served_name(folders: dict[str, Path], setting: dict[str, str], name: str) -> None:
     async def run() -> None:
         async with serving(folders["byte_level"], **setting) as service:
             assert (await service.stub.Info(pb.TokenizerInfoRequest())).model == name
@@ -190,7 +192,7 @@ def test_the_served_name(folders: dict[str, Path], setting: dict[str, str], name
     asyncio.run(run())
 
 
-def test_a_caller_that_goes_away_leaves_the_service_well(tmp_path: Path) -> None:
+def test_service_renders_chats_after_cancelled_calls(tmp_path: Path) -> None:
     template = "{% if attack %}" + LOOP + "{% endif %}fine"
 
     async def run() -> None:
@@ -206,7 +208,7 @@ def test_a_caller_that_goes_away_leaves_the_service_well(tmp_path: Path) -> None
     asyncio.run(run())
 
 
-def test_the_rendering_process_imports_little() -> None:
+def test_rendering_process_imports_no_service_libraries() -> None:
     code = "import sys, services.tokenizer.render_child; print(sorted({n.split('.')[0] for n in sys.modules}))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
     assert not {"grpc", "pydantic", "tokenizers", "numpy", "google", "prometheus_client"} & set(json.loads(out.replace("'", '"')))
@@ -222,7 +224,7 @@ def test_the_rendering_process_imports_little() -> None:
         ),
     ],
 )
-def test_it_says_how_its_model_writes(
+def test_info_returns_the_output_formats_of_the_model(
     folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any], tools: str, reasoning: str
 ) -> None:
     folder = tmp_path / "model"
@@ -235,7 +237,7 @@ def test_it_says_how_its_model_writes(
         async with serving(folder, **settings) as service:
             info = await service.stub.Info(pb.TokenizerInfoRequest())
             assert (info.tool_format, info.reasoning_format) == (tools, reasoning)
-            assert not info.reasoning_marks, "the vocabulary has but one of them"
+            assert not info.reasoning_marks, "the vocabulary has only one of the two marks"
             assert (await service.stub.EncodeChat(pb.EncodeChatRequest(messages_json=HELLO))).rendered_end == "secret!"
 
     asyncio.run(run())

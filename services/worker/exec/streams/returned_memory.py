@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from services.shared.c_memory import return_freed
+from services.shared.memory import trim_heap
 
 
 def return_memory(device: torch.device) -> None:
@@ -20,4 +20,4 @@ def return_cached(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    return_freed()
+    trim_heap()

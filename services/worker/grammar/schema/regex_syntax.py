@@ -2,6 +2,7 @@
 
 Read by us, not by the compiler, because it drops what it does not know (anchors, lookaheads) with a warning, and knows
 nothing of how JSON writes a character. What is not regular, or means different things in different dialects, is refused.
+The tokenizer has another reader (services/tokenizer/pattern.py) for another dialect, Oniguruma's in pre-tokenizers.
 """
 
 from __future__ import annotations

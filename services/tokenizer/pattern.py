@@ -1,8 +1,12 @@
-"""A pre-tokenizer's regular expression, read just far enough to say between which two characters its matches never go on.
+r"""Finds the pairs of characters between which no match of a pre-tokenizer's regular expression continues.
 
-Positions are the pattern's character classes, and `follows` the pairs of them that can stand side by side within a match
-(Glushkov's construction, 1961). Look-ahead only forbids matches, so that the pairs found without it are the most there can be.
-What could make a match depend on anything but the text from its begin on (anchors, look-behind, back references) is refused.
+The reader collects the positions of the pattern (its character classes) and `follows`, the pairs of positions that can match
+neighbouring characters (Glushkov's construction, 1961). A look-ahead only forbids matches, so `follows` without look-aheads is a
+superset. Constructs that make a match depend on text before its start (anchors, look-behind, back references) are refused.
+
+The worker's regex_syntax (services/worker/grammar/schema) is another reader because it reads another dialect for another result:
+the regular part of ECMA 262 into a tree for grammars. Pre-tokenizers use Oniguruma's dialect with `\p{…}`, `(?i:…)`, atomic
+groups and possessive quantifiers, which that reader must refuse, and their classes are tested one character at a time.
 """
 
 from __future__ import annotations
@@ -13,69 +17,72 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-Contains = Callable[[str], bool]  # one character
+Contains = Callable[[str], bool]  # whether a class contains a character
 
 
 class NotUnderstood(Exception):
-    """The expression has something in it that this reader does not know."""
+    """The expression has a construct that this reader does not know."""
 
 
 @dataclass(eq=False, slots=True)
 class Position:
-    """One character class at one place of the pattern. wide: it may have been read wider than it is."""
+    """A character class at one place of the pattern. Equal classes at two places are different positions."""
 
     contains: Contains
-    wide: bool = False
+    wide: bool = False  # whether `contains` may accept more characters than the class has
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """position: a class; None for a group. most: None for no end. keeps: nothing that it took is given back."""
+    """A quantified class or group."""
 
-    position: Position | None
+    position: Position | None  # the class; None for a group
     least: int
-    most: int | None
-    keeps: bool
+    most: int | None  # the upper bound; None for no limit
+    keeps: bool  # whether the quantifier is possessive
 
 
 @dataclass(slots=True)
 class Fragment:
-    """A part of the pattern: the positions it may begin and end with. items: where it is a row of items, these."""
+    """A part of the pattern."""
 
-    nullable: bool = True
-    first: tuple[Position, ...] = ()
-    last: tuple[Position, ...] = ()
-    items: tuple[Item, ...] = ()
+    nullable: bool = True  # whether it matches the empty text
+    first: tuple[Position, ...] = ()  # positions of the first character of a match
+    last: tuple[Position, ...] = ()  # positions of the last character of a match
+    items: tuple[Item, ...] = ()  # the items of a concatenation
 
 
 @dataclass(slots=True)
 class Branch:
-    """One of the pattern's alternatives. text: as it was written. looks: it has a look-ahead."""
+    """An alternative of the pattern."""
 
-    text: str
+    text: str  # as written in the pattern
     body: Fragment
-    looks: bool
+    looks: bool  # whether it has a look-ahead
 
 
 @dataclass(slots=True)
 class Pattern:
-    """follows: pairs of positions that may be neighbours in a match. ahead: of each look-ahead what a match may have taken last
-    before it (None: anything), and the class of the one character that it looks at."""
+    """The branches of a pattern and the pairs of positions that its matches may contain."""
 
     branches: tuple[Branch, ...] = ()
+    # Pairs of positions that can match neighbouring characters.
     follows: list[tuple[Position, Position]] = field(default_factory=list)
+    # Per look-ahead: positions of the last matched character before the look-ahead (None: any), and the tested class.
     ahead: list[tuple[tuple[Position, ...] | None, Contains]] = field(default_factory=list)
 
     def parts(self, before: str, after: str) -> bool:
-        """Whether no match has these two characters side by side, and a match that ends between them is the same where the
-        text ends there."""
+        """Whether a text may be cut between these two characters.
+
+        No match contains both as neighbours, and a match that ends between them is the same if the text ends there.
+        """
         for taken, contains in self.ahead:
             if contains(after) and (taken is None or any(position.contains(before) for position in taken)):
                 return False
         return not any(left.contains(before) and right.contains(after) for left, right in self.follows)
 
     def begins_at(self, char: str) -> bool:
-        """Whether a match begins at every such character that no earlier match has taken."""
+        """Whether a match begins at each occurrence of this character that no earlier match contains."""
         return any(_begins(branch, char) for branch in self.branches)
 
     def can_have(self, char: str) -> bool:
@@ -103,7 +110,7 @@ def _rest_may_be_empty(branch: Branch, item: Item) -> bool:
 
 
 def read_pattern(text: str) -> Pattern:
-    """Raises NotUnderstood."""
+    """Reads a pattern. Raises NotUnderstood if it has an unknown construct or matches the empty text."""
     reader = _Reader(text)
     branches = reader.branches(top=True)
     if reader.at != len(text) or any(branch.body.nullable for branch in branches):
@@ -113,13 +120,13 @@ def read_pattern(text: str) -> Pattern:
 
 
 class _Reader:
-    """Recursive descent over the text, which is as deep as its groups."""
+    """A recursive-descent parser. The recursion is as deep as the nesting of groups."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
         self.pattern = Pattern()
-        self._folds = False  # within (?i:…)
+        self._folds = False  # whether the parser is in a case-insensitive group (?i:…)
 
     def branches(self, top: bool = False) -> list[Branch]:
         found = []
@@ -223,7 +230,7 @@ class _Reader:
         return (self._folded(char), True) if self._folds else (functools.partial(_same, char), False)
 
     def _folded(self, char: str) -> Contains:
-        """Wider than it is: case folding may know letters that this Python does not."""
+        """Returns a class that is wider than needed: the library's case folding may have letters that Python's does not."""
         return lambda one: one.casefold() == char.casefold() or not one.isascii()
 
     def _escape(self) -> Contains:
@@ -264,7 +271,11 @@ class _Reader:
         return functools.partial(_within, low, high)
 
     def _range_end(self) -> tuple[str | None, Contains]:
-        """A literal, and a class of it alone; or no literal, and a class."""
+        """Reads an end of a range or an escaped class.
+
+        Returns:
+            The literal character, or None for an escaped class; and its class.
+        """
         char = self.text[self.at : self.at + 1]
         if char == "\\":
             begin = self.at
@@ -310,7 +321,7 @@ def _category(name: str) -> str:
 
 
 def is_space(char: str) -> bool:
-    """Unicode's White_Space, which Python's isspace() exceeds by four control characters."""
+    """Whether the character is Unicode White_Space. Python's isspace() also accepts four control characters."""
     return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 

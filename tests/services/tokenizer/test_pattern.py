@@ -1,4 +1,4 @@
-"""Between which characters a pattern's matches never go on: against the library's own splits."""
+"""Compares the reader of pre-tokenizer patterns with the library's own splits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from services.tokenizer.pieces.boundaries import GPT2
-from services.tokenizer.pieces.pattern import NotUnderstood, read_pattern
-from tests.services.tokenizer.pieces.tokenizers import CL100K
+from services.tokenizer.boundaries import GPT2
+from services.tokenizer.pattern import NotUnderstood, read_pattern
+from tests.services.tokenizer.piece_tokenizers import CL100K
 
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -23,7 +23,7 @@ CHARS = "aZ1 \n\t'./é世，"
 
 
 @pytest.mark.parametrize("text", [GPT2, CL100K, O200K], ids=["gpt-2", "cl100k", "o200k"])
-def test_parts_where_the_library_splits(text: str) -> None:
+def test_pattern_parts_where_the_library_splits(text: str) -> None:
     pattern, split = read_pattern(text), pre_tokenizers.Split(Regex(text), "isolated")
     parted = [pair for pair in itertools.product(CHARS, repeat=2) if pattern.parts(*pair) and pattern.begins_at(pair[1])]
     assert ("a", " ") in parted and (" ", " ") not in parted
@@ -35,6 +35,6 @@ def test_parts_where_the_library_splits(text: str) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=78)
 @pytest.mark.parametrize("text", [KEEPING, r"(?<=a)b", r"\bword", r"a*", r"(a)\1", r"x(?!yz)", "[a&&b]", r"\p{Han}+", "^a", "[a"])
-def test_what_is_not_understood_is_said(text: str) -> None:
+def test_read_pattern_refuses_unknown_constructs(text: str) -> None:
     with pytest.raises(NotUnderstood):
         read_pattern(text)

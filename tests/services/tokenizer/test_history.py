@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.chat_messages import InvalidField
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat import ChatTemplate, InvalidField
 from tests.services.tokenizer.template_shapes import CALLS, HEADER, SHAPES, WITHOUT_CALLS, each, rendered, renderer, turns
 
 Message = dict[str, Any]
@@ -129,7 +128,7 @@ def test_every_chat_is_shown_by_template(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_random_chats_are_shown_by_template(name: str) -> None:
-    """One renderer renders all chats: remembered forms of a chat are right for the other chats too."""
+    """Renders all chats with the same renderer, so that remembered forms are used for other chats."""
     drawn = random.Random(name)
     child = renderer(SHAPES[name])
     for _ in range(25):
@@ -205,7 +204,7 @@ def test_turns_are_joined_or_filled_in_when_the_template_wants_alternation() -> 
     )
 
 
-def test_calls_follow_their_text_when_the_template_shows_text_only() -> None:
+def test_calls_follow_the_text_when_the_template_shows_text_only() -> None:
     text = rendered(SHAPES["content is none beside calls"], [USER, calls(content="Look."), result()])
     assert text == '<user>user\'s.|<assistant>Look.|<assistant><call>find {"a": "given"}</call><tool>found1|<assistant>'
 

@@ -1,4 +1,4 @@
-"""What a template may do, what it may not, and what it sees of a message."""
+"""Chat templates in the sandbox, checked messages, and the renderer's errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Any
 import jinja2
 import pytest
 
-from services.tokenizer.chat_messages import InvalidField, cut_at_tag, parse, prepare, tag_final
-from services.tokenizer.chat_template import ChatTemplate, OutputTooLong, TemplateRefusal
+from services.tokenizer.chat import (
+    ChatTemplate,
+    InvalidField,
+    OutputTooLong,
+    TemplateRefusal,
+    cut_at_tag,
+    parse_json,
+    prepare_messages,
+    tag_final,
+)
 from services.tokenizer.render_child import Renderer, TooMuch
 
 
@@ -31,7 +39,7 @@ def render(source: str, **variables: Any) -> str:
         ("{{ missing }}", ""),
     ],
 )
-def test_hugging_face_semantics(source: str, want: str) -> None:
+def test_template_renders_as_in_transformers(source: str, want: str) -> None:
     assert render(source, x={"a": "<é>&"}) == want
 
 
@@ -51,7 +59,7 @@ def test_hugging_face_semantics(source: str, want: str) -> None:
         "{% import 'os' as os %}",
     ],
 )
-def test_nothing_of_the_interpreter_is_reachable(source: str) -> None:
+def test_template_cannot_reach_interpreter_internals(source: str) -> None:
     try:
         text = render(source, messages=[1])
     except (jinja2.TemplateError, TypeError):
@@ -59,12 +67,12 @@ def test_nothing_of_the_interpreter_is_reachable(source: str) -> None:
     assert "class" not in text and "object" not in text, text
 
 
-def test_raise_exception_speaks_for_itself() -> None:
+def test_raise_exception_keeps_the_message_of_the_template() -> None:
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
 
-def test_output_is_stopped_while_it_streams() -> None:
+def test_render_stops_at_the_character_limit() -> None:
     template = ChatTemplate("{% for i in range(100000) %}{% for j in range(100000) %}xxxxxxxxxx{% endfor %}{% endfor %}")
     with pytest.raises(OutputTooLong):
         template.render({}, 1000)
@@ -73,8 +81,8 @@ def test_output_is_stopped_while_it_streams() -> None:
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-def test_reasoning_is_there_under_every_name() -> None:
-    message = prepare([{"role": "assistant", "reasoning": "hm", "content": None}])[0]
+def test_prepare_messages_copies_reasoning_to_every_name() -> None:
+    message = prepare_messages([{"role": "assistant", "reasoning": "hm", "content": None}])[0]
     assert message == {"role": "assistant", "reasoning": "hm", "thinking": "hm", "reasoning_content": "hm"}
 
 
@@ -93,9 +101,9 @@ def test_reasoning_is_there_under_every_name() -> None:
         ("messages[0].tool_calls[0]:", [{"role": "assistant", "tool_calls": ["secret"]}]),
     ],
 )
-def test_a_bad_message_is_named_and_not_quoted(field: str, messages: list[Any]) -> None:
+def test_prepare_messages_names_the_wrong_field_without_the_value(field: str, messages: list[Any]) -> None:
     with pytest.raises(InvalidField) as raised:
-        prepare(messages)
+        prepare_messages(messages)
     assert str(raised.value).startswith(field) and "secret" not in str(raised.value)
 
 
@@ -104,9 +112,9 @@ def test_a_bad_message_is_named_and_not_quoted(field: str, messages: list[Any]) 
     [b"{", b"\xff", b"[" * 100_000, b"1" * 10_000, b'"secret"'],
     ids=["cut off", "not UTF-8", "deep", "long number", "string"],
 )
-def test_bad_json(data: bytes) -> None:
+def test_parse_json_refuses_bad_json_without_quoting(data: bytes) -> None:
     with pytest.raises(InvalidField, match=r"^messages: ") as raised:
-        parse("messages", data, list)
+        parse_json("messages", data, list)
     assert "secret" not in str(raised.value)
 
 
@@ -118,13 +126,13 @@ def test_bad_json(data: bytes) -> None:
         ("A{{ messages[-1].content }}<end>", "", "A"),
     ],
 )
-def test_the_final_message_is_left_open(template: str, final: str, want: str) -> None:
-    messages = prepare([{"role": "assistant", "content": final}])
+def test_cut_at_tag_leaves_the_final_message_open(template: str, final: str, want: str) -> None:
+    messages = prepare_messages([{"role": "assistant", "content": final}])
     tag_final(messages)
     assert cut_at_tag(render(template, messages=messages), final) == want
 
 
-def test_a_final_message_that_the_template_drops() -> None:
+def test_cut_at_tag_refuses_a_chat_without_the_final_message() -> None:
     with pytest.raises(InvalidField, match=r"^continue_final_message: "):
         cut_at_tag("nothing of it", "secret")
 
@@ -139,14 +147,14 @@ HELLO = json.dumps([{"role": "user", "content": "secret"}]).encode()
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[0].content.nope.nope }}"])
-def test_the_interpreters_words_are_not_passed_on(template: str) -> None:
+def test_renderer_reports_only_the_type_of_a_python_error(template: str) -> None:
     with pytest.raises(InvalidField, match=r"^messages\[0\]: the chat template failed with \w+Error$"):
         renderer(template).render(HEADER, HELLO, b"", b"")
 
 
 @pytest.mark.by_day(one_in=2, seed=13)
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "add_generation_prompt"])
-def test_template_kwargs_cannot_replace_what_the_request_has(name: str) -> None:
+def test_renderer_refuses_reserved_template_kwargs(name: str) -> None:
     with pytest.raises(InvalidField, match=f"^template_kwargs: {name} "):
         renderer("x").render(HEADER, HELLO, b"", json.dumps({name: "y"}).encode())
 
@@ -155,31 +163,30 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 ASKED = {"role": "user", "content": "?"}
 CALLS = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
 DONE = "{% endfor %}{% endif %}{% endfor %}"
-# Templates by how they write a call, with what comes of one whose message has this content.
+# Templates by their form of a call, each with its text for CALL.
 CALL_TEMPLATES = {
     "prints the object": (CALLS + "{{ c.function.arguments | tojson }}" + DONE, '{"x": 1}'),
     "prints each argument": (
         CALLS + "{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}" + DONE,
         "x=1",
     ),
-    "puts the text in": (CALLS + "{{ '[' + c.function.arguments + ']' }}" + DONE, '[{"x":  1}]'),
-    "puts it in as it is": (CALLS + "{{ c.function.arguments }}" + DONE, '{"x":  1}'),
-    "where content is none": (
+    "concatenates the text": (CALLS + "{{ '[' + c.function.arguments + ']' }}" + DONE, '[{"x":  1}]'),
+    "prints the text": (CALLS + "{{ c.function.arguments }}" + DONE, '{"x":  1}'),
+    "tests content for none": (
         CALLS + "{% if m.content is none %}{{ c.function.arguments | tojson }}{% else %}text{% endif %}" + DONE,
         '{"x": 1}',
     ),
-    "both": (
+    "tests and concatenates": (
         "{% for m in messages %}{% if m.role == 'assistant' and m['content'] is none %}"
         "{{ m.tool_calls[0]['function']['name'] + '(' + m.tool_calls[0]['function']['arguments'] + ')' }}"
         "{% elif m.role == 'assistant' %}{{ m['content'] + '!' }}{% endif %}{% endfor %}",
         'f({"x":  1})',
     ),
-    "knows no calls": ("{% for m in messages %}{{ m.content }}{% endfor %}", "?"),
+    "shows no calls": ("{% for m in messages %}{{ m.content }}{% endfor %}", "?"),
 }
 
 
-def test_a_call_is_written_as_its_template_can() -> None:
-    """What the API gave, given back: without content, and with none of it."""
+def test_renderer_writes_a_call_in_the_form_of_the_template() -> None:
     for name, (template, want) in CALL_TEMPLATES.items():
         child = renderer(template)
         for said in ({}, {"content": None}, {"content": ""}):
@@ -187,8 +194,8 @@ def test_a_call_is_written_as_its_template_can() -> None:
             assert child.render(HEADER, chat, b"", b"") == want, (name, said)
 
 
-def test_ids_of_calls_are_short_where_the_template_demands_it() -> None:
-    """As Mistral's do: those of this server, of others, and such as are short already; call and answer have the same."""
+def test_renderer_shortens_call_ids_when_the_template_demands_nine_characters() -> None:
+    """Mistral's templates demand it. A call and its result get the same short id, and a short id stays as it is."""
     rule = "{% if c.id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
     shown = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}" + rule + "{{ c.id }}={{ c.function.arguments | tojson }};"
@@ -202,7 +209,7 @@ def test_ids_of_calls_are_short_where_the_template_demands_it() -> None:
         assert found[1] == f'{given}={{"x": 1}};{given}'
 
 
-def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+def test_renderer_shows_developer_as_system_when_the_template_lacks_the_role() -> None:
     shown = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
     def rendered(template: str, *roles: str) -> str:
@@ -215,12 +222,12 @@ def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
     assert rendered(shown + "{# developer #}", "developer", "user") == "developer:0;user:1;"
 
 
-def test_too_many_messages() -> None:
+def test_renderer_refuses_too_many_messages() -> None:
     with pytest.raises(TooMuch, match=r"^messages: 4 messages"):
         renderer("x").render(HEADER, json.dumps([{"role": "user"}] * 4).encode(), b"", b"")
 
 
-def test_template_variables() -> None:
+def test_renderer_passes_template_variables() -> None:
     child = renderer(
         "{{ bos_token }}{{ thinking }}{{ add_generation_prompt }}{{ tools is none }}", special_tokens={"bos_token": "<s>"}
     )

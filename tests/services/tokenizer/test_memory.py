@@ -1,4 +1,4 @@
-"""Shares in order of arrival; each is given back once, whatever becomes of its caller."""
+"""The byte budget: shares in order of arrival, each given back exactly once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import asyncio
 import grpc
 import pytest
 
-from services.tokenizer.byte_budget import ByteBudget
+from services.tokenizer.memory import ByteBudget
 from services.tokenizer.refusal import Refusal
 
 
 class Holder:
-    """Takes a share, and keeps it until it is told to go."""
+    """A task that holds a share until `leave` is set."""
 
     def __init__(self, budget: ByteBudget, size: int, order: list[int]) -> None:
         self.leave = asyncio.Event()
@@ -29,7 +29,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_first_come_first_served_and_nobody_overtakes() -> None:
+def test_budget_serves_requests_in_order_of_arrival() -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         first, large, small = (Holder(budget, size, order) for size in (6, 7, 2))
@@ -46,7 +46,7 @@ def test_first_come_first_served_and_nobody_overtakes() -> None:
     asyncio.run(run())
 
 
-def test_what_is_larger_than_all_of_it_is_alone() -> None:
+def test_budget_serves_a_larger_request_separately() -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         small, huge, other = (Holder(budget, size, order) for size in (1, 1000, 3))
@@ -64,14 +64,14 @@ def test_what_is_larger_than_all_of_it_is_alone() -> None:
     asyncio.run(run())
 
 
-def test_it_stays_full() -> None:
+def test_budget_refuses_a_request_after_the_wait() -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 0.02), list[int]()
         first = Holder(budget, 10, order)
         await settle()
         with pytest.raises(Refusal) as refused:
             async with budget.hold(1):
-                raise AssertionError("there is no room")
+                raise AssertionError("the budget is full")
         assert refused.value.code is grpc.StatusCode.ABORTED
         first.leave.set()
         await first.task
@@ -82,7 +82,7 @@ def test_it_stays_full() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3])
-def test_a_caller_that_goes_away_leaves_nothing(ticks: int) -> None:
+def test_budget_takes_back_the_share_of_a_cancelled_request(ticks: int) -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         first, gone, last = (Holder(budget, size, order) for size in (10, 8, 9))

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds whose texts are cut in different ways."""
+"""Makes tokenizers of each kind that boundaries.py treats differently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINES = [*CORPUS, *("\n" * n + " " * n for n in range(1, 40))]
 
 
 def split_by(pattern: str) -> Tokenizer:
-    """Byte-level BPE behind NFC and a pattern, as newer models have it, with tokens that look at their neighbours."""
+    """Makes a byte-level BPE tokenizer with NFC and a pattern, as newer models have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -35,7 +35,7 @@ def with_greedy_tokens() -> Tokenizer:
 
 
 def doubling(byte_level: bool) -> Tokenizer:
-    """Tokens of 2, 4, … LONGEST_BLANKS blanks."""
+    """Makes a BPE tokenizer with tokens of 2, 4, … LONGEST_BLANKS blanks."""
     blank = "Ġ" if byte_level else "▁"
     vocab = {char: at for at, char in enumerate(sorted({*pre_tokenizers.ByteLevel.alphabet(), blank}))}
     merges, run = [], blank

@@ -1,8 +1,8 @@
-"""Between which two characters a text may be cut, so that the ids of both parts are the ids of the whole.
+"""Decides between which two characters a text may be cut, so that the ids of both parts are the ids of the whole.
 
-Found in the tokenizer's own description (tokenizer.json), step by step: each must come to the same on both sides of the cut as
-on the whole, and one must split there, or the model must have no token that goes over it. A step that is not known here allows
-no cut at all.
+The decision follows the steps of the tokenizer's description (tokenizer.json). A cut is allowed if every step gives the same
+result for the parts as for the whole, and if one step splits the text there or no token of the model spans the cut. A tokenizer
+with a step that this file does not know is never cut.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, Literal
 from tokenizers import AddedToken
 
 from services.shared.hf_tokenizer import HfTokenizer
-from services.tokenizer.pieces.pattern import NotUnderstood, Pattern, is_space, read_pattern
+from services.tokenizer.pattern import NotUnderstood, Pattern, is_space, read_pattern
 
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the pattern of the ByteLevel step
 BLANK_BRANCHES = frozenset((r"\s+(?!\S)", r"\s+", r"\s*[\r\n]+", r"\s*[\r\n]"))
 METASPACE = "▁"
-# What a second part may begin with: characters that no normal form joins to what is before them.
+# Characters that the second part may begin with. No Unicode normal form joins them to the character before them.
 BEGINNINGS = frozenset(string.punctuation + " \n\t" + "、。，！？：；「」『』（）【】《》")
-_ENDINGS = frozenset("LNPS")  # categories of what a first part may end with, besides blanks
+_ENDINGS = frozenset("LNPS")  # Unicode categories that the first part may end with, besides blanks
 _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
-Allows = Callable[[str, str], bool]  # the characters on both sides of a cut
+Allows = Callable[[str, str], bool]  # (character before the cut, character after the cut) → whether the cut is allowed
 
 
 def _always(_before: str, _after: str) -> bool:
@@ -42,28 +42,26 @@ def _never(_before: str, _after: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pre-tokenizer. keeps: it does the same on both sides of a cut as on the whole. splits: it splits there.
-    keeps_blanks: a run of blanks is one word of it, or part of one, wherever in the run its text begins or ends."""
+    """The effect of a pre-tokenizer on cuts."""
 
-    keeps: Allows = _always
-    splits: Allows = _never
-    keeps_blanks: bool = True
+    keeps: Allows = _always  # whether the step gives the same result for the parts as for the whole
+    splits: Allows = _never  # whether the step splits the text at the cut
+    keeps_blanks: bool = True  # whether any part of a run of blanks stays one word, or in one word
 
 
 class Unknown(Exception):
-    """A step whose cuts are not known."""
+    """The description has a step whose effect on cuts this file does not know."""
 
 
 @dataclass(slots=True)
-class _Normal:
-    """What normalization does to single characters. drops_blank: it puts a blank before every text, so that a part that begins
-    with one has to lose it. ascii_only: what it does to other characters is not looked into."""
+class _Normalization:
+    """The effect of normalization on single characters."""
 
-    drops_blank: bool = False
+    drops_blank: bool = False  # a blank is put before every text, so a part that begins with a blank must drop it
     lowers: bool = False
-    ascii_only: bool = False
+    ascii_only: bool = False  # the effect on other characters is not known
     replaced: dict[str, str] = field(default_factory=dict)
-    pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbours within what is replaced
+    pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbouring characters within replaced texts
 
     def of(self, char: str) -> str:
         found = self.replaced.get(char, char)
@@ -71,7 +69,7 @@ class _Normal:
 
 
 class Boundaries:
-    """max_token_chars: of the longest token, as the model has it."""
+    """The places at which the texts of one tokenizer may be cut. Thread-safe."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer.inner
@@ -79,23 +77,23 @@ class Boundaries:
         self._model = self._tokenizer.model
         self._is_bpe = type(self._model).__name__ == "BPE"
         self._added: list[AddedToken] = list(self._tokenizer.get_added_tokens_decoder().values())
-        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)  # length of the longest token
         self._steps: list[Step] = []
-        self._normal = _Normal()
-        self._begins_blank = False  # every part but the first has to begin with a blank
+        self._normal = _Normalization()
+        self._begins_blank = False  # whether every part but the first must begin with a blank
         self._has_metaspace = False
         self._known = self._read()
         self._added_texts = tuple(self._texts_of_added())
         self._added_pairs = {pair for text in self._added_texts for pair in itertools.pairwise(text)}
-        self._allowed: dict[str, bool] = {}
+        self._allowed: dict[str, bool] = {}  # results by the two characters around a cut
 
     @property
     def drops_blank(self) -> bool:
-        """A part that begins with a blank is encoded without it: normalization puts one there again."""
+        """Whether a part that begins with a blank is encoded without it, because normalization adds a blank."""
         return self._normal.drops_blank
 
     def allows(self, text: str, at: int) -> bool:
-        """Whether the ids of text[:at] and text[at:] are those of the whole; 0 < at < len(text)."""
+        """Whether the ids of text[:at] and text[at:] are the ids of the text. Needs 0 < at < len(text)."""
         pair = text[at - 1 : at + 1]
         found = self._allowed.get(pair)
         if found is None:
@@ -106,7 +104,7 @@ class Boundaries:
 
     @functools.cached_property
     def allows_blanks(self) -> bool:
-        """Whether a run of blanks, of far more than max_token_chars on both sides, may be cut where stitches() holds."""
+        """Whether a run of blanks may be cut where stitches() is true, if both sides are much longer than max_token_chars."""
         if not self._known or not self._is_bpe or self._absorbs_blanks:
             return False
         if (" ", " ") in self._added_pairs or any(not text.strip() for text in self._added_texts):
@@ -114,14 +112,16 @@ class Boundaries:
         return all(step.keeps_blanks for step in self._steps)
 
     def stitches(self, last: int, first: int) -> bool:
-        """Whether the model makes these two tokens, and no others, of the text that they stand for. In byte-pair encoding the
-        tokens of a word are the only possible ones if that holds for all neighbours: the first merge over a border would also be
-        made in the text of the two tokens beside it alone."""
+        """Whether the model encodes the joined text of two tokens as exactly these two tokens.
+
+        If that is true for all neighbouring tokens of a word, byte-pair encoding gives exactly these tokens for the word: the
+        first merge across a token border would also happen in the text of the two tokens beside the border.
+        """
         texts = (self._tokenizer.id_to_token(last) or "", self._tokenizer.id_to_token(first) or "")
         return [token.id for token in self._model.tokenize("".join(texts))] == [last, first]
 
     def blanks_in(self, token_id: int) -> int:
-        """How many blanks the token stands for; 0 where it stands for anything else too."""
+        """Returns the number of blanks that the token stands for, or 0 if it also stands for other characters."""
         text = self._tokenizer.id_to_token(token_id) or ""
         return len(text) if text and not text.strip("Ġ" if self._is_byte_level else METASPACE) else 0
 
@@ -130,7 +130,7 @@ class Boundaries:
         return any(token.lstrip or token.rstrip for token in self._added)
 
     def _texts_of_added(self) -> Iterator[str]:
-        """As they may stand in a text."""
+        """Yields the texts that match added tokens, also in normalized form."""
         normalizer = self._tokenizer.normalizer
         for token in self._added:
             yield token.content
@@ -138,7 +138,7 @@ class Boundaries:
                 yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
 
     def _is_marked(self, text: str, at: int) -> bool:
-        """An added token ends or begins here: what normalization puts before it is not what a cut puts there."""
+        """Whether an added token ends or begins here. Normalization then puts its blank at another place than at a cut."""
         texts = self._added_texts
         return text.startswith(texts, at) or text.startswith(texts, at + 1) or text.endswith(texts, 0, at) or at + 1 >= len(text)
 
@@ -158,7 +158,7 @@ class Boundaries:
         if char.isascii():
             return char.isprintable()
         known = unicodedata.category(char)
-        is_old = unicodedata.ucd_3_2_0.category(char) == known  # so that every table of Unicode agrees
+        is_old = unicodedata.ucd_3_2_0.category(char) == known  # the libraries' versions of Unicode agree on it
         return (
             not self._normal.ascii_only
             and known[0] in _ENDINGS
@@ -168,7 +168,7 @@ class Boundaries:
         )
 
     def _touches_added(self, before: str, after: str) -> bool:
-        """Whether an added token that looks at its neighbours may end or begin here."""
+        """Whether an added token may end or begin here that depends on its neighbours (single_word, rstrip)."""
         for token in self._added:
             text = token.content.lower()
             ends, begins = text[-1:] == before.lower(), text[:1] == after.lower()
@@ -177,7 +177,10 @@ class Boundaries:
         return False
 
     def _no_token_over(self, before: str, after: str) -> bool:
-        """Of a model that takes a text as one word: byte-pair encoding never merges over what no token has side by side."""
+        """Whether no token of a model without pre-tokenization spans the cut.
+
+        Byte-pair encoding never merges two characters that are neighbours in no token.
+        """
         flags = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
         if not self._is_bpe or self._is_byte_level or any(getattr(self._model, name) for name in flags):
             return False
@@ -186,7 +189,7 @@ class Boundaries:
 
     @functools.cached_property
     def _neighbours(self) -> tuple[frozenset[str], frozenset[tuple[str, ...]]]:
-        """All characters that are tokens, and all neighbours within tokens."""
+        """All characters that are tokens, and all pairs of neighbouring characters within tokens."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         pairs = frozenset(pair for token in vocabulary for pair in itertools.pairwise(token))
         return frozenset(token for token in vocabulary if len(token) == 1), pairs
@@ -202,7 +205,7 @@ class Boundaries:
             self._begins_blank = self._normal.drops_blank
             pre_tokenizers = _listed(self._tokenizer.pre_tokenizer, "pretokenizers")
             if any(one["type"] in ("ByteLevel", "Metaspace") for one in pre_tokenizers[:-1]):
-                raise Unknown  # what comes behind them sees other characters
+                raise Unknown  # the steps after them see other characters
             self._steps = [self._pre_tokenizer(one) for one in pre_tokenizers]
         except (Unknown, NotUnderstood):
             return False
@@ -268,8 +271,10 @@ def _matches(pattern: Pattern) -> Step:
 
 
 def _keeps_blanks(pattern: Pattern) -> bool:
-    """Whether blanks are matched by the usual branches alone, which take the rest of a run of blanks wherever they begin in it;
-    what ends such a run earlier is a line break in it."""
+    """Whether only the usual branches match blanks.
+
+    From any place in a run of blanks, they match the rest of the run, or its part up to a line break.
+    """
     if not pattern.can_have(" "):
         return True
     if any(left.contains(" ") and right.contains(" ") for left, right in pattern.follows if not _of_blanks(pattern, left)):
@@ -285,7 +290,7 @@ def _of_blanks(pattern: Pattern, position: object) -> bool:
 
 
 def _listed(step: Any, key: str) -> list[dict[str, Any]]:
-    """The descriptions of a normalizer or pre-tokenizer: of its steps, those of sequences within sequences too."""
+    """Returns the descriptions of all steps of a normalizer or pre-tokenizer, with nested sequences flattened."""
     return [] if step is None else _flat(json.loads(step.__getstate__()), key)
 
 

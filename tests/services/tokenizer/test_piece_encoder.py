@@ -1,4 +1,4 @@
-"""A text in pieces has the ids of the whole, whatever the tokenizer; a text beyond what is wanted is encoded no further."""
+"""Tests that a text encoded in pieces has the ids of the whole text, and that encoding stops at the token limit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.shared.hf_tokenizer import HfTokenizer
-from services.tokenizer.pieces.piece_encoder import NoPlaceToCut, PieceEncoder, Stopped, Wanted
-from tests.services.tokenizer.pieces.tokenizers import LONGEST_BLANKS, MAKERS
+from services.tokenizer.piece_encoder import EncodingStopped, PieceEncoder, TokenLimit, UncuttableText
+from tests.services.tokenizer.piece_tokenizers import LONGEST_BLANKS, MAKERS
 
-CUT_NOWHERE = ("a pattern that looks behind", "byte_fallback")  # the latter has tokens over blanks, and takes a text as one word
+# The second has tokens that contain blanks, and its pre-tokenizer does not split texts.
+CUT_NOWHERE = ("a pattern that looks behind", "byte_fallback")
 WORDS = [*"helo wrd,.!?'\n\t 你好é😀（世）。10→", " the", "  ", "   and", "e\u0301", "\r\n", "▁", "a\u030a\u0327", "\u3000", "ſ"]
 MARKS = ["<|im_end|>", "<s>", "</s>", "[MASK]", "<extra_1>", "<think>", "<r>  ", "  <l>", "→ "]
 PARTS = st.one_of(st.sampled_from(WORDS), st.sampled_from(MARKS), st.integers(1, 600).map(lambda count: " " * count))
@@ -21,7 +22,7 @@ TEXTS = st.lists(PARTS, max_size=60).map("".join)
 
 
 class Counting(HfTokenizer):
-    """Notes what it is given to encode."""
+    """A tokenizer that records the number of characters of each call."""
 
     def __init__(self, of: HfTokenizer) -> None:
         super().__init__(of.inner, of.special_tokens, of.chat_templates)
@@ -44,7 +45,7 @@ def encoders(made: dict[str, HfTokenizer]) -> dict[str, PieceEncoder]:
 
 @pytest.fixture(scope="module")
 def long_pieces(made: dict[str, HfTokenizer]) -> dict[str, PieceEncoder]:
-    """Long enough for a run of blanks to be cut within it."""
+    """Encoders with pieces long enough for a cut in a run of blanks."""
     return {kind: PieceEncoder(tokenizer, piece_chars=600) for kind, tokenizer in made.items()}
 
 
@@ -52,7 +53,7 @@ def long_pieces(made: dict[str, HfTokenizer]) -> dict[str, PieceEncoder]:
 @pytest.mark.parametrize("kind", MAKERS)
 @settings(deadline=None)
 @given(text=TEXTS, special=st.booleans(), most=st.integers(0, 60), begins=st.booleans())
-def test_ids_are_those_of_the_whole(
+def test_piece_encoder_gives_the_ids_of_the_whole_text(
     made: dict[str, HfTokenizer],
     encoders: dict[str, PieceEncoder],
     long_pieces: dict[str, PieceEncoder],
@@ -64,7 +65,7 @@ def test_ids_are_those_of_the_whole(
 ) -> None:
     (whole,) = made[kind].encode_batch([text], special)
     for encoder in (encoders[kind], long_pieces[kind]):
-        found = encoder.encode(text, special, Wanted(most, begins), Event())
+        found = encoder.encode(text, special, TokenLimit(most, begins), Event())
         if most and len(whole) > most:
             assert list(found.ids) == (whole[:most] if begins else []) and most < found.at_least <= len(whole)
         else:
@@ -73,17 +74,17 @@ def test_ids_are_those_of_the_whole(
 
 @pytest.mark.by_day(one_in=3, seed=48)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_long_text_is_cut(made: dict[str, HfTokenizer], kind: str) -> None:
+def test_piece_encoder_cuts_a_long_text(made: dict[str, HfTokenizer], kind: str) -> None:
     counting = Counting(made[kind])
     encoder = PieceEncoder(counting, piece_chars=1000)
     text = "Hello there, how are you today? " * 500
     counting.chars.clear()
-    found = encoder.encode(text, True, Wanted(), Event())
+    found = encoder.encode(text, True, TokenLimit(), Event())
     assert list(found.ids) == made[kind].encode_batch([text], True)[0]
     if kind not in CUT_NOWHERE:
         assert max(counting.chars) <= 1000
         counting.chars.clear()
-        first = encoder.encode(text, True, Wanted(10, begins=True), Event())
+        first = encoder.encode(text, True, TokenLimit(10, truncates=True), Event())
         assert list(first.ids) == list(found.ids)[:10] and sum(counting.chars) <= 1000
 
 
@@ -98,45 +99,45 @@ def test_a_long_text_is_cut(made: dict[str, HfTokenizer], kind: str) -> None:
         ("blanks in bytes", ("\ta", "\u3000")),
     ],
 )
-def test_a_run_of_blanks_is_cut(made: dict[str, HfTokenizer], kind: str, around: tuple[str, str]) -> None:
+def test_piece_encoder_cuts_a_run_of_blanks(made: dict[str, HfTokenizer], kind: str, around: tuple[str, str]) -> None:
     counting = Counting(made[kind])
     encoder = PieceEncoder(counting, piece_chars=4000, max_word_chars=5000)
     text = around[0] + " " * (300 * LONGEST_BLANKS) + around[1]
     counting.chars.clear()
-    found = encoder.encode(text, True, Wanted(400), Event())
+    found = encoder.encode(text, True, TokenLimit(400), Event())
     assert max(counting.chars) <= 4000
     assert (list(found.ids), found.at_least) == (made[kind].encode_batch([text], True)[0], 0)
 
 
-def test_what_cannot_fit_is_not_encoded(made: dict[str, HfTokenizer]) -> None:
+def test_piece_encoder_does_not_encode_a_text_above_the_limit(made: dict[str, HfTokenizer]) -> None:
     counting = Counting(made["blanks in bytes"])
     encoder = PieceEncoder(counting)
     counting.chars.clear()
-    found = encoder.encode("x" * 100_000, True, Wanted(99_999), Event())
+    found = encoder.encode("x" * 100_000, True, TokenLimit(99_999), Event())
     assert (list(found.ids), found.at_least, counting.chars) == ([], 100_000, [])
-    blanks = encoder.encode(" " * LONGEST_BLANKS * 1000, True, Wanted(999), Event())
+    blanks = encoder.encode(" " * LONGEST_BLANKS * 1000, True, TokenLimit(999), Event())
     assert (blanks.at_least, counting.chars) == (1000, [])
 
 
-def test_what_can_be_cut_nowhere_is_refused_from_some_length_on(made: dict[str, HfTokenizer]) -> None:
+def test_piece_encoder_refuses_uncuttable_text_above_the_limit(made: dict[str, HfTokenizer]) -> None:
     encoder = PieceEncoder(made["split by a pattern"], piece_chars=100, max_word_chars=1000)
-    assert len(encoder.encode("x" * 1000, True, Wanted(), Event()).ids)
-    with pytest.raises(NoPlaceToCut):
-        encoder.encode("x" * 1001, True, Wanted(), Event())
+    assert len(encoder.encode("x" * 1000, True, TokenLimit(), Event()).ids)
+    with pytest.raises(UncuttableText):
+        encoder.encode("x" * 1001, True, TokenLimit(), Event())
 
 
-def test_nobody_waits_any_more(made: dict[str, HfTokenizer]) -> None:
+def test_piece_encoder_stops_when_stopped_is_set(made: dict[str, HfTokenizer]) -> None:
     counting = Counting(made["byte_level"])
     encoder, stopped = PieceEncoder(counting, piece_chars=100), Event()
     counting.chars.clear()
     stopped.set()
-    with pytest.raises(Stopped):
-        encoder.encode("hello " * 1000, True, Wanted(), stopped)
+    with pytest.raises(EncodingStopped):
+        encoder.encode("hello " * 1000, True, TokenLimit(), stopped)
     assert counting.chars == []
 
 
-def test_a_batch_keeps_its_order(made: dict[str, HfTokenizer]) -> None:
+def test_piece_encoder_keeps_the_order_of_texts(made: dict[str, HfTokenizer]) -> None:
     encoder = PieceEncoder(made["byte_fallback"], piece_chars=100)
     texts = ["hello", "", "there " * 100, "you", "x" * 99, "fine"]
-    found = encoder.encode_all(texts, True, Wanted(), Event())
+    found = encoder.encode_all(texts, True, TokenLimit(), Event())
     assert [list(one.ids) for one in found] == made["byte_fallback"].encode_batch(texts, True)

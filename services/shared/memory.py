@@ -1,0 +1,30 @@
+"""Makes glibc return freed memory to the operating system. Standard library only. Other C libraries are left as they are."""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
+
+
+def map_large_blocks(threshold_bytes: int) -> None:
+    """Makes malloc map each block of at least this size on its own, so that free() returns it to the operating system.
+
+    By default, glibc raises this threshold to the size of each freed mapped block, up to 32 MiB, and keeps smaller freed blocks.
+    Call it before the first thread starts. The kernel zeroes each mapping, so frequent large allocations become slower.
+    Source: mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
+
+
+def trim_heap() -> None:
+    """Returns the free pages of all malloc arenas to the operating system.
+
+    glibc otherwise keeps freed blocks below the threshold of map_large_blocks(). Threads that allocate wait for some
+    milliseconds meanwhile. Source: malloc_trim(3).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

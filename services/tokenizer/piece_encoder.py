@@ -1,0 +1,295 @@
+"""Encodes long texts in pieces with bounded memory. The ids are those of the text encoded at once.
+
+A piece ends where boundaries.py allows a cut. A text without such a place in limits.MAX_WORD_CHARS characters is refused. A text
+that has more tokens than its request can use is not encoded further.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.shared import limits
+from services.shared.hf_tokenizer import HfTokenizer
+from services.tokenizer.boundaries import METASPACE, Boundaries
+
+PIECE_CHARS = 1 << 16
+SLICE_CHARS = 1 << 18  # characters counted at a time
+_BLANKS = re.compile(r"[^\S\r\n]+")  # also matches four control characters
+_DENOMINATOR = 1 << 40  # TokenLowerBound counts in units of 1 / _DENOMINATOR tokens
+
+
+class UncuttableText(Exception):
+    """A text has too many characters without a place where it may be cut."""
+
+
+class _NoStitch(Exception):
+    """A run of blanks cannot be cut here."""
+
+
+class EncodingStopped(Exception):
+    """The caller has set `stopped` during the encoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """The number of tokens that a request can use, and the result for a longer text."""
+
+    max_tokens: int = 0  # 0: no limit
+    truncates: bool = False  # a longer text gives its first ids; otherwise it gives no ids
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """The ids of a text within the limit of its request."""
+
+    ids: Sequence[int]
+    at_least: int = 0  # lower bound of the token count of a text above the limit; 0 if the ids are complete
+
+
+def limited(ids: Sequence[int], limit: TokenLimit) -> EncodedText:
+    """Applies the limit to the ids of a text. For a text above the limit, the first ids suffice if they exceed the limit."""
+    if not limit.max_tokens or len(ids) <= limit.max_tokens:
+        return EncodedText(ids)
+    return EncodedText(ids[: limit.max_tokens] if limit.truncates else (), len(ids))
+
+
+class PieceEncoder:
+    """Encodes texts with one tokenizer. Thread-safe, because calls share no mutable state."""
+
+    def __init__(
+        self, tokenizer: HfTokenizer, piece_chars: int = PIECE_CHARS, max_word_chars: int = limits.MAX_WORD_CHARS
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._piece_chars = piece_chars
+        self._max_word_chars = max_word_chars
+        self._boundaries = Boundaries(tokenizer)
+        self._lower_bound = TokenLowerBound(tokenizer)
+        self._before, self._after = _special_ids(tokenizer)
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool, limit: TokenLimit, stopped: Event) -> list[EncodedText]:
+        """Encodes texts in order. Texts that fit together in one piece are encoded in parallel.
+
+        Raises:
+            UncuttableText: a text cannot be cut into pieces.
+            EncodingStopped: `stopped` was set.
+        """
+        found: list[EncodedText] = []
+        for group in self._groups(texts):
+            if len(group) == 1:
+                found.append(self.encode(group[0], add_special_tokens, limit, stopped))
+            else:
+                found += [limited(array("I", ids), limit) for ids in self._tokenizer.encode_batch(group, add_special_tokens)]
+            if stopped.is_set():
+                raise EncodingStopped
+        return found
+
+    def _groups(self, texts: Sequence[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        for text in texts:
+            if group and sum(map(len, group)) + len(text) > self._piece_chars:
+                yield group
+                group = []
+            group.append(text)
+        yield group
+
+    def encode(self, text: str, add_special_tokens: bool, limit: TokenLimit, stopped: Event) -> EncodedText:
+        """Encodes a text in pieces. Raises UncuttableText or EncodingStopped."""
+        if limit.max_tokens and not limit.truncates:
+            at_least = self._lower_bound.of(text)
+            if at_least > limit.max_tokens:
+                return EncodedText((), at_least)
+        try:
+            ids = self._joined(text, add_special_tokens, limit.max_tokens, True, stopped)
+        except _NoStitch:
+            ids = self._joined(text, add_special_tokens, limit.max_tokens, False, stopped)
+        return limited(ids, limit)
+
+    def _joined(self, text: str, add_special_tokens: bool, max_tokens: int, among_blanks: bool, stopped: Event) -> Sequence[int]:
+        """Returns all ids of the text, or the first ones if there are more than max_tokens.
+
+        Args:
+            among_blanks: whether long runs of blanks may be cut.
+        """
+        ids = array("I", self._before if add_special_tokens else ())
+        for piece in self._pieces(text, among_blanks, stopped):
+            ids.extend(piece)
+            if max_tokens and len(ids) > max_tokens:
+                return ids
+        ids.extend(self._after if add_special_tokens else ())
+        return ids
+
+    def _pieces(self, text: str, among_blanks: bool, stopped: Event) -> Iterator[list[int]]:
+        """Yields the ids of each piece. A piece that ends among blanks is held until the next piece is known to fit to it."""
+        at, held = 0, None
+        before: tuple[str, list[int]] = ("", [])  # the last piece and its ids, so that a repeated piece is encoded once
+        while at < len(text):
+            if stopped.is_set():
+                raise EncodingStopped
+            end = self._end(text, at, among_blanks)
+            piece = text[at + 1 : end] if at and self._boundaries.drops_blank else text[at:end]
+            if piece != before[0]:
+                before = (piece, self._tokenizer.encode_batch([piece], False)[0])
+            ids = before[1].copy()
+            if held is not None:
+                dropped = self._stitched(held, ids)
+                if dropped:
+                    at -= dropped
+                    continue
+                yield held
+            held = None if end == len(text) or self._boundaries.allows(text, end) else ids
+            if held is None:
+                yield ids
+            at = end
+
+    def _stitched(self, held: list[int], ids: list[int]) -> int:
+        """Checks that the ids of two pieces which were cut among blanks fit together.
+
+        Returns:
+            0 if the pieces fit. Otherwise removes the last token of `held` and returns its length in characters: the next piece
+            must begin this much earlier.
+
+        Raises:
+            _NoStitch: the run of blanks cannot be cut here.
+        """
+        if len(held) < 2 or not ids:
+            raise _NoStitch
+        if self._boundaries.stitches(held[-1], ids[0]):
+            return 0
+        length = self._boundaries.blanks_in(held.pop())
+        if not length or not self._boundaries.blanks_in(held[-1]):
+            raise _NoStitch
+        return length
+
+    def _end(self, text: str, begin: int, among_blanks: bool) -> int:
+        """Returns the end of the piece that begins here. Raises UncuttableText."""
+        goal = begin + self._piece_chars
+        if goal >= len(text):
+            return len(text)
+        if among_blanks and self._is_among_blanks(text, begin, goal):
+            return goal
+        for at in range(goal, begin + self._piece_chars // 2, -1):
+            if self._boundaries.allows(text, at):
+                return at
+        for at in range(goal + 1, min(len(text), begin + self._max_word_chars)):
+            if self._boundaries.allows(text, at):
+                return at
+        if len(text) - begin <= self._max_word_chars:
+            return len(text)
+        raise UncuttableText
+
+    def _is_among_blanks(self, text: str, begin: int, at: int) -> bool:
+        """Whether there are only blanks around `at`, without line breaks in the white space both before and after the blanks.
+
+        With such line breaks, the white space up to the last one may be one word.
+        """
+        margin = 2 * self._boundaries.max_token_chars + 2
+        if not self._boundaries.allows_blanks or at - margin < begin or text[at - margin : at + margin] != " " * 2 * margin:
+            return False
+        run = text[begin:at]
+        space = run[len(run.rstrip()) :]
+        if not any(char in space for char in "\r\n"):
+            return True
+        blanks = _BLANKS.match(text, at)
+        return blanks is None or text[blanks.end() : blanks.end() + 1] not in ("\r", "\n")
+
+
+def _special_ids(tokenizer: HfTokenizer) -> tuple[list[int], list[int]]:
+    """Returns the special ids that the tokenizer puts before and after every text."""
+    marked = tokenizer.inner.encode("a", add_special_tokens=True)
+    plain = tokenizer.encode_batch(["a"], False)[0]
+    before = next((at for at, special in enumerate(marked.special_tokens_mask) if not special), 0)
+    return marked.ids[:before], marked.ids[before + len(plain) :]
+
+
+class TokenLowerBound:
+    """Computes a lower bound of a text's token count without encoding the text.
+
+    Every byte is in some token, and a token that contains a byte has at most the length of the longest such token. A byte
+    therefore adds at least 1 / (that length) tokens. The bound is 0 if normalization or the model may drop characters.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        # Whether only ASCII bytes before an ASCII byte count, because normalization may join other characters.
+        self._ascii_only = False
+        # int64[256]: tokens that one occurrence of each byte adds, in units of 1 / _DENOMINATOR, rounded down
+        self._shares: NDArray[np.int64] = np.zeros(256, np.int64)
+        if self._keeps_characters(tokenizer):
+            self._shares = _shares(tokenizer)
+
+    def of(self, text: str) -> int:
+        """Returns the lower bound."""
+        if not self._shares.any():
+            return 0
+        counts = np.zeros(256, np.int64)
+        for at in range(0, len(text), SLICE_CHARS):
+            data = np.frombuffer(text[at : at + SLICE_CHARS].encode(), np.uint8)
+            if self._ascii_only:
+                ascii_ = data < 0x80
+                data = data[:-1][ascii_[:-1] & ascii_[1:]]
+            counts += np.bincount(data, minlength=256)
+        return -(-sum(int(count) * int(share) for count, share in zip(counts, self._shares, strict=True)) // _DENOMINATOR)
+
+    def _keeps_characters(self, tokenizer: HfTokenizer) -> bool:
+        model, kept = tokenizer.inner.model, True
+        for kind in _kinds(tokenizer.inner.normalizer):
+            self._ascii_only |= kind in ("NFC", "NFKC", "NFD", "NFKD")
+            kept &= kind in ("NFC", "NFKC", "NFD", "NFKD", "Prepend", "Replace ▁")
+        for kind in _kinds(tokenizer.inner.pre_tokenizer):
+            kept &= kind in ("ByteLevel", "Metaspace", "Digits", "Split Isolated")
+        whole = tokenizer.is_byte_level or getattr(model, "byte_fallback", False)
+        return kept and whole and type(model).__name__ == "BPE"
+
+
+def _shares(tokenizer: HfTokenizer) -> NDArray[np.int64]:
+    longest, alone = [0] * 256, set()
+    for data in _token_bytes(tokenizer):
+        if len(data) == 1:
+            alone.add(data[0])
+        for byte in set(data):
+            longest[byte] = max(longest[byte], len(data))
+    for token in tokenizer.inner.get_added_tokens_decoder().values():
+        if token.lstrip or token.rstrip:
+            alone -= {byte for byte in range(256) if byte >= 0x80 or chr(byte).isspace()}
+    # A byte that is no token of its own may be dropped from the text.
+    return np.array([_DENOMINATOR // longest[byte] if byte in alone else 0 for byte in range(256)], np.int64)
+
+
+def _token_bytes(tokenizer: HfTokenizer) -> Iterator[bytes]:
+    """Yields the byte strings that each token may stand for."""
+    for token in tokenizer.inner.get_added_tokens_decoder().values():
+        yield token.content.encode()
+    for token_id in range(tokenizer.vocab_size):
+        text = tokenizer.inner.id_to_token(token_id)
+        if text is None:
+            continue
+        if tokenizer.is_byte_level:
+            yield tokenizer.token_bytes(token_id) or b""
+        elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            yield bytes([int(text[3:5], 16)])
+        else:
+            yield text.encode()
+            yield text.replace(METASPACE, " ").encode()
+
+
+def _kinds(step: Any) -> Iterator[str]:
+    """Yields the kinds of the steps of a normalizer or pre-tokenizer."""
+    waiting = [] if step is None else [json.loads(step.__getstate__())]
+    while waiting:
+        spec = waiting.pop()
+        if spec["type"] == "Sequence":
+            waiting += spec.get("normalizers") or spec.get("pretokenizers") or []
+        elif spec["type"] == "Split":
+            yield f"Split {'Isolated' if not spec['invert'] else 'inverted'}" if spec["behavior"] != "Removed" else "removed"
+        elif spec["type"] == "Replace":
+            yield "Replace " + spec["content"] if spec["pattern"] == {"String": " "} else "Replace"
+        else:
+            yield spec["type"]
