@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.gateway.observe.histogram import UnlockedHistogram
+from services.shared.observe.histogram import LabelledHistogram
 from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, StoreMetrics
 from services.gateway.observe.request_series import RequestMetrics
 from services.local import metrics_of_sglang
@@ -112,7 +112,7 @@ def _own(metrics: object) -> list[Row]:
     for each in vars(metrics).values():
         if isinstance(each, MetricWrapperBase):
             out += (_row(metric, each._labelnames) for metric in each.describe())
-        elif isinstance(each, UnlockedHistogram):
+        elif isinstance(each, LabelledHistogram):
             out += map(_row, each.describe())
         elif isinstance(each, RequestMetrics):
             out += _own(each)

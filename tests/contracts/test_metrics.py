@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "reference" / "metrics.md"
 COLLECTORS = {"Collector", "Readings"}
 SILENT = {"Scrapes"}  # has no series: it notes when the others were asked for
 DIRECT = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
-KINDS = {"Readings", "UnlockedHistogram"}  # of collectors, for others to be made of
+KINDS = {"Readings", "LabelledHistogram"}  # of collectors, for others to be made of
 # Its own series, those of exporters that may be there, and what the chart records of its values.
 PROMETHEUS = ("kubelet_volume_stats_", "process_", "python_", "up", "ALERTS", "kube_", "DCGM_", "rootstock:max_replicas")
 

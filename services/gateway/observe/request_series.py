@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.gateway.observe.histogram import UnlockedHistogram
+from services.shared.observe.histogram import LabelledHistogram
 from services.gateway.observe.key_labels import KeyLabels
 from services.shared.observe.metrics_server import LATENCY_BUCKETS_S
 
@@ -20,8 +20,8 @@ class RequestMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(prefix + name, text, LABELS, registry=registry)
 
-        def histogram(name: str, text: str) -> UnlockedHistogram:
-            return UnlockedHistogram(prefix + name, text, registry, LATENCY_BUCKETS_S, LABELS)
+        def histogram(name: str, text: str) -> LabelledHistogram:
+            return LabelledHistogram(prefix + name, text, registry, LATENCY_BUCKETS_S, LABELS)
 
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that a prefix cache had.")

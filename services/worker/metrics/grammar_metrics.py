@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.worker.metrics.histogram import BatchHistogram
+from services.shared.observe.histogram import Histogram
 
 LABELS = ("model_name",)
 COMPILE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120)
@@ -21,12 +21,12 @@ class GrammarMetrics(Collector):
     def __init__(self, model_name: str, timeouts: Callable[[], int]) -> None:
         self._label_values = (model_name,)
         self._timeouts = timeouts
-        self._seconds, self._chars = BatchHistogram(COMPILE_BUCKETS), BatchHistogram(SOURCE_BUCKETS)
+        self._seconds, self._chars = Histogram(COMPILE_BUCKETS), Histogram(SOURCE_BUCKETS)
 
     def compiled(self, seconds: float, chars: int) -> None:
         """seconds: from its first asker to its being there. chars: of its source."""
-        self._seconds.observe([seconds])
-        self._chars.observe([chars])
+        self._seconds.observe(seconds)
+        self._chars.observe(chars)
 
     @classmethod
     def describe(cls) -> Iterator[Metric]:

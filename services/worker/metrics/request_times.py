@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import HistogramMetricFamily
 
 from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, StepOutput
-from services.worker.metrics.histogram import BatchHistogram
+from services.shared.observe.histogram import Histogram
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8)
@@ -61,7 +61,7 @@ class RequestTimes:
         self._arrivals: dict[tuple[int, int], float] = {}
         self._first: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], float] = {}
-        self._of = {each: [BatchHistogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
+        self._of = {each: [Histogram(each.buckets) for _ in each.stages or ("",)] for each in DISTRIBUTIONS}
 
     def arrived(self, peer: int, handle: int) -> None:
         self._arrivals[peer, handle] = self._clock()
@@ -113,7 +113,7 @@ class RequestTimes:
     def _observe(self, distribution: Distribution, *values: Sequence[float]) -> None:
         """values: of each stage, where there are any."""
         for histogram, each in zip(self._of[distribution], values, strict=True):
-            histogram.observe(each)
+            histogram.observe_all(each)
 
     def collect(self, labels: tuple[str, ...], label_values: tuple[str, ...]) -> Iterator[HistogramMetricFamily]:
         for distribution, histograms in self._of.items():
