@@ -31,7 +31,7 @@ async def run(settings: DetokenizerSettings) -> None:
     tracing = start_tracing(settings, SERVICE)
     servicer = DetokenizerServicer(load_tokenizer(settings.model), settings, DetokenizerMetrics(registry), tracing)
     metrics_server.serve(registry, settings.metrics_host, settings.metrics_port)
-    health = grpc_server.Health(SERVICE)
+    health = grpc_server.HealthService(SERVICE)
     add = functools.partial(pb_grpc.add_DetokenizerServicer_to_server, servicer)
     stop = grpc_server.stop_signal()
     mtls = mutual_tls(settings, Role.DETOKENIZER)

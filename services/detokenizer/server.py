@@ -22,7 +22,7 @@ from services.detokenizer.text import TokenTexts
 from services.shared import limits
 from services.shared.hf_tokenizer import HfTokenizer
 from services.shared.observe.log_fields import fields
-from services.shared.rpc.next_message import GOING_AWAY, GoingAway, Reading
+from services.shared.rpc.message_reader import GOING_AWAY, GoingAway, MessageReader
 
 if TYPE_CHECKING:
     from services.shared.observe.spans import Tracing
@@ -53,11 +53,11 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         if self._stopping.is_set():
             await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
         session = Session(self._tokenizer, self._settings.max_open_requests, self._metrics, self._tracing)
-        reading: Reading[pb.DecodeBatch] = Reading(context, self._stopping)
+        reader: MessageReader[pb.DecodeBatch] = MessageReader(context, self._stopping)
         self._metrics.streams.inc()
         logger.info("stream opened", extra=fields(peer=context.peer()))
         try:
-            while (batch := await reading.next()) is not None:
+            while (batch := await reader.next()) is not None:
                 await context.write(await self._answer(session, batch))
         except GoingAway:
             await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
@@ -66,7 +66,7 @@ class DetokenizerServicer(pb_grpc.DetokenizerServicer):
         except TooManyOpen as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
-            reading.close()
+            reader.close()
             session.close()
             self._metrics.streams.dec()
             logger.info("stream closed", extra=fields(peer=context.peer()))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.shared.served_name import served_name
-from services.shared.settings import ServiceSettings
+from services.shared.settings import ServiceSettings, served_name
 
 
 class DetokenizerSettings(ServiceSettings):

@@ -204,7 +204,7 @@ class Gateway:
             await self._run(listener, stop)
 
     async def _run(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        health = grpc_server.Health(SERVICE)
+        health = grpc_server.HealthService(SERVICE)
         servers = [await self._start_health(health), *await self._start_peer()]
         await self.keys.start()
         runs = [self.dispatcher.run, self.detoks.run, self.tokenizer.run, self._peers.run, self.keys.run]
@@ -252,7 +252,7 @@ class Gateway:
             raise _taken(host, port) from None
         return [server]
 
-    async def _start_health(self, health: grpc_server.Health) -> grpc_server.Server:
+    async def _start_health(self, health: grpc_server.HealthService) -> grpc_server.GrpcServer:
         host, port = self._settings.host, self._settings.health_port
         try:
             return await grpc_server.start_server(host, port, health, lambda server: None)

@@ -14,10 +14,10 @@ from prometheus_client.metrics_core import Metric
 
 from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
-from services.shared.observe.histogram import LabelledHistogram
 from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, StoreMetrics
 from services.gateway.observe.request_series import RequestMetrics
 from services.local import metrics_of_sglang
+from services.shared.observe.histogram import LabelledHistogram
 from services.shared.observe.readings import Readings
 from services.shared.tls.metrics import TlsMetrics
 from services.tokenizer.metrics import TokenizerMetrics

@@ -31,8 +31,7 @@ from services.gateway.api.sglang.types import NativeGenerateRequest, NativeSampl
 from services.gateway.api.texts import operations as texts_operations
 from services.gateway.request.bodies import AnswerBody
 from services.gateway.request.errors import BATCH_CODES, CODES
-from services.shared.sampling_parameter import Api, Kind, Parameter
-from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED
+from services.shared.sampling_parameters import OPENAI, PARAMETERS, UNSERVED, Api, Kind, SamplingParameter
 
 PAGES = ("docs/reference/api.md", "docs/how-to/batches.md", "docs/reference/sglang-api.md", "docs/reference/api-fields.md")
 _TABLE = re.compile(r"(<!-- make docs: ([a-z ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -142,19 +141,19 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def _openai_name(row: Parameter) -> str:
+def _openai_name(row: SamplingParameter) -> str:
     if all(api in row.names for api in OPENAI):
         return f"`{row.names[Api.CHAT]}`"
     return f"`{row.names[Api.CHAT]}`, chat" if Api.CHAT in row.names else f"`{row.names[Api.COMPLETION]}`, completions"
 
 
-def _line(name: str, row: Parameter) -> str:
+def _line(name: str, row: SamplingParameter) -> str:
     default = "" if row.default is None else _spelled((row.default,))
     note = " \\*" if row.of_model else ""
     return f"| {name} | {_values(row)} | {default}{note} | {row.doc} |\n"
 
 
-def _values(row: Parameter) -> str:
+def _values(row: SamplingParameter) -> str:
     counted = f"{row.least:,} to {row.most:,}" if row.least else f"up to {row.most:,}"
     match row.kind:
         case Kind.FLAG:
@@ -171,7 +170,7 @@ def _values(row: Parameter) -> str:
             return _range(row)
 
 
-def _range(row: Parameter) -> str:
+def _range(row: SamplingParameter) -> str:
     if row.low is None or row.high is None:
         return f"at least {row.low:,}"
     low = f"above {_power(row.low)}" if row.excludes_low else _power(row.low)

@@ -1,6 +1,6 @@
-"""The control service's messages as plain values: what JSON, command lines and the scheduler's tunables are made of.
+"""Converts messages of the control service to plain values, for JSON, command lines and the scheduler's tunables.
 
-Works on any message by its descriptor; protobuf's own classes have no types that could be named here.
+The functions read messages by their descriptors, because protobuf's generated classes have no types.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 Scalar = bool | int | float | str
 
-SELECTED = "selected"  # beside the tiers of a flush of one salt or age: a worker that would flush all refuses it
+# Added to the tiers of a flush of one salt or age. A worker that knows only full flushes refuses this tier.
+SELECTED = "selected"
 
 _VALUE = "rootstock.v1.Value"
 _KINDS: Mapping[type, str] = {bool: "flag", int: "whole", float: "real", str: "text"}
@@ -23,7 +24,7 @@ def put_values(target: Any, values: Mapping[str, Scalar]) -> None:
 
 
 def value_from_pb(value: Any) -> Scalar:
-    """value: a Value. Raises ValueError where nothing is set."""
+    """Returns the scalar in a Value message. Raises ValueError if no field is set."""
     kind = value.WhichOneof("kind")
     if kind is None:
         raise ValueError("a value is not set")
@@ -32,7 +33,7 @@ def value_from_pb(value: Any) -> Scalar:
 
 
 def as_json(message: Any) -> dict[str, Any]:
-    """field → value, for every field of the message; enums by their names in lower case, without their type's prefix."""
+    """Returns the value of every field by name. An enum becomes its name in lower case without the prefix of its type."""
     return {field.name: _field(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
@@ -52,5 +53,5 @@ def _item(field: Any, value: Any) -> Any:
 
 
 def enum_word(unspecified: str, name: str) -> str:
-    """("PAUSE_MODE_UNSPECIFIED", "PAUSE_MODE_IN_PLACE") → "in_place"."""
+    """Returns an enum name in lower case without its prefix: ("PAUSE_MODE_UNSPECIFIED", "PAUSE_MODE_IN_PLACE") → "in_place"."""
     return name.removeprefix(unspecified.removesuffix("UNSPECIFIED")).lower()

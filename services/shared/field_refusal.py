@@ -1,15 +1,22 @@
-"""How a worker words what is wrong with a field: its message stands alone, and who goes by the field cuts the name off. Pure."""
+"""The error messages of workers about a field of a request.
+
+A worker sends the field, the element and a complete message that begins with the field's name. A gateway that shows its own
+name of the field removes the worker's name from the message.
+"""
 
 from __future__ import annotations
 
 
 def worded(field: str, element: int | None, why: str) -> str:
-    """element: which value of a repeated field. Without a field: `why` alone."""
+    """Returns the complete message: the field, the index of its element if it has one, and the fault.
+
+    An empty field gives only the fault.
+    """
     return _name(field, element) + why
 
 
 def why_of(message: str, field: str, element: int | None) -> str:
-    """What `worded` was given. Of a worker that has not named the field in its message, all of it."""
+    """Returns the fault in a message made by worded(), or the whole message if it does not begin with the field."""
     return message.removeprefix(_name(field, element))
 
 

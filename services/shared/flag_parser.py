@@ -1,4 +1,4 @@
-"""The argument parser of the services and of `rootstock`: each refusal is one line, and an unknown flag names the nearest one."""
+"""The argument parser of the services and of `rootstock`. Each error is one line; an unknown flag suggests the nearest one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-LIKENESS = 0.7  # least ratio of difflib for two names; below it, a name is no likely misspelling of the other
+LIKENESS = 0.7  # smallest difflib ratio of two names at which one may be a misspelling of the other
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parsers of subcommands are of this class too, so that each names its own flags."""
+    """An argument parser whose subcommands have parsers of the same class, so that each suggests its own flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuses unknown words here, in the parser whose flags they resemble. Exits with status 2."""
@@ -35,7 +35,7 @@ class FlagParser(argparse.ArgumentParser):
         """Names flags without their values, because a value may be a secret."""
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if not flags:
-            return f"words without a flag: {len(unknown)}; --help lists the flags."
+            return f"arguments without a flag: {len(unknown)}; --help lists the flags."
         return " ".join(map(self._unknown_flag, flags))
 
     def _unknown_flag(self, flag: str) -> str:

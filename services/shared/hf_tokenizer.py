@@ -1,7 +1,7 @@
-"""Loads the tokenizer of a local Hugging Face model folder with the `tokenizers` library alone: no transformers, no torch.
+"""Loads the tokenizer of a local Hugging Face model folder with the `tokenizers` library, without transformers and torch.
 
-Ids are those of transformers' AutoTokenizer for the same folder (tokenizer.json, tokenizer_config.json, special_tokens_map.json).
-A loaded tokenizer is never changed again, so any thread may use it; encoding and decoding release the GIL.
+Ids equal those of transformers' AutoTokenizer for the same folder (tokenizer.json, tokenizer_config.json,
+special_tokens_map.json). A loaded tokenizer is immutable and thread-safe. Encoding and decoding release the GIL.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 TOKENIZER_FILE = "tokenizer.json"
 # Files from which transformers makes a tokenizer.json.
 VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")
-DEFAULT_TEMPLATE = "default"  # key of the template used where no other fits
-TOOL_TEMPLATE = "tool_use"  # key of the template preferred where there are tools
+DEFAULT_TEMPLATE = "default"  # name of the template for all other chats
+TOOL_TEMPLATE = "tool_use"  # name of the template for chats with tools
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -28,40 +28,38 @@ class TokenizerFolderError(ValueError):
 
 
 class HfTokenizer:
-    """Token ids ↔ text.
-
-    special_tokens: template variables, e.g. {"bos_token": "<s>"}. chat_templates: name → Jinja source, empty if there is none.
-    special_ids: the ids that skip_special_tokens leaves out. is_byte_level: every token is bytes, see token_bytes().
-    anchor_id: with byte fallback, some token with visible text of its own, to stand before another one; else None.
-    """
+    """Converts between text and token ids."""
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str], chat_templates: dict[str, str]) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes | None] = {}
+        # Whether every token stands for bytes; see token_bytes().
         self.is_byte_level, self._is_byte_fallback = _byte_kinds(tokenizer)
-        self.special_tokens = special_tokens
-        self.chat_templates = chat_templates
+        self.special_tokens = special_tokens  # template variables, e.g. {"bos_token": "<s>"}
+        self.chat_templates = chat_templates  # name → Jinja source
+        # Ids that skip_special_tokens leaves out.
         self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(special_tokens.get("bos_token"))
         self.eos_token_id = self.token_id(special_tokens.get("eos_token"))
         self.pad_token_id = self.token_id(special_tokens.get("pad_token"))
+        # With byte fallback, a token with visible text, to be decoded before another token; otherwise None.
         self.anchor_id = next(self._visible_ids(), None) if self._is_byte_fallback else None
 
     @property
     def inner(self) -> Tokenizer:
-        """The library's own, for whoever reads its description. Not to be changed."""
+        """The library's tokenizer, to read its description. It must not be changed."""
         return self._tokenizer
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """One list of ids per text, never truncated or padded. More than one text is spread over the cores."""
+        """Returns one list of ids per text, without truncation or padding. Several texts are encoded in parallel."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Ids outside the vocabulary give no text."""
+        """Returns the text of the ids. Ids outside the vocabulary give no text."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -70,14 +68,19 @@ class HfTokenizer:
         return found
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """What the token adds to the output where the decoder joins bytes, not text: every token of a byte-level tokenizer,
-        and the byte-fallback tokens <0x80> to <0xFF>. None for a token that is text of its own; b"" for an unknown id."""
+        """Returns the bytes of a token that the decoder joins as bytes.
+
+        These are all tokens of a byte-level tokenizer, and the byte-fallback tokens <0x80> to <0xFF>.
+
+        Returns:
+            None for a token that the decoder joins as text; b"" for an id outside the vocabulary.
+        """
         try:
             return self._bytes[token_id]
         except KeyError:
             token = self._tokenizer.id_to_token(token_id)
             found = b"" if token is None else self._bytes_of(token)
-            if token is not None:  # unknown ids are endless: not remembered
+            if token is not None:  # there are too many unknown ids to remember
                 self._bytes[token_id] = found
             return found
 
@@ -91,7 +94,7 @@ class HfTokenizer:
         if self.is_byte_level:
             try:
                 return bytes(_BYTE_OF_CHAR[char] for char in token)
-            except KeyError:  # an added token with a character that stands for no byte is plain text
+            except KeyError:  # an added token with a character outside the byte alphabet is plain text
                 return token.encode()
         match = _BYTE_TOKEN.fullmatch(token) if self._is_byte_fallback else None
         value = int(match[1], 16) if match else 0
@@ -167,13 +170,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token that is written either as a string or as a serialized AddedToken."""
+    """Returns the text of a token that is either a string or a serialized AddedToken."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The seven standard names first, then the model's own `*_token` strings and those of an `extra_special_tokens` object."""
+    """Returns special tokens by name: the standard names, other `*_token` strings, and an `extra_special_tokens` object."""
     own = [k for k, v in config.items() if k.endswith("_token") and k not in SPECIAL_TOKEN_NAMES and isinstance(v, str)]
     tokens = {name: _content(config.get(name)) for name in (*SPECIAL_TOKEN_NAMES, *own)}
     extra = config.get("extra_special_tokens")
@@ -188,15 +191,18 @@ def _extra_tokens(config: dict[str, Any]) -> list[AddedToken]:
 
 
 def _special(token: Any) -> AddedToken:
-    """A special token written as a string or as a serialized AddedToken."""
+    """Makes a special token from a string or from a serialized AddedToken."""
     if isinstance(token, str):
         return AddedToken(token, special=True, normalized=False)
     return AddedToken(**{key: value for key, value in token.items() if key not in ("__type", "special")}, special=True)
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """Adds what the configuration declares and tokenizer.json lacks, in transformers' order, so that new ids agree; then makes
-    every special token special. The flags of a standard token are those of its entry in the table of added tokens."""
+    """Adds the declared tokens that tokenizer.json lacks, and marks special tokens as special.
+
+    The order is transformers' order, so that new ids agree. A standard token gets the flags of its entry in the table of added
+    tokens.
+    """
     present = tokenizer.get_added_tokens_decoder()
     by_id = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     declared = [AddedToken(**{key: value for key, value in token.items() if key != "__type"}) for _, token in by_id]
@@ -214,7 +220,10 @@ def _named_token(name: str, token: str, config: dict[str, Any], table: dict[str,
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template files win over the configuration's `chat_template`, which is a string or a list of {name, template}."""
+    """Returns the chat templates by name. Template files win over the configuration's `chat_template`.
+
+    The configuration has a string or a list of {name, template}.
+    """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files[DEFAULT_TEMPLATE] = folder / "chat_template.jinja"
@@ -227,7 +236,10 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _byte_kinds(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """(byte-level, byte fallback), found by asking the decoder rather than by its type, which may be nested."""
+    """Returns whether the tokenizer is byte-level and whether it has byte fallback.
+
+    The result comes from decoded samples, because the decoder's type may be nested.
+    """
     decoder = tokenizer.decoder
     if decoder is None:
         return False, False
@@ -236,7 +248,7 @@ def _byte_kinds(tokenizer: Tokenizer) -> tuple[bool, bool]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The inverse of GPT-2's map of the 256 bytes to printable characters."""
+    """Returns the inverse of GPT-2's map from the 256 bytes to printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,6 +1,6 @@
-"""How models write calls of tools and reasoning: the formats' names, their special tokens, and which of them a template uses.
+"""The formats in which models write tool calls and reasoning: names, special tokens, and detection from a chat template.
 
-Sources are the models' own chat templates and, for harmony, https://github.com/openai/harmony/blob/main/docs/format.md.
+Sources are the models' chat templates and, for harmony, https://github.com/openai/harmony/blob/main/docs/format.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEEPSEEK = (
 )
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
 
-# Marks that a tokenizer may have as special tokens, by format.
+# The marks of each format. A tokenizer may have them as special tokens.
 TOOL_FORMATS: Mapping[str, tuple[str, ...]] = {
     "hermes": _CALL_MARKS,
     "qwen3_coder": _CALL_MARKS,
@@ -38,7 +38,7 @@ REASONING_FORMATS: Mapping[str, tuple[str, ...]] = {
     NONE: (),
 }
 _GENERATION = "add_generation_prompt"
-# Calls as instructions show them, with words where a call has its values.
+# Calls as a template's instruction to the model shows them, with placeholder words for the values.
 _WORDS = r"[A-Za-z][\w .\-]*"
 _OBJECT_EXAMPLE = re.compile(
     rf'\[?\{{\s*"name":\s*(?:"{_WORDS}"|<{_WORDS}>|\[{_WORDS}\]|{_WORDS}),\s*"(?:parameters|arguments)":'
@@ -48,25 +48,26 @@ _PYTHON_EXAMPLE = re.compile(r"\[func(?:tion)?_?name\w*\(\w+=")
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """tools: a key of TOOL_FORMATS. reasoning: a key of REASONING_FORMATS: `think` where the output may begin with the opening
-    mark, `think_open` where the prompt ends with it. Harmony is both or neither."""
+    """The formats of a model's tool calls and reasoning."""
 
-    tools: str = NONE
+    tools: str = NONE  # a key of TOOL_FORMATS
+    # A key of REASONING_FORMATS. `think`: the output may begin with the opening mark. `think_open`: the prompt ends with the
+    # opening mark. `harmony` always goes with the tool format `harmony`.
     reasoning: str = NONE
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The texts of special tokens that a parser needs to see, whether or not the client has them skipped."""
+        """Texts of the special tokens that parsers need, even if the client has special tokens skipped."""
         return tuple(dict.fromkeys((*TOOL_FORMATS[self.tools], *REASONING_FORMATS[self.reasoning])))
 
     @property
     def reasoning_pair(self) -> tuple[str, ...]:
-        """The opening and the closing mark, where the format has just these."""
+        """The opening and the closing mark of the reasoning, or () if the format has other marks."""
         marks = REASONING_FORMATS[self.reasoning]
         return marks if len(marks) == 2 else ()
 
     def after(self, prompt: str) -> OutputFormats:
-        """prompt: rendered, or the end of it. Whether it opens the reasoning depends, in many templates, on the request."""
+        """Returns the formats after a rendered prompt or its end. Many templates open the reasoning by request."""
         if self.reasoning not in ("think", "think_open"):
             return self
         opened = prompt.rstrip().endswith(_THINK[0])
@@ -74,17 +75,17 @@ class OutputFormats:
 
 
 def detect_in(chat_templates: Mapping[str, str]) -> OutputFormats:
-    """chat_templates: a model's own, by name. One for tools says how it writes calls of them."""
+    """Detects the formats in a model's chat templates by name. The template for tools is preferred."""
     return detect(chat_templates.get("tool_use") or chat_templates.get("default", ""))
 
 
 def known(tools: str, reasoning: str) -> OutputFormats:
-    """Of a peer that may know more formats."""
+    """Returns the formats that another service reports, with NONE for a format that this version does not know."""
     return OutputFormats(tools if tools in TOOL_FORMATS else NONE, reasoning if reasoning in REASONING_FORMATS else NONE)
 
 
 def detect(chat_template: str) -> OutputFormats:
-    """By the marks in the template's source, else by its instruction to the model. Formats that are not known here are none."""
+    """Detects the formats by the marks in a template's source, or by its instruction to the model. Unknown formats give NONE."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return OutputFormats("harmony", "harmony")
     return OutputFormats(_tools(chat_template), _reasoning(chat_template))
@@ -103,9 +104,9 @@ def _tools(template: str) -> str:
 
 
 def _in_words(template: str) -> str:
-    """The format that an instruction shows to the model, e.g. `{"name": function name, "parameters": …}`.
+    """Returns the format of the example in an instruction, e.g. `{"name": function name, "parameters": …}`.
 
-    An example behind a mark or a word of its own belongs to a format that is not known here.
+    An example after a mark or another word belongs to an unknown format.
     """
     text = template.replace('\\"', '"').replace("\\n", "\n")
     for example, name in ((_OBJECT_EXAMPLE, "llama3_json"), (_PYTHON_EXAMPLE, "pythonic")):
@@ -117,14 +118,14 @@ def _in_words(template: str) -> str:
 
 
 def _between_call_marks(template: str) -> str:
-    """GLM has the same marks around `<arg_key>`, and MiniMax around `<invoke`."""
+    """Returns the format between <tool_call> marks. GLM has the same marks around `<arg_key>`, MiniMax around `<invoke`."""
     if "<function=" in template:
         return "qwen3_coder"
     return NONE if "<arg_key>" in template or "<invoke" in template else "hermes"
 
 
 def _reasoning(template: str) -> str:
-    """A generation prompt that has both marks, or the opening one beside a condition, leaves it to the request."""
+    """Returns the reasoning format. If the generation prompt has both marks, the request decides, and the format is `think`."""
     if "[THINK]" in template:
         return "mistral_think"
     if _THINK[1] not in template:

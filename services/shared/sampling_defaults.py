@@ -1,7 +1,7 @@
-"""What a request that does not say how to sample is sampled with. Pure.
+"""The sampling parameters of a request that does not set them. No I/O.
 
-For the worker that makes the defaults and the gateway that puts them into requests. A model or an operator may choose those of
-the parameters that services/shared/sampling_parameters.py marks so; all others have the API's.
+The worker makes the defaults, and the gateway puts them into requests. A model or an operator may choose the defaults of
+parameters with `of_model` in services/shared/sampling_parameters.py. Other parameters keep the API's default.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from services.shared.sampling_parameters import SCALAR
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """As they stand here they are the API's. top_k: -1 for all tokens."""
+    """The defaults of a model. The values in this class are the API's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = -1  # -1: all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
     def over(self, values: Mapping[str, Any]) -> SamplingDefaults:
-        """With these in place of its own. They have passed `fault`."""
+        """Returns the defaults with these values replaced. The values must have passed fault()."""
         return replace(self, **{name: SCALAR[name].resolved(value) for name, value in values.items()})
 
     def as_dict(self) -> dict[str, Any]:
@@ -36,5 +36,5 @@ NAMES = tuple(field.name for field in fields(SamplingDefaults))
 
 
 def fault(name: str, value: Any) -> str:
-    """What is wrong with a value of one of NAMES; "" if nothing is."""
+    """Returns the fault of a value for a parameter in NAMES, or "" if the value is valid."""
     return SCALAR[name].fault(value)

@@ -1,7 +1,7 @@
-"""Refuses a model by its config.json, without transformers: the download of a model begins with it.
+"""Refuses a model by its config.json, without transformers, before the model is downloaded.
 
-The worker refuses the same models with the same sentences when it reads the folder (services/worker/exec). Verdicts that only
-transformers can give are in served_architectures.json, which `make docs` writes from the worker's own checks.
+The worker refuses the same models with the same sentences when it reads the folder (services/worker/exec). Decisions that need
+transformers are in served_architectures.json, which `make docs` writes from the worker's checks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 QUANTISED = ("quantization_config", "compression_config")  # keys of config.json
 QUANTISED_FILE = "hf_quant_config.json"
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # of transformers' layer_types, those known to be right
-TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # of configs: a name for each layer
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # supported values of transformers' layer_types
+TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # keys of config.json with a type per layer
 TABLE = Path(__file__).with_name("served_architectures.json")
 
 
@@ -30,19 +30,19 @@ def unknown_model_type(subject: str, model_type: str, version: str) -> str:
 
 def unserved_layers(architecture: str, types: Iterable[str]) -> str:
     served = " and ".join(sorted(LAYER_TYPES))
-    return f"{architecture} has layers of type {', '.join(sorted(types))}; this server serves {served} alone"
+    return f"{architecture} has layers of type {', '.join(sorted(types))}; only {served} are supported"
 
 
 def fixed_attention(architecture: str) -> str:
-    return f"{architecture} does not let its attention be replaced in transformers"
+    return f"{architecture} has attention that transformers cannot replace"
 
 
 def encoder_with_decoder(architecture: str) -> str:
-    return f"{architecture} is an encoder with a decoder; only decoders and encoders alone are supported"
+    return f"{architecture} is an encoder with a decoder; only pure decoders and pure encoders are supported"
 
 
 def several_models(architecture: str, parts: Iterable[str]) -> str:
-    return f"{architecture} is made of several models ({', '.join(sorted(parts))}), not of a decoder alone"
+    return f"{architecture} is made of several models ({', '.join(sorted(parts))}), not of a single decoder"
 
 
 def unsupported(architecture: str, model_type: str, reason: str) -> str:
@@ -53,7 +53,7 @@ def unsupported(architecture: str, model_type: str, reason: str) -> str:
 
 
 def unknown_layers(lists: Iterable[Any], served: Collection[str] = LAYER_TYPES) -> set[str]:
-    """Returns the layer types that are not served, of a config's lists of them."""
+    """Returns the unsupported types in a config's lists of layer types."""
     return {str(kind) for kinds in lists if isinstance(kinds, list | tuple) for kind in kinds}.difference(served)
 
 
@@ -89,7 +89,11 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
 
 
 def _by_architecture(table: Mapping[str, Any], architecture: str, model_type: str, given: Collection[str]) -> str:
-    """given: keys of TYPE_LISTS in config.json. Without one, the layers' types are those of transformers' default config."""
+    """Returns the sentence for an architecture, or "".
+
+    Args:
+        given: keys of TYPE_LISTS in config.json. Without one, the layers have the types of transformers' default config.
+    """
     if not given and (types := table["layers"].get(architecture)):
         return unserved_layers(architecture, types)
     if architecture in table["fixed_attention"]:

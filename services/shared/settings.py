@@ -1,14 +1,15 @@
-"""Settings of a service: one frozen class per process, filled from flags, then environment, then a file, then defaults.
+"""The settings of a service: a frozen class that is filled from flags, then the environment, then a file, then defaults.
 
-A service subclasses ServiceSettings directly; services never inherit from one another. Every field has a type, a default, a
-unit and a help text in its Field. `--field-name VALUE` on the command line; ROOTSTOCK_FIELD_NAME in the environment;
-`field-name: VALUE` or `field_name: VALUE` in the file that `--config` names.
+A service subclasses ServiceSettings directly. Every field has a type, a default and a help text with the unit. A field is set by
+`--field-name VALUE` on the command line, by ROOTSTOCK_FIELD_NAME in the environment, or by `field-name: VALUE` or
+`field_name: VALUE` in the file that `--config` names.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,25 +22,29 @@ from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
 from services.shared.flag_parser import FlagParser, nearest
 
 ENV_PREFIX = "ROOTSTOCK_"
-WRONG_SETTINGS = 2  # exit status if settings, or the files that they name, are refused: another start would refuse them again
-CONFIG = "config"  # field of a class whose settings a file may hold
-CONFIG_HELP = "YAML file with settings by name, log-level or log_level; flags and the environment win over it. Empty: no file."
+WRONG_SETTINGS = 2  # exit status if settings, or the files that they name, are wrong; a restart would not help
+CONFIG = "config"  # name of the field with the settings file
+CONFIG_HELP = "YAML file with settings by name (log-level or log_level). Flags and the environment win over it. Empty: no file."
 NULL = "tag:yaml.org,2002:null"
 S = TypeVar("S", bound=BaseSettings)
 
 
 class TlsSettings(BaseSettings):
-    """Of TLS between services: of each of them, and of who calls their control services."""
+    """Settings of TLS between services, also for clients of the control services."""
 
     mtls_cert_file: str = Field(
         "",
-        description="PEM file of the certificate that this process shows the other services (docs/how-to/kubernetes/security.md),"
-        " followed as it changes. Empty: what they say to each other is in the clear.",
+        description="PEM file with the certificate of this process for TLS between services. Reloaded when it changes. Empty:"
+        " connections between services are not encrypted (docs/how-to/kubernetes/security.md).",
     )
-    mtls_key_file: str = Field("", description="PEM file of its key.")
-    mtls_ca_file: str = Field("", description="PEM file of the authorities that sign the services' certificates, and no others.")
+    mtls_key_file: str = Field("", description="PEM file with the key of --mtls-cert-file.")
+    mtls_ca_file: str = Field(
+        "", description="PEM file with the authorities that sign the services' certificates. Other certificates are refused."
+    )
     mtls_token_file: str = Field(
-        "", description="File with a token that all services share beside their certificates, one a line; the first one is sent."
+        "",
+        description="File with tokens, one per line. Calls between services need one in addition to a certificate; the first is"
+        " sent.",
     )
 
     @model_validator(mode="after")
@@ -52,7 +57,7 @@ class TlsSettings(BaseSettings):
 
 
 class ServiceSettings(TlsSettings):
-    """What every service has. Defaults bind loopback."""
+    """Settings of every service. By default, ports listen on loopback only."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -65,28 +70,31 @@ class ServiceSettings(TlsSettings):
     )
 
     config: str = Field("", description=CONFIG_HELP)
-    host: str = Field("127.0.0.1", description="Address that the service's port listens on.")
+    host: str = Field("127.0.0.1", description="Listen address of the service's port.")
     health_port: int = Field(
-        0, ge=0, le=65535, description="Port of a gRPC health service alone, in the clear, for probes; 0: none beside the port's."
+        0, ge=0, le=65535, description="Port of a separate gRPC health service for probes, without TLS. 0: no separate port."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
-    grace_s: float = Field(10.0, ge=0, description="Seconds that work in flight gets after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level of log lines to write.")
+    grace_s: float = Field(10.0, ge=0, description="Seconds after SIGTERM in which running requests may end.")
     otlp_endpoint: str = Field(
         "",
         pattern=r"^((https?://)?[^\s/]+:\d+)?$",
-        description="OTLP/gRPC collector that spans go to: host:port, https:// before it for TLS. Empty: no tracing.",
+        description="OTLP/gRPC collector that receives spans: host:port, with https:// before it for TLS. Empty: no tracing.",
     )
     trace_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of requests that are traced where their client's trace context does not say."
+        1.0, ge=0, le=1, description="Share of requests to trace if the client's trace context does not decide."
     )
 
 
 class WrongConfig(ValueError):
-    """The file that --config names cannot be used. The text is one sentence without the file's values."""
+    """The file of --config cannot be used. The message is one sentence without the file's values."""
 
 
 def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
-    """The settings of a process. Exits with status 2 and one line per wrong field, or prints --help and exits 0."""
+    """Returns the settings of a process.
+
+    Exits with status 2 and one line per wrong field if settings are wrong. Prints the help and exits with status 0 on --help.
+    """
     values: dict[str, Any] = {"_cli_settings_source": _flags(cls, prog, sys.argv[1:] if argv is None else argv)}
     path = ""
     if CONFIG in cls.model_fields:
@@ -102,10 +110,12 @@ def load(cls: type[S], prog: str, argv: list[str] | None = None) -> S:
 
 
 def load_given(cls: type[S], prog: str, values: Mapping[str, Any], path: str = "") -> S:
-    """Returns these values, and else those of the environment. Exits with status 2 and one line per wrong field.
+    """Returns settings with these values, and values of the environment for other fields.
+
+    Exits with status 2 and one line per wrong field if settings are wrong.
 
     Args:
-        path: the file that the values come from. Empty if they come from no file.
+        path: the file of the values; "" if there is no file.
     """
     try:
         return cls(**values)
@@ -116,7 +126,7 @@ def load_given(cls: type[S], prog: str, values: Mapping[str, Any], path: str = "
 
 
 def _flags(cls: type[BaseSettings], prog: str, argv: list[str]) -> CliSettingsSource[Any]:
-    """Returns the settings that a command line has. Exits with status 2 and one line if it is wrong."""
+    """Returns the settings of a command line. Exits with status 2 and one line if it is wrong."""
     parser = FlagParser(
         prog,
         description=inspect.cleandoc(cls.__doc__ or ""),
@@ -127,10 +137,10 @@ def _flags(cls: type[BaseSettings], prog: str, argv: list[str]) -> CliSettingsSo
 
 
 def config_values(path: Path, cls: type[BaseSettings]) -> dict[str, Any]:
-    """Returns the settings that a YAML file holds, by field. A value is text, as in the environment, or a list of texts.
+    """Returns the settings in a YAML file by field. A value is text, as in the environment, or a list of texts.
 
     Raises:
-        WrongConfig: the file is not readable, is no flat mapping, or has a key that is no setting of the class or comes twice.
+        WrongConfig: the file is not readable or not a flat mapping, or has an unknown or a repeated key.
     """
     values: dict[str, Any] = {}
     for key, value in _config_nodes(path):
@@ -154,7 +164,7 @@ def _config_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     except UnicodeDecodeError:
         raise WrongConfig(f"--{CONFIG} {path} is not UTF-8 text.") from None
     except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)  # the parser's own words may quote a value
+        mark = getattr(error, "problem_mark", None)  # the parser's message may quote a value
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise WrongConfig(f"--{CONFIG} {path} is not YAML{place}; quote values that begin with a special character.") from None
     if root is None:
@@ -182,7 +192,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _remedy(key: str, cls: type[BaseSettings]) -> str:
-    """Names the nearest setting in the key's own style."""
+    """Returns a sentence that suggests the nearest setting, with hyphens if the key has hyphens."""
     like = nearest(key, set(cls.model_fields) - {CONFIG})
     if not like:
         return "--help lists the settings."
@@ -190,18 +200,21 @@ def _remedy(key: str, cls: type[BaseSettings]) -> str:
 
 
 def of_values(cls: type[S], values: Mapping[str, Any]) -> S:
-    """These values, and else the class's defaults: neither flags nor the environment are read. Raises ValueError naming each
-    wrong field."""
+    """Returns settings with these values and the defaults of other fields, without flags and the environment.
+
+    Raises:
+        ValueError: a value is wrong. The message names each wrong field.
+    """
     settings = cls.__new__(cls)
     try:
-        BaseModel.__init__(settings, **values)  # BaseSettings' own reads the environment
+        BaseModel.__init__(settings, **values)  # BaseSettings.__init__ would read the environment
     except ValidationError as error:
         raise ValueError("; ".join(_wrong_fields(error))) from None
     return settings
 
 
 def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: str = "") -> list[str]:
-    """Returns a sentence for each fault. A fault of several fields together names them itself.
+    """Returns a sentence for each fault. The message of a fault of several fields already names the fields.
 
     Args:
         by_file: fields whose values come from the file at `path`.
@@ -212,3 +225,8 @@ def _wrong_fields(error: ValidationError, by_file: Collection[str] = (), path: s
         place = f" in --{CONFIG} {path}" if item["loc"] and item["loc"][0] in by_file else ""
         sentences.append(f"{name}{place}: {fault}" if name else fault)
     return sentences
+
+
+def served_name(folder: str | Path, name: str = "") -> str:
+    """Returns the model name that clients use: `name`, or the folder's own name if it is empty. Links are not resolved."""
+    return name or os.path.basename(os.path.abspath(folder))

@@ -34,7 +34,7 @@ async def run(settings: TokenizerSettings) -> None:
     tokenizer = load_tokenizer(settings.model, settings.chat_template)
     servicer = TokenizerServicer(tokenizer, settings, TokenizerMetrics(registry), tracing)
     metrics_server.serve(registry, settings.metrics_host, settings.metrics_port)
-    health = grpc_server.Health(SERVICE)
+    health = grpc_server.HealthService(SERVICE)
     add = functools.partial(pb_grpc.add_TokenizerServicer_to_server, servicer)
     stop = grpc_server.stop_signal()
     mtls = mutual_tls(settings, Role.TOKENIZER)

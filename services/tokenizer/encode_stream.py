@@ -13,7 +13,7 @@ import grpc
 
 from rootstock.v1 import tokenizer_pb2 as pb
 from services.shared import limits
-from services.shared.rpc.next_message import GOING_AWAY, GoingAway, Reading
+from services.shared.rpc.message_reader import GOING_AWAY, GoingAway, MessageReader
 from services.tokenizer.refusal import Refusal, busy
 
 MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
@@ -45,12 +45,12 @@ class EncodeStream:
 
         Must be called once.
         """
-        reading: Reading[pb.EncodeBatch] = Reading(self._context, stopping)
+        reader: MessageReader[pb.EncodeBatch] = MessageReader(self._context, stopping)
         writer = asyncio.create_task(self._write())
         try:
-            if await reading.next() is not None:
+            if await reader.next() is not None:
                 await self._context.write(pb.EncodedBatch())
-            while (batch := await reading.next()) is not None:
+            while (batch := await reader.next()) is not None:
                 self._take(batch)
         except GoingAway:
             await self._until_settled()
@@ -58,7 +58,7 @@ class EncodeStream:
         except BadBatch as error:
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            reading.close()
+            reader.close()
             writer.cancel()
             for task in self._open.values():
                 task.cancel()

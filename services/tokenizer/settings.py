@@ -10,8 +10,7 @@ from pydantic import Field
 
 from services.shared import limits, output_formats
 from services.shared.output_formats import OutputFormats
-from services.shared.served_name import served_name
-from services.shared.settings import ServiceSettings
+from services.shared.settings import ServiceSettings, served_name
 
 ToolParser = Literal[
     "auto",

@@ -21,8 +21,7 @@ from services.shared.observe import log, metrics_server
 from services.shared.observe.tracing import start_tracing
 from services.shared.rpc import grpc_server
 from services.shared.rpc.port_guard import PortGuard
-from services.shared.served_name import served_name
-from services.shared.settings import WRONG_SETTINGS, load
+from services.shared.settings import WRONG_SETTINGS, load, served_name
 from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
@@ -193,7 +192,7 @@ def _register(registry: CollectorRegistry, worker_metrics: WorkerMetrics, engine
         registry.register(grammar_metrics)
 
 
-def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health, life: WorkerLife) -> Watchdog:
+def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.HealthService, life: WorkerLife) -> Watchdog:
     loop = asyncio.get_running_loop()
 
     def on_hang() -> None:
@@ -207,7 +206,7 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health
     return Watchdog(pulse, settings.watchdog_timeout_s, on_hang, on_recover)
 
 
-def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.Health, life: WorkerLife) -> Callable[[str], None]:
+def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, life: WorkerLife) -> Callable[[str], None]:
     """A device that does not answer comes back with a new process alone: liveness turns off for good."""
 
     def on_lost(sentence: str) -> None:
@@ -220,7 +219,7 @@ def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.Health, life: 
 
 async def serve(settings: WorkerSettings) -> None:
     """Until a signal. Metrics answer from the start; health does once the model is loaded."""
-    health = grpc_server.Health("worker")
+    health = grpc_server.HealthService("worker")
     registry = _registry(settings)
     life = WorkerLife()
     registry.register(LifeMetrics(life, served_name(settings.model, settings.served_model_name)))
@@ -342,7 +341,7 @@ def _pod_cost(settings: WorkerSettings, load_report: LoadReport) -> PodCost | No
     return PodCost(lambda: pod_patch(settings.pod_namespace, settings.pod_name), lambda: load_report.num_requests)
 
 
-def _from_thread(loop: asyncio.AbstractEventLoop, health: grpc_server.Health, live: bool) -> None:
+def _from_thread(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, live: bool) -> None:
     asyncio.run_coroutine_threadsafe(health.set_live(live), loop)
 
 

@@ -140,7 +140,7 @@ async def serve(name: str, port: int, redis_url: str, tokens: int, step_s: float
         worker.generate, response_serializer=worker_pb2.GenerateResponse.SerializeToString
     )
     handler = grpc.method_handlers_generic_handler("rootstock.v1.Worker", {"Generate": method})
-    health = grpc_server.Health("worker")
+    health = grpc_server.HealthService("worker")
     server = await grpc_server.start_server(HOST, port, health, lambda server: server.add_generic_rpc_handlers((handler,)))
     await health.set_ready(True)
     lease = asyncio.create_task(_keep_lease(name, redis_url))

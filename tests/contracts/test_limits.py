@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [name for name in vars(limits) if name.isupper()]
 GATEWAY, KEYS = "tests/services/gateway/", "tests/services/gateway/keys/test_key_table.py"
 BODIES, LONG = GATEWAY + "http/test_body_budget.py", "tests/services/tokenizer/test_long_requests.py"
-SIZES = "tests/services/shared/test_schema_size.py"
+SIZES = "tests/services/shared/test_json_schema.py"
 # By limit that neither table has: the test, and what it has to speak of.
 ELSEWHERE = {
     "MAX_LOGPROB_VALUES": (GATEWAY + "api/test_limits_of_a_request.py", "MAX_LOGPROB_VALUES"),
@@ -39,7 +39,9 @@ ELSEWHERE = {
     **dict.fromkeys(("MAX_JSON_VALUES", "JSON_VALUE_BYTES"), (BODIES, "MAX_JSON_VALUES")),
     "BODY_STEP_BYTES": (BODIES, "test_a_body_that_does_not_say_its_size_is_held_in_steps"),
     "MAX_WAITING_BODIES": (GATEWAY + "http/test_body_pool.py", "test_nobody_waits_for_those_that_wait_themselves"),
-    **dict.fromkeys(("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_one_that_waits_in_vain_is_told_so")),
+    **dict.fromkeys(
+        ("MAX_ENCODING_BYTES", "MAX_ENCODING_WAIT_S"), (LONG, "test_long_request_is_refused_when_the_budget_stays_full")
+    ),
     **dict.fromkeys(
         ("SHORT_ENCODING_BYTES", "MAX_OPEN_ENCODINGS", "HUGE_ENCODING_BYTES"),
         (GATEWAY + "peers/test_encode_stream.py", "MAX_OPEN_ENCODINGS"),

@@ -22,8 +22,7 @@ from services.gateway.api.request_body import SamplingBody
 from services.gateway.api.sglang.types import NativeSampling
 from services.local.parameter_tables import PAGES, TABLES, rendered
 from services.shared.sampling_defaults import API_DEFAULTS, NAMES
-from services.shared.sampling_parameter import Api, Kind, Parameter
-from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, UNSERVED, of_api
+from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, UNSERVED, Api, Kind, SamplingParameter, of_api
 from services.worker.core.contracts.sampling import DryParams, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +70,7 @@ def limits_of(field: FieldInfo) -> dict[str, Any]:
     return found
 
 
-def limits_in(row: Parameter) -> dict[str, Any]:
+def limits_in(row: SamplingParameter) -> dict[str, Any]:
     if row.kind in (Kind.STRINGS, Kind.TOKEN_IDS, Kind.BIASES):
         return {"MaxLen": row.most} | ({"MinLen": row.least} if row.least else {})
     if row.kind in (Kind.NUMBER, Kind.INTEGER):
@@ -124,7 +123,7 @@ def test_neutral_and_default_values_are_within_the_range() -> None:
             assert row.default == row.neutral[0], f"{row.wire}: who says nothing asks for nothing"
 
 
-def descriptor_of(row: Parameter) -> FieldDescriptor:
+def descriptor_of(row: SamplingParameter) -> FieldDescriptor:
     message = pb.SamplingParams.DESCRIPTOR
     *parents, field = row.wire.split(".")
     for parent in parents:

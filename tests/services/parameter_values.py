@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from services.shared.sampling_parameter import Kind, Parameter
-from services.shared.sampling_parameters import PARAMETERS
+from services.shared.sampling_parameters import PARAMETERS, Kind, SamplingParameter
 
 NUMERIC = tuple(row for row in PARAMETERS if row.kind in (Kind.NUMBER, Kind.INTEGER))
 WRONG_TYPES: dict[Kind, tuple[Any, ...]] = {
@@ -17,7 +16,7 @@ WRONG_TYPES: dict[Kind, tuple[Any, ...]] = {
 }
 
 
-def typical(row: Parameter) -> Any:
+def typical(row: SamplingParameter) -> Any:
     """A scalar that asks for something, exact in 32 bits."""
     if row.kind is Kind.FLAG:
         return not row.default
@@ -28,7 +27,7 @@ def typical(row: Parameter) -> Any:
     return float(np.float32(row.low + (row.high - row.low) / 4))
 
 
-def outside(row: Parameter) -> list[float]:
+def outside(row: SamplingParameter) -> list[float]:
     """The neighbours of both ends, and an end that the range excludes."""
     if row.kind is Kind.INTEGER:
         return [int(limit) + step for limit, step in ((row.low, -1), (row.high, 1)) if limit is not None]
@@ -37,6 +36,6 @@ def outside(row: Parameter) -> list[float]:
     return excluded + [float(np.nextafter(np.float32(limit), np.float32(far))) for limit, far in ends if limit is not None]
 
 
-def name_of(row: Parameter) -> str:
+def name_of(row: SamplingParameter) -> str:
     """Of a test's case."""
     return "/".join(dict.fromkeys(row.names.values()))

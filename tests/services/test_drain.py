@@ -138,12 +138,12 @@ def slow_client(port: int) -> int:
     raise ConnectionError("closed before the answer's end")
 
 
-async def started(get: grpc.RpcMethodHandler) -> tuple[grpc_server.Server, int]:
+async def started(get: grpc.RpcMethodHandler) -> tuple[grpc_server.GrpcServer, int]:
     """A server with one method, and its port."""
     (port,) = free_ports(1)
     handlers = grpc.method_handlers_generic_handler("test.Test", {"Get": get})
     return await grpc_server.start_server(
-        HOST, port, grpc_server.Health("test"), lambda s: s.add_generic_rpc_handlers((handlers,))
+        HOST, port, grpc_server.HealthService("test"), lambda s: s.add_generic_rpc_handlers((handlers,))
     ), port
 
 

@@ -32,7 +32,7 @@ def test_off_loads_no_tracer_and_no_exporter() -> None:
     code = f"""
 import importlib, sys
 OURS = (
-    "opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.observe.spans", "services.shared.observe.span_export"
+    "opentelemetry.sdk.trace", "opentelemetry.exporter", "services.shared.observe.spans"
 )
 for name in {MODULES}:
     importlib.import_module(name)
@@ -135,7 +135,7 @@ def test_a_collector_that_is_down_costs_one_line_and_no_time(caplog: pytest.LogC
 def test_losing_spans_and_sending_again_are_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from services.shared.observe.span_export import CollectorExporter
+    from services.shared.observe.spans import CollectorExporter
 
     sent, failed = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
     results = [sent, *[failed] * 5, sent, sent]

@@ -16,7 +16,7 @@ from services.gateway.api.request_body import ConstraintBody
 from services.gateway.api.strict_json import load_json
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
-from services.shared.schema_size import too_large
+from services.shared.json_schema import too_large
 
 Named = tuple[str, pb.Grammar]  # the client's field, and what it asks for
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from services.gateway.request.errors import ApiError
 from services.shared import limits
-from services.shared.sampling_parameter import Api
-from services.shared.sampling_parameters import UNSERVED, of_api
+from services.shared.sampling_parameters import UNSERVED, Api, of_api
 
 Neutral = Mapping[str, tuple[Any, ...]]  # name → values that ask for nothing
 

@@ -12,8 +12,7 @@ from pydantic import Field, WithJsonSchema
 
 from services.gateway.request.bodies import Body
 from services.shared import limits
-from services.shared.sampling_parameter import Api, Kind
-from services.shared.sampling_parameters import of_api
+from services.shared.sampling_parameters import Api, Kind, of_api
 
 INT32 = (-(1 << 31), (1 << 31) - 1)
 RID_CHARS = limits.MAX_REQUEST_ID_CHARS - 8  # a prompt's and a choice's number are added to it on the way to the worker

@@ -9,7 +9,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.request_body import SamplingBody
 from services.gateway.request.errors import bad_request
 from services.shared import sampling_parameters as table
-from services.shared.sampling_parameter import Parameter, spelled
+from services.shared.sampling_parameters import SamplingParameter, spelled
 
 
 def stop_strings(value: Any) -> list[str]:
@@ -21,7 +21,7 @@ def stop_regexes(value: Any) -> list[str]:
     return _texts(value, table.STOP_REGEX)
 
 
-def _texts(value: Any, row: Parameter) -> list[str]:
+def _texts(value: Any, row: SamplingParameter) -> list[str]:
     if value is None:
         return []
     name, texts = row.wire, [value] if isinstance(value, str) else value

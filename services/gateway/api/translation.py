@@ -18,8 +18,16 @@ from services.gateway.request.bodies import TEXT_ALONE, AnswerBody
 from services.gateway.request.client_fields import NO_FIELDS, ClientFields
 from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation, one_step
-from services.shared.sampling_parameter import Api, Parameter
-from services.shared.sampling_parameters import ALLOWED_TOKEN_IDS, BANNED_TOKEN_IDS, SCALAR, SCALARS, SEED, STOP_TOKEN_IDS
+from services.shared.sampling_parameters import (
+    ALLOWED_TOKEN_IDS,
+    BANNED_TOKEN_IDS,
+    SCALAR,
+    SCALARS,
+    SEED,
+    STOP_TOKEN_IDS,
+    Api,
+    SamplingParameter,
+)
 
 _SCALAR_NAMES = {api: tuple((row.wire, row.names[api]) for row in SCALARS) for api in Api}
 _POSITIVE = tuple(row for row in SCALARS if row.excludes_low)
@@ -91,7 +99,7 @@ def score_generation(common: Common, score: pb.Score) -> Generation:
     return one_step(pb.SamplingParams(score=score), common.priority, common.cache_salt, common.routing_key, fields)
 
 
-def _given(body: SamplingBody, api: Api, row: Parameter) -> Any:
+def _given(body: SamplingBody, api: Api, row: SamplingParameter) -> Any:
     return getattr(body, row.names[api])
 
 

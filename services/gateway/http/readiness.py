@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from services.shared.rpc.grpc_server import Health
+from services.shared.rpc.grpc_server import HealthService
 
 
 class Readiness:
@@ -45,7 +45,7 @@ class Readiness:
             return ["stopping"]
         return [] if self._knows_models() else ["model"]
 
-    async def publish(self, health: Health) -> None:
+    async def publish(self, health: HealthService) -> None:
         """Keeps the gRPC health service's readiness up to date, from when the gateway listens until cancelled."""
         while True:
             await health.set_ready(not self._stopping)

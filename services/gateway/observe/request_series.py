@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.shared.observe.histogram import LabelledHistogram
 from services.gateway.observe.key_labels import KeyLabels
+from services.shared.observe.histogram import LabelledHistogram
 from services.shared.observe.metrics_server import LATENCY_BUCKETS_S
 
 MAX_KEYS = 500  # that have labels of their own, of counters

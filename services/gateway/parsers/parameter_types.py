@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from services.gateway.parsers.output_parser import Schema
-from services.shared.schema_annotations import is_annotation
+from services.shared.json_schema import is_annotation
 
 _MAX_REFERENCES = 16  # followed from one parameter's schema, one behind the other
 _MAX_LOOKS = 1024  # at parts of it

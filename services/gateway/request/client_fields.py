@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from services.shared.sampling_parameter import Api
-from services.shared.sampling_parameters import renamed
+from services.shared.sampling_parameters import Api, renamed
 
 
 @dataclass(frozen=True, slots=True)

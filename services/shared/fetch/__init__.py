@@ -1,1 +1,1 @@
-"""Fetches models: from the Hugging Face hub, S3, Google Cloud Storage or another folder, with Python's own library alone."""
+"""Downloads models from the Hugging Face hub, S3, Google Cloud Storage or a folder, with the standard library only."""

@@ -1,37 +1,48 @@
-"""Files to a folder: resumed, checked, and there all at once."""
+"""Downloads the files of a model into a folder. A download resumes, is checked, and appears in the folder as a whole."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TextIO
 
-from services.shared.fetch.conversion import check_convertible, complete
-from services.shared.fetch.files import CHUNK, WANTED, File, Store, Unfetchable, Unserved
+from services.shared.fetch.files import CHUNK, WANTED, DownloadStore, RemoteFile, Unfetchable, Unserved
 from services.shared.fetch.http_client import ask, patiently
+from services.shared.hf_tokenizer import TOKENIZER_FILE, VOCABULARIES
 from services.shared.observe.progress import Progress
 from services.shared.served_config import refusal
 
-AT_ONCE = 4  # files
+AT_ONCE = 4  # files downloaded at a time
 CONFIG = "config.json"
-BAR_S = 0.25  # between two looks of a bar
+CONVERTER = "services.worker.text.convert_tokenizer"  # in a process of its own: only the worker's image has it
+BAR_S = 0.25  # pause between two updates of a progress bar
 
 
-def fetch_file(file: File, target: Path, count: Callable[[int], None]) -> None:
-    """To target, whole and checked; what a try has written stays for the next one. count: is told of bytes that are there.
-    Raises OSError, and Unfetchable where they are not what the source says."""
-    if target.is_file():  # checked before it was called so
+def fetch_file(file: RemoteFile, target: Path, count: Callable[[int], None]) -> None:
+    """Downloads a file and checks it. An interrupted download leaves a .part file, from which the next one resumes.
+
+    Args:
+        count: is called with the number of bytes that have been added.
+
+    Raises:
+        OSError: the download fails.
+        Unfetchable: the file differs from its source.
+    """
+    if target.is_file():  # a file gets this name only after its check
         count(file.size)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,22 +53,22 @@ def fetch_file(file: File, target: Path, count: Callable[[int], None]) -> None:
     size = part.stat().st_size
     if fault := f"it has {size} bytes, not {file.size}" if size != file.size else file.wrong(part):
         part.unlink()
-        raise Unfetchable(f"{file.name} is not what the source says: {fault}. It is fetched anew when this is started again.")
+        raise Unfetchable(f"{file.name} differs from its source: {fault}. Start again to download it again.")
     part.rename(target)
 
 
-def _go_on(file: File, part: Path, count: Callable[[int], None]) -> None:
+def _go_on(file: RemoteFile, part: Path, count: Callable[[int], None]) -> None:
     with part.open("ab") as out:
         held = out.tell()
         if held >= file.size:
             return
         with ask(file.url, {**file.headers(), **({"Range": f"bytes={held}-"} if held else {})}) as answer:
-            if held and answer.status != 206:  # all of it again
+            if held and answer.status != 206:  # the server sends the whole file
                 out.truncate(out.seek(0))
                 count(-held)
             while chunk := answer.read1(CHUNK):
                 out.write(chunk)
-                out.flush()  # who goes on after a kill has it
+                out.flush()  # so that a download resumes here after a kill
                 count(len(chunk))
         os.fsync(out.fileno())
         if out.tell() < file.size:
@@ -65,11 +76,15 @@ def _go_on(file: File, part: Path, count: Callable[[int], None]) -> None:
 
 
 class Meter:
-    """Tells how far a download has come: a bar on a terminal, elsewhere a line every FETCH_REPORT_S seconds (5). Threads
-    count."""
+    """Prints the progress of a download: a bar on a terminal, otherwise a line every FETCH_REPORT_S seconds (5). Thread-safe."""
 
     def __init__(self, total: int, before: int, stream: TextIO) -> None:
-        """Bytes; before: that were there when it began, and are counted as they are found."""
+        """Creates a meter.
+
+        Args:
+            total: bytes of all files.
+            before: bytes of an earlier download, which count() adds but which do not count for the rate.
+        """
         self._total, self._held, self._begun = total, 0, time.monotonic()
         self._before = before
         self._stream = stream
@@ -81,6 +96,7 @@ class Meter:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
+        """Prints the progress while the context is open."""
         ended = threading.Event()
         teller = threading.Thread(target=self._tell, args=(ended,))
         teller.start()
@@ -104,34 +120,36 @@ class Meter:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One at a time, of those who share a node's disk."""
+    """Holds a lock on the folder, so that only one process of a node downloads into it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for who fetches {folder}", flush=True)
+            print(f"waiting for another download into {folder}", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # of some network file systems, where a Job is the only one that writes
+        except OSError as error:  # some network file systems have no locks; there, one Job is the only writer
             print(f"{folder} cannot be locked: {error}", flush=True)
         yield
 
 
-def fetch(folder: Path, source: str, store: Store) -> None:
-    """Raises OSError and Unfetchable. What is in the folder is replaced once the model is whole, in a folder beside it."""
+def fetch(folder: Path, source: str, store: DownloadStore) -> None:
+    """Downloads a model into a temporary folder and then replaces the model's folder. Raises OSError or Unfetchable."""
     with alone(folder):
         mark, wanted = folder / store.mark, store.wanted
         if mark.is_file() and mark.read_text() == wanted:
-            print(f"{folder} has {source}", flush=True)
+            print(f"{folder} already has {source}", flush=True)
             return
         files = store.files()
         if not files:
-            raise Unfetchable(f"there are none of the files {', '.join(WANTED)}")
+            raise Unfetchable(f"the source has none of the files {', '.join(WANTED)}")
         check_convertible(file.name for file in files)
         versions = "\n".join((source, *sorted(f"{file.name} {file.version}" for file in files)))
         key = hashlib.sha256(versions.encode()).hexdigest()[:12]
         partial = folder.with_name(f".{folder.name}.{key}.partial")
-        mine = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial")  # not of a folder whose name begins so
+        mine = re.compile(
+            rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial"
+        )  # excludes folders whose names begin with this one's
         for other in list(folder.parent.iterdir()):
             if mine.fullmatch(other.name) and other != partial:
                 shutil.rmtree(other)
@@ -139,42 +157,50 @@ def fetch(folder: Path, source: str, store: Store) -> None:
         refuse_by_config(partial, source, files)
         fill(partial, folder, source, files)
         if store.wanted != wanted:
-            raise Unfetchable("it has changed meanwhile. It is fetched anew when this is started again.")
+            raise Unfetchable("the source has changed during the download. Start again to download it again.")
         complete(partial)
         (partial / store.mark).write_text(wanted)
         publish(partial, folder)
 
 
-def refuse_by_config(partial: Path, source: str, files: list[File]) -> None:
-    """Reads config.json before all else, so that nothing large is downloaded for a model that no worker serves. Raises Unserved,
-    and leaves nothing behind then; Unfetchable, OSError."""
+def refuse_by_config(partial: Path, source: str, files: list[RemoteFile]) -> None:
+    """Downloads config.json first, so that nothing large is downloaded for a model that no worker serves.
+
+    Raises:
+        Unserved: no worker serves the model. The temporary folder is deleted.
+        Unfetchable, OSError: the download fails.
+    """
     about = next((file for file in files if file.name == CONFIG), None)
     if about is None:
         return
     fetch_file(about, partial / CONFIG, lambda _: None)
     try:
         config = json.loads((partial / CONFIG).read_bytes())
-    except (ValueError, RecursionError):  # the worker says so
+    except (ValueError, RecursionError):  # the worker reports a broken file
         return
     if why := refusal(config, {file.name for file in files}, source):
         shutil.rmtree(partial)
         raise Unserved(why)
 
 
-def fill(partial: Path, folder: Path, source: str, files: list[File]) -> None:
+def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> None:
+    """Downloads all files into the temporary folder. Raises OSError or Unfetchable."""
     total = sum(file.size for file in files)
     held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    print(f"fetching {source}: {len(files)} files, {total / 1e9:.2f} GB, of which {held / 1e9:.2f} are there", flush=True)
+    print(
+        f"fetching {source}: {len(files)} files, {total / 1e9:.2f} GB, of which {held / 1e9:.2f} GB are already downloaded",
+        flush=True,
+    )
     if total - held > shutil.disk_usage(partial).free and folder.exists() and os.environ.get("MAKE_ROOM"):
-        print(f"there is no room for both: what {folder} has goes first", flush=True)
+        print(f"the volume is too small for both models: deleting {folder} first", flush=True)
         shutil.rmtree(folder)
     if total - held > (free := shutil.disk_usage(partial).free):
         raise Unfetchable(
-            f"{partial.parent} has {free / 1e9:.2f} GB free, too little. What it takes the place of stays until then."
+            f"{partial.parent} has only {free / 1e9:.2f} GB free. The old model stays until the new one is complete."
         )
     for file in files:
         if not (partial / file.name).resolve().is_relative_to(partial.resolve()):
-            raise Unfetchable(f"a file {file.name} would lie outside of its folder")
+            raise Unfetchable(f"the path of the file {file.name} leads out of the model's folder")
     meter = Meter(total, held, sys.stdout)
     with meter.told(), ThreadPoolExecutor(AT_ONCE) as pool:
         try:
@@ -185,11 +211,49 @@ def fill(partial: Path, folder: Path, source: str, files: list[File]) -> None:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Whoever reads the folder finds one model, or none for a moment, or the other. Open files of the former can be read on."""
+    """Replaces the model's folder by the complete download.
+
+    A reader finds the old model, the new one, or for a moment no folder. Open files of the old model remain readable.
+    """
     former = folder.with_name(f".{folder.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
         folder.rename(former)
     partial.rename(folder)
     shutil.rmtree(former, ignore_errors=True)
-    print(f"{folder} is whole", flush=True)
+    print(f"{folder} is complete", flush=True)
+
+
+def check_convertible(names: Iterable[str]) -> None:
+    """Refuses a model before its download if services could not read its tokenizer.
+
+    Args:
+        names: paths of the source's files in the model's folder.
+
+    Raises:
+        Unfetchable: the tokenizer needs a conversion, and this image has no transformers.
+    """
+    found = _unconverted(names)
+    if found and importlib.util.find_spec("transformers") is None:
+        raise Unfetchable(
+            f"it has {', '.join(found)} and no {TOKENIZER_FILE}, and this image has no transformers to make one. Set"
+            f" modelCache.prefetch.image.repository to rootstock/worker, or add a {TOKENIZER_FILE} to the source."
+        )
+
+
+def complete(folder: Path) -> None:
+    """Writes tokenizer.json into a downloaded folder that needs one. Raises Unfetchable with the converter's reason."""
+    if not _unconverted(path.name for path in folder.iterdir()):
+        return
+    print("converting the tokenizer", flush=True)
+    done = subprocess.run([sys.executable, "-m", CONVERTER, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unfetchable(done.stderr.strip().rpartition("\n")[2] or f"{CONVERTER} ended with status {done.returncode}")
+
+
+def _unconverted(names: Iterable[str]) -> list[str]:
+    """Returns the files from which transformers makes a tokenizer.json. Empty if there is one already."""
+    present = set(names)
+    if TOKENIZER_FILE in present:
+        return []
+    return sorted(name for name in present if "/" not in name and any(fnmatch(name, pattern) for pattern in VOCABULARIES))

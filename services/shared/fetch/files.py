@@ -1,4 +1,4 @@
-"""What a store has of a model: its files, where each is and how it is checked."""
+"""The files of a model in a download store: their URLs and checks."""
 
 from __future__ import annotations
 
@@ -14,46 +14,48 @@ from typing import BinaryIO, Protocol
 from services.shared.fetch.http_client import Headers
 
 TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-WANTED = (*TOKENIZER, "*.safetensors")  # no pickles
-COPIES = "consolidated*.safetensors"  # of the same weights, for other loaders, as Mistral's repositories have them
+WANTED = (*TOKENIZER, "*.safetensors")  # other formats, such as pickles, are not downloaded
+COPIES = "consolidated*.safetensors"  # a second copy of the weights for other loaders, in Mistral's repositories
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class File:
-    """name: below the model's folder. url, headers: of a GET that takes Range. wrong: what is wrong with the bytes at a path;
-    empty: nothing. version: changes with the bytes."""
+class RemoteFile:
+    """A file of a model in a store."""
 
-    name: str
-    size: int
-    version: str
-    url: str
-    headers: Callable[[], Headers]
-    wrong: Callable[[Path], str]
+    name: str  # path in the model's folder
+    size: int  # in bytes
+    version: str  # changes with the content
+    url: str  # for GET requests, also with a Range header
+    headers: Callable[[], Headers]  # returns the headers of such a request
+    wrong: Callable[[Path], str]  # returns the fault of a downloaded copy, or ""
 
 
 class Unfetchable(Exception):
-    """The text says what is wrong with a model, or with the place for it."""
+    """A model cannot be downloaded. The message names the fault of the model or of its folder."""
 
 
 class Unserved(Unfetchable):
-    """A model that no worker serves. The text is the worker's sentence, which names the model."""
+    """No worker serves the model. The message is the worker's sentence, which names the model."""
 
 
-class Store(Protocol):
-    """mark: name of a file in the model's folder that holds `wanted` once all is there. wanted: what is to be there; of a source
-    that has changed since it is another."""
+class DownloadStore(Protocol):
+    """The files of one model in a store."""
 
-    mark: str
+    mark: str  # name of the file in the model's folder that contains `wanted` once the download is complete
 
     @property
-    def wanted(self) -> str: ...
+    def wanted(self) -> str:
+        """Description of the wanted model. For a store that tracks changes, it changes with the files."""
+        ...
 
-    def files(self) -> list[File]: ...
+    def files(self) -> list[RemoteFile]:
+        """Returns the files of the model. Raises OSError if the store cannot be read."""
+        ...
 
 
 def digest(file: BinaryIO, kind: str, first: bytes = b"", length: int = sys.maxsize) -> bytes:
-    """Of the next `length` bytes."""
+    """Returns the checksum of `first` and the next `length` bytes of a file."""
     sums = hashlib.new(kind, first, usedforsecurity=False)
     while length and (chunk := file.read(min(CHUNK, length))):
         sums.update(chunk)
@@ -62,7 +64,11 @@ def digest(file: BinaryIO, kind: str, first: bytes = b"", length: int = sys.maxs
 
 
 def unequal(kind: str, wanted: str, first: Callable[[Path], bytes] = lambda _: b"") -> Callable[[Path], str]:
-    """wanted: the sum, in hex."""
+    """Returns a check of files against a checksum in hexadecimal.
+
+    Args:
+        first: returns bytes that precede the file's content in the checksum.
+    """
 
     def wrong(path: Path) -> str:
         with path.open("rb") as file:
@@ -73,6 +79,7 @@ def unequal(kind: str, wanted: str, first: Callable[[Path], bytes] = lambda _: b
 
 
 def is_wanted(name: str) -> bool:
+    """Whether the file with this name is downloaded."""
     if fnmatch(name, COPIES):
         return False
     return any(fnmatch(name, each) for each in (TOKENIZER if os.environ.get("MODEL_FILES") == "tokenizer" else WANTED))

@@ -1,4 +1,4 @@
-"""Answers over HTTP: redirects without tokens for others, certificates of one's own, and patience."""
+"""An HTTP client that retries, trusts the certificates in CA_FILE, and never sends a token to another host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def patience_s() -> float:
-    """Without a byte, before it gives up."""
+    """Returns the seconds without progress after which patiently() raises the last error."""
     return float(os.environ.get("FETCH_PATIENCE_S", "300"))
 
 
 class SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows to other hosts, and out of TLS, without the token."""
+    """Follows redirects. The token is not sent to another host or without TLS."""
 
     def redirect_request(self, request: Any, fp: Any, code: Any, msg: Any, headers: Any, url: str) -> Any:
         after = super().redirect_request(request, fp, code, msg, headers, url)
@@ -44,7 +44,11 @@ def opener() -> urllib.request.OpenerDirector:
 
 
 def ask(url: str, headers: Headers, body: bytes | None = None, method: str | None = None) -> Any:
-    """What is at a URL, files' ones too. Raises OSError or HTTPException; HTTPError with what the server said."""
+    """Sends a request to an http:, https: or file: URL and returns the response.
+
+    Raises:
+        OSError, HTTPException: the request fails. The message of an HTTPError includes the start of the server's response.
+    """
     request = urllib.request.Request(url, data=body, method=method)
     for name, value in headers.items():
         if name.lower() == "range":
@@ -59,7 +63,11 @@ def ask(url: str, headers: Headers, body: bytes | None = None, method: str | Non
 
 
 def patiently(action: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
-    """Tries again what may pass, until nothing has moved for patience_s()."""
+    """Repeats an action after temporary errors, until `moved` has not changed for patience_s().
+
+    Args:
+        moved: returns a measure of the progress.
+    """
     pause, since, before = 1.0, time.monotonic(), moved()
     while True:
         try:
@@ -71,13 +79,13 @@ def patiently(action: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> 
                 pause, since, before = 1.0, time.monotonic(), moved()
             if time.monotonic() - since > patience_s():
                 raise
-            print(f"again in {pause:.0f} s: {error}", flush=True)
+            print(f"retrying in {pause:.0f} s: {error}", flush=True)
             time.sleep(min(pause, patience_s()))
             pause = min(pause * 2, 30)
 
 
 def answer_json(url: str, headers: Headers, body: bytes | None = None) -> Any:
-    """Raises OSError."""
+    """Returns the JSON value of a response. Raises OSError or HTTPException."""
 
     def once() -> Any:
         with ask(url, headers, body) as answer:

@@ -1,8 +1,9 @@
-"""Hashes a block of tokens to its name in the prefix index (docs/design/fleet.md#the-index).
+"""The hashes of token blocks in the prefix index, for the workers that publish and the gateways that look up.
 
-A block is BLOCK_TOKENS tokens, full blocks only. Its hash is chained over the prefix, and the chain begins with everything
-that makes equal tokens mean different KV: the model and its revision, the tokenizer, the adapter, the cache salt. xxh3, 64
-bits; hashes reveal no token ids to whoever has only the index.
+A block has BLOCK_TOKENS tokens; incomplete blocks have no hash. The hash of a block (xxh3, 64 bits) includes the hash of the
+block before it. The first block is chained to a root hash of everything that makes equal tokens give different KV: the model,
+its revision, the tokenizer, the adapter and the cache salt. The index alone does not reveal token ids. See
+docs/design/fleet.md#the-index.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ HASH_BYTES = 8
 
 
 def root_hash(model: str, revision: str, tokenizer: str, namespace: str) -> bytes:
-    """What the first block is chained to: HASH_BYTES bytes. namespace: adapter and cache salt, as the worker joins them."""
+    """Returns the hash to which the first block is chained, HASH_BYTES long.
+
+    Args:
+        namespace: adapter and cache salt, as cache_namespace() joins them.
+    """
     chain = xxhash.xxh3_64()
     for part in (INDEX_VERSION, model, revision, tokenizer, namespace):
         data = part.encode()
@@ -28,12 +33,17 @@ def root_hash(model: str, revision: str, tokenizer: str, namespace: str) -> byte
 
 
 def block_hash(before: bytes, tokens: bytes) -> bytes:
-    """before: the hash of the block before, or a root's. tokens: BLOCK_TOKENS little-endian int32. HASH_BYTES bytes."""
+    """Returns the hash of a block, HASH_BYTES long.
+
+    Args:
+        before: hash of the block before, or the root hash.
+        tokens: BLOCK_TOKENS token ids as little-endian int32.
+    """
     return xxhash.xxh3_64_digest(before + tokens)
 
 
 def block_hashes(root: bytes, ids: Sequence[int]) -> bytes:
-    """The hashes of all full blocks of a prompt, HASH_BYTES each, one after the other."""
+    """Returns the concatenated hashes of all full blocks of a prompt."""
     tokens = np.asarray(ids, dtype=np.uint32).astype("<i4", copy=False).tobytes()
     size = BLOCK_TOKENS * 4
     names, link = [], root

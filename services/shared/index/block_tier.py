@@ -1,4 +1,4 @@
-"""Where a worker has a block of the prefix index: in which tier its slowest page lies. Pure: the scheduler core uses it too."""
+"""The tier in which a worker has a block of the prefix index. Standard library only, for the scheduler core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class BlockTier(enum.IntEnum):
-    """A lower one is faster. Names are those of the index in Redis."""
+    """The tier of the block's slowest page. A smaller value is faster. The names are part of Redis keys."""
 
     DEVICE = 0
     HOST = 1

@@ -1,24 +1,26 @@
-"""Key names and event form of the prefix index in Redis (docs/design/fleet.md#the-index). Workers write it, gateways read it.
+"""The prefix index in Redis: the names of its keys and the form of its events. Workers write it, gateways read it.
 
-    kv:{MODEL}:v1:b:HASH   hash   field WORKER:GEN, value "": that worker holds the block on its device
-    own:WORKER:GEN         set    the hashes that this generation of the worker holds on its device: the reverse index
-    own:WORKER:GEN:TIER    set    those that it holds below, TIER is host or storage; gone BELOW_TTL_S after the worker is
-    gens:WORKER            set    generations of the worker that may have an own: set
-    workers:{MODEL}        set    workers that may have a gens: set
-    lease:WORKER           string the worker's current generation; gone LEASE_TTL_S after the worker is
-    models                 set    models whose workers may have left something
-    ev:{MODEL}             stream one entry per batch of changes; trimmed to about EVENTS_KEPT
+| key | type | content |
+| --- | --- | --- |
+| kv:{MODEL}:v1:b:HASH | hash | field WORKER:GEN, value "": this worker has the block on its device |
+| own:WORKER:GEN | set | hashes that this generation of the worker has on its device (the reverse index) |
+| own:WORKER:GEN:TIER | set | hashes in a lower tier, host or storage; expires BELOW_TTL_S after the worker ends |
+| gens:WORKER | set | generations of the worker that may have an own: set |
+| workers:{MODEL} | set | workers that may have a gens: set |
+| lease:WORKER | string | the worker's current generation; expires LEASE_TTL_S after the worker ends |
+| models | set | models whose workers may have left entries |
+| ev:{MODEL} | stream | one entry per batch of changes; trimmed to about EVENTS_KEPT entries |
 
-Hashes are 8 raw bytes everywhere but in key names, where they are hex. Nothing ever scans the keyspace: whoever wants to know
-what a generation holds reads its own: set. A generation is random at every start and changes whenever the cache is flushed or
-Redis has lost something, so that one new lease makes all of a worker's older entries void.
+A hash is 8 raw bytes in values and hexadecimal in key names. No code scans the keyspace: the own: sets list the blocks.
+A worker draws a random generation at its start, after a flush of its cache, and after a loss of data in Redis. A lease with a new
+generation invalidates all older entries of the worker.
 
-Events of one generation are numbered from 1 without gaps. Event 1 is always `cleared`: what follows is all there is. A reader
-that sees a gap, or a generation from its middle, reads the own: sets instead, and goes on from the event's number.
+The events of a generation are numbered from 1 without gaps. Event 1 is always `cleared`, and all entries follow it. A reader that
+finds a gap, or that starts in the middle of a generation, reads the own: sets and continues after the number of the event.
 
-Who knows nothing of tiers sees what is on devices and nothing else: a block that goes to the host is removed in the same event
-that names it among the host's, and what is below devices has keys of its own, which end by themselves where a sweep of such a
-worker leaves them.
+A reader that does not know tiers sees only blocks on devices. A block that moves to the host is in `removed` and in `host` of the
+same event. Entries of lower tiers have their own keys, which expire if an old sweeper does not delete them. See
+docs/design/fleet.md#the-index.
 """
 
 from __future__ import annotations
@@ -32,32 +34,33 @@ from services.shared.index.block_tier import BlockTier
 INDEX_FORMAT = "v1"
 MODELS_KEY = "models"
 LEASE_TTL_S = 10
-RENEW_S = 3.0
+RENEW_S = 3.0  # pause between two renewals of a lease
 EVENTS_KEPT = 10_000
 BELOW_TTL_S = 300
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """They hold one after the other: stored on the device, removed from wherever the worker had it, host, storage. A hash stands
-    in one of them at most, but that one that leaves the device for a tier below is removed, and then there. cleared: everything
-    older of the worker is void."""
+    """A batch of changes of one worker, applied in the order stored, removed, host, storage.
+
+    A hash is in at most one of the four, except that a block which moves from the device to a lower tier is in `removed` too.
+    """
 
     worker: str
     generation: int
     seq: int
-    cleared: bool
-    stored: tuple[bytes, ...]
-    removed: tuple[bytes, ...]
-    host: tuple[bytes, ...] = ()
-    storage: tuple[bytes, ...] = ()
+    cleared: bool  # whether all older entries of the worker are void
+    stored: tuple[bytes, ...]  # now on the device
+    removed: tuple[bytes, ...]  # removed from the tier in which the worker had it
+    host: tuple[bytes, ...] = ()  # now on the host
+    storage: tuple[bytes, ...] = ()  # now in the storage
 
     @property
     def num_blocks(self) -> int:
         return len(self.stored) + len(self.removed) + len(self.host) + len(self.storage)
 
     def fields(self) -> dict[bytes, bytes]:
-        """As a stream entry."""
+        """Returns the fields of the stream entry."""
         return {
             b"worker": self.worker.encode(),
             b"gen": str(self.generation).encode(),
@@ -70,7 +73,7 @@ class IndexEvent:
 
 
 def event_from(fields: Mapping[bytes, bytes]) -> IndexEvent:
-    """Raises ValueError for anything that is no event."""
+    """Parses a stream entry. Raises ValueError if it is not an event."""
     try:
         return IndexEvent(
             fields[b"worker"].decode(),
@@ -87,7 +90,7 @@ def event_from(fields: Mapping[bytes, bytes]) -> IndexEvent:
 
 
 def split_hashes(joined: bytes) -> Iterator[bytes]:
-    """Raises ValueError if it is not whole hashes."""
+    """Yields the hashes in a field. Raises ValueError if the length is not a multiple of HASH_BYTES."""
     if len(joined) % HASH_BYTES:
         raise ValueError("not a whole number of hashes")
     return (joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))

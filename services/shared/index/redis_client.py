@@ -1,4 +1,4 @@
-"""A Redis client for background work: every round trip ends within a time limit, nothing is retried behind the caller's back."""
+"""A Redis client for background work. Every round trip has a time limit, and the client never retries."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from redis.backoff import NoBackoff
 from redis.connection import SSLConnection as SyncSSLConnection
 from redis.exceptions import ReadOnlyError, RedisError
 
+# Parameters of a rediss:// URL that are supported.
 TLS_QUERY = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
+# Parameters that this client sets itself.
 DECIDED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socket_connect_timeout", "retry_on_timeout"}
 
 
 class TimedRedis(Redis):
-    """limit_s: of a command, or of a pipeline's execute(); then TimeoutError, which is an OSError. What is no primary any more is
-    left: the next call connects anew, by then to another server, perhaps.
+    """A client whose commands and pipelines raise TimeoutError (an OSError) after `limit_s`.
 
-    The library's own limit is not used: it rests on asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes
-    as a send completes, and so makes tasks that cannot be ended.
+    If the server is no longer the primary, the connections are closed, and the next call connects again.
+
+    The library's time limit is not used, because it relies on asyncio.wait_for. Before Python 3.12, wait_for swallows a
+    cancellation that arrives when a send completes, so such a task could not be cancelled.
     """
 
-    limit_s: float
+    limit_s: float  # seconds per command or pipeline
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
@@ -46,6 +49,8 @@ class TimedRedis(Redis):
 
 
 class TimedPipeline(Pipeline):
+    """A pipeline with the time limit of its client."""
+
     limit_s: float
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
@@ -58,8 +63,10 @@ class TimedPipeline(Pipeline):
 
 
 class FollowedConnection(SSLConnection):
-    """Of a rediss:// URL, by its files as they are when it connects. Where it names authorities, those of the system are not
-    taken."""
+    """A TLS connection that reads the files of its rediss:// URL when it connects.
+
+    If the URL names authorities, the system's authorities are not trusted.
+    """
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = _context(self.ssl_context)
@@ -68,14 +75,14 @@ class FollowedConnection(SSLConnection):
 
 
 class FollowedSyncConnection(SyncSSLConnection):
-    """The same for a client without asyncio."""
+    """The same for the client without asyncio."""
 
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         return _context(self).wrap_socket(sock, server_hostname=self.host)
 
 
 def _context(asked: Any) -> ssl.SSLContext:
-    """asked: has the URL's words of TLS."""
+    """Returns a TLS context with the settings of a connection."""
     context = ssl.create_default_context(cafile=asked.ca_certs)
     context.check_hostname = asked.check_hostname
     context.verify_mode = asked.cert_reqs
@@ -86,22 +93,28 @@ def _context(asked: Any) -> ssl.SSLContext:
 
 
 def follow_files(pool: Any, url: str, followed: type[Any]) -> None:
-    """Has a pool's connections of TLS follow their files. followed: their class then. Raises ValueError for a URL whose query
-    asks for what is not followed, or is decided here, or for TLS without it."""
+    """Makes the TLS connections of a pool read their files again for each connection.
+
+    Args:
+        followed: class of the connections, FollowedConnection or FollowedSyncConnection.
+
+    Raises:
+        ValueError: the URL's query has an unsupported parameter, or TLS parameters without TLS.
+    """
     asked = set(parse_qs(urlsplit(url).query))
     unknown = {name for name in asked if name.startswith("ssl_")} - TLS_QUERY | asked & DECIDED
     if unknown:
-        raise ValueError(f"its query has {', '.join(sorted(unknown))}, and of TLS it may have {', '.join(sorted(TLS_QUERY))}")
+        raise ValueError(f"its query has {', '.join(sorted(unknown))}; for TLS it may have {', '.join(sorted(TLS_QUERY))}")
     try:
-        pool.connection_class(**pool.connection_kwargs)  # connects nowhere
+        pool.connection_class(**pool.connection_kwargs)  # the constructor does not connect
     except (TypeError, RedisError) as error:
-        raise ValueError(f"what its query asks for cannot be: {error}") from None
+        raise ValueError(f"its query is wrong: {error}") from None
     if issubclass(pool.connection_class, followed.__bases__):
         pool.connection_class = followed
 
 
 def redis_client(url: str, limit_s: float) -> TimedRedis:
-    """Connects with its first command. Raises ValueError if the URL is none, or asks something of TLS that is not followed."""
+    """Returns a client that connects with its first command. Raises ValueError if the URL is not supported."""
     limits: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": limit_s}
     client = cast(TimedRedis, TimedRedis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **limits))
     client.limit_s = limit_s

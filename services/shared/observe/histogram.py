@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 class Histogram:
     """The counts of one set of label values.
 
-    A scrape in another thread sees all or none of the observations of one call, except that the sum may lag by one call.
+    A scrape in another thread sees all or none of the observations of one call, except for the sum, which may lag by one call.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")

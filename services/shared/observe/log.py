@@ -1,6 +1,6 @@
-"""One log line is one JSON object on stderr, with the service's name and, where there is one, the request's id.
+"""Writes log lines to stderr, each a JSON object with the service's name and the fields of the call.
 
-Nothing here or in any caller logs prompt or output text.
+No log line contains text of a prompt or of a completion.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(service: str, level: str) -> None:
-    """Sends every logger of this process to stderr as JSON lines. Called once, by a service's __main__."""
+    """Makes every logger of this process write JSON lines to stderr. A service's __main__ calls it once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""What a log call says besides its message, for whoever renders the line."""
+"""The fields of a log line besides its message."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ FIELDS = "fields"
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """The `extra` argument of a logging call: logger.info("routed", extra=fields(request_id=rid, worker=w))."""
+    """Returns the `extra` argument of a logging call: logger.info("routed", extra=fields(request_id=rid, worker=w))."""
     return {FIELDS: values}

@@ -1,4 +1,4 @@
-"""How far something long has come, as one line: written into logs by who does it, and read there by who waits for it."""
+"""The progress of a long operation as one log line, which another process parses to show a bar."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from services.shared.observe.log_fields import fields
 
 STEP = "step"  # field of a log record that `make run` shows to its user
 GB = "GB"
-BAR = 20  # characters
+BAR = 20  # width of a bar in characters
 _LINE = re.compile(r"(?P<what>[a-z]+): \d+ %, (?P<done>[\d.]+) of (?P<total>[\d.]+) (?P<unit>\w+) in (?P<passed>[\d.]+) s")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """done, total: in bytes where the unit is GB, else in what the unit says. passed_s: since the beginning. before: what was
-    done by then, and says nothing of the rate."""
+    """The state of an operation at one moment."""
 
-    what: str
-    done: float
-    total: float
-    passed_s: float
+    what: str  # name of the operation, one word
+    done: float  # in bytes if the unit is GB, otherwise in the unit
+    total: float  # in the same unit
+    passed_s: float  # seconds since the start
     unit: str = GB
-    before: float = 0.0
+    before: float = 0.0  # amount that was done before the start, which does not count for the rate
 
     @property
     def percent(self) -> int:
@@ -32,7 +31,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """At the rate so far; None where nothing says, or nothing is left."""
+        """Remaining seconds at the rate so far, or None if the rate is unknown or nothing remains."""
         left, came = self.total - self.done, self.done - self.before
         return left * self.passed_s / came if came > 0 and self.passed_s and left > 0 else None
 
@@ -62,7 +61,7 @@ def step() -> dict[str, dict[str, Any]]:
 
 
 def read(line: str) -> Progress | None:
-    """What line() wrote, as exactly as it says; None for another line."""
+    """Parses a line of Progress.line(), with its rounded numbers. Returns None for another line."""
     found = _LINE.match(line)
     if found is None:
         return None

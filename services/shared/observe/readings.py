@@ -1,4 +1,4 @@
-"""Metrics that are read off an object at a scrape, a row each: what a row says of itself is known without the object."""
+"""Metrics whose values are read from an object at each scrape. Each metric is a row that is described without the object."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 Source = TypeVar("Source")
+# The number of a metric, numbers by label values, or None for a metric without samples.
 Value = float | Mapping[tuple[str, ...], float] | None
-"""One figure; figures by the values of the row's own labels; None: there is nothing to tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[Source]):
-    """name: without the _total that a counter's samples end in. labels: the row's own, beside those of its collector."""
+    """A metric that is read from an object."""
 
     family: type[GaugeMetricFamily] | type[CounterMetricFamily]
-    name: str
-    text: str
+    name: str  # without the suffix _total of counters
+    text: str  # help text
     read: Callable[[Source], Value]
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # labels of this metric, in addition to the collector's
 
     def described(self, labels: tuple[str, ...]) -> GaugeMetricFamily | CounterMetricFamily:
-        """Without samples."""
+        """Returns the metric without samples."""
         return self.family(self.name, self.text, labels=(*labels, *self.labels))
 
     def collect(self, source: Source, labels: tuple[str, ...], label_values: tuple[str, ...]) -> Iterator[Metric]:
@@ -40,10 +40,10 @@ class Reading(Generic[Source]):
 
 
 class Readings(Collector, ABC, Generic[Source]):
-    """A collector whose metrics are rows. labels: what all of them have in common, with one value for each here."""
+    """A collector of the metrics in `rows`."""
 
     rows: ClassVar[tuple[Reading[Any], ...]]
-    labels: ClassVar[tuple[str, ...]] = ()
+    labels: ClassVar[tuple[str, ...]] = ()  # labels of all rows; the constructor takes their values
 
     def __init__(self, source: Source, *label_values: str) -> None:
         assert len(label_values) == len(self.labels), "a value for each label"
@@ -52,7 +52,7 @@ class Readings(Collector, ABC, Generic[Source]):
 
     @classmethod
     def describe(cls) -> Iterator[Metric]:
-        """Every metric, without samples."""
+        """Yields every metric without samples."""
         for row in cls.rows:
             yield row.described(cls.labels)
 

@@ -1,4 +1,4 @@
-"""The token of operators' calls: where it comes from, how it travels, and which addresses may do without one."""
+"""The control token of operators' calls: its configuration, its header, and the addresses that need no token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ _SCHEME = b"bearer"
 
 
 def read_token(token: str, token_file: str) -> str:
-    """The configured token, "" for none. Raises ValueError if both are set, or the file cannot be read or holds none."""
+    """Returns the configured token, or "" without one.
+
+    Raises:
+        ValueError: both settings are set, or the file is not readable or empty.
+    """
     if not token_file:
         return token.strip()
     if token:
-        raise ValueError("control_token and control_token_file are both set; one is enough")
+        raise ValueError("control_token and control_token_file are both set; set only one")
     try:
         read = Path(token_file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -25,13 +29,20 @@ def read_token(token: str, token_file: str) -> str:
 
 
 def require_token_beyond_loopback(setting: str, host: str, token: str) -> None:
-    """Raises ValueError if others than this machine could operate the service without a token. setting: the host's name."""
+    """Checks that other machines cannot call the control service without a token.
+
+    Args:
+        setting: name of the setting that has the host, for the message.
+
+    Raises:
+        ValueError: the host is not a loopback address and there is no token.
+    """
     if not token and not is_loopback(host):
-        raise ValueError(f"{setting} {host} is no loopback address: set control_token or control_token_file")
+        raise ValueError(f"{setting} {host} is not a loopback address: set control_token or control_token_file")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
+    """Whether only this machine can reach a listen address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,12 +50,12 @@ def is_loopback(host: str) -> bool:
 
 
 def authorization(token: str) -> str:
-    """The value of the authorization header or metadata that carries the token."""
+    """Returns the value of the authorization header or metadata with the token."""
     return f"Bearer {token}"
 
 
 def accepts(token: str, given: bytes) -> bool:
-    """Whether an authorization value carries the token; True where there is none to carry. Takes the same time for any guess."""
+    """Whether an authorization value has the token, or no token is configured. The time does not depend on the value."""
     if not token:
         return True
     scheme, _, guess = given.partition(b" ")

@@ -1,7 +1,8 @@
-"""How a process reaches the gRPC ports of others: in the clear, or with TLS on both sides, by the files as they are by then.
+"""Makes gRPC channels to other services, without TLS or with mutual TLS by the current certificate files.
 
-A channel of gRPC connects again by itself with what it was made of. So who keeps one asks for it before each stream, and one that
-waits for a connection is given up when the files change. Streams over earlier ones end as they would have.
+A gRPC channel reconnects with the credentials with which it was created. An owner of a long-lived channel therefore asks for the
+current channel before each stream (KeptChannel.now). A call that waits for a connection is given up when the files change.
+Streams over earlier channels continue.
 """
 
 from __future__ import annotations
@@ -23,27 +24,32 @@ from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-TELL_S = 60.0  # between two looks at why the same peer cannot be connected to
-CLOSE_S = 30.0  # for calls over a channel that another one has taken the place of
+TELL_S = 60.0  # pause between two diagnoses of failed connections of one channel
+CLOSE_S = 30.0  # time that calls over a replaced channel may take to end
 
 
 class StaleChannel(ConnectionError):
-    """What waits for a connection of it is to begin anew."""
+    """The TLS files changed before the channel was connected. The caller must start the call again."""
 
 
-def _nothing(_service: str) -> None:
-    """Nobody counts."""
+def _ignore(_service: str) -> None:
+    """Ignores a failed handshake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """mtls: None for connections in the clear. failed: told of which service a peer is with which no TLS comes about."""
+    """Makes channels with the credentials of this process."""
 
-    mtls: MutualTls | None = None
-    failed: Callable[[str], None] = _nothing
+    mtls: MutualTls | None = None  # None: connections without TLS
+    failed: Callable[[str], None] = _ignore  # receives the name of the service with which a TLS handshake fails
 
     def channel(self, target: str, role: Role) -> grpc.aio.Channel:
-        """For calls that follow at once. role: of the process that is meant to be there."""
+        """Returns a new channel for calls that start immediately.
+
+        Args:
+            target: host:port.
+            role: role that the certificate of the server must name.
+        """
         if self.mtls is None:
             return grpc_server.channel(target)
         named = ("grpc.ssl_target_name_override", role.value)
@@ -57,30 +63,30 @@ IN_THE_CLEAR = Dialer()
 
 
 class KeptChannel:
-    """A channel to one address for as long as its owner wants one. Of one event loop. target: host:port."""
+    """A long-lived channel to one address, replaced when the TLS files change. Belongs to one event loop."""
 
     def __init__(self, dialer: Dialer, target: str, role: Role) -> None:
         self._dialer, self._target, self._role = dialer, target, role
         self._number = self._numbered()
         self._channel = dialer.channel(target, role)
         self._closing: set[asyncio.Task[None]] = set()
-        self._tell_at = 0.0
+        self._diagnose_at = 0.0
 
     def _numbered(self) -> int:
         return 0 if self._dialer.mtls is None else self._dialer.mtls.number
 
     @property
     def is_stale(self) -> bool:
-        """Whether the files have changed since it was made: it must not connect again."""
+        """Whether the files have changed since the channel was created, so that it must not connect again."""
         return self._numbered() != self._number
 
     @property
     def may_connect(self) -> bool:
-        """Whether a call over it, made at once, is sure to use no old files."""
+        """Whether a call that starts now is certain not to connect with old files."""
         return not self.is_stale or self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     def now(self) -> grpc.aio.Channel:
-        """For streams and calls to come. Those over an earlier one go on."""
+        """Returns the channel for new streams and calls. Calls over an earlier channel continue for at most CLOSE_S."""
         if self.is_stale:
             self._number, earlier = self._numbered(), self._channel
             self._channel = self._dialer.channel(self._target, self._role)
@@ -90,20 +96,23 @@ class KeptChannel:
         return self._channel
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Ends its calls, after so long, and those of earlier ones."""
+        """Closes this channel after the grace period, and stops waiting for calls over earlier channels."""
         for closing in self._closing:
             closing.cancel()
         await self._channel.close(grace_s)
 
     @contextlib.asynccontextmanager
     async def opening(self) -> AsyncIterator[None]:
-        """While a call over the channel that there is waits for a connection. Why none comes about is told. Raises StaleChannel
-        where none may come about any more, the files having changed."""
+        """Wraps a call that waits for a connection over the current channel, and logs why the TLS handshake fails.
+
+        Raises:
+            StaleChannel: the files have changed, so the channel must not connect.
+        """
         if self._dialer.mtls is None:
             yield
             return
         try:
-            # Not by cancelling the call: grpc.aio has a write wait for ever then.
+            # The call itself is not cancelled, because a write in grpc.aio would then never end.
             async with asyncio.timeout(None) as waiting:
                 watching = asyncio.create_task(self._watch(waiting))
                 try:
@@ -116,15 +125,15 @@ class KeptChannel:
             raise
 
     async def state_changed(self, state: grpc.ChannelConnectivity) -> None:
-        """Returns once the channel is in another state than this one, or may not come into another any more."""
+        """Returns when the channel leaves this state, or when the channel is stale and not connected."""
         if self._dialer.mtls is None:
             await self._channel.wait_for_state_change(state)
             return
         change = asyncio.create_task(self._channel.wait_for_state_change(state))
         try:
             while not change.done() and (state is grpc.ChannelConnectivity.READY or not self.is_stale):
-                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:  # in which it stays, try after try
-                    await self._tell()
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:  # repeated attempts do not leave this state
+                    await self._diagnose()
                 await asyncio.wait((change,), timeout=LOOK_S)
         finally:
             change.cancel()
@@ -136,16 +145,16 @@ class KeptChannel:
                 if self.is_stale:
                     waiting.reschedule(asyncio.get_running_loop().time())
                     return
-                await self._tell()
+                await self._diagnose()
 
-    async def _tell(self) -> None:
-        """Looks why there is no connection, once in a while: gRPC does not say it to who waits for one."""
+    async def _diagnose(self) -> None:
+        """Logs why there is no connection, at most once in TELL_S. gRPC does not report the reason to a waiting call."""
         clock = asyncio.get_running_loop().time
         mtls = self._dialer.mtls
-        if mtls is None or clock() < self._tell_at:
+        if mtls is None or clock() < self._diagnose_at:
             return
-        self._tell_at = clock() + TELL_S
+        self._diagnose_at = clock() + TELL_S
         why = await why_refused(self._target, mtls.files.now().client, self._role)
         if why:
             self._dialer.failed(self._role.value.removeprefix("rootstock-"))
-            logger.error("no TLS with a peer: %s", why, extra=fields(peer=self._role.value, address=self._target))
+            logger.error("TLS handshake failed: %s", why, extra=fields(peer=self._role.value, address=self._target))

@@ -1,4 +1,4 @@
-"""gRPC as every service uses it: channel and server options, health, and serving until a signal with a grace period."""
+"""The gRPC server of every service: options, health, open calls, and serving until a signal with a grace period."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.shared.limits import MAX_MESSAGE_BYTES
-from services.shared.rpc.open_calls import OpenCalls
-from services.shared.rpc.port_guard import PortGuard
+from services.shared.rpc.port_guard import PortGuard, checked
 
-CLOSE_S = 1.0  # for connections to close, beside what is left of the grace period
-ENDED = 128 + signal.SIGTERM  # status of who is ended by it, as shells have it
-LIVENESS = ""  # health service name of the process itself; the service's own name means readiness
+CLOSE_S = 1.0  # smallest time for connections to close, also after the grace period
+ENDED = 128 + signal.SIGTERM  # exit status of a process that SIGTERM ends, by the shells' convention
+GOING_AWAY = "the server is shutting down"
+HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods
+LIVENESS = ""  # name of the process's liveness in the health service; the name of the service means readiness
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +31,15 @@ _MESSAGE_OPTIONS = [
 ]
 SERVER_OPTIONS = [
     *_MESSAGE_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a second process on the same port is told so, instead of sharing it
+    ("grpc.so_reuseport", 0),  # a second process on the same port fails instead of sharing it
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
-# A peer that vanished without closing is noticed within about 20 s; reconnects come quickly and stay bounded. The least backoff
-# is also what an attempt may take, handshakes included; behind a refusal the next one does not wait for it.
+# Keepalive detects a vanished server within about 20 s. min_reconnect_backoff_ms is also the time limit of a connection attempt
+# with its handshakes. After a refused connection, the next attempt does not wait for it.
 CHANNEL_OPTIONS = [
     *_MESSAGE_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
@@ -47,7 +49,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # what the environment names is for the world outside
+    ("grpc.enable_http_proxy", 0),  # proxies in the environment are for external hosts
 ]
 
 
@@ -55,8 +57,8 @@ def channel(target: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
 
-class Health:
-    """The standard health service. Liveness ("") is SERVING from the start; readiness (the service's name) when told."""
+class HealthService:
+    """The standard gRPC health service. Liveness is SERVING from the start; readiness follows set_ready()."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -75,22 +77,65 @@ class Health:
         await self.servicer.set(LIVENESS, state.SERVING if live else state.NOT_SERVING)
 
 
-class Server:
-    """A started gRPC server that can end without losing an answer."""
+class OpenCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Counts calls from their arrival until gRPC has written their status, so that the server can stop after the last one.
 
-    def __init__(self, server: grpc.aio.Server, health: Health, calls: OpenCalls) -> None:
+    Calls of the health service are not counted: it answers until the end, and a Watch call never ends by itself. Belongs to the
+    server's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._closed = False
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def close(self) -> None:
+        """Makes all later calls fail with UNAVAILABLE."""
+        self._closed = True
+
+    async def wait_none(self) -> None:
+        await self._none.wait()
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(HEALTH):
+            return handler
+        return checked(handler, self._begin)
+
+    async def _begin(self, context: grpc.aio.ServicerContext) -> None:
+        """Counts a call. Aborts it if close() was called before."""
+        if self._closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, GOING_AWAY)
+        self._open += 1
+        self._none.clear()
+        context.add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        self._open -= 1
+        if not self._open:
+            self._none.set()
+
+
+class GrpcServer:
+    """A started gRPC server that can stop without losing a response."""
+
+    def __init__(self, server: grpc.aio.Server, health: HealthService, calls: OpenCalls) -> None:
         self._server, self._health, self._calls = server, health, calls
 
     async def stop(self, grace_s: float | None) -> None:
-        """At once: calls in flight get `grace_s`. Their answers may be lost with their connections; serve_until() loses none."""
+        """Stops accepting calls and gives running calls `grace_s`. Responses may be lost; serve_until() loses none."""
         await self._server.stop(grace_s)
 
     async def serve_until(self, stop: asyncio.Event, grace_s: float, drain: Callable[[], Awaitable[None]]) -> None:
-        """Serves until `stop` is set; then not ready, drain, and at most grace_s seconds for calls in flight.
+        """Serves until `stop` is set, then becomes not ready, drains, and gives running calls at most grace_s seconds.
 
-        gRPC closes a connection that it has said goodbye on as soon as its last call is over on this side. What the client says
-        then (that it has made room, say) is answered by the kernel with a reset, which takes the rest of a large answer with it.
-        So goodbye is said when no call is left: it has a ping in it, whose reply comes after the client has read all before it.
+        The server sends GOAWAY only when no call is left. After GOAWAY, gRPC closes a connection as soon as its last call has
+        ended on this side. If the client then sends a frame (such as WINDOW_UPDATE), the kernel answers with a reset, which
+        destroys the unread rest of a large response. GOAWAY includes a ping, and the client replies to the ping after it has
+        read everything before it.
         """
         await stop.wait()
         logger.info("stopping")
@@ -108,15 +153,19 @@ class Server:
 async def start_server(
     host: str,
     port: int,
-    health: Health,
+    health: HealthService,
     add: Callable[[grpc.aio.Server], None],
     max_connection_age_s: float = 0.0,
     guard: PortGuard | None = None,
-) -> Server:
-    """A started server with the health service and whatever `add` registers. Raises RuntimeError if the port is taken.
+) -> GrpcServer:
+    """Starts a server with the health service and the services that `add` registers.
 
-    max_connection_age_s: connections get no new calls after so long, calls in flight end as they are; 0: never. guard: who may
-    call, over TLS; None: anybody, in the clear.
+    Args:
+        max_connection_age_s: age at which a connection takes no new calls; running calls continue. 0: never.
+        guard: requires TLS and checks callers; None for a port without TLS that takes every call.
+
+    Raises:
+        RuntimeError: the port is taken.
     """
     ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     calls = OpenCalls()
@@ -128,17 +177,26 @@ async def start_server(
     await health.start()
     await server.start()
     logger.info("listening on %s:%d%s", host, port, "" if guard is None else " with TLS")
-    return Server(server, health, calls)
+    return GrpcServer(server, health, calls)
 
 
 def open_port(server: grpc.aio.Server, host: str, port: int, guard: PortGuard | None) -> int:
-    """The port that it is: 0 takes a free one. host: "::" is every address, IPv4 too. Raises RuntimeError if it is taken."""
+    """Adds a port to a server and returns its number. Raises RuntimeError if the port is taken.
+
+    Args:
+        host: listen address; "::" is every address, also IPv4.
+        port: 0 takes a free port.
+    """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return int(server.add_insecure_port(address)) if guard is None else guard.open(server, address)
 
 
-async def start_probe_port(host: str, port: int, health: Health) -> grpc.aio.Server | None:
-    """A started server of the health service alone, in the clear; None for port 0. Raises RuntimeError if the port is taken."""
+async def start_probe_port(host: str, port: int, health: HealthService) -> grpc.aio.Server | None:
+    """Starts a server with only the health service and without TLS. Raises RuntimeError if the port is taken.
+
+    Returns:
+        None for port 0.
+    """
     if not port:
         return None
     server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -149,13 +207,16 @@ async def start_probe_port(host: str, port: int, health: Health) -> grpc.aio.Ser
 
 
 def end_on_signal() -> None:
-    """For what comes before stop_signal(): SIGTERM ends the process at once. A container's first process is not ended by it
-    otherwise, and what loads a model for minutes would keep its device for as long."""
+    """Makes SIGTERM end the process immediately, until stop_signal() is called.
+
+    The kernel ignores SIGTERM for a container's first process unless it has a handler. Without one, a worker that loads a model
+    would keep its device for minutes.
+    """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ENDED))
 
 
 def stop_signal() -> asyncio.Event:
-    """Set when SIGTERM or SIGINT has arrived. A server is given its first call only after this: until then a signal kills."""
+    """Returns an event that SIGTERM and SIGINT set. Must be called before the server takes calls."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):

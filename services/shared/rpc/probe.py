@@ -1,9 +1,10 @@
-"""Asks a service once how it is, and says so by exit status: what an image's HEALTHCHECK and a person in a shell use.
+"""Checks the health of a service once and exits with a status, for an image's HEALTHCHECK and for use in a shell.
 
     python -m services.shared.rpc.probe 127.0.0.1:7003 --service worker     gRPC health; without --service: liveness
     python -m services.shared.rpc.probe http://127.0.0.1:8000/health        HTTP GET
 
-Status 0: serving, or an HTTP status of 200 to 399. 1: anything else, with one line on stderr. 2: a wrong command line.
+Exit status 0: the service is serving, or the HTTP status is 200 to 399. Exit status 1: any other result, with one line on stderr.
+Exit status 2: a wrong command line.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ SERVING, FAILING = 0, 1
 
 
 class NotServing(Exception):
-    """The text says what came instead."""
+    """The service is not serving. The message has its state or the error."""
 
 
 def check_grpc(target: str, service: str, timeout_s: float) -> None:
-    """target: host:port. Raises NotServing."""
+    """Asks the gRPC health service at host:port. Raises NotServing."""
     request = health_pb2.HealthCheckRequest(service=service)
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
@@ -39,7 +40,7 @@ def check_grpc(target: str, service: str, timeout_s: float) -> None:
 
 
 def check_http(url: str, timeout_s: float) -> None:
-    """Asks without proxies and follows no redirect. Raises NotServing."""
+    """Sends a GET request without proxies and redirects. Raises NotServing."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
@@ -54,10 +55,12 @@ def check_http(url: str, timeout_s: float) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m services.shared.rpc.probe", description="Asks a service once how it is.")
+    parser = argparse.ArgumentParser(
+        prog="python -m services.shared.rpc.probe", description="Checks the health of a service once."
+    )
     parser.add_argument("target", help="host:port of a gRPC health service, or an http:// or https:// URL")
     parser.add_argument("--service", default=LIVENESS, help="name in the gRPC health service; empty: liveness")
-    parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds until the answer must be there")
+    parser.add_argument("--timeout-s", type=float, default=2.0, help="seconds to wait for the response")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A gRPC port that takes only calls with the operators' token: what comes without is refused before anything of it is read."""
+"""A gRPC port that takes only calls with the control token. Other calls are refused before their message is read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ METADATA_KEY = "authorization"
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """For services whose calls are all unary. token: "" lets every call in."""
+    """Checks the token of each call. All calls of the service must be unary."""
 
     def __init__(self, token: str) -> None:
+        """Creates the check. An empty token accepts every call."""
         self._token = token
         self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
 
@@ -32,8 +33,15 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ha
 async def start_guarded_server(
     host: str, port: int, token: str, add: Callable[[grpc.aio.Server], None], guard: PortGuard | None = None
 ) -> tuple[grpc.aio.Server, int]:
-    """A started server with what `add` registers, and its port (0 takes a free one). guard: as start_server has it. Raises
-    RuntimeError if the port is taken."""
+    """Starts a server with the services that `add` registers. Returns the server and its port.
+
+    Args:
+        port: 0 takes a free port.
+        guard: as in grpc_server.start_server().
+
+    Raises:
+        RuntimeError: the port is taken.
+    """
     guards = () if guard is None else (guard,)
     server = grpc.aio.server(interceptors=(*guards, TokenCheck(token)), options=grpc_server.SERVER_OPTIONS)
     add(server)

@@ -1,7 +1,7 @@
-"""A certificate, its key and the authorities that sign both sides', from files that may be replaced while they are in use.
+"""A certificate, its key and its authorities, from files that may be replaced while the process runs.
 
-They are looked at when they are needed, once a second at most, and taken together: as cert-manager and the kubelet write them,
-behind a link whose target changes. What cannot be used is logged and not taken. Any thread may ask.
+The files are checked when they are needed, at most once a second, and read together: cert-manager and the kubelet replace them by
+changing the target of a link. Files that cannot be used are logged, and the old ones stay in use.
 """
 
 from __future__ import annotations
@@ -14,44 +14,50 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.shared.observe.log_fields import fields
-from services.shared.tls.own_handshake import Named, shown
+from services.shared.tls.handshake import Named, shown
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at the files
-TRIES = 5  # to read all of them between two changes
+LOOK_S = 1.0  # pause between two checks of the files
+TRIES = 5  # attempts to read all files between two changes
 EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
-Signature = tuple[tuple[int, int, int], ...]
+Signature = tuple[tuple[int, int, int], ...]  # inode, modification time and size of each file
 
 
 class BadTls(ValueError):
-    """Files that cannot be used; the message says which, and why."""
+    """TLS files cannot be used. The message names the files and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the files held at one moment. number: another one after each change. PEM: certificate (its chain with it), key,
-    authorities. named: who the certificate says that it is; None where nobody has looked."""
+    """The content of the files at one moment, in PEM."""
 
-    number: int
-    certificate: bytes
+    number: int  # changes with each change of the files
+    certificate: bytes  # with its chain
     key: bytes
     authorities: bytes
     server: ssl.SSLContext
     client: ssl.SSLContext
-    named: Named | None = None
+    named: Named | None = None  # names in the certificate, or None if they were not checked or it has expired
 
 
 class CertificateFiles:
-    """name: what the certificate must say that it is, by these authorities; "": nobody looks. Raises BadTls for files
-    that cannot be used. One that has expired can: it may be replaced before anybody has met it."""
+    """Files with a certificate, its key and its authorities. Thread-safe."""
 
     def __init__(self, certificate: Path, key: Path, authorities: Path, name: str = "") -> None:
+        """Reads the files. An expired certificate is accepted, because it may be replaced before it is used.
+
+        Args:
+            name: DNS name that the certificate must have; "" for no check.
+
+        Raises:
+            BadTls: the files cannot be used.
+        """
         self._paths = (certificate, key, authorities)
         self._name = name
         self._lock = threading.Lock()
-        self.valid = True  # False: what they hold now is not what is used
+        self.valid = True  # whether the current content of the files is in use
         try:
             self._seen, self._held = self._read(0)
         except (OSError, ssl.SSLError, ValueError) as error:
@@ -62,7 +68,7 @@ class CertificateFiles:
         return ", ".join(map(str, self._paths))
 
     def now(self) -> Certificates:
-        """By the files as they are, or were when they could be used last."""
+        """Returns the content of the files, or the last content that could be used."""
         with self._lock:
             if time.monotonic() >= self._next_look:
                 self._look()
@@ -72,19 +78,21 @@ class CertificateFiles:
     def _look(self) -> None:
         try:
             if self._signature() == self._seen:
-                self.valid = True  # those in use are there again
+                self.valid = True  # the files in use have been restored
                 return
             self._seen, self._held = self._read(self._held.number + 1)
         except (OSError, ssl.SSLError, ValueError) as error:
             if self.valid:
-                logger.error("new TLS files cannot be used, the old ones are: %s", _words(error), extra=fields(files=str(self)))
+                logger.error(
+                    "the new TLS files cannot be used; the old ones stay in use: %s", _words(error), extra=fields(files=str(self))
+                )
             self.valid = False
             return
         self.valid = True
-        logger.info("TLS files are reloaded", extra=fields(files=str(self)))
+        logger.info("reloaded the TLS files", extra=fields(files=str(self)))
 
     def _read(self, number: int) -> tuple[Signature, Certificates]:
-        """All of one moment. Raises OSError, ssl.SSLError, and ValueError for one that is somebody else's."""
+        """Reads all files in the same state. Raises OSError, ssl.SSLError, or ValueError for another service's certificate."""
         for _ in range(TRIES):
             before = self._signature()
             certificate, key, authorities = (path.read_bytes() for path in self._paths)
@@ -92,18 +100,18 @@ class CertificateFiles:
             if self._signature() == before:
                 named = self._named(server, client)
                 return before, Certificates(number, certificate, key, authorities, server, client, named)
-        raise OSError("the files are being replaced all the time")
+        raise OSError("the files change while they are read")
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         certificate, key, authorities = self._paths
         server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = bool(self._name)
         if self._name:
-            client.set_alpn_protocols(["h2"])  # of gRPC, which ends a connection without
+            client.set_alpn_protocols(["h2"])  # gRPC closes a connection without it
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_cert_chain(certificate, key, "")  # asks nobody for a password
+            context.load_cert_chain(certificate, key, "")  # the empty password prevents a prompt for one
             context.load_verify_locations(authorities)
         return server, client
 
@@ -115,7 +123,7 @@ class CertificateFiles:
         except ssl.SSLCertVerificationError as error:
             if error.verify_code != EXPIRED:
                 raise
-        logger.error("the certificate has expired: nobody takes it until it is renewed", extra=fields(files=str(self)))
+        logger.error("the certificate has expired; other services refuse it", extra=fields(files=str(self)))
         return None
 
     def _signature(self) -> Signature:
@@ -124,7 +132,7 @@ class CertificateFiles:
 
 
 def _words(error: Exception) -> str:
-    """What the library says, without where in its source it says so."""
+    """Returns the library's message without the position in its source code."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate is not taken by its own authorities: {error.verify_message}"
+        return f"the authorities do not verify the certificate: {error.verify_message}"
     return (error.reason if isinstance(error, ssl.SSLError) and error.reason else str(error)) or type(error).__name__

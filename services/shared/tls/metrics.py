@@ -1,4 +1,4 @@
-"""What a process tells of its TLS between services."""
+"""The metrics of TLS between services."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def _not_after(mtls: MutualTls) -> Value:
 
 
 class TlsMetrics(Readings[MutualTls]):
-    """Of a process that has TLS between services; of others there is nothing to tell."""
+    """Metrics of a process with TLS between services. Other processes do not register them."""
 
     rows = (
         Reading(
             Counter,
             "rootstock_tls_refused_calls",
-            "Calls between services that were refused, by what was wrong.",
+            "Refused calls between services, by the wrong part (certificate or token).",
             _refused,
             ("reason",),
         ),
         Reading(
             Gauge,
             "rootstock_tls_certificate_not_after_seconds",
-            "When the certificate that this process shows expires, in Unix time; 0: it had when it was read.",
+            "Unix time at which the certificate of this process expires; 0 if it had expired when it was read.",
             _not_after,
         ),
         Reading(
             Gauge,
             "rootstock_tls_files_valid",
-            "1: what its TLS files hold is used; 0: it is wrong, and what they held before is.",
+            "1 if the current TLS files are in use; 0 if they are wrong and the earlier ones are in use.",
             lambda mtls: mtls.files.valid,
         ),
     )

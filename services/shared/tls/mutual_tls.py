@@ -1,4 +1,4 @@
-"""TLS between services in which both sides show a certificate, and a shared token in addition: what a process needs of it."""
+"""Mutual TLS between services: the credentials of a process, with an optional shared token."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from services.shared.tls.certificate_files import CertificateFiles, Certificates
 from services.shared.tls.roles import Role
 from services.shared.tls.token_file import TokenFile
 
-TOKEN_KEY = "rootstock-token"  # metadata of each call
+TOKEN_KEY = "rootstock-token"  # metadata key of the token in each call
 
 
 class MutualTls:
-    """role: this process's own. tokens: None for none. refused: calls that were turned away here, by why.
-
-    Nothing is raised later: files that cannot be used any more are told of in the log."""
+    """The certificate files, role and tokens of this process. Files that become unusable later are only logged."""
 
     def __init__(self, files: CertificateFiles, role: Role, tokens: TokenFile | None = None) -> None:
         self.files = files
-        self.role = role
-        self.tokens = tokens
-        self.refused = {"certificate": 0, "token": 0}
+        self.role = role  # role of this process
+        self.tokens = tokens  # None: calls need no token
+        self.refused = {"certificate": 0, "token": 0}  # calls refused by this process, by reason
 
     @property
     def number(self) -> int:
-        """Another one once the files have changed: connections to come are to be made anew."""
+        """Number of the current certificate files. When it changes, new connections need new credentials."""
         return self.files.now().number
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a port, for its whole life: each handshake goes by the files as they are."""
+        """Returns credentials for the lifetime of a port. Each handshake uses the current files."""
         served = self.files.now()
         return grpc.dynamic_ssl_server_credentials(_served(served), _following(self.files, served.number), True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of connections that are made before the files change again."""
+        """Returns credentials for connections that are made before the files change again."""
         held = self.files.now()
         credentials = grpc.ssl_channel_credentials(held.authorities, held.key, held.certificate)
         if self.tokens is None:
@@ -46,7 +44,7 @@ class MutualTls:
 
 
 class _TokenOf(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpcio has no types
-    """On a thread of gRPC's own, for each call."""
+    """Adds the token to each call. gRPC calls it on a thread of its own."""
 
     def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
@@ -60,7 +58,7 @@ def _served(held: Certificates) -> grpc.ServerCertificateConfiguration:
 
 
 def _following(files: CertificateFiles, number: int) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-    """Asked by gRPC at each handshake, one after the other; None: what it has is right."""
+    """Returns the function that gRPC calls before each handshake. It returns None if the certificate has not changed."""
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal number
@@ -74,7 +72,7 @@ def _following(files: CertificateFiles, number: int) -> Callable[[], grpc.Server
 
 
 def mutual_tls(settings: TlsSettings, role: Role) -> MutualTls | None:
-    """None where the settings name no certificate. Raises BadTls for files that cannot be used."""
+    """Returns the credentials in the settings, or None if they name no certificate. Raises BadTls if files cannot be used."""
     if not settings.mtls_cert_file:
         return None
     certificate, key, authorities = map(Path, (settings.mtls_cert_file, settings.mtls_key_file, settings.mtls_ca_file))

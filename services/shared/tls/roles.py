@@ -1,7 +1,8 @@
-"""Who a process is to the others: a DNS name in its certificate that says what it is, and nothing of where it runs.
+"""The roles of processes in TLS between services.
 
-A certificate may have several; of a set of processes that share one it has all. Addresses are those of pods, which no certificate
-can name: so a client asks for the name of the role that it means to reach, and a server for that of those who may call it.
+A role is a DNS name in a certificate that names the kind of service, not its host: addresses are pods, which a certificate cannot
+list. A client checks that the server's certificate names the role that it wants to reach. A server checks that the client's
+certificate names a role that may call it. A certificate that several services share has all their roles.
 """
 
 from __future__ import annotations
@@ -14,4 +15,4 @@ class Role(StrEnum):
     TOKENIZER = "rootstock-tokenizer"
     DETOKENIZER = "rootstock-detokenizer"
     WORKER = "rootstock-worker"
-    OPERATOR = "rootstock-operator"  # of a person, or a program, that calls control services
+    OPERATOR = "rootstock-operator"  # a person or a program that calls control services

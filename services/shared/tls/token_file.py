@@ -1,6 +1,7 @@
-"""A token that all services of a system share, from a file that is followed as it changes.
+"""The token that all services of a system share, from a file that is read again when it changes.
 
-One token a line. The first one is sent, each is taken: so a new one is written second, everywhere, then first, then alone.
+The file has one token per line. The first one is sent, and all are accepted. To replace a token, write the new one second in all
+files, then first, then as the only one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from services.shared.tls.certificate_files import LOOK_S, BadTls
 
 logger = logging.getLogger(__name__)
 
-MOST = 2  # tokens at a time
-LEAST_BYTES = 16
+MOST = 2  # tokens in a file
+LEAST_BYTES = 16  # length of a token
 
 
 class TokenFile:
-    """Any thread may ask. Raises BadTls for a file that cannot be used."""
+    """A file with tokens. Thread-safe. The constructor raises BadTls if the file cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,7 +31,7 @@ class TokenFile:
             self._tokens = self._read()
         except (OSError, ValueError) as error:
             raise BadTls(f"{path}: {error}") from None
-        self._refused = b""  # what was wrong, once it has been told
+        self._refused = b""  # the last logged error
         self._next_look = time.monotonic() + LOOK_S
 
     @property
@@ -38,7 +39,7 @@ class TokenFile:
         return self._now()[0].decode("ascii")
 
     def accepts(self, given: bytes) -> bool:
-        """Takes the same time for any guess of the same length."""
+        """Whether the token is in the file. The time depends only on the length of the given token."""
         taken = [hmac.compare_digest(token, given) for token in self._now()]
         return any(taken)
 
@@ -55,15 +56,17 @@ class TokenFile:
         except (OSError, ValueError) as error:
             if str(error).encode() != self._refused:
                 self._refused = str(error).encode()
-                logger.error("the new token cannot be used, the old one is: %s", error, extra=fields(file=str(self._path)))
+                logger.error(
+                    "the new token cannot be used; the old one stays in use: %s", error, extra=fields(file=str(self._path))
+                )
             return
         self._refused = b""
         if tokens != self._tokens:
             self._tokens = tokens
-            logger.info("the services' token is reloaded", extra=fields(file=str(self._path), accepted=len(tokens)))
+            logger.info("reloaded the services' token", extra=fields(file=str(self._path), accepted=len(tokens)))
 
     def _read(self) -> tuple[bytes, ...]:
-        """Of a file that was written in place a part is no token. Raises OSError, ValueError."""
+        """Reads the tokens. Raises OSError, or ValueError if the file is wrong or was changed while it was read."""
         before = self._path.stat()
         tokens = tuple(line.strip() for line in self._path.read_bytes().splitlines() if line.strip())
         if not 1 <= len(tokens) <= MOST:

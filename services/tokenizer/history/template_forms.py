@@ -54,7 +54,7 @@ class Ordered(NamedTuple):
     is_tried: bool  # whether the template has rendered a small chat of this order
 
 
-class _Kind(NamedTuple):
+class _TurnKind(NamedTuple):
     """The properties of a turn on which the order of roles depends."""
 
     role: str
@@ -75,7 +75,7 @@ class TemplateForms:
         self._knows_developer = knows_developer
         self._spellings: dict[Shape, Spelling] = {}
         self._short_ids: dict[bool, bool] = {}
-        self._orders: dict[tuple[tuple[_Kind, ...], bool], tuple[Repair, ...] | None] = {}
+        self._orders: dict[tuple[tuple[_TurnKind, ...], bool], tuple[Repair, ...] | None] = {}
 
     def ordered(self, messages: Sequence[Message], tools: bool) -> Ordered:
         """Returns the turns after the fewest repairs with which the template shows them."""
@@ -189,7 +189,7 @@ class TemplateForms:
             yield [], [user]
             yield [user], []
 
-    def _repairs(self, order: tuple[_Kind, ...], tools: bool) -> tuple[Repair, ...] | None:
+    def _repairs(self, order: tuple[_TurnKind, ...], tools: bool) -> tuple[Repair, ...] | None:
         """Returns the fewest repairs with which the template shows most texts of a small chat.
 
         Returns:
@@ -236,13 +236,13 @@ def _differs(first: Turns, second: Turns) -> bool:
     return [turn.message for turn in first] != [turn.message for turn in second]
 
 
-def _kind(turn: Turn) -> _Kind:
-    return _Kind(turn.role, content_kind(turn.message), min(len(turn.calls), 2), "reasoning_content" in turn.message)
+def _kind(turn: Turn) -> _TurnKind:
+    return _TurnKind(turn.role, content_kind(turn.message), min(len(turn.calls), 2), "reasoning_content" in turn.message)
 
 
-def _shortened(kinds: Sequence[_Kind]) -> tuple[_Kind, ...]:
+def _shortened(kinds: Sequence[_TurnKind]) -> tuple[_TurnKind, ...]:
     """Returns the order with one exchange of each sort and at most two turns of a kind in a row."""
-    exchanges: list[list[_Kind]] = [[]]
+    exchanges: list[list[_TurnKind]] = [[]]
     for kind in kinds:
         last = exchanges[-1]
         if kind.role == "user" and last and last[-1].role != "user":
@@ -254,7 +254,7 @@ def _shortened(kinds: Sequence[_Kind]) -> tuple[_Kind, ...]:
     return tuple(kind for exchange in [*found, exchanges[-1]] for kind in exchange)[:MAX_ORDER]
 
 
-def _small_chat(order: Sequence[_Kind]) -> Turns:
+def _small_chat(order: Sequence[_TurnKind]) -> Turns:
     turns: list[Turn] = []
     waiting: list[str] = []  # ids of calls without a result
     for at, kind in enumerate(order):

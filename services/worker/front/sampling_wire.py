@@ -13,7 +13,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.shared import limits
 from services.shared import sampling_parameters as table
 from services.shared.sampling_defaults import API_DEFAULTS, SamplingDefaults
-from services.shared.sampling_parameter import SMALLEST_POSITIVE, Parameter
+from services.shared.sampling_parameters import SMALLEST_POSITIVE, SamplingParameter
 from services.worker.core.contracts.sampling import (
     DEFAULT_STREAM_INTERVAL,
     DryParams,
@@ -97,7 +97,7 @@ def _scalars(message: pb.SamplingParams, model: ModelLimits) -> dict[str, Any]:
     return found if found["top_p"] >= SMALLEST_POSITIVE else {**found, "temperature": 0.0, "top_p": 1.0}
 
 
-def _scalar(message: pb.SamplingParams | pb.Dry, field: str, row: Parameter, default: Any, name: str = "") -> Any:
+def _scalar(message: pb.SamplingParams | pb.Dry, field: str, row: SamplingParameter, default: Any, name: str = "") -> Any:
     if not message.HasField(field):
         return default
     value = getattr(message, field)
@@ -118,7 +118,7 @@ def _max_new_tokens(message: pb.SamplingParams, room: int) -> int:
     return min(message.max_new_tokens, max(room, 1))
 
 
-def _listed_ids(message: pb.SamplingParams, row: Parameter, model: ModelLimits) -> tuple[int, ...]:
+def _listed_ids(message: pb.SamplingParams, row: SamplingParameter, model: ModelLimits) -> tuple[int, ...]:
     return _token_ids(getattr(message, row.wire), row.most, model, row.wire)
 
 
@@ -142,7 +142,7 @@ def _logit_bias(message: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int,
     return bias
 
 
-def _texts(texts: Sequence[str], row: Parameter, name: str = "") -> tuple[str, ...]:
+def _texts(texts: Sequence[str], row: SamplingParameter, name: str = "") -> tuple[str, ...]:
     field = name or row.wire
     within(len(texts), row.most, field)
     for text in texts:

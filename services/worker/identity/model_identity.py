@@ -14,7 +14,7 @@ import xxhash
 
 from services.shared.index.block_hash import root_hash
 from services.shared.sampling_defaults import SamplingDefaults
-from services.shared.served_name import served_name
+from services.shared.settings import served_name
 from services.worker.core.contracts.tree_name import parts_of
 from services.worker.identity.weights_revision import WeightsReading
 

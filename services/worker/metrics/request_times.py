@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from prometheus_client.core import HistogramMetricFamily
 
-from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, StepOutput
 from services.shared.observe.histogram import Histogram
+from services.worker.core.contracts.messages import Finish, FinishReason, PeerOutput, StepOutput
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 8)

@@ -27,10 +27,14 @@ FETCH = (
     *of("fetch", f"{FOLDER}/files.py", ('return "" if found == wanted else', 'return "" if found else')),
     *of(
         "fetch",
-        f"{FOLDER}/s3.py",
+        f"{FOLDER}/stores.py",
         ('query["continuation-token"] =', 'query["token"] ='),
-        ('prefix.strip("/") + "/" if', 'prefix.strip("/") if'),
+        (
+            '"s3://").partition("/")\n        self._prefix = prefix.strip("/") + "/" if',
+            '"s3://").partition("/")\n        self._prefix = prefix.strip("/") if',
+        ),
         ("range(int(parts))", "range(1)"),
+        ('query["pageToken"] =', 'query["page"] ='),
+        ('b"\\0\\1" +', 'b"\\0\\2" +'),
     ),
-    *of("fetch", f"{FOLDER}/gcs.py", ('query["pageToken"] =', 'query["page"] ='), ('b"\\0\\1" +', 'b"\\0\\2" +')),
 )

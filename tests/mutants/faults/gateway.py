@@ -75,7 +75,7 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/shared/sampling_parameter.py",
+        "services/shared/sampling_parameters.py",
         (" and (high is None or value <= high)", ""),
         ("if inside and not (self.excludes_low and value == low):", "if inside:"),
         only="test_bad_input",

@@ -201,7 +201,9 @@ def test_stream_continues_when_the_connection_reaches_maximum_age(tokenizers: di
             pb_grpc.add_DetokenizerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
             ports.append(server.add_insecure_port("127.0.0.1:0"))
 
-        server = await grpc_server.start_server("127.0.0.1", 0, grpc_server.Health("detokenizer"), add, max_connection_age_s=0.3)
+        server = await grpc_server.start_server(
+            "127.0.0.1", 0, grpc_server.HealthService("detokenizer"), add, max_connection_age_s=0.3
+        )
         try:
             async with grpc_server.channel(f"127.0.0.1:{ports[0]}") as channel:
                 call = pb_grpc.DetokenizerStub(channel).Decode()  # type: ignore[no-untyped-call]

@@ -12,8 +12,7 @@ from rootstock.v1 import common_pb2 as pb
 from services.gateway.api.openai.types import GenerationBody
 from services.gateway.api.request_body import SamplingBody
 from services.gateway.api.sglang.types import NativeSampling
-from services.shared.sampling_parameter import Api, Kind, Parameter
-from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS
+from services.shared.sampling_parameters import PARAMETERS, SCALAR, SCALARS, Api, Kind, SamplingParameter
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.system import System
 from tests.services.parameter_values import WRONG_TYPES, name_of, outside, typical
@@ -59,7 +58,7 @@ def sampled(system: System, api: Api, name: str, value: Any) -> pb.SamplingParam
 
 @pytest.mark.by_day(one_in=2, seed=22)
 @pytest.mark.parametrize(("api", "row"), CHECKED)
-def test_what_is_no_value_is_refused_by_name(shared: System, api: Api, row: Parameter) -> None:
+def test_what_is_no_value_is_refused_by_name(shared: System, api: Api, row: SamplingParameter) -> None:
     before = len(shared.worker.submits)
     for value in (*WRONG_TYPES[row.kind], *(outside(row) if row.kind is not Kind.FLAG else ())):
         answer = shared.post(api, json.dumps(body_of(api, row.names[api], value)).encode())
@@ -120,7 +119,7 @@ def test_repetition_penalty_stays_above_0_when_it_is_below_32_bits(shared: Syste
 
 @pytest.mark.by_day(one_in=3, seed=6)
 @pytest.mark.parametrize("row", CROSSING.values(), ids=name_of)
-def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: Parameter) -> None:
+def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: SamplingParameter) -> None:
     for api, name in row.names.items():
         assert getattr(sampled(shared, api, name, typical(row)), row.wire) == typical(row)
         given = sampled(shared, api, name, None)
@@ -128,7 +127,7 @@ def test_a_value_gets_to_the_worker_and_null_does_not(shared: System, row: Param
 
 
 @pytest.mark.parametrize("row", [SCALAR["top_k"], SCALAR["frequency_penalty"]], ids=name_of)
-def test_the_ends_of_a_range_are_in_it(shared: System, row: Parameter) -> None:
+def test_the_ends_of_a_range_are_in_it(shared: System, row: SamplingParameter) -> None:
     for end in (row.low, row.high):
         params = {row.names[Api.GENERATE]: end, "max_new_tokens": None}
         assert shared.post(Api.GENERATE, {"text": SECRET, "sampling_params": params}).status_code == 200, end

@@ -1,5 +1,7 @@
-"""What models come from, on loopback: the hub's API, S3's and Google's, as far as services/shared/fetch asks. Bytes are cut
-or held back where a test says so."""
+"""Download sources on loopback: the parts of the hub's, S3's and Google's APIs that services/shared/fetch uses.
+
+Tests can make a source interrupt or hold back a file.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-PART = 1 << 16  # of an object that was put in parts
+PART = 1 << 16  # size of a part of an S3 object
 
 
 @dataclass
 class Asked:
+    """A received request."""
+
     method: str
-    path: str  # without its query
+    path: str  # without the query
     query: dict[str, str]
     headers: dict[str, str]
     body: bytes
@@ -30,20 +34,22 @@ class Asked:
 
 @dataclass
 class Answer:
+    """A response."""
+
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
-    size: int | None = None  # of what was asked for, where the body is none
+    size: int | None = None  # value of Content-Length if there is no body
 
 
 @dataclass
 class Server:
-    """cut: path → how many bytes are sent before the connection ends, once. held: paths whose second half waits for `go`."""
+    """The state of an HTTP server."""
 
     answer: Callable[[Asked], Answer]
-    asked: list[Asked] = field(default_factory=list)
-    cut: dict[str, int] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
+    asked: list[Asked] = field(default_factory=list)  # received requests
+    cut: dict[str, int] = field(default_factory=dict)  # path → bytes after which the connection ends, once
+    held: set[str] = field(default_factory=set)  # paths whose second half is sent only after `go` is set
     go: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
@@ -59,7 +65,7 @@ class Server:
 
 @contextmanager
 def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = None) -> Iterator[Server]:
-    """context: of TLS."""
+    """Serves HTTP on a free loopback port, with TLS if there is a context."""
     served = Server(answer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,7 +104,7 @@ def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = No
         def handle_one_request(self) -> None:
             try:
                 super().handle_one_request()
-            except ConnectionError:  # of who was killed
+            except ConnectionError:  # the client was killed
                 self.close_connection = True
 
         def log_message(self, *_: Any) -> None:
@@ -122,11 +128,11 @@ def serve(answer: Callable[[Asked], Answer], context: ssl.SSLContext | None = No
 
 @dataclass
 class Hub:
-    """commits: name of a revision → (commit, its files). elsewhere: where large files are, as a CDN has them."""
+    """The API of the hub."""
 
-    commits: dict[str, tuple[str, dict[str, bytes]]]
+    commits: dict[str, tuple[str, dict[str, bytes]]]  # revision → commit and files
     token: str = ""
-    elsewhere: str = ""
+    elsewhere: str = ""  # URL of another server to which large files are redirected, like a CDN
 
     def __call__(self, asked: Asked) -> Answer:
         if self.token and asked.headers.get("authorization") != f"Bearer {self.token}":
@@ -151,13 +157,12 @@ class Hub:
 
 @dataclass
 class Bucket:
-    """S3's: objects by key, listed two at a time; those of `parts` were put in parts, the first of which is `first` long. access:
-    the key that may. knows_parts: it can be asked for one of them."""
+    """The API of S3 for one bucket. Listings have two objects per page."""
 
-    objects: dict[str, bytes]
-    parts: frozenset[str] = frozenset()
-    access: str = ""
-    first: int = PART
+    objects: dict[str, bytes]  # by key
+    parts: frozenset[str] = frozenset()  # keys of objects that were uploaded in parts
+    access: str = ""  # access key that may read
+    first: int = PART  # size of the first part
     knows_parts: bool = True
 
     def tag(self, key: str) -> str:
@@ -201,6 +206,8 @@ class Bucket:
 
 @dataclass
 class GoogleBucket:
+    """The API of Google Cloud Storage for one bucket."""
+
     objects: dict[str, bytes]
     token: str
 

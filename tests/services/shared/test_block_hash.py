@@ -1,4 +1,4 @@
-"""Golden vectors: a hash that changes silently makes every worker and gateway of another version disagree."""
+"""Block hashes, with golden vectors: workers and gateways of different versions must agree on every hash."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def block(first: int) -> bytes:
     return np.arange(first, first + BLOCK_TOKENS, dtype="<i4").tobytes()
 
 
-def test_golden_vectors() -> None:
+def test_hashes_equal_the_golden_vectors() -> None:
     root = root_hash("demo", "1", "demo", "")
     first = block_hash(root, block(0))
     assert (root.hex(), first.hex()) == ("bbaa0b48df9270d5", "3f94d73737f10ee6")
     assert block_hash(first, block(64)).hex() == "0f9e7c1aa06da231"
 
 
-def test_whatever_changes_the_kv_changes_the_root() -> None:
+def test_root_hash_depends_on_everything_that_changes_kv() -> None:
     parts = ("model", "revision", "tokenizer", "namespace")
     roots = {root_hash(*parts)}
     for place in range(4):
@@ -29,11 +29,11 @@ def test_whatever_changes_the_kv_changes_the_root() -> None:
     assert {len(root) for root in roots} == {HASH_BYTES}
 
 
-def test_a_block_is_named_by_its_whole_prefix() -> None:
+def test_block_hash_depends_on_the_whole_prefix() -> None:
     root = root_hash("m", "", "t", "")
     after_one, after_two = block_hash(root, block(0)), block_hash(root, block(1))
     assert block_hash(after_one, block(64)) != block_hash(after_two, block(64))
 
 
-def test_the_core_cuts_blocks_of_the_same_size() -> None:
+def test_core_and_index_have_the_same_block_size() -> None:
     assert CORE_BLOCK_TOKENS == BLOCK_TOKENS

@@ -35,7 +35,7 @@ def by_file(cls: type[BaseSettings], file: Path, text: str, *flags: str) -> dict
 
 
 def refusal(file: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that refuses a file, without the program and the path."""
+    """Returns the line that refuses a file, without the program and the path."""
     file.write_bytes(content)
     with pytest.raises(SystemExit) as caught:
         load(GatewaySettings, "test", ["--config", str(file)])
@@ -103,7 +103,7 @@ def test_load_reads_the_example_of_the_configuration_page(file: Path) -> None:
     assert by_file(GatewaySettings, file, example)["workers"] == ("10.0.0.5:7003", "10.0.0.6:7003")
 
 
-def test_settings_file_holds_settings_of_a_worker(file: Path) -> None:
+def test_settings_file_sets_the_settings_of_a_worker(file: Path) -> None:
     text = "model: models/demo\nmax-running-requests: 4\nenable-mixed-chunk: true\nchunked_prefill_size: 64"
     values = by_file(WorkerSettings, file, text)
     names = ("model", "max_running_requests", "enable_mixed_chunk", "chunked_prefill_size")
@@ -159,7 +159,7 @@ def test_settings_refuse_a_folder_as_file(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_load_accepts_each_setting_as_a_key(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The text "x" is no value of many settings; load then refuses the value and not the key."""
+    """The value "x" is wrong for many settings. load() must then refuse the value and not the key."""
     for field in set(SERVICES[name].model_fields) - {"config"}:
         file.write_text(f"{field.replace('_', '-')}: x")
         try:
@@ -181,7 +181,7 @@ def test_service_listens_on_the_port_of_the_file(service: str, lines: str, file:
         assert process.wait(60) == 0
 
 
-def test_gateway_omits_the_control_token_of_the_file_from_its_log(file: Path) -> None:
+def test_gateway_does_not_log_the_control_token_of_the_file(file: Path) -> None:
     port, health_port = free_ports(2)
     file.write_text(f"port: {port}\nhealth-port: {health_port}\ncontrol-token: {SECRET}\nlog-level: debug\n")
     argv = [sys.executable, "-m", "services.gateway", "--config", str(file)]
@@ -195,7 +195,7 @@ def test_gateway_omits_the_control_token_of_the_file_from_its_log(file: Path) ->
     assert process.returncode == 0 and str(file) in output and SECRET not in output
 
 
-def test_local_system_is_refused_by_the_file_of_its_settings(file: Path) -> None:
+def test_local_system_is_refused_when_the_settings_file_is_wrong(file: Path) -> None:
     file.write_text("workers: 0")
     argv = [sys.executable, "-m", "services.local", "--config", str(file)]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Connections to services that are slow to greet."""
+"""gRPC connections to servers that answer slowly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.local.ports import free_ports
 from services.shared.rpc import grpc_server
 
 HOST = "127.0.0.1"
-PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in which gRPC looks for one
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # variables in which gRPC looks for a proxy
 
 
 @asynccontextmanager
 async def late(port: int, by_s: float) -> AsyncIterator[int]:
-    """The port of somebody who hands everything on, the first bytes in each direction so much later."""
+    """Runs a TCP relay that delays the first bytes in each direction. Yields its port."""
 
     async def hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(by_s)
@@ -36,8 +36,8 @@ async def late(port: int, by_s: float) -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize("by_s", [0.0, 0.5])
-def test_a_call_waits_for_a_slow_greeting(by_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not wait for a connection that has failed. Over no proxy, whatever the environment says."""
+def test_call_waits_for_a_slow_http2_greeting(by_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call fails at once if its connection has failed. It uses no proxy of the environment."""
     for name in PROXIES:
         monkeypatch.setenv(name, f"http://{HOST}:{free_ports(1)[0]}")
     for name in ("no_proxy", "no_grpc_proxy"):
@@ -45,7 +45,7 @@ def test_a_call_waits_for_a_slow_greeting(by_s: float, monkeypatch: pytest.Monke
 
     async def run() -> int:
         server = grpc.aio.server()
-        health = grpc_server.Health("x")
+        health = grpc_server.HealthService("x")
         health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
         port = server.add_insecure_port(f"{HOST}:0")
         await server.start()

@@ -10,7 +10,7 @@ from services.shared.observe import metrics_server
 PROMETHEUS_ASKS = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5"
 
 
-def test_a_name_keeps_its_colon_whatever_format_is_preferred() -> None:
+def test_metric_name_keeps_the_colon_when_openmetrics_is_preferred() -> None:
     registry = CollectorRegistry()
     Gauge("sglang:num_running_reqs", "Requests that run.", registry=registry).set(3)
     server = metrics_server.serve(registry, HOST, 0)

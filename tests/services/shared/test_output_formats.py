@@ -1,4 +1,4 @@
-"""Formats by a template's marks, and whether a prompt has opened the reasoning."""
+"""The detection of output formats in templates, and of reasoning that a prompt has opened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import get_args
 from services.shared.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, detect
 from services.tokenizer.settings import ReasoningParser, ToolParser
 
-# By case: a template's telling parts, and its formats of tools and reasoning. Others: beside the turns that are rendered.
+# Case → the relevant part of a template, its tool format and its reasoning format.
 TEMPLATES = {
     "none": ("{{ messages[0].content }}", "", ""),
     "another family between the same marks": ("<tool_call>{{ name }}<arg_key>", "", ""),
@@ -42,12 +42,12 @@ TEMPLATES = {
 }
 
 
-def test_formats_of_a_template() -> None:
+def test_detect_finds_the_formats_of_a_template() -> None:
     for case, (template, tools, reasoning) in TEMPLATES.items():
         assert detect(template) == OutputFormats(tools, reasoning), case
 
 
-def test_the_prompt_says_whether_it_opens_the_reasoning() -> None:
+def test_formats_after_a_prompt_depend_on_the_opening_mark() -> None:
     for formats in (OutputFormats("hermes", "think"), OutputFormats("hermes", "think_open")):
         assert formats.after("…<|im_start|>assistant\n<think>\n").reasoning == "think_open"
         assert formats.after("…<|im_start|>assistant\n<think>\n\n</think>\n\n").reasoning == "think"
@@ -55,12 +55,12 @@ def test_the_prompt_says_whether_it_opens_the_reasoning() -> None:
         assert formats.after("…<think>") == formats
 
 
-def test_special_tokens_that_a_parser_needs_are_named_once() -> None:
+def test_kept_tokens_are_listed_once() -> None:
     assert OutputFormats("hermes", "think").kept == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     assert len(OutputFormats("harmony", "harmony").kept) == len(OutputFormats("harmony").kept) == 7
     assert OutputFormats().kept == ()
 
 
-def test_every_format_can_be_set() -> None:
+def test_settings_accept_every_format() -> None:
     assert set(get_args(ToolParser)) == {"auto", "none", *TOOL_FORMATS} - {NONE}
     assert set(get_args(ReasoningParser)) == {"auto", "none", *REASONING_FORMATS} - {NONE}

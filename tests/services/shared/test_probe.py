@@ -1,4 +1,4 @@
-"""services.shared.rpc.probe against real servers: serving, not serving, unknown, away, silent."""
+"""Tests services.shared.rpc.probe against real servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.shared.rpc import grpc_server, probe
 
 @pytest.fixture
 def health_port() -> Iterator[int]:
-    """A health service that lives and is not ready."""
+    """Runs a health service that is live and not ready."""
     loop, (port,) = asyncio.new_event_loop(), free_ports(1)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -26,8 +26,8 @@ def health_port() -> Iterator[int]:
     def run(awaitable: object) -> object:
         return asyncio.run_coroutine_threadsafe(awaitable, loop).result(60)  # type: ignore[arg-type]
 
-    server = run(grpc_server.start_server(HOST, port, grpc_server.Health("worker"), lambda server: None))
-    assert isinstance(server, grpc_server.Server)
+    server = run(grpc_server.start_server(HOST, port, grpc_server.HealthService("worker"), lambda server: None))
+    assert isinstance(server, grpc_server.GrpcServer)
     yield port
     run(server.stop(0))
     loop.call_soon_threadsafe(loop.stop)
@@ -56,36 +56,36 @@ def http_port() -> Iterator[int]:
     server.server_close()
 
 
-def test_liveness_is_served_and_readiness_is_not(health_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_distinguishes_liveness_and_readiness(health_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{HOST}:{health_port}"
     assert probe.main([target]) == 0
     assert probe.main([target, "--service", "worker"]) == 1
     assert capsys.readouterr().err == f"{target}: worker is NOT_SERVING\n"
 
 
-def test_an_unknown_service_is_not_served(health_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_fails_for_an_unknown_service(health_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert probe.main([f"{HOST}:{health_port}", "--service", "gateway"]) == 1
     assert "NOT_FOUND" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])
-def test_nobody_there(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_fails_when_no_server_listens(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert probe.main([f"{scheme}{HOST}:{free_ports(1)[0]}"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])
-def test_a_silent_peer_is_given_up(scheme: str) -> None:
+def test_probe_gives_up_a_silent_server(scheme: str) -> None:
     with socket.create_server((HOST, 0)) as silent:
         assert probe.main([f"{scheme}{HOST}:{silent.getsockname()[1]}", "--timeout-s", "0.3"]) == 1
 
 
 @pytest.mark.parametrize(("status", "expected"), [(200, 0), (302, 0), (404, 1)])
-def test_http_statuses_as_the_kubelet_takes_them(http_port: int, status: int, expected: int) -> None:
+def test_probe_accepts_the_http_statuses_of_the_kubelet(http_port: int, status: int, expected: int) -> None:
     assert probe.main([f"http://{HOST}:{http_port}/{status}?q"]) == expected
 
 
-def test_proxies_of_the_environment_are_not_asked(http_port: int, health_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_ignores_proxies_in_the_environment(http_port: int, health_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://{HOST}:{free_ports(1)[0]}")
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
@@ -94,6 +94,6 @@ def test_proxies_of_the_environment_are_not_asked(http_port: int, health_port: i
     assert probe.main([f"{HOST}:{health_port}"]) == 0
 
 
-def test_a_wrong_command_line_has_its_own_status() -> None:
+def test_probe_exits_with_2_for_a_wrong_command_line() -> None:
     command = [sys.executable, "-m", "services.shared.rpc.probe"]
     assert subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 2

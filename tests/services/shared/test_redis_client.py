@@ -1,4 +1,4 @@
-"""Clients of a server that changes while they are connected to it."""
+"""A Redis client whose server stops being the primary."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CALLS: dict[str, Callable[[TimedRedis], Awaitable[Any]]] = {
 }
 
 
-def test_a_server_that_is_no_primary_any_more_is_left() -> None:
-    """With its connection: the address may stand for another one by now."""
+def test_client_reconnects_when_the_server_is_no_longer_primary() -> None:
+    """The client opens a new connection, because the address may belong to another server now."""
     with redis_server() as server:
 
         def connections() -> set[str]:

@@ -1,4 +1,4 @@
-"""A rediss:// URL: a real server with TLS, and files that are taken as they are at each connection."""
+"""rediss:// URLs against a real server with TLS whose files change."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def answers(client: TimedRedis) -> bool:
 
 
 @pytest.mark.needs("openssl", "redis-server")
-def test_files_are_taken_as_they_are(tmp_path: Path) -> None:
-    """A client whose connection is broken connects with the new ones; what its URL does not trust it does not talk to."""
+def test_client_reads_the_tls_files_for_each_connection(tmp_path: Path) -> None:
+    """A client reconnects with the new files. It refuses a server that the authorities in its URL do not sign."""
     ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other")
     theirs = Mounted(tmp_path / "server", ours.signed("localhost"), ours)
     mine = Mounted(tmp_path / "client", ours.signed("rootstock-worker"), ours)
@@ -58,6 +58,6 @@ def test_files_are_taken_as_they_are(tmp_path: Path) -> None:
         wait_until(lambda: server.poll() is not None, 60, "the server's end")
 
 
-def test_what_is_not_followed_is_refused() -> None:
+def test_client_refuses_unsupported_url_parameters() -> None:
     with pytest.raises(ValueError, match="ssl_ca_path"):
         redis_client("rediss://localhost:6379/0?ssl_ca_path=/etc/ssl", 1.0)

@@ -1,4 +1,4 @@
-"""A model goes by one name, whichever service is asked: front services serve only models that they have the name of."""
+"""The served name of a model is the same in every service, because gateways match replicas by it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from services.worker.identity.model_identity import identify_model
 
 
 @pytest.mark.parametrize(("given", "name"), [("", "current"), ("ours", "ours")])
-def test_services_that_share_a_folder_agree_on_its_name(tmp_path: Path, given: str, name: str) -> None:
-    """Through a link too, which may lead somewhere else tomorrow."""
+def test_services_with_one_folder_serve_the_same_name(tmp_path: Path, given: str, name: str) -> None:
+    """A link gives its own name, because its target may change."""
     (tmp_path / "release-7").mkdir()
     for file in ("config.json", "tokenizer.json"):
         (tmp_path / "release-7" / file).write_text("{}")

@@ -17,8 +17,8 @@ from services.gateway.parsers.tags.layouts import Layout
 from services.gateway.parsers.tags.structural_tags import Tag, call_tag, calls_or_answer
 from services.gateway.request.errors import ApiError, bad_request
 from services.shared import limits
+from services.shared.json_schema import too_large
 from services.shared.output_formats import NONE, OutputFormats
-from services.shared.schema_size import too_large
 
 FALLBACK = "hermes"  # for calls that are forced out of a model that no format is known of
 _NAME = re.compile(f"[a-zA-Z0-9_.:-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}")

@@ -13,8 +13,7 @@ from services.gateway.api.request_body import RID_CHARS, ConstraintBody, Effort,
 from services.gateway.api.session_fields import SessionParams
 from services.gateway.request.bodies import AnswerBody, Body
 from services.shared import limits
-from services.shared.sampling_parameter import Api
-from services.shared.sampling_parameters import UINT32_MAX
+from services.shared.sampling_parameters import UINT32_MAX, Api
 
 _PROMPT_SCHEMA = {
     "anyOf": [

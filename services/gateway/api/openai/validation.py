@@ -34,8 +34,7 @@ from services.gateway.request.errors import bad_request
 from services.gateway.request.generation import Generation
 from services.gateway.request.origin import Origin
 from services.shared.observe.log_fields import fields
-from services.shared.sampling_parameter import Api
-from services.shared.sampling_parameters import COMPLETION_TOKENS
+from services.shared.sampling_parameters import COMPLETION_TOKENS, Api
 
 logger = logging.getLogger(__name__)
 

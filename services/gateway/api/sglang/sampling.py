@@ -21,7 +21,7 @@ from services.gateway.request import client_fields
 from services.gateway.request.bodies import AnswerBody
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Generation
-from services.shared.sampling_parameter import Api
+from services.shared.sampling_parameters import Api
 
 ANY_JSON = "$$ANY$$"  # as a json_schema: any JSON object
 

@@ -15,8 +15,7 @@ from services.gateway.api.request_body import RID_CHARS, PlacedBody, SamplingBod
 from services.gateway.api.session_fields import SessionParams
 from services.gateway.request.bodies import Body
 from services.shared import limits
-from services.shared.sampling_parameter import Api
-from services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX
+from services.shared.sampling_parameters import GENERATE_TOKENS, UINT32_MAX, Api
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _IDS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.parsers.tags.layouts import Layout, Origin, schema
-from services.shared.schema_annotations import is_annotation
+from services.shared.json_schema import is_annotation
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_MEMBERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -11,7 +11,7 @@ import ssl
 from pathlib import Path
 
 from services.shared.tls.certificate_files import CertificateFiles, Certificates
-from services.shared.tls.own_handshake import names_of
+from services.shared.tls.handshake import names_of
 
 
 class PeerTls:

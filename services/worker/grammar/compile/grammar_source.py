@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.shared.schema_size import too_large
+from services.shared.json_schema import too_large
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.grammar_compiler import Prepared
 from services.worker.grammar.schema import json_rules
-from services.worker.grammar.schema.json_text import parse_json
+from services.worker.grammar.schema.json_document import parse_json
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.regex_rules import regex_ebnf
 from services.worker.grammar.schema.schema_rules import schema_grammar

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.shared.json_schema import is_annotation
 from services.shared.limits import MAX_OPTIONAL_PROPERTIES
-from services.shared.schema_annotations import is_annotation
 from services.worker.grammar.schema import json_rules
 from services.worker.grammar.schema.ebnf import Chars, Node, Ref, Repeat, Seq, Text, choice, without
 from services.worker.grammar.schema.json_rules import COMMA, OBJECT, QUOTE, SAFE, STRING, VALUE, WS

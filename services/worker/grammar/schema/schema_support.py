@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from services.shared.schema_annotations import is_annotation
+from services.shared.json_schema import is_annotation
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 Schema = Mapping[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.worker.core.contracts.sampling import GrammarPart
-from services.worker.grammar.schema.json_text import parse_json
+from services.worker.grammar.schema.json_document import parse_json
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.regex_rules import regex_ebnf
 from services.worker.grammar.schema.schema_rules import schema_grammar

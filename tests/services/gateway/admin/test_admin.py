@@ -426,7 +426,7 @@ def test_a_body_beyond_the_limit_is_413() -> None:
     [
         ({"admin_host": "0.0.0.0"}, "set control_token"),
         ({"control_token_file": "/nowhere/token"}, "/nowhere/token"),
-        ({"control_token": "a", "control_token_file": "b"}, "one is enough"),
+        ({"control_token": "a", "control_token_file": "b"}, "set only one"),
     ],
 )
 def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""TLS between services over real connections: who is let in by which certificate and token, and what happens as they change."""
+"""Mutual TLS over real connections: accepted certificates and tokens, and changes of their files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Check = health_pb2.HealthCheckRequest
 
 
 def logged(caplog: pytest.LogCaptureFixture, by: str) -> list[str]:
-    """gRPC's poller may complain meanwhile of the loop of an earlier test."""
+    """Returns the messages of one logger. The poller of gRPC may log errors about the loop of an earlier test."""
     return [record.getMessage() for record in caplog.records if record.name == by]
 
 
@@ -75,8 +75,8 @@ def made(tmp_path: Path, authority: Authority) -> Made:
 
 @asynccontextmanager
 async def served(tls: MutualTls, *callers: Role, port: int = 0) -> AsyncIterator[str]:
-    """A server of the health service behind TLS."""
-    health = grpc_server.Health("worker")
+    """Runs a server of the health service with TLS. Yields its address."""
+    health = grpc_server.HealthService("worker")
     guard = PortGuard(tls, *(callers or (GATEWAY,)))
     server = grpc.aio.server(interceptors=(guard,), options=grpc_server.SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -90,7 +90,7 @@ async def served(tls: MutualTls, *callers: Role, port: int = 0) -> AsyncIterator
 
 
 async def ask(channel: grpc.aio.Channel) -> str:
-    """SERVING, or why not."""
+    """Returns SERVING, or the status and details of the error."""
     try:
         answer = await health_pb2_grpc.HealthStub(channel).Check(Check(), timeout=60)
     except grpc.aio.AioRpcError as error:
@@ -111,7 +111,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-def test_a_gateway_is_served_and_nobody_else(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_server_accepts_only_gateway_certificates(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stranger = made.mounted(GATEWAY, by=Authority(tmp_path / "strangers"))
     late = made.mounted(GATEWAY, expired=True)
     worker = made.tls(WORKER, token="letters-and-digits")
@@ -125,7 +125,7 @@ def test_a_gateway_is_served_and_nobody_else(made: Made, tmp_path: Path, caplog:
             named = [("grpc.ssl_target_name_override", WORKER.value)]
             async with grpc.aio.secure_channel(target, no_certificate, options=named) as nameless:
                 assert (await ask(nameless)).startswith("UNAVAILABLE")
-            for mounted in (stranger, late):  # trusted or not, neither is taken
+            for mounted in (stranger, late):  # neither certificate is accepted
                 certificate, key, _ = (path.read_bytes() for path in mounted.paths)
                 refused = grpc.ssl_channel_credentials(made.authority.pem, key, certificate)
                 async with grpc.aio.secure_channel(target, refused, options=named) as channel:
@@ -135,7 +135,7 @@ def test_a_gateway_is_served_and_nobody_else(made: Made, tmp_path: Path, caplog:
                 assert (await asked(Dialer(made.tls(GATEWAY, token=token)), target)).startswith("UNAUTHENTICATED")
             for _ in range(3):
                 said = await asked(Dialer(made.tls(WORKER, token="letters-and-digits")), target)
-                wanted = "a certificate of rootstock-gateway is wanted, this one is of rootstock-worker"
+                wanted = "the caller's certificate must name rootstock-gateway, but it names rootstock-worker"
                 assert said == f"PERMISSION_DENIED: {wanted}"
             assert worker.refused == {"certificate": 3, "token": 3}
 
@@ -144,8 +144,8 @@ def test_a_gateway_is_served_and_nobody_else(made: Made, tmp_path: Path, caplog:
     assert len(logged(caplog, port_guard.__name__)) == 1, "one line for each address, and all of these come from one"
 
 
-def test_a_stolen_certificate_is_that_of_its_service_alone(made: Made) -> None:
-    """A client asks for the worker: what a tokenizer shows is none, although the same authority has signed it."""
+def test_client_refuses_a_certificate_of_another_role(made: Made) -> None:
+    """A client that connects to a worker refuses a tokenizer's certificate of the same authority."""
 
     async def work() -> None:
         async with served(made.tls(Role.TOKENIZER)) as target:
@@ -156,8 +156,8 @@ def test_a_stolen_certificate_is_that_of_its_service_alone(made: Made) -> None:
     run(work)
 
 
-def test_new_files_are_used_by_both_sides_for_connections_to_come(made: Made, tmp_path: Path) -> None:
-    """Through all of a rollover of the authority: a call that is open stays, and what connects uses what the files hold."""
+def test_new_connections_use_new_files_on_both_sides(made: Made, tmp_path: Path) -> None:
+    """Replaces the authority step by step. An open call continues, and new connections use the current files."""
     following = Authority(tmp_path / "following")
     ours, theirs = made.mounted(GATEWAY), made.mounted(WORKER)
 
@@ -190,10 +190,8 @@ def test_new_files_are_used_by_both_sides_for_connections_to_come(made: Made, tm
     run(work)
 
 
-def test_who_waits_for_a_connection_waits_with_the_new_files(
-    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A stream that waits with files that are not taken is told of and counted, once, and connected as soon as they are right."""
+def test_waiting_stream_connects_with_new_files(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that waits with refused files is logged and counted once. It connects when the files become right."""
     ours = made.mounted(GATEWAY, expired=True)
     failed: list[str] = []
     connected = asyncio.Event()
@@ -226,20 +224,20 @@ def test_who_waits_for_a_connection_waits_with_the_new_files(
     with caplog.at_level(logging.ERROR):
         run(work)
     assert failed == ["worker"]
-    (line,) = [each.getMessage() for each in caplog.records if "no TLS" in each.getMessage()]
-    assert "it ends the connection when it has seen this process's certificate" in line
+    (line,) = [each.getMessage() for each in caplog.records if "TLS handshake failed" in each.getMessage()]
+    assert "the server closes the connection after it has received this process's certificate" in line
 
 
 DIALER = "services.shared.rpc.dialer"
 SAID = {
-    "of a foreign authority": "its certificate is not taken: unable to get local issuer certificate",
-    "of another service": "its certificate is not taken: Hostname mismatch",
-    "expired": "its certificate is not taken: certificate has expired",
+    "of a foreign authority": "the server's certificate is refused: unable to get local issuer certificate",
+    "of another service": "the server's certificate is refused: Hostname mismatch",
+    "expired": "the server's certificate is refused: certificate has expired",
 }
 
 
 @pytest.mark.parametrize("kind", SAID)
-def test_why_a_peer_is_not_connected_to(kind: str, made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dialer_logs_why_the_handshake_fails(kind: str, made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     role, signer = (Role.TOKENIZER if kind == "of another service" else WORKER), made.authority
     if kind == "of a foreign authority":
         signer = Authority(tmp_path / "foreign")
@@ -265,8 +263,8 @@ def test_why_a_peer_is_not_connected_to(kind: str, made: Made, tmp_path: Path, c
     assert SAID[kind] in logged(caplog, DIALER)[0]
 
 
-def test_tokens_change_without_a_call_that_is_refused(made: Made) -> None:
-    """The new one second, everywhere; then first; then alone. Those that read late are taken on the way."""
+def test_tokens_are_replaced_without_a_refused_call(made: Made) -> None:
+    """Writes the new token second, then first, then as the only one. Services that read their file later are accepted too."""
     old, new = "the-token-of-before", "the-token-of-today"
     worker, gateway = made.tls(WORKER, token=old), made.tls(GATEWAY, token=old)
     paths = [path for path in made.folder.iterdir() if path.name.startswith("token")]
@@ -292,14 +290,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_settings_that_do_not_go_together(case: str) -> None:
+def test_settings_refuse_incomplete_tls_files(case: str) -> None:
     values, said = WRONG[case]
     with pytest.raises(ValueError, match=said):
         of_values(TokenizerSettings, {"model": Path("m"), **values})
 
 
-def test_files_that_cannot_be_used(made: Made, tmp_path: Path) -> None:
-    """At the start they are refused in words; later the ones before them are used, until they are right."""
+def test_wrong_tls_files_are_refused_at_start_and_ignored_later(made: Made, tmp_path: Path) -> None:
+    """At the start, a message names the fault. Later, the earlier files stay in use until the files become right."""
     names = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file")
     foreign = Authority(tmp_path / "foreign")
 

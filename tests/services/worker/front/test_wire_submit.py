@@ -12,8 +12,7 @@ from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
 from services.shared import limits
 from services.shared.sampling_defaults import SamplingDefaults
-from services.shared.sampling_parameter import SMALLEST_POSITIVE, Api, Kind, Parameter
-from services.shared.sampling_parameters import SCALARS
+from services.shared.sampling_parameters import SCALARS, SMALLEST_POSITIVE, Api, Kind, SamplingParameter
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
 from services.worker.core.contracts.sampling import (
@@ -188,7 +187,7 @@ def test_a_bad_field_is_named(fields: dict[str, Any], message: str) -> None:
     assert refused(message, **fields).startswith(message)
 
 
-def message_of(row: Parameter, value: Any) -> dict[str, Any]:
+def message_of(row: SamplingParameter, value: Any) -> dict[str, Any]:
     """The fields of a message with this value, {} for one that its field cannot carry."""
     parent, _, member = row.wire.rpartition(".")
     try:
@@ -199,7 +198,7 @@ def message_of(row: Parameter, value: Any) -> dict[str, Any]:
     return {parent: pb.Dry(**(others | {member: value}))} if parent else {member: value}
 
 
-def arrived(params: SamplingParams, row: Parameter) -> Any:
+def arrived(params: SamplingParams, row: SamplingParameter) -> Any:
     parent, _, member = row.wire.rpartition(".")
     return getattr(params.dry if parent else params, member)
 
@@ -214,7 +213,7 @@ OUTSIDE = [case for case in ROWS if case.values[0] in LOOKED_AT.values() or case
 
 @pytest.mark.by_day(one_in=2, seed=18)
 @pytest.mark.parametrize("row", OUTSIDE)
-def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
+def test_a_number_outside_its_range_is_named(row: SamplingParameter) -> None:
     named = row.names[Api.CHAT] if row.wire.startswith("dry.") else row.wire
     not_numbers = [float("nan"), float("inf"), float("-inf")] if row.kind is Kind.NUMBER else []
     for fields in (message_of(row, value) for value in (*outside(row), *not_numbers)):
@@ -223,7 +222,7 @@ def test_a_number_outside_its_range_is_named(row: Parameter) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=8)
 @pytest.mark.parametrize("row", [case for case in ROWS if case in OUTSIDE or case.id == "top_k"])  # which has two neutral values
-def test_a_number_arrives_and_so_do_the_ends_of_its_range(row: Parameter) -> None:
+def test_a_number_arrives_and_so_do_the_ends_of_its_range(row: SamplingParameter) -> None:
     room = ModelLimits((1 << 32) + 9, VOCAB, False, encode_breaker=MODEL.encode_breaker)
     for value in (typical(row), row.high) if row.excludes_low else (typical(row), row.low, row.high):
         fields = message_of(row, value)

@@ -1,4 +1,4 @@
-"""Schemas at their limits, and one beyond: at the gateway, and at the worker before anything is compiled."""
+"""JSON schemas at the size limits and above them, in the gateway and in the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from services.gateway.api.constraints import json_schema, structural_tag
 from services.gateway.request.errors import ApiError
 from services.shared import limits
-from services.shared.schema_size import too_large
+from services.shared.json_schema import too_large
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec
 from services.worker.grammar.compile.grammar_source import prepare
 from services.worker.grammar.schema.refusal import GrammarRefused
@@ -29,7 +29,7 @@ def values(count: int) -> dict[str, Any]:
 
 
 def parts(count: int) -> dict[str, Any]:
-    """One of them is the array, one the whole."""
+    """Returns a document of `count` nodes, of which one is the array and one the document."""
     return {"examples": [0] * (count - 2)}
 
 
@@ -42,7 +42,7 @@ AT_LIMIT = [
 
 
 @pytest.mark.parametrize(("make", "most", "beyond"), AT_LIMIT)
-def test_at_both_ends(make: Any, most: tuple[int, ...], beyond: tuple[int, ...]) -> None:
+def test_gateway_and_worker_refuse_schemas_above_the_limits(make: Any, most: tuple[int, ...], beyond: tuple[int, ...]) -> None:
     assert too_large(make(*most)) == ""
     json_schema(make(*most), "schema")
     schema = make(*beyond)

@@ -1,4 +1,4 @@
-"""How large a JSON schema is, told before anything is made of it. Pure; its time is bounded by the limits themselves."""
+"""The size limits of JSON schemas, and the keywords that constrain nothing (draft 2020-12 and `definitions` of older drafts)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ from typing import Any
 
 from services.shared import limits
 
+ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions"),
+    }
+)
+
+
+def is_annotation(keyword: str) -> bool:
+    """Whether the keyword constrains nothing. Extensions that begin with x- do not either."""
+    return keyword in ANNOTATIONS or keyword.startswith("x-")
+
 
 def too_large(document: Any) -> str:
-    """Why a parsed schema, or anything that holds schemas, is refused; empty if it is not. Names no value of the schema's."""
+    """Returns the limit that a parsed schema, or a document with schemas, exceeds; "" if it is within all limits.
+
+    The text contains no value of the schema. The time is bounded by the limits.
+    """
     nodes = properties = values = 0
     waiting = [document]
     while waiting:

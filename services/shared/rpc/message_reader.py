@@ -1,4 +1,7 @@
-"""Reading a stream of a service that may be stopping: what was sent before is read, and then the stream ends."""
+"""Reads the messages of a gRPC stream until the client ends it or the service stops.
+
+When the service stops, messages that the client has already sent are still read.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from typing import Generic, TypeVar
 import grpc
 
 GOING_AWAY = "the service is going away"
-DRAIN_QUIET_S = 0.02  # without a message, while stopping: nothing more was on its way
-DRAIN_S = 0.2  # of reading on, while stopping
+DRAIN_QUIET_S = 0.02  # time without a message after which a stopping service ends a stream
+DRAIN_S = 0.2  # longest time that a stopping service reads a stream
 
 Message = TypeVar("Message")
 
 
 class GoingAway(Exception):
-    """The service stops, and has read what was on its way."""
+    """The service stops and has read the messages in transit. The handler must end the stream."""
 
 
-class Reading(Generic[Message]):
-    """One stream's messages. close() when the stream has ended."""
+class MessageReader(Generic[Message]):
+    """The messages of one stream. The handler creates it and must call close() at the end of the stream."""
 
     def __init__(self, context: grpc.aio.ServicerContext, stopping: asyncio.Event) -> None:
         self._context = context
         self._last = asyncio.create_task(_last_read(stopping))
 
     async def next(self) -> Message | None:
-        """None at the end of the stream. Raises GoingAway."""
+        """Returns the next message, or None at the end of the stream. Raises GoingAway if the service stops."""
         read = asyncio.ensure_future(self._context.read())
         try:
             await asyncio.wait([read, self._last], return_when=asyncio.FIRST_COMPLETED)
@@ -45,6 +48,6 @@ class Reading(Generic[Message]):
 
 
 async def _last_read(stopping: asyncio.Event) -> float:
-    """Returns when the service stops: until when (time.monotonic) messages that were sent before may still come in."""
+    """Waits until the service stops. Returns the time (time.monotonic) until which messages are still read."""
     await stopping.wait()
     return time.monotonic() + DRAIN_S
