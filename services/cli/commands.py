@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from services import __version__
 from services.cli import complete, completion, models
 from services.cli.batch import command as batch
 from services.cli.bench import flags as bench
@@ -14,7 +15,6 @@ from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.status import command as status
 from services.shared.flag_parser import FlagParser
 
-VERSION = "0.1.0"
 DESCRIPTION = "A client of Rootstock's gateway, and of other servers with OpenAI's API."
 EXITS = """\
 exit status:
@@ -170,7 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"rootstock {VERSION}")
+    parser.add_argument("--version", action="version", version=f"rootstock {__version__}")
     below = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         examples = "\n".join(f"  {example}" for example in command.examples)

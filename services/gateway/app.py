@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
+from services import __version__
 from services.gateway.api.document import server
 from services.gateway.api.document.document import document
 from services.gateway.api.document.operation import Operation as DocumentedOperation
@@ -36,7 +37,7 @@ from services.gateway.request.errors import AnswerForm, ApiError, internal, mode
 from services.gateway.request.generation import ModelInfo
 from services.gateway.service.sink import MakeOperation, Operation
 
-_INFO = {"title": "Rootstock", "version": "0.1.0", "description": "An OpenAI-compatible API, and SGLang's own."}
+_INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [
     f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens", "concurrency")
 ]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("services", "kernels", "tests", "charts", "docker", "docs", "protos", "demo")
-TOP = ("README.md", "Makefile", "pyproject.toml", "skaffold.yaml")
+ROOMS = ("services", "kernels", "tests", "charts", "docker", "docs", "examples", "protos", "demo")
+TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "pyproject.toml", "skaffold.yaml")
 ENDINGS = (".py", ".md", ".yaml", ".tpl", ".txt", ".toml", ".proto", ".cpp", ".h", ".json", ".worker")
 HERE = Path(__file__).name
 

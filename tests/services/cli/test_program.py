@@ -8,12 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from services.cli.commands import COMMANDS, EXITS, VERSION, build_parser
+from services.cli.commands import COMMANDS, EXITS, build_parser
 from services.cli.program import main
 from services.cli.shared.exits import Exit
 from services.cli.shared.terminal import Terminal
@@ -177,10 +176,6 @@ def test_the_page_is_what_the_code_says_and_has_every_status() -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert page == cli_reference.render(), "run `make docs`"
     assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
-
-
-def test_the_version_is_the_projects() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
 def test_a_start_takes_no_library_but_pythons_own() -> None:

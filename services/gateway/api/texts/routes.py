@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 
 from rootstock.v1 import tokenizer_pb2
+from services import __version__
 from services.gateway.api import prompts
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.room import UNBOUNDED
@@ -41,7 +42,6 @@ from services.gateway.service.sink import MakeOperation
 from services.shared import limits
 
 B = TypeVar("B", bound=Body)
-RELEASE = "0.1.0"
 ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # parameters by name; raises ApiError
 Loads = Callable[[], Sequence[Mapping[str, Any]]]  # of the workers that have told theirs
 Standing = Callable[[], Mapping[str, Any]]  # of this gateway and of all workers that it knows
@@ -143,7 +143,7 @@ class TextsApi:
 
         @app.get(VERSION)
         async def version() -> Response:
-            return _json({"version": RELEASE})
+            return _json({"version": __version__})
 
         @app.get(LOAD)
         async def get_load() -> Response:
@@ -159,7 +159,7 @@ class TextsApi:
         name = "" if default is None else default.name
         return _json(
             {
-                "version": RELEASE,
+                "version": __version__,
                 "model_path": name,
                 "served_model_name": name,
                 "models": [
