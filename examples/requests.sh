@@ -1,5 +1,5 @@
 #!/bin/sh
-# Lists the models, asks one question, and streams the same answer, with curl alone.
+# Lists the models, sends a chat, and streams the same chat, with curl.
 set -eu
 url=${ROOTSTOCK_URL:-http://127.0.0.1:8000}
 key=${ROOTSTOCK_API_KEY:-none}
