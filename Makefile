@@ -8,6 +8,7 @@ CHAT_TEMPLATE ?=
 URL    ?= http://127.0.0.1:$(PORT)
 PYTHON_GPU ?= python3
 OUT    ?= docs/reference/gpu
+DIST   ?= dist
 BENCH  ?= --workload random --num-requests 64 --concurrency 8 --input-len 128 --output-len 64
 
 export CLUSTER BASE_IMAGE CLUSTER_TEST_KUBECONFIG CLUSTER_TEST_LOAD
@@ -27,7 +28,7 @@ SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # at once, on all cores; what does not compile (a template, say) is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env dev-env run test check docs clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly clean
+.PHONY: help env dev-env run test check docs clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly release clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -127,6 +128,9 @@ docs: dev-env        ## what is written from code: settings, metrics, the client
 	$(PY) -m charts.rootstock.values_schema > charts/rootstock/values.schema.json
 	$(PY) -m charts.rootstock.empty_keys > charts/rootstock/files/empty-keys.yaml
 	$(PY) -m tests.contracts.public_names
+
+release: dev-env     ## wheel, chart, checksums, and with buildah or docker images, in DIST; pushes nothing (DIST=dist, IMAGES="gateway ...")
+	$(PY) -m release --out '$(DIST)' $(if $(call chosen,IMAGES),--images '$(IMAGES)') $(RELEASE_FLAGS)
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock

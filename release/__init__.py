@@ -1,0 +1,1 @@
+"""Builds what a release consists of; no part of the product."""
