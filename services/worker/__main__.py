@@ -26,10 +26,10 @@ from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
 from services.worker.control.server import ControlAddress, start_control
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.core.stats import StepStats
 from services.worker.engine import Engine, build_engine
 from services.worker.front.busyness import LoadReport, NoIndex
 from services.worker.front.drain import drain

@@ -27,7 +27,7 @@ from services.gateway.api.sglang.types import NativeSampling
 from services.gateway.request.abort import AbortReport, AbortScope, PeerAnswer
 from services.gateway.request.errors import BATCH_CODES, CODES
 from services.local.parameter_tables import BODIES, OPERATIONS
-from services.worker.core.stats import StepStats
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.tunables import RANGES
 from tests.contracts.schema_names import Schema, names_of
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import DryParams, EmbeddingParams
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.protocol import NO_MASKS, Executor, Guesses, Masks, Run
 from services.worker.exec.fake import FakeExecutor, FakeRun
 from tests.benchmarks.pinned_config import pinned_config

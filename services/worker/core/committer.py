@@ -103,7 +103,7 @@ class Committer:
     def take_given(self, request: Request, now: float) -> None:
         """Of a waiting request with its matcher: its output from elsewhere, which may be all there is to come."""
         taken = self._intake.take_given(request)
-        self._table.generated_tokens_total += taken.num_tokens
+        self._table.counters.generated_tokens_total += taken.num_tokens
         request.rekey()
         if taken.endings:
             self._table.end(request, taken.endings[0], now)
@@ -161,9 +161,9 @@ class Committer:
             self._guesses.learn(
                 plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds
             )
-        self._table.verified_rows_total += int((run.drafted > 0).sum())
-        self._table.drafted_tokens_total += int(run.drafted.sum())
-        self._table.accepted_tokens_total += int((counts - 1).sum())
+        self._table.counters.verified_rows_total += int((run.drafted > 0).sum())
+        self._table.counters.drafted_tokens_total += int(run.drafted.sum())
+        self._table.counters.accepted_tokens_total += int((counts - 1).sum())
 
     def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:
         """Place by place of the rows' runs, each as if it had been sampled by a step of its own: whoever ends, or gets tokens
@@ -188,7 +188,7 @@ class Committer:
             taken = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
             columns.num_out[here] = count
             walked[at] += 1
-            self._table.generated_tokens_total += taken.num_tokens
+            self._table.counters.generated_tokens_total += taken.num_tokens
             endings |= {int(at[i]): ending for i, ending in taken.endings.items()}
             jumped += [int(at[i]) for i in taken.jumped]
             goes_on[at[[*taken.endings, *taken.jumped]]] = False
@@ -224,7 +224,7 @@ class Committer:
             look |= np.isin(rows, list(result.faults))
         taken = self._intake.take(requests, tokens, look, rows, result)
         columns.num_out[slots] = count
-        self._table.generated_tokens_total += taken.num_tokens
+        self._table.counters.generated_tokens_total += taken.num_tokens
         for at in taken.jumped:
             self._table.resume_extend(requests[at])
         if taken.jumped:
@@ -279,7 +279,7 @@ class Committer:
             walked = 0
             for place in places:
                 taken = self._intake.take_one(request, int(told.tokens[place]), place, told)
-                self._table.generated_tokens_total += taken.num_tokens
+                self._table.counters.generated_tokens_total += taken.num_tokens
                 walked += 1
                 if taken.endings or taken.jumped:
                     break

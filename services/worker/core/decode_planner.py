@@ -34,9 +34,9 @@ class DecodePlanner:
         """Rows that take a decode step, each with room for its token. May retract, and end a request alone."""
         table = self._table
         self._retract_for_test(flight_step, step_id)
-        before = table.retractions_total
+        before = table.counters.retractions_total
         rows, need = self._make_room(now, flight_step, step_id)
-        if table.retractions_total > before:
+        if table.counters.retractions_total > before:
             self._raise_ratio()
         if not rows.requests:
             return rows
@@ -47,7 +47,7 @@ class DecodePlanner:
         if self._guesses is not None:
             rows = self._with_drafts(rows, self._guesses)
         self._decode_steps += 1
-        if table.retractions_total == before:
+        if table.counters.retractions_total == before:
             self._ratio.step()
         return rows
 

@@ -51,10 +51,10 @@ class Planner:
             return step
         # Rows that decoded before and extend again have others beside them, which a step of extends alone would hold up.
         shared = table.config.enable_mixed_chunk or any(r.output_ids for r in table.extending)
-        before = table.retractions_total
+        before = table.counters.retractions_total
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
         # What this plan has retracted must not come back in it: its token in flight is still to be committed.
-        may_admit = table.retractions_total == before
+        may_admit = table.counters.retractions_total == before
         extends = self.extends.plan(
             now, self.ratio.value, decodes.num_tokens if decodes.requests else 0, flight, self._step_id, may_admit
         )

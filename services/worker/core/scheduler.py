@@ -6,11 +6,14 @@ when a plan is made. The same calls give the same plans. Semantics: docs/design/
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from services.worker.core.committer import Committer
 from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.counters import COUNTER_NAMES, StepStats
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import (
     ErrorCode,
@@ -29,17 +32,18 @@ from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
 from services.worker.core.draft_controller import DraftController
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from services.worker.core.kv.other_tiers import TierStats
 from services.worker.core.planner import Planner
 from services.worker.core.queue.admission import make_request, refusal, wanted_ahead
 from services.worker.core.queue.finish import FinishDecision, TextRules, refused
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
-from services.worker.core.stats import StepStats, stats_of
 from services.worker.core.step_rows import Extend, Step
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.tiers import TierLimits, Tiers
 from services.worker.core.tunables import Tunable, retuned, tunables
 
+_OF_TIERS = tuple(field.name for field in fields(TierStats))
 _CANCELLED = FinishDecision(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
 
 
@@ -398,7 +402,7 @@ class Scheduler:
         return found
 
     def stats(self) -> StepStats:
-        return stats_of(self.table, self._planner.extends.running_limit, self._planner.ratio.value, self.paused)
+        return _stats_of(self.table, self._planner.extends.running_limit, self._planner.ratio.value, self.paused)
 
     def _begin_waiting(self, request: Request, now: float) -> None:
         """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""
@@ -475,3 +479,48 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
         stored_salt_pages=config.pages_within(config.hicache_storage_salt_quota),
         hold_s=config.disaggregation_hold_s,
     )
+
+
+def _stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, paused: bool) -> StepStats:
+    memory = table.memory
+    return StepStats(
+        num_running=table.num_running,
+        max_running_requests=running_limit,
+        num_waiting=table.num_waiting,
+        num_gated=len(table.gate),
+        num_retracted=table.waiting.num_retracted,
+        waiting_tokens=table.waiting_tokens,
+        pages_leased=memory.num_leased,
+        pages_cached=memory.tree.num_pages,
+        pages_evictable=memory.tree.num_evictable,
+        pages_free=memory.pages.num_free,
+        new_token_ratio=new_token_ratio,
+        batch_is_full=table.batch_is_full,
+        paused=paused,
+        refuses_new=table.config.max_queued_requests == 0,
+        running_by_key=_running_by_key(table),
+        requests_by_key=tuple(table.by_routing_key.values()),
+        num_sessions=len(table.sessions),
+        session_tokens=table.sessions.num_tokens,
+        evicted_pages_total=memory.evicted_pages_total,
+        num_rooms=len(table.rooms),
+        rooms_total=table.rooms.opened_total,
+        expired_rooms_total=table.rooms.expired_total,
+        **{name: getattr(table.counters, name) for name in COUNTER_NAMES},
+        **_of_tiers(table),
+    )
+
+
+def _running_by_key(table: RequestTable) -> tuple[int, ...]:
+    if not table.by_routing_key:
+        return ()
+    running = (*table.extending, *table.decoding)
+    return tuple(Counter(request.routing_key for request in running if request.routing_key).values())
+
+
+def _of_tiers(table: RequestTable) -> dict[str, Any]:
+    """By field; none where there are no tiers, all of which are then 0."""
+    if table.tiers is None:
+        return {}
+    stats = table.tiers.stats()
+    return {"pages_quarantined": len(table.memory.quarantined)} | {name: getattr(stats, name) for name in _OF_TIERS}

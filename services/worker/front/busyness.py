@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rootstock.v1 import worker_pb2
-from services.worker.core.stats import StepStats
+from services.worker.core.contracts.counters import StepStats
 from services.worker.front.outbox import PeerStream, StreamOutbox
 from services.worker.loop.pulse import Pulse
 from services.worker.loop.step_limit import StepLimit

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.shared.observe.log_fields import fields
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
@@ -20,7 +21,6 @@ from services.worker.core.contracts.rooms import RoomLeft
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
-from services.worker.core.stats import StepStats
 from services.worker.core.step_rows import Extend
 from services.worker.exec.contracts.protocol import NO_MASKS, Executor, ExecutorError, Guesses, Masks, Run
 from services.worker.loop.barrier import Command, Pace

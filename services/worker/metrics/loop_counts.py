@@ -6,9 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.kv.cache_events import CacheEvents
-from services.worker.core.stats import StepStats
 
 RATE_WINDOW_S = 10.0  # over which throughput and hit rate are taken
 SAMPLE_S = 1.0

@@ -19,7 +19,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.shared.observe.readings import Reading, Value
-from services.worker.core.stats import Told, told
+from services.worker.core.contracts.counters import Told, told
 from services.worker.metrics.loop_counts import LoopCounts
 from services.worker.metrics.request_times import DISTRIBUTIONS, RequestTimes
 

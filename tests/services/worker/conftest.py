@@ -12,11 +12,11 @@ from rootstock.v1 import worker_pb2, worker_pb2_grpc
 from services.shared.observe.spans import Tracing
 from services.shared.rpc import grpc_server
 from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.messages import StepOutput
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
-from services.worker.core.stats import StepStats
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.contracts.protocol import Guesses
 from services.worker.exec.fake import FakeExecutor, TimeModel

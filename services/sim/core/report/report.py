@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from services.sim.core.run.logs import RequestLog, StepLog
 from services.sim.core.run.simulation import Outcome
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import ForwardMode
-from services.worker.core.stats import StepStats
 
 F64 = NDArray[np.float64]
 

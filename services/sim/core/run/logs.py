@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.sim.core.run.executor import SimRun
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason
-from services.worker.core.stats import StepStats
 
 F64 = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from services.sim.core.trace.arrivals import Arrivals
 from services.sim.core.trace.script import Script
 from services.sim.core.trace.trace import Trace
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.stats import StepStats
+from services.worker.core.contracts.counters import StepStats
 from services.worker.exec.fake import TimeModel
 
 MAX_STUCK_TURNS = 100_000

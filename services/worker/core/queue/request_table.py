@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady
 from services.worker.core.contracts.rooms import OpenRoom
@@ -67,12 +68,7 @@ class RequestTable:
         self.extending: list[Request] = []
         self.decoding: list[Request] = []
         self.batch_is_full = False
-        self.requests_total = self.aborts_total = self.retractions_total = self.preemptions_total = 0
-        self.resumed_total = 0
-        self.retracted_input_tokens_total = self.retracted_output_tokens_total = 0
-        self.grammars_total = self.grammar_hits_total = self.grammar_aborts_total = 0
-        self.prompt_tokens_total = self.cached_tokens_total = self.generated_tokens_total = 0
-        self.verified_rows_total = self.drafted_tokens_total = self.accepted_tokens_total = 0
+        self.counters = Counters()
         self._deadlines = Deadlines()
         self._slots: NDArray[np.int64] | None = None
 
@@ -105,8 +101,8 @@ class RequestTable:
     def enqueue(self, request: Request) -> None:
         """A new request, to the queue or to the gate."""
         assert (request.peer, request.handle) not in self.by_key, "two requests of one handle"
-        self.requests_total += 1
-        self.resumed_total += request.num_given > 0
+        self.counters.requests_total += 1
+        self.counters.resumed_total += request.num_given > 0
         self.by_key[request.peer, request.handle] = request
         if request.routing_key:
             self.by_routing_key[request.routing_key] += 1
@@ -114,8 +110,8 @@ class RequestTable:
             self.sessions.begin(request)
         admitted = self.gate.admits(request)
         if request.params.grammar is not None:
-            self.grammars_total += 1
-            self.grammar_hits_total += request.matcher is not None
+            self.counters.grammars_total += 1
+            self.counters.grammar_hits_total += request.matcher is not None
         if admitted:
             self._share(request)
             self.waiting.add(request, back=request.num_given > 0)
@@ -202,8 +198,8 @@ class RequestTable:
             request.num_cached_tokens = min(cached, request.num_prompt_tokens)
             if self.tiers is not None:
                 request.cached_from = self._cached_from(request)
-            self.prompt_tokens_total += request.num_prompt_tokens
-            self.cached_tokens_total += request.num_cached_tokens
+            self.counters.prompt_tokens_total += request.num_prompt_tokens
+            self.counters.cached_tokens_total += request.num_cached_tokens
             if self.config.running_timeout_s:
                 self._watch(now + self.config.running_timeout_s, request, waiting=False)
         assert self._adds_up, "each request stands in one queue, the running ones with a slot each"
@@ -279,11 +275,11 @@ class RequestTable:
         if request.hand_over is not None:
             self.rooms.wait(request.hand_over, self.trace.now)
         self.waiting.add(request, back=True)
-        self.preemptions_total += preempted
+        self.counters.preemptions_total += preempted
         if not preempted:
-            self.retractions_total += 1
-            self.retracted_input_tokens_total += request.num_prompt_tokens
-            self.retracted_output_tokens_total += len(request.output_ids)
+            self.counters.retractions_total += 1
+            self.counters.retracted_input_tokens_total += request.num_prompt_tokens
+            self.counters.retracted_output_tokens_total += len(request.output_ids)
         self.batch_is_full = False
         assert self._adds_up, "each request stands in one queue"
 
@@ -321,8 +317,8 @@ class RequestTable:
         self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
-        self.aborts_total += aborted
-        self.grammar_aborts_total += aborted and request.params.grammar is not None
+        self.counters.aborts_total += aborted
+        self.counters.grammar_aborts_total += aborted and request.params.grammar is not None
         if request.session is not None:
             self.sessions.end(request, None if aborted else self._context_end(request, node), self.memory, now)
         self.outputs.add_finish(request, self._finish(request, ending, now, room_pages))
@@ -377,8 +373,8 @@ class RequestTable:
 
     def refuse(self, peer: int, handle: int, request_id: str, ending: FinishDecision) -> None:
         """The terminal output of a request that never came in."""
-        self.requests_total += 1
-        self.aborts_total += 1
+        self.counters.requests_total += 1
+        self.counters.aborts_total += 1
         finish = Finish(handle, request_id, ending.reason, error=ending.error, message=ending.message, field=ending.field)
         self.outputs.add_refusal(peer, finish)
 

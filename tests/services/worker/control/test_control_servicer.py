@@ -23,9 +23,9 @@ from services.shared.control_values import Scalar, as_json, put_values
 from services.shared.rpc import grpc_server
 from services.worker.control.operations import BARRIERS
 from services.worker.control.server import ControlAddress, start_control
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.transfers import ALL, Deleted, Selection, Tier
-from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.operations import (
     DeleteStored,
     Operation,

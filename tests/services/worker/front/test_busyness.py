@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rootstock.v1 import worker_pb2
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import StepResult
-from services.worker.core.stats import StepStats
 from services.worker.exec.contracts.protocol import Run
 from services.worker.front.busyness import GAP_S, LoadReport, NoIndex
 from services.worker.front.outbox import StreamOutbox

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.stats import StepStats
 from services.worker.metrics.loop_counts import LoopCounts
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 

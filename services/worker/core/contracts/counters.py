@@ -1,17 +1,41 @@
-"""What a turn leaves behind for metrics, load reports and the simulator: a figure here is a field and the line that reads it.
+"""Counts of the scheduler, and the figures of a turn for metrics, load reports and the simulator.
 
 A field that is a metric by itself says so with Told. The core knows no Prometheus: whoever makes metrics asks told().
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
-from services.worker.core.kv.other_tiers import TierStats
-from services.worker.core.queue.request_table import RequestTable
+
+@dataclass(slots=True)
+class Counters:
+    """Counts of the scheduler's events since the start of the process.
+
+    The component that causes an event increments its counter. StepStats has a field of the same name for each one.
+    """
+
+    requests_total: int = 0  # received requests, refused ones included
+    resumed_total: int = 0  # requests that arrived with output from another worker
+    aborts_total: int = 0  # requests that ended with an error or a cancellation
+    prompt_tokens_total: int = 0  # prompt tokens of requests at their first admission
+    cached_tokens_total: int = 0  # prompt tokens that a prefix hit covered at the first admission
+    generated_tokens_total: int = 0  # output tokens, tokens forced by a grammar included
+    retractions_total: int = 0  # running requests that lost their memory because it had run out
+    retracted_input_tokens_total: int = 0  # prompt tokens of these
+    retracted_output_tokens_total: int = 0  # output tokens of these
+    preemptions_total: int = 0  # running requests that a more urgent request displaced
+    grammars_total: int = 0  # requests with a grammar
+    grammar_hits_total: int = 0  # requests whose grammar was compiled when they arrived
+    grammar_aborts_total: int = 0  # aborted requests with a grammar
+    verified_rows_total: int = 0  # decode rows with draft tokens
+    drafted_tokens_total: int = 0  # draft tokens in these rows
+    accepted_tokens_total: int = 0  # draft tokens that verification accepted
+
+
+COUNTER_NAMES = tuple(field.name for field in fields(Counters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,66 +201,3 @@ def told() -> dict[str, Told]:
             yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Told))
 
     return dict(marks())
-
-
-def stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, paused: bool) -> StepStats:
-    memory = table.memory
-    return StepStats(
-        num_running=table.num_running,
-        max_running_requests=running_limit,
-        num_waiting=table.num_waiting,
-        num_gated=len(table.gate),
-        num_retracted=table.waiting.num_retracted,
-        waiting_tokens=table.waiting_tokens,
-        pages_leased=memory.num_leased,
-        pages_cached=memory.tree.num_pages,
-        pages_evictable=memory.tree.num_evictable,
-        pages_free=memory.pages.num_free,
-        new_token_ratio=new_token_ratio,
-        batch_is_full=table.batch_is_full,
-        paused=paused,
-        refuses_new=table.config.max_queued_requests == 0,
-        running_by_key=_running_by_key(table),
-        requests_by_key=tuple(table.by_routing_key.values()),
-        num_sessions=len(table.sessions),
-        session_tokens=table.sessions.num_tokens,
-        requests_total=table.requests_total,
-        aborts_total=table.aborts_total,
-        prompt_tokens_total=table.prompt_tokens_total,
-        cached_tokens_total=table.cached_tokens_total,
-        generated_tokens_total=table.generated_tokens_total,
-        retractions_total=table.retractions_total,
-        retracted_input_tokens_total=table.retracted_input_tokens_total,
-        retracted_output_tokens_total=table.retracted_output_tokens_total,
-        grammars_total=table.grammars_total,
-        grammar_hits_total=table.grammar_hits_total,
-        grammar_aborts_total=table.grammar_aborts_total,
-        preemptions_total=table.preemptions_total,
-        resumed_total=table.resumed_total,
-        verified_rows_total=table.verified_rows_total,
-        drafted_tokens_total=table.drafted_tokens_total,
-        accepted_tokens_total=table.accepted_tokens_total,
-        evicted_pages_total=memory.evicted_pages_total,
-        num_rooms=len(table.rooms),
-        rooms_total=table.rooms.opened_total,
-        expired_rooms_total=table.rooms.expired_total,
-        **_of_tiers(table),
-    )
-
-
-def _running_by_key(table: RequestTable) -> tuple[int, ...]:
-    if not table.by_routing_key:
-        return ()
-    running = (*table.extending, *table.decoding)
-    return tuple(Counter(request.routing_key for request in running if request.routing_key).values())
-
-
-_OF_TIERS = tuple(field.name for field in fields(TierStats))
-
-
-def _of_tiers(table: RequestTable) -> dict[str, Any]:
-    """By field; none where there are no tiers, all of which are then 0."""
-    if table.tiers is None:
-        return {}
-    stats = table.tiers.stats()
-    return {"pages_quarantined": len(table.memory.quarantined)} | {name: getattr(stats, name) for name in _OF_TIERS}
