@@ -20,6 +20,7 @@ from services.worker.core.contracts.config import SchedulePolicy
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.scheduler import Scheduler
 from tests.benchmarks.intervals import interval
@@ -137,7 +138,7 @@ def admit_none_us(waiting: int, steps: int = 200) -> float:
     queue.fill()
     times = []
     for _ in range(steps):
-        queue.core.retune({"new_token_ratio": 1.0})
+        SchedulerControl(queue.core).retune({"new_token_ratio": 1.0})
         queue.core.table.batch_is_full = False
         times.append(queue.step())
         assert queue.core.stats().num_waiting == waiting

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from services.worker.core.contracts.transfers import Tier
+from services.worker.core.control import SchedulerControl
 from services.worker.core.tiers.page_keys import SECRET_BYTES
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.segment_store import SegmentStore
@@ -164,7 +165,7 @@ def reuse(args: argparse.Namespace, model: Path) -> None:
                 f" {median(computed):.3f} s to {median(each[0] for each in found):.3f} s",
                 flush=True,
             )
-            one.core.flush_cache()
+            SchedulerControl(one.core).flush_cache()
 
 
 def _drop_caches() -> bool:

@@ -28,7 +28,7 @@ from services.gateway.request.abort import AbortReport, AbortScope, PeerAnswer
 from services.gateway.request.errors import BATCH_CODES, CODES
 from services.local.parameter_tables import BODIES, OPERATIONS
 from services.worker.core.contracts.counters import StepStats
-from services.worker.core.tunables import RANGES
+from services.worker.core.control import RANGES
 from tests.contracts.schema_names import Schema, names_of
 
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))

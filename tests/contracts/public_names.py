@@ -31,7 +31,7 @@ from services.sim.fleet import __main__ as fleet_command
 from services.worker.control.__main__ import ControlSettings
 from services.worker.control.command_line import PARSERS
 from services.worker.core.contracts.config import SchedulePolicy
-from services.worker.core.tunables import RANGES
+from services.worker.core.control import RANGES
 from services.worker.exec.attention import flashinfer_prebuild
 from tests.contracts import http_names
 from tests.contracts.schema_names import names_of

@@ -11,7 +11,7 @@ import pytest
 from services.shared.settings import CONFIG
 from services.sim.core.run.config_flags import SETTINGS
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.tunables import RANGES, Range
+from services.worker.core.control import RANGES, Range
 from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,6 +16,7 @@ from services.worker.core.contracts.messages import ErrorCode, Finish, FinishRea
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.rooms import Room, Source
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.control import SchedulerControl
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
@@ -62,6 +63,7 @@ class Engine:
         self.moves = config.host_pages > 0 or config.reads_peers
         keys = PageKeys(bytes(SECRET_BYTES), b"", config.page_size) if self.moves else None
         self.core = Scheduler(config, LetterDecoder(), self.book, self.events, keys=keys)
+        self.control = SchedulerControl(self.core)
         self.now = 0.0
         self.executor = FakeExecutor(
             config.num_pages,
@@ -371,7 +373,7 @@ def small(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> En
 
 def slow(engine: Engine) -> Engine:
     """Computing is known to take long: reading pays."""
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     tiers.rates.computed(1000, 0, 1000.0)
     return engine

@@ -242,7 +242,7 @@ class TestNamespaces:
         for handle in range(20):
             engine.submit(handle, [1] * 12, salt=f"tenant {handle}", max_new_tokens=1)
         engine.drain()
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         engine.core.plan(engine.now)
         assert not engine.core.table.memory.tree._roots
 
@@ -308,7 +308,7 @@ class TestEvents:
     def test_evicted_blocks_are_taken_back(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         engine.check()
         assert engine.index == set()
         assert engine.index | self.run(engine, 1, list(range(400))) == engine.index
@@ -324,7 +324,7 @@ class TestEvents:
         engine.turn()
         engine.turn()
         assert engine.core.take_cache_events() is None
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         events = engine.core.take_cache_events()
         assert events is not None and events.cleared and not events.removed
         assert 0 < len(events.stored) <= 400 // 64
@@ -341,7 +341,7 @@ class TestEvents:
         engine.submit(2, list(range(400)), max_new_tokens=90, ignore_eos=True)
         engine.turn()
         engine.turn()
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         events = engine.core.take_cache_events()
         assert events is not None and not events.cleared and not events.stored and len(events.removed) in (1, 2)
         engine.index -= set(events.removed)
@@ -361,7 +361,7 @@ class TestEvents:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
         engine.turn()
-        engine.core.reset_memory()
+        engine.control.reset_memory()
         events = engine.core.take_cache_events()
         assert events is not None and events.cleared and not events.stored and not events.removed
 
@@ -372,5 +372,5 @@ class TestEvents:
         tree = engine.core.table.memory.tree
         tokens = np.arange(256, dtype=np.int32)
         tree.insert(tree.root(""), tokens.tobytes(), engine.core.table.memory.pages.alloc(256 // page_size))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert engine.core.take_cache_events() is None

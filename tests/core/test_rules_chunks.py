@@ -70,7 +70,7 @@ class TestAnnounced:
         pair = Relayed()
         pair.first.submit(9, PROMPT, max_new_tokens=30, ignore_eos=True)
         pair.first.drain()
-        pair.first.core.flush_cache()
+        pair.first.control.flush_cache()
         said = pair.first.outputs[9][:20]
         pair.begin(0, PROMPT, output=said, max_new_tokens=30)
         pair.prompts[0] = [*PROMPT, *said]
@@ -205,7 +205,7 @@ class TestEnds:
             case "front end":
                 pair.first.core.abort_peer(0, pair.first.now)
             case "flush":
-                pair.first.core.flush_cache()
+                pair.first.control.flush_cache()
             case "failed step":
                 pair.first.executor.fail_steps.add(pair.first.plans[-1].step_id)
                 assert pair.first.prev is not None
@@ -226,7 +226,7 @@ class TestEnds:
         pair = Relayed(first={"disaggregation_hold_s": 60.0})
         pair.begin(0, PROMPT, salt="s", max_new_tokens=4)
         pair.until(lambda: bool(pair.told))
-        pair.first.core.forget_salt("s", [Tier.DEVICE])
+        pair.first.control.forget_salt("s", [Tier.DEVICE])
         pair.until(lambda: 0 in pair.first.finishes)
         assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].room is None
         pair.turn()
@@ -270,7 +270,7 @@ class TestEnds:
         elif how == "its request late":
             second.now += 1.0
         elif how == "flush":
-            second.core.flush_cache()
+            second.control.flush_cache()
         elif how == "front end":
             second.core.abort_peer(0, second.now)
         else:
@@ -361,7 +361,7 @@ class TestRead:
 
     def test_where_reading_does_not_pay_nothing_is_read_ahead(self) -> None:
         pair = Relayed()
-        tiers = pair.second.core._tiers
+        tiers = pair.second.core.tiers
         assert tiers is not None
         tiers.rates.moved(Tier.PEER, 1, 1e6, ADDRESS)
         tiers.rates._token_s = 1e-9
@@ -424,7 +424,7 @@ class TestRead:
         pair.compute(0, PROMPT, max_new_tokens=4)
         room = pair.first.finishes[0].room
         assert room is not None
-        ids, tiers = np.array(PROMPT, dtype=np.int32), pair.second.core._tiers
+        ids, tiers = np.array(PROMPT, dtype=np.int32), pair.second.core.tiers
         assert tiers is not None
         for handle in range(MOST_PREFETCHES + 9):
             pair.second.core.prefetch(Prefetch(0, handle, ids, Source(room, ADDRESS, 10)), pair.second.now)
@@ -478,9 +478,9 @@ def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st
                 case "leave" if pair.told:
                     pair.first.core.leave_room(pair.left(next(reversed(pair.told.values()))[-1].room))
                 case "flush":
-                    pair.first.core.flush_cache()
+                    pair.first.control.flush_cache()
                 case "flush the other":
-                    pair.second.core.flush_cache()
+                    pair.second.control.flush_cache()
             turn()
     for _ in range(600):
         pair.second.now += 0.1

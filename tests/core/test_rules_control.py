@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.core.contracts.config import SchedulePolicy
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.tunables import RANGES
+from services.worker.core.control import RANGES
 from services.worker.exec.fake import hashed_token
 from tests.all_pairs import each_value
 from tests.core.fake_grammar import spec
@@ -39,14 +39,14 @@ class TestPause:
     def test_nothing_is_planned_and_new_requests_wait_until_it_ends(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         planned = len(engine.plans)
-        engine.core.pause(mode, engine.now)
+        engine.control.pause(mode, engine.now)
         engine.check()
         engine.submit(9, [9] * 9, max_new_tokens=5, ignore_eos=True)
         for _ in range(3):
             engine.turn()
         assert len(engine.plans) == planned and 9 not in engine.finishes
         engine.idle_turns = 0
-        engine.core.resume()
+        engine.control.resume()
         engine.drain()
         assert engine.finishes[9].reason is FinishReason.LENGTH
 
@@ -54,7 +54,7 @@ class TestPause:
     @EACH_MODE
     def test_abort_ends_all_that_are_here_and_they_hold_nothing(self, overlap: bool) -> None:
         engine = busy(overlap)
-        engine.core.pause(PauseMode.ABORT, engine.now)
+        engine.control.pause(PauseMode.ABORT, engine.now)
         engine.turn()
         assert {finish.error for finish in engine.finishes.values()} == {ErrorCode.CANCELLED}
         assert sorted(engine.finishes) == [0, 1, 2, 3] and engine.core.stats().pages_leased == 0
@@ -65,11 +65,11 @@ class TestPause:
     @EACH_MODE
     def test_retract_gives_all_memory_back_and_what_is_cached_can_be_flushed(self, overlap: bool) -> None:
         engine = busy(overlap)
-        engine.core.pause(PauseMode.RETRACT, engine.now)
+        engine.control.pause(PauseMode.RETRACT, engine.now)
         engine.turn()
         stats = engine.core.stats()
         assert (stats.num_running, stats.pages_leased, stats.num_retracted) == (0, 0, 3)
-        assert engine.core.flush_cache() > 0
+        assert engine.control.flush_cache() > 0
         assert engine.core.stats().pages_free == engine.config.num_pages
         self.end(engine)
 
@@ -78,7 +78,7 @@ class TestPause:
     def test_in_place_leaves_memory_where_it_is(self, overlap: bool) -> None:
         engine = busy(overlap)
         before = engine.core.stats()
-        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.control.pause(PauseMode.IN_PLACE, engine.now)
         engine.turn()
         stats = engine.core.stats()
         assert (stats.num_running, stats.retractions_total) == (before.num_running, before.retractions_total)
@@ -88,7 +88,7 @@ class TestPause:
     @staticmethod
     def end(engine: Engine) -> None:
         engine.idle_turns = 0
-        engine.core.resume()
+        engine.control.resume()
         engine.drain()
         for handle in range(4):
             assert engine.finishes[handle].reason is not FinishReason.ABORT
@@ -98,7 +98,7 @@ class TestPause:
     def test_requests_can_be_aborted_and_time_out_meanwhile(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         engine.submit(4, [4] * 9, max_new_tokens=5, timeout_s=0.05)
-        engine.core.pause(mode, engine.now)
+        engine.control.pause(mode, engine.now)
         engine.abort(0)
         for _ in range(10):
             engine.turn()
@@ -108,7 +108,7 @@ class TestPause:
 class TestFlush:
     def test_what_running_requests_use_stays(self) -> None:
         engine = busy()
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         engine.check()
         engine.drain()
         for handle in range(4):
@@ -119,7 +119,7 @@ class TestFlush:
         for handle in range(2):
             engine.submit(handle, [1] * 30, max_new_tokens=2)
             engine.drain()
-            assert engine.core.flush_cache() > 0
+            assert engine.control.flush_cache() > 0
         assert engine.finishes[1].cached_tokens == 0
 
 
@@ -140,7 +140,7 @@ class TestWeights:
         engine = make()
         engine.open_session("chat")
         self.answer(engine, 0)
-        engine.core.replace_weights("another")
+        engine.control.replace_weights("another")
         assert engine.core.stats().pages_cached == 0 and engine.core.take_cache_events() is not None
         engine.submit(1, [1] * 30, session=SessionTurn("chat"), max_new_tokens=2)
         engine.submit(2, [1] * 30, session=SessionTurn("never"), max_new_tokens=2)
@@ -151,7 +151,7 @@ class TestWeights:
 
 class TestRetune:
     def test_every_name_is_shown_with_its_value(self) -> None:
-        shown = make().core.tunables()
+        shown = make().control.tunables()
         assert set(shown) == {*RANGES, "new_token_ratio"}
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
         assert shown["max_running_requests"] == 8 and shown["new_token_ratio"] == 0.7
@@ -160,10 +160,10 @@ class TestRetune:
         "name", ["schedule_policy", "schedule_conservativeness", "max_running_requests", "enable_mixed_chunk"]
     )
     def test_one_of_each_type_can_be_set_to_what_it_is(self, name: str) -> None:
-        core = make().core
-        before = core.tunables()
-        core.retune({name: before[name]})
-        assert core.tunables() == before
+        control = make().control
+        before = control.tunables()
+        control.retune({name: before[name]})
+        assert control.tunables() == before
 
     @pytest.mark.by_day(one_in=3, seed=37)
     @pytest.mark.parametrize(
@@ -199,45 +199,45 @@ class TestRetune:
         ],
     )
     def test_what_cannot_be_is_refused_by_name_and_changes_nothing(self, changes: dict[str, Any], named: str) -> None:
-        core = make().core
-        before = core.tunables()
+        control = make().control
+        before = control.tunables()
         with pytest.raises(ValueError, match=named):
-            core.retune({"max_queued_requests": 7, "new_token_ratio": 0.5, **changes})
-        assert core.tunables() == before
+            control.retune({"max_queued_requests": 7, "new_token_ratio": 0.5, **changes})
+        assert control.tunables() == before
 
     def test_the_policy_holds_from_the_next_plan_on(self) -> None:
         engine = make(max_running_requests=1)
         for handle, max_new in enumerate((1, 2, 3)):
             engine.submit(handle, [handle] * 4, max_new_tokens=max_new, ignore_eos=True)
-        engine.core.retune({"schedule_policy": "lof"})
+        engine.control.retune({"schedule_policy": "lof"})
         assert engine.core.config.schedule_policy is SchedulePolicy.LOF
         engine.drain()
         assert list(engine.finishes) == [2, 1, 0]
 
     def test_fewer_running_requests_are_let_in_and_more_again(self) -> None:
         engine = make()
-        engine.core.retune({"max_running_requests": 2})
+        engine.control.retune({"max_running_requests": 2})
         assert engine.core.stats().max_running_requests == 2, "as it is, and not as it began"
         for handle in range(6):
             engine.submit(handle, [handle] * 4, max_new_tokens=30, ignore_eos=True)
         for _ in range(4):
             engine.turn()
         assert engine.core.stats().num_running == 2
-        engine.core.retune({"max_running_requests": 8})
+        engine.control.retune({"max_running_requests": 8})
         for _ in range(4):
             engine.turn()
         assert engine.core.stats().num_running == 6
 
     @pytest.mark.parametrize(("conservativeness", "ratio"), [(0.5, 0.35), (2.0, 1.0)])
     def test_conservativeness_starts_the_ratio_over(self, conservativeness: float, ratio: float) -> None:
-        core = make().core
-        core.retune({"schedule_conservativeness": conservativeness})
-        assert core.stats().new_token_ratio == pytest.approx(ratio)
+        control = make().control
+        control.retune({"schedule_conservativeness": conservativeness})
+        assert control.stats().new_token_ratio == pytest.approx(ratio)
 
     def test_the_ratio_can_be_set(self) -> None:
-        core = make().core
-        core.retune({"new_token_ratio": 0.25})
-        assert core.stats().new_token_ratio == 0.25 == core.tunables()["new_token_ratio"]
+        control = make().control
+        control.retune({"new_token_ratio": 0.25})
+        assert control.stats().new_token_ratio == 0.25 == control.tunables()["new_token_ratio"]
 
     def test_chunks_mixing_and_the_queue_follow_at_once(self) -> None:
         engine = make(chunked_prefill_size=16, adaptive_chunk_rows=0)
@@ -246,7 +246,7 @@ class TestRetune:
             engine.turn()
         engine.submit(1, range(100), max_new_tokens=2)
         engine.turn()
-        engine.core.retune({"chunked_prefill_size": 33, "enable_mixed_chunk": True, "max_queued_requests": 0})
+        engine.control.retune({"chunked_prefill_size": 33, "enable_mixed_chunk": True, "max_queued_requests": 0})
         engine.turn()
         assert engine.plans[-2].num_tokens.tolist() == [16]
         assert engine.plans[-1].num_tokens.tolist() == [32, 1]
@@ -265,10 +265,10 @@ class TestRetune:
         ]
         for handle in range(25):
             engine.submit(handle, [handle % 3] * (5 + handle), max_new_tokens=30)
-            engine.core.retune(settings[handle % 5])
+            engine.control.retune(settings[handle % 5])
             for _ in range(3):
                 engine.turn()
-        engine.core.retune({"retract_interval": 0, "chunked_prefill_size": 16, "max_running_requests": 8})
+        engine.control.retune({"retract_interval": 0, "chunked_prefill_size": 16, "max_running_requests": 8})
         engine.drain()
         for handle in range(25):
             engine.check_answer(handle)
@@ -295,7 +295,7 @@ MOST_S = 1e300
 def retuned(**changes: Any) -> Engine:
     """An engine with priorities on, whose tunables are changed before the first request."""
     engine = make(enable_priority_scheduling=True)
-    engine.core.retune(changes)
+    engine.control.retune(changes)
     return engine
 
 
@@ -326,8 +326,8 @@ class TestEndsOfRanges:
         engine, limits = make(enable_priority_scheduling=True), RANGES[name]
         assert limits is not None
         value = max(value, 4) if name == "max_prefill_tokens" else min(value, 8) if name == "max_running_requests" else value
-        kind = type(engine.core.tunables()[name])
-        engine.core.retune({name: kind(value) if not limits.above or value else 5e-324})
+        kind = type(engine.control.tunables()[name])
+        engine.control.retune({name: kind(value) if not limits.above or value else 5e-324})
         for handle in range(6):
             engine.submit(handle, [handle % 3] * (5 + 9 * handle), max_new_tokens=6, ignore_eos=True, priority=handle % 2)
             engine.turn()
@@ -356,10 +356,10 @@ class TestEndsOfRanges:
         engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
             engine.turn()
-        engine.core.retune({"max_queued_requests": 0})
+        engine.control.retune({"max_queued_requests": 0})
         engine.drain()
         assert engine.finishes[0].reason is FinishReason.LENGTH
-        engine.core.retune({"max_queued_requests": 1})
+        engine.control.retune({"max_queued_requests": 1})
         engine.submit(1, [1] * 4, max_new_tokens=1)
         engine.drain()
         assert engine.finishes[1].reason is FinishReason.LENGTH and not engine.core.stats().refuses_new
@@ -384,7 +384,7 @@ class TestEndsOfRanges:
         engine.submit(0, range(100), max_new_tokens=1)
         engine.drain()
         assert len(engine.plans) == steps
-        assert engine.core.tunables()["chunked_prefill_size"] == max(size, 0)
+        assert engine.control.tunables()["chunked_prefill_size"] == max(size, 0)
 
     @pytest.mark.parametrize(("tokens", "steps"), [(4, 25), (MOST, 1)])
     def test_prefill_budget_bounds_a_step(self, tokens: int, steps: int) -> None:
@@ -448,7 +448,7 @@ class TestEndsOfRanges:
     def test_no_session_opens_and_open_ones_stay_when_there_may_be_none(self) -> None:
         engine = make()
         assert engine.open_session("s")
-        engine.core.retune({"max_sessions": 0})
+        engine.control.retune({"max_sessions": 0})
         assert not engine.open_session("t")
         engine.submit(0, [1] * 4, session=SessionTurn("s"), max_new_tokens=2)
         engine.drain()

@@ -33,7 +33,7 @@ def test_pages_that_are_taken_by_others_while_they_come_are_waited_for() -> None
     assert engine.core.stats().num_running == 1 and not quarantined(engine)
     (load,) = moved(engine, OperationKind.LOAD)
     engine.abort(0)
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     turns(engine, 2)
     began, before = engine.now, len(engine.plans)
     for number in (1, 2):
@@ -66,7 +66,7 @@ def test_the_one_behind_it_has_its_turn_when_it_is_there(later: bool) -> None:
 
 def test_what_it_takes_is_learned_when_it_is_there_and_nothing_from_steps_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = early(10.0, 0.01)
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     computed: list[tuple[int, float]] = []
     monkeypatch.setattr(tiers.rates, "computed", lambda extended, rows, seconds: computed.append((extended, seconds)))

@@ -260,7 +260,7 @@ roomy = st.builds(
 def watch(engine: Engine) -> None:
     """From now on, at each pass's end: who has been passed over in more than MAX_PASSES, with no more of its prefix cached than
     when it was first so, is a fault. A turn may have two passes."""
-    table, gate = engine.core.table, engine.core._planner.extends._prefixes
+    table, gate = engine.core.table, engine.core.planner.extends._prefixes
     ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: the most tokens that were cached, passes since
 
     def look() -> None:

@@ -13,7 +13,7 @@ from tests.core.test_scheduler_properties import check_run
 
 
 def computing_takes(engine: Engine, token_s: float) -> None:
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     tiers.rates._token_s = None  # whatever was known before
     tiers.rates.computed(1000, 0, 1000 * token_s)
@@ -24,7 +24,7 @@ class TestWhetherItPays:
         """Request 0 waits for nine pages, and what computing takes is known."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         computing_takes(engine, 1e-3)
         engine.executor._time = TimeModel(per_page_moved=page_moved_s)
         begin(engine, 0, prompt(0))
@@ -59,7 +59,7 @@ class TestWhetherItPays:
         """The operation has its turn when that step has ended, however it ended, and no other one comes."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         computing_takes(engine, 1e-3)
         engine.executor._time = TimeModel(per_page_moved=5.0)
         begin(engine, 1, prompt(1, 16))
@@ -114,14 +114,14 @@ class TestWhetherItPays:
         computing_takes(engine, 5e-4)
         read_at = 0
         for handle in range(1, 40):
-            engine.core.flush_cache()
+            engine.control.flush_cache()
             cached = ask(engine, handle, prompt(0)).cached_tokens
             if cached:
                 read_at = handle
                 break
             assert engine.core.stats().recomputed_pages_total == 9 * handle
         assert read_at > 2
-        assert TraceKind.IMPORTING not in [event.kind for event in engine.core.trace("r1")]
+        assert TraceKind.IMPORTING not in [event.kind for event in engine.control.trace("r1")]
 
 
 class TestRoom:

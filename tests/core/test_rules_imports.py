@@ -24,7 +24,7 @@ def cold(engine: Engine, *prompts: list[int]) -> Engine:
     """What these have left is in other tiers alone."""
     for number, ids in enumerate(prompts):
         ask(engine, 1000 + number, ids)
-        engine.core.flush_cache()
+        engine.control.flush_cache()
     return slow(engine)
 
 
@@ -46,7 +46,7 @@ def importing(**changes: Any) -> Engine:
 
 
 def resume(engine: Engine) -> None:
-    engine.core.resume()
+    engine.control.resume()
     engine.idle_turns = 0  # those of the pause
 
 
@@ -64,7 +64,7 @@ class TestSharing:
     def test_requests_of_one_prompt_import_it_once(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
         if kind is FETCH:
-            engine.core.flush_tiers((Tier.HOST,))
+            engine.control.flush_tiers((Tier.HOST,))
         for handle in range(4):
             begin(engine, handle, prompt(0))
         engine.drain()
@@ -156,7 +156,7 @@ class TestWhoLeaves:
 
     def test_a_flush_ends_the_import_and_the_request_computes(self) -> None:
         engine = importing()
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         engine.drain()
         assert engine.finishes[0].cached_tokens == 0
         assert num_moved(engine, LOAD) == 9 and engine.core.stats().loaded_pages_total == 0
@@ -180,10 +180,10 @@ class TestWhoLeaves:
         begin(engine, 0, prompt(0))
         for handle in (1, 2, 3):
             begin(engine, handle, [handle], 8)
-        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.control.pause(PauseMode.IN_PLACE, engine.now)
         engine.abort(9)
         turns(engine, 8)
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         resume(engine)
         engine.drain()
         assert num_moved(engine, LOAD) == 9
@@ -192,7 +192,7 @@ class TestWhoLeaves:
     def test_its_trace_says_what_it_waited_for_and_what_came(self) -> None:
         engine = importing()
         engine.drain()
-        told = [(event.kind, event.detail) for event in engine.core.trace("r0")]
+        told = [(event.kind, event.detail) for event in engine.control.trace("r0")]
         assert (TraceKind.IMPORTING, 36) in told and (TraceKind.IMPORTED, 36) in told and (TraceKind.ADMITTED, 36) in told
 
 
@@ -202,7 +202,7 @@ class TestWhatFails:
     def test_an_operation_that_brings_nothing_costs_its_time_alone(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
         if kind is FETCH:
-            engine.core.flush_tiers((Tier.HOST,))
+            engine.control.flush_tiers((Tier.HOST,))
         engine.executor.pages_moved = lambda operation: 0
         finish = ask(engine, 0, prompt(0))
         stats = engine.core.stats()
@@ -230,7 +230,7 @@ class TestWhatFails:
 class TestWhileOthersRest:
     def test_a_paused_scheduler_plans_operations_without_rows(self) -> None:
         engine = cold(roomy(), prompt(0))
-        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.control.pause(PauseMode.IN_PLACE, engine.now)
         begin(engine, 0, prompt(0))
         first = len(engine.plans)
         turns(engine, 6)
@@ -289,7 +289,7 @@ class TestWhoImports:
         params = {"max_new_tokens": 14, "ignore_eos": True, **more}
         engine.submit(0, prompt(0), **params)
         engine.drain()
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         slow(engine)
         engine.submit(1, prompt(0), output=engine.outputs[0][:9], **params)
         engine.drain()
@@ -301,9 +301,9 @@ class TestWhoImports:
         engine = slow(roomy())
         begin(engine, 0, prompt(0), 12)
         turns(engine, 8)
-        engine.core.pause(PauseMode.RETRACT, engine.now)
+        engine.control.pause(PauseMode.RETRACT, engine.now)
         turns(engine, 8)
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert num_moved(engine, LOAD) == 0
         resume(engine)
         engine.drain()
@@ -317,10 +317,10 @@ class TestWhoImports:
         begin(engine, 2, [9])
         begin(engine, 0, prompt(0), 12)
         turns(engine, 8)
-        engine.core.retune({"schedule_policy": "fcfs"})
-        engine.core.pause(PauseMode.RETRACT, engine.now)
+        engine.control.retune({"schedule_policy": "fcfs"})
+        engine.control.pause(PauseMode.RETRACT, engine.now)
         turns(engine, 8)
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         resume(engine)
         engine.drain()
         assert num_moved(engine, LOAD) >= 10 and list(engine.finishes)[-3:] == [1, 0, 2]
@@ -331,10 +331,10 @@ class TestWhoImports:
         begin(engine, 1, prompt(0), 12)
         turns(engine, 4)
         begin(engine, 0, prompt(0))
-        engine.core.pause(PauseMode.IN_PLACE, engine.now)
+        engine.control.pause(PauseMode.IN_PLACE, engine.now)
         engine.abort(1)
         turns(engine, 8)
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         resume(engine)
         engine.drain()
         assert engine.finishes[0].cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
@@ -344,7 +344,7 @@ class TestWhoImports:
         engine = slow(roomy())
         engine.open_session("s")
         ask(engine, 0, prompt(0, 30), session=SessionTurn("s"))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         finish = ask(engine, 1, prompt(1, 6), session=SessionTurn("s"))
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.HOST: 32}
         check_run(engine)

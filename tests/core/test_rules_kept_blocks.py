@@ -60,16 +60,16 @@ def test_a_block_goes_down_the_tiers_and_comes_back(page_size: int) -> None:
     whole = (257 // page_size * page_size) // 64
     names = names_of(prompt(0))[:whole]
     assert engine.index == set(names) and not engine.below, "it is told of where it is fastest"
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     engine.check()
     assert not engine.index and engine.below == dict.fromkeys(names, BlockTier.HOST)
-    engine.core.flush_tiers((Tier.HOST,))
+    engine.control.flush_tiers((Tier.HOST,))
     engine.check()
     assert engine.below == dict.fromkeys(names, BlockTier.STORAGE)
     assert ask(engine, 1, prompt(0))[Tier.STORAGE] > 0
     assert engine.index == set(names) and not engine.below
-    engine.core.flush_cache()
-    engine.core.flush_tiers((Tier.STORAGE,))
+    engine.control.flush_cache()
+    engine.control.flush_tiers((Tier.STORAGE,))
     engine.check()
     assert not engine.index and not engine.below
 
@@ -90,9 +90,9 @@ def test_a_block_is_as_slow_as_its_slowest_page() -> None:
     engine = tiered(has_storage=True, host_pages=42)
     for number in range(3):
         ask(engine, number, prompt(number))
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     engine.check()
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     in_host = [sum(key in tiers._host for key in block.keys) for operation in stored(engine)[:2] for block in operation.blocks]
     assert in_host[:4] == [4, 4, 2, 0]
@@ -108,8 +108,8 @@ def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
     """One page of the second block is lost: what is behind it is told all the same, and found by nobody."""
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
-    engine.core.flush_cache()
-    engine.core.flush_tiers((Tier.HOST,))
+    engine.control.flush_cache()
+    engine.control.flush_tiers((Tier.HOST,))
     keys = [key for operation in stored(engine) for key in operation.keys]
     engine.core.ended(Fact(UNASKED, dropped=(keys[5],)), engine.now)
     engine.check()
@@ -121,7 +121,7 @@ def test_a_block_whose_last_page_the_host_does_not_take_is_not_there() -> None:
     """One prompt may have fifteen of its pages, and the fourth block ends with the sixteenth."""
     engine = tiered(host_pages=30)
     ask(engine, 0, prompt(0))
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     engine.check()
     assert engine.below == dict.fromkeys(names_of(prompt(0))[:3], BlockTier.HOST)
 
@@ -130,10 +130,10 @@ def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, tells_storage=False))
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     engine.check()
     assert len(engine.below) == 4 and set(engine.below.values()) == {BlockTier.HOST}
-    engine.core.flush_tiers((Tier.HOST,))
+    engine.control.flush_tiers((Tier.HOST,))
     engine.check()
     assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "it is there"
 
@@ -141,7 +141,7 @@ def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) 
 def test_other_weights_take_the_names_with_them() -> None:
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
-    engine.core.replace_weights("r2")
+    engine.control.replace_weights("r2")
     engine.check()
     assert not engine.index and not engine.below
     assert engine.core.stats().storage_pages == 16, "files of other weights grow old"
@@ -151,7 +151,7 @@ def test_a_new_pool_tells_again_what_is_below_it() -> None:
     engine = tiered()
     ask(engine, 0, prompt(0))
     assert engine.core.take_cache_events() is None
-    engine.core.reset_memory()
+    engine.control.reset_memory()
     events = engine.core.take_cache_events()
     assert events == CacheEvents(True, (), (), tuple(names_of(prompt(0))))
 
@@ -206,15 +206,15 @@ CHANCES = st.one_of(ASKED, st.sampled_from(["flush", "host", "drop"]))
 def test_what_is_told_is_where_it_is(happens: list[Any], page_size: int, policy: WritePolicy, has_storage: bool) -> None:
     """Against every block that ever was, by the keys of its pages, of which some are evicted from a small host."""
     engine = tiered(page_size, has_storage=has_storage, host_pages=800 // page_size, hicache_write_policy=policy)
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     keys_of = PageKeys(bytes(SECRET_BYTES), b"", page_size)
     pages: dict[bytes, list[bytes]] = {}
     for handle, what in enumerate(happens):
         if what == "flush":
-            engine.core.flush_cache()
+            engine.control.flush_cache()
         elif what == "host":
-            engine.core.flush_tiers((Tier.HOST,))
+            engine.control.flush_tiers((Tier.HOST,))
         elif what == "drop":
             engine.core.ended(Fact(UNASKED, dropped=tuple(engine.executor.storage)[::3]), engine.now)
         else:

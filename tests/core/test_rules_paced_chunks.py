@@ -251,7 +251,7 @@ def test_what_a_failed_step_took_is_not_the_next_one_s() -> None:
 
 def test_it_changes_while_the_worker_runs() -> None:
     timed = Timed()
-    timed.engine.core.retune({"adaptive_chunk_s": 0.1})
+    timed.engine.control.retune({"adaptive_chunk_s": 0.1})
     assert all(0.075 < seconds <= 0.09 for _, seconds in timed.beside(2)[6:])
 
 

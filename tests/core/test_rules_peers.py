@@ -247,9 +247,9 @@ class TestRoom:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         if how == "flush":
-            assert pair.first.core.flush_cache() == 10
+            assert pair.first.control.flush_cache() == 10
         else:
-            pair.first.core.replace_weights("other")
+            pair.first.control.replace_weights("other")
         pair.first.turn()
         pair.assert_all_is_free()
         assert not pair.first.executor.open_rooms
@@ -350,7 +350,7 @@ class TestReading:
             pair.second.submit(handle, PROMPT, output=output, source=source, salt=salt, ignore_eos=True, max_new_tokens=4)
             pair.second.drain()
             pair.second.check_answer(handle)
-            pair.second.core.flush_cache()
+            pair.second.control.flush_cache()
         assert pair.second.core.stats().pulled_pages_total == 0 and len(pulls(pair.second)) == 3
 
     def test_a_worker_that_is_gone_costs_a_computation(self) -> None:
@@ -365,7 +365,7 @@ class TestReading:
 
     def test_is_given_up_when_computing_would_be_sooner(self) -> None:
         pair = Pair(page_moved_s=100.0)
-        tiers = pair.second.core._tiers
+        tiers = pair.second.core.tiers
         assert tiers is not None
         tiers.rates._token_s = None
         tiers.rates.computed(1000, 0, 10.0)
@@ -395,7 +395,7 @@ class TestReading:
     def test_one_that_hangs_does_not_either(self) -> None:
         """Neither those who wait for another one by then, nor those who come later."""
         pair = Pair(num_pages=64, first={"num_pages": 64})
-        tiers, executor = pair.second.core._tiers, pair.second.executor
+        tiers, executor = pair.second.core.tiers, pair.second.executor
         assert tiers is not None
         tiers.rates._token_s = None
         tiers.rates.computed(1000, 0, 10.0)
@@ -433,7 +433,7 @@ class TestReading:
     def test_a_read_is_judged_with_what_is_behind_it_before_its_request_comes_to_it(self) -> None:
         """By itself each of them takes longer than its page would take to be computed; all of them do not."""
         pair = Pair(page_moved_s=0.05)
-        tiers = pair.second.core._tiers
+        tiers = pair.second.core.tiers
         assert tiers is not None
         tiers._imports._at_once, tiers.rates._token_s = 1, 0.0132
         tiers.rates._lanes[ADDRESS] = pair.second.config.page_bytes / 0.05
@@ -448,7 +448,7 @@ class TestReading:
     def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self, aborted: bool) -> None:
         """A worker that hangs costs each of them the patience of one."""
         pair = Pair(page_moved_s=100.0, num_pages=64, first={"num_pages": 64})
-        tiers = pair.second.core._tiers
+        tiers = pair.second.core.tiers
         assert tiers is not None
         tiers.rates._token_s = None
         tiers.rates.computed(1000, 0, 10.0)
@@ -482,7 +482,7 @@ class TestReading:
 
     def test_whether_reading_pays_is_told(self) -> None:
         pair = Pair()
-        tiers = pair.second.core._tiers
+        tiers = pair.second.core.tiers
         assert tiers is not None and not pair.second.core.stats().pulls_lose
         tiers.rates.moved(Tier.PEER, 1, 1e6, ADDRESS)
         tiers.rates._token_s = 1e-9
@@ -517,12 +517,12 @@ class TestReading:
     def test_while_paused_it_goes_on(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
-        pair.second.core.pause(PauseMode.IN_PLACE, pair.second.now)
+        pair.second.control.pause(PauseMode.IN_PLACE, pair.second.now)
         pair.go_on(0, PROMPT, max_new_tokens=4)
         for _ in range(5):
             pair.turn()
         assert pair.second.core.stats().pulled_pages_total == 10
-        pair.second.core.resume()
+        pair.second.control.resume()
         pair.second.drain()
         pair.second.check_answer(0)
 
@@ -597,7 +597,7 @@ def _step(pair: Pair, what: str, prompts: dict[int, list[int]]) -> list[int]:
         case "abort" if pair.second.core.num_requests:
             pair.second.abort(next(iter(pair.second.core.table.by_key.values())).handle)
         case "flush":
-            pair.first.core.flush_cache()
+            pair.first.control.flush_cache()
             pair.first.check()
         case "clock":
             pair.first.now += 0.1

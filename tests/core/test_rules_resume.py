@@ -281,7 +281,7 @@ class TestTheQueue:
         engine.drain()
         engine.submit(1, PROMPT, output=WHOLE[:12], max_new_tokens=24, ignore_eos=True)
         engine.drain()
-        admitted = [event.detail for event in engine.core.trace("r1") if event.kind is TraceKind.ADMITTED]
+        admitted = [event.detail for event in engine.control.trace("r1") if event.kind is TraceKind.ADMITTED]
         assert admitted == [16] and engine.finishes[1].cached_tokens == len(PROMPT)
         engine.check_answer(1)
 

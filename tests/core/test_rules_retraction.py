@@ -223,7 +223,7 @@ class TestBatchIsFull:
 
     def test_cleared_when_a_request_is_retracted(self) -> None:
         engine = self.full()
-        engine.core.retune({"retract_interval": 1})
+        engine.control.retune({"retract_interval": 1})
         engine.core.plan(engine.now)
         assert engine.core.stats().retractions_total == 1 and not engine.core.stats().batch_is_full
 

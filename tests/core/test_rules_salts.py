@@ -43,7 +43,7 @@ def ask(engine: Engine, handle: int, ids: list[int], salt: str, **params: Any) -
 
 def delete(engine: Engine, salt: str) -> int:
     """As the control service has it done, everywhere. Pages of the storage."""
-    engine.core.forget_salt(salt, EVERYWHERE)
+    engine.control.forget_salt(salt, EVERYWHERE)
     done: Future[Deleted] = Future()
     engine.executor.apply(DeleteStored(Selection(tag(engine, salt)), done))
     deleted = done.result(0)
@@ -53,14 +53,14 @@ def delete(engine: Engine, salt: str) -> int:
 
 
 def tag(engine: Engine, salt: str) -> bytes:
-    found = engine.core.storage_tag(salt)
+    found = engine.control.storage_tag(salt)
     assert found is not None
     return found
 
 
 def kept(engine: Engine, salt: str) -> int:
     """Pages of a salt that the host or the storage has."""
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     in_host = [key for key in tiers._host._cached if tag_of(key) == tag(engine, salt)]
     return len(in_host) + sum(tag_of(key) == tag(engine, salt) for key in engine.executor.storage)
@@ -119,12 +119,12 @@ def test_what_is_on_its_way_is_published_and_kept_nowhere(turns: int) -> None:
     """Down to the host, on to the storage, and up to the device, at whatever turn the deletion comes."""
     engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
     ask(engine, 0, prompt(0), "a")
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     engine.submit(1, prompt(0, 60), max_new_tokens=1, ignore_eos=True, salt="a")
     engine.submit(2, prompt(1), max_new_tokens=1, ignore_eos=True, salt="a")
     for _ in range(turns):
         engine.turn()
-    engine.core.forget_salt("a", EVERYWHERE)
+    engine.control.forget_salt("a", EVERYWHERE)
     engine.drain()
     engine.turn()
     stats = engine.core.stats()
@@ -140,7 +140,7 @@ def test_a_session_goes_on_without_what_was_cached_of_it() -> None:
     engine = slow(tiered())
     engine.open_session("s")
     ask(engine, 0, prompt(0, 20), "a", session=SessionTurn("s"))
-    assert engine.core.forget_salt("a", (Tier.DEVICE,)) > 0
+    assert engine.control.forget_salt("a", (Tier.DEVICE,)) > 0
     assert engine.core.table.memory.tree.num_pages == 0, "held pages go too"
     assert ask(engine, 1, prompt(1, 8), "a", session=SessionTurn("s")).cached_tokens in (0, 20)
     assert ask(engine, 2, prompt(2, 4), "a", session=SessionTurn("s")).cached_tokens > 20
@@ -158,7 +158,7 @@ def test_what_a_prefill_worker_kept_for_another_is_not_read_after_it(turns: int)
         pair.first.turn()
     assert len(pair.first.core.table.rooms) == (2 if turns > 1 else 0)
     for engine in (pair.first, pair.second):
-        engine.core.forget_salt("a", EVERYWHERE)
+        engine.control.forget_salt("a", EVERYWHERE)
         engine.drain()
     assert len(pair.first.core.table.rooms) == 1, "another salt's"
     for handle, salt in enumerate("ab"):
@@ -175,7 +175,7 @@ def test_without_tiers_the_pool_alone_forgets() -> None:
     engine = small()
     ask(engine, 0, prompt(0), "a")
     ask(engine, 1, prompt(0, 8), "")
-    assert engine.core.forget_salt("a", EVERYWHERE) == 10 and engine.core.storage_tag("a") is None
+    assert engine.control.forget_salt("a", EVERYWHERE) == 10 and engine.control.storage_tag("a") is None
     assert ask(engine, 2, prompt(0, 8), "").cached_tokens == 4 and ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
@@ -186,28 +186,28 @@ def test_a_salt_over_its_quota_makes_room_among_its_own_and_holds_nobody_up() ->
         ask(engine, number, prompt(number), "a")
     stats = engine.core.stats()
     assert kept(engine, "a") <= 12 and stats.host_over_quota_pages_total > 0 and stats.host_salts == 2
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     assert ask(engine, 10, prompt(0), "b").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
     assert ask(engine, 11, prompt(4), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}, "the youngest of its own"
 
 
 def test_of_a_prompt_longer_than_the_quota_the_beginning_is_kept() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     ask(engine, 0, prompt(0), "a")
     begin = set(tiers._host._cached)
     for handle in range(1, 3):
         ask(engine, handle, prompt(0), "a")
         assert set(tiers._host._cached) == begin and len(begin) == 4
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     assert ask(engine, 3, prompt(0), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
 
 
 def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
     ask(engine, 0, prompt(0), "a")
-    tiers = engine.core._tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     pinned, engine.checked = tiers._host.pin(list(tiers._host._cached)), False  # by nobody that the checks know
     ask(engine, 1, prompt(1), "a")
@@ -216,7 +216,7 @@ def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> Non
     tiers._host.unpin(pinned)
     engine.checked = True
     ask(engine, 3, prompt(1), "a")
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     assert ask(engine, 4, prompt(1), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}, "it is copied with its next use"
 
 
@@ -226,8 +226,8 @@ def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt
     ask(engine, 0, prompt(0), salt)
     stored = 4 if salt else 10
     assert len(engine.executor.storage) == stored
-    engine.core.flush_cache()
-    engine.core.flush_tiers((Tier.HOST,))
+    engine.control.flush_cache()
+    engine.control.flush_tiers((Tier.HOST,))
     found = ask(engine, 1, prompt(0), salt).cached_from[Tier.STORAGE]
     assert found == 4 * min(stored, 9)
 

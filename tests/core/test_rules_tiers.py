@@ -81,8 +81,8 @@ class TestTheWayBack:
         engine = tiered(overlap, has_storage=True)
         ask(engine, 0, prompt(0))
         assert engine.core.stats().storage_pages == 10
-        engine.core.flush_cache()
-        assert engine.core.flush_tiers((Tier.HOST,)) == 10
+        engine.control.flush_cache()
+        assert engine.control.flush_tiers((Tier.HOST,)) == 10
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 36}
         assert engine.core.stats().fetched_pages_total == 9 and num_moved(engine, OperationKind.LOAD) == 0
 
@@ -91,7 +91,7 @@ class TestTheWayBack:
         engine = slow(tiered(has_storage=True, host_pages=24, chunked_prefill_size=64))
         for number in range(3):
             ask(engine, number, prompt(number))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         ask(engine, 8, prompt(0, 9))
         in_host = [key in keys_of(prompt(0)) for key in moved_to_host(engine)].count(True)
         finish = ask(engine, 9, prompt(0))
@@ -115,14 +115,14 @@ class TestTheWayBack:
             shared = max((common_pages(ids[:-1], other) for other in known[salt]), default=0)
             assert finish.cached_tokens == 4 * shared
             known[salt].append(ids + engine.outputs[handle][:-1])
-            engine.core.flush_cache()
+            engine.control.flush_cache()
             if handle % 2:
-                engine.core.flush_tiers((Tier.HOST,))
+                engine.control.flush_tiers((Tier.HOST,))
 
     def test_who_waits_for_pages_holds_nobody_up(self) -> None:
         engine = tiered(page_moved_s=0.003)
         ask(engine, 0, prompt(0))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         engine.submit(1, prompt(0), max_new_tokens=4, ignore_eos=True)
         engine.submit(2, [9], max_new_tokens=2, ignore_eos=True)
         turns(engine, 2)
@@ -152,10 +152,10 @@ def test_what_one_salt_was_answered_is_no_other_salts() -> None:
     engine.submit(0, [5, 5], salt="a", max_new_tokens=30, ignore_eos=True)
     engine.drain()
     said = [5, 5, *engine.outputs[0]]
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     assert engine.core.stats().host_pages_used == 7
     assert ask(engine, 1, said).cached_tokens == ask(engine, 2, said, salt="b").cached_tokens == 0
-    engine.core.flush_cache()
+    engine.control.flush_cache()
     assert ask(engine, 3, said, salt="a").cached_tokens == 28
 
 
@@ -212,7 +212,7 @@ class TestCopies:
         engine = tiered()
         for handle in range(3):
             ask(engine, handle, prompt(0))
-            engine.core.flush_cache()
+            engine.control.flush_cache()
         counts = [moved_to_host(engine).count(key) for key in keys_of(prompt(0))]
         assert counts == [1] * 10
 
@@ -220,9 +220,9 @@ class TestCopies:
     def test_what_the_host_has_lost_is_copied_again_when_it_is_used(self, policy: WritePolicy) -> None:
         engine = slow(tiered(hicache_write_policy=policy))
         ask(engine, 0, prompt(0))
-        engine.core.flush_tiers((Tier.HOST,))
+        engine.control.flush_tiers((Tier.HOST,))
         ask(engine, 1, prompt(0))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert ask(engine, 2, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
 
     def test_whoever_is_left_first_is_copied_first(self) -> None:
@@ -251,7 +251,7 @@ class TestCopies:
         engine = tiered(host_pages=8)
         ask(engine, 0, prompt(0))
         assert engine.core.stats().backed_up_pages_total == 4
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
 
     @pytest.mark.parametrize("chunk", [16, 64])
@@ -278,7 +278,7 @@ class TestCopies:
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not num_running(engine):
             engine.turn()
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert engine.core.table.memory.tree.num_pages == 10, "an operation reads them"
         engine.drain()
         assert engine.core.table.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
@@ -305,7 +305,7 @@ class TestCopies:
         engine = tiered(chunked_prefill_size=64)
         engine.executor.pages_moved = lambda operation: 0
         ask(engine, 0, prompt(0))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert engine.core.stats().lost_pages_total == 0, "nobody wanted its place"
         for number in range(1, 3):
             ask(engine, number, prompt(number))
@@ -332,28 +332,28 @@ class TestForgetting:
     def test_a_flushed_host_serves_nobody(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
-        engine.core.flush_cache()
-        assert engine.core.flush_tiers((Tier.HOST,)) == 10
+        engine.control.flush_cache()
+        assert engine.control.flush_tiers((Tier.HOST,)) == 10
         assert engine.core.stats().host_pages_used == 0
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
     def test_a_flushed_storage_serves_nobody_and_the_host_goes_on(self) -> None:
         engine = tiered(has_storage=True)
         ask(engine, 0, prompt(0))
-        assert engine.core.flush_tiers((Tier.STORAGE,)) == 10
-        engine.core.flush_cache()
+        assert engine.control.flush_tiers((Tier.STORAGE,)) == 10
+        engine.control.flush_cache()
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
-        engine.core.flush_cache()
-        engine.core.flush_tiers((Tier.HOST, Tier.STORAGE))
+        engine.control.flush_cache()
+        engine.control.flush_tiers((Tier.HOST, Tier.STORAGE))
         assert ask(engine, 2, prompt(0)).cached_tokens == 0
 
     def test_what_is_read_goes_on_and_is_forgotten_by_the_host(self) -> None:
         engine = tiered(page_moved_s=0.003, num_pages=32)
         ask(engine, 0, prompt(0))
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         engine.submit(1, prompt(0), max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        assert engine.core.flush_tiers((Tier.HOST,)) == 10
+        assert engine.control.flush_tiers((Tier.HOST,)) == 10
         assert engine.core.stats().host_pages_used == 0
         engine.drain()
         assert engine.finishes[1].cached_tokens == 36
@@ -364,7 +364,7 @@ class TestForgetting:
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not num_running(engine):
             engine.turn()
-        engine.core.flush_tiers((Tier.HOST,))
+        engine.control.flush_tiers((Tier.HOST,))
         engine.drain()
         assert engine.core.stats().host_pages_used == 0
         assert engine.core.table.memory.tree.num_pages == 10, "the pool was not flushed"
@@ -376,7 +376,7 @@ class TestForgetting:
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not moved(engine, OperationKind.STORE):
             engine.turn()
-        engine.core.flush_tiers((Tier.STORAGE,))
+        engine.control.flush_tiers((Tier.STORAGE,))
         engine.drain()
         engine.executor.apply(DeleteStored(ALL, Future()))  # as the executor does it, behind what was begun before
         assert engine.core.stats().storage_pages == 0
@@ -388,15 +388,15 @@ class TestForgetting:
         engine = tiered(has_storage=True, chunked_prefill_size=64)
         ask(engine, 0, prompt(0))
         (node,) = engine.core.table.memory.tree.nodes()
-        backed = engine.core._tiers.queue.backed  # type: ignore[union-attr]
+        backed = engine.core.tiers.queue.backed  # type: ignore[union-attr]
         assert node.backed and list(backed.values()) == [node]
-        engine.core.flush_tiers((Tier.HOST,))
+        engine.control.flush_tiers((Tier.HOST,))
         assert node.backed, "the storage has it"
         engine.core.ended(Fact(UNASKED, dropped=tuple(keys_of(prompt(0)))), engine.now)
         assert not node.backed and not backed
         ask(engine, 1, prompt(0))
         assert node.backed
-        engine.core.flush_cache()
+        engine.control.flush_cache()
         assert not backed, "it has gone"
 
     def test_what_waits_for_the_storage_is_forgotten_with_the_host(self) -> None:
@@ -404,7 +404,7 @@ class TestForgetting:
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not engine.core.stats().stored_pages_total:
             engine.turn()
-        engine.core.flush_tiers((Tier.HOST,))
+        engine.control.flush_tiers((Tier.HOST,))
         before = num_moved(engine, OperationKind.STORE)
         unstored = engine.core.stats().unstored_pages_total
         assert unstored > 0 and num_moved(engine, OperationKind.STORE) == before
@@ -412,7 +412,7 @@ class TestForgetting:
     def test_new_weights_find_nothing_in_the_host(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
-        engine.core.replace_weights("others")
+        engine.control.replace_weights("others")
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
     def test_the_memory_is_not_reset_while_an_operation_is_under_way(self) -> None:
@@ -422,9 +422,9 @@ class TestForgetting:
             engine.turn()
         assert engine.core.idle and engine.prev is None
         with pytest.raises(AssertionError):
-            engine.core.reset_memory()
+            engine.control.reset_memory()
         engine.drain()
-        engine.core.reset_memory()
+        engine.control.reset_memory()
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
 
 
@@ -455,7 +455,7 @@ class TestFacts:
     def test_what_the_storage_has_dropped_is_not_asked_for(self) -> None:
         engine = tiered(has_storage=True)
         ask(engine, 0, prompt(0))
-        engine.core.flush_cache()
-        engine.core.flush_tiers((Tier.HOST,))
+        engine.control.flush_cache()
+        engine.control.flush_tiers((Tier.HOST,))
         engine.core.ended(Fact(UNASKED, dropped=tuple(keys_of(prompt(0))[5:])), engine.now)
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 20}

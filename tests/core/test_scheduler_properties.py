@@ -107,18 +107,18 @@ def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked
         if handle and rng.random() < 0.05:
             engine.abort(rng.randrange(max(0, handle - 12), handle))
         if rng.random() < 0.002:
-            engine.core.flush_cache()
+            engine.control.flush_cache()
         if rng.random() < 0.002:
-            engine.core.flush_tiers(rng.choice(((Tier.HOST,), (Tier.STORAGE,), (Tier.HOST, Tier.STORAGE))))
+            engine.control.flush_tiers(rng.choice(((Tier.HOST,), (Tier.STORAGE,), (Tier.HOST, Tier.STORAGE))))
         if rng.random() < 0.01:
-            engine.core.forget_salt(
+            engine.control.forget_salt(
                 rng.choice(("", "tenant")), rng.choice(((Tier.DEVICE, Tier.HOST, Tier.STORAGE), (Tier.DEVICE,)))
             )
             engine.check()
         if rng.random() < 0.01:
             policy = rng.choice(list(SchedulePolicy)).value
             limit = rng.randrange(1, config.max_running_requests + 1)
-            engine.core.retune({"schedule_policy": policy, "max_running_requests": limit, "new_token_ratio": rng.random()})
+            engine.control.retune({"schedule_policy": policy, "max_running_requests": limit, "new_token_ratio": rng.random()})
         if rng.random() < 0.01:
             engine.drain()
         engine.turn()

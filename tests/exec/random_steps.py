@@ -175,7 +175,7 @@ def drive(engine: Turned, seed: int, turns: int) -> Turned:
         if rng.random() < 0.06:
             engine.abort(max(0, handle - rng.randrange(1, 12)))
         if rng.random() < 0.01:
-            engine.core.flush_cache()
+            engine.control.flush_cache()
         if rng.random() < 0.01:
             engine.drain()
         engine.turn()

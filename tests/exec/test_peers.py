@@ -18,6 +18,7 @@ import pytest
 from services.worker.core.contracts.messages import FinishReason, Prefetch
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft, Source
 from services.worker.core.contracts.transfers import I32, Tier
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import ReadPages, RoomServer
 from services.worker.exec.peers.peer_reader import TcpPeerReader
@@ -189,7 +190,7 @@ def test_chunks_of_a_prompt_that_is_given_up_meanwhile_are_never_published(apart
     until(apart.second, begun.is_set)  # the first one stands still meanwhile
     assert apart.first.answers[handle].finish is None, "it is computed still"
     apart.first.abort(handle)
-    apart.first.core.flush_cache()
+    SchedulerControl(apart.first.core).flush_cache()
     other = apart.first.submit(prompt(5), 5, **SAMPLED)
     until(apart, lambda: apart.first.answers[other].finish is not None)
     until(apart, lambda: apart.second.core.settled)
@@ -235,7 +236,7 @@ def test_a_page_that_is_written_while_it_is_read_is_never_published(
     second = apart.go_on(handle, ids, 0)
     assert second is not None
     until(apart, lambda: bool(begun))
-    apart.first.core.flush_cache()
+    SchedulerControl(apart.first.core).flush_cache()
     other = apart.first.submit(prompt(5), 5, **SAMPLED)
     until(apart, lambda: apart.first.answers[other].finish is not None)
     until(apart, lambda: apart.second.answers[second].finish is not None)
@@ -270,7 +271,7 @@ def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Se
         if rng.random() < 0.2 and apart.second.answers:
             apart.second.abort(rng.choice(list(apart.second.answers)))
         if rng.random() < 0.1:
-            apart.first.core.flush_cache()
+            SchedulerControl(apart.first.core).flush_cache()
     deadline = time.monotonic() + 120
     while not all(answer.finish for served in (apart.first, apart.second) for answer in served.answers.values()) or len(
         gone_on

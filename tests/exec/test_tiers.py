@@ -15,6 +15,7 @@ import pytest
 from services.worker.control.flush import flush, parse
 from services.worker.core.contracts.messages import FinishReason
 from services.worker.core.contracts.transfers import OperationKind, PageOperation, Tier
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from services.worker.exec.contracts.options import TierOptions
 from services.worker.exec.tiers.page_copier import PageCopier
@@ -240,7 +241,7 @@ def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_co
         if rng.random() < 0.3:
             served.abort(rng.choice(list(asked)))
         if rng.random() < 0.1:
-            served.core.flush_cache()
+            SchedulerControl(served.core).flush_cache()
     served.drain()
     for handle, (number, length) in asked.items():
         answer = served.answers[handle]

@@ -87,8 +87,8 @@ class Served:
         self._next, self._poisoned = 0, poisoned
         self._has_facts = threading.Event()
         executor.wake_on_facts(self._has_facts.set)
-        if prefers_reading and core._tiers is not None:
-            rates = core._tiers.rates
+        if prefers_reading and core.tiers is not None:
+            rates = core.tiers.rates
             rates.reading_pays = lambda source, pages, lane, forgives: True  # type: ignore[method-assign]
             rates.is_over = lambda source, pages, elapsed, rest, lane: False  # type: ignore[method-assign]
 
@@ -138,7 +138,7 @@ class Served:
         assert not violations(core.table)
         if plan is None and wait_s:
             self._has_facts.wait(wait_s)
-        storing = core._tiers is not None and core._tiers.num_storing > 0
+        storing = core.tiers is not None and core.tiers.num_storing > 0
         return plan is not None or storing or not core.settled or not core.idle
 
     def drain(self) -> None:

@@ -15,6 +15,7 @@ from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
 from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft
+from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.loop.inbox import Abort, PrefetchMore
 
@@ -158,7 +159,7 @@ class FleetWorker:
 
     def self_check(self) -> list[str]:
         """Returns the broken invariants of the core, as sentences."""
-        return self._sim.core.self_check()
+        return SchedulerControl(self._sim.core).self_check()
 
     def _new_reservation(self) -> Room:
         """Returns a new KV reservation, with the generation as its epoch, so that no two of one worker are equal."""

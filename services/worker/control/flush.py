@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.shared.control_values import SELECTED
 from services.shared.limits import MAX_CACHE_SALT_CHARS
 from services.worker.core.contracts.transfers import Deleted, Selection, Tier
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.operations import DeleteStored
 from services.worker.exec.contracts.protocol import Executor
 
@@ -56,19 +56,19 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
     return Flush(tiers, salt, older_than_s)
 
 
-def flush(core: Scheduler, executor: Executor, what: Flush) -> Flushed:
+def flush(control: SchedulerControl, executor: Executor, what: Flush) -> Flushed:
     """On the loop's thread, and without waiting for the storage."""
     pages = 0
     if what.salt is not None and what.older_than_s is None:
-        pages = core.forget_salt(what.salt, what.tiers)
+        pages = control.forget_salt(what.salt, what.tiers)
     elif what.older_than_s is None:
-        pages = core.flush_cache() if Tier.DEVICE in what.tiers else 0
-    tag = None if what.salt is None else core.storage_tag(what.salt)
+        pages = control.flush_cache() if Tier.DEVICE in what.tiers else 0
+    tag = None if what.salt is None else control.storage_tag(what.salt)
     stored: Future[Deleted] | None = None
     if Tier.STORAGE in what.tiers and (what.salt is None or tag is not None):  # without a tag there is no storage
         stored = Future()
         executor.apply(DeleteStored(Selection(tag, what.older_than_s), stored))
     everything = what.salt is None and what.older_than_s is None
     if everything:
-        pages += core.flush_tiers(what.tiers)
+        pages += control.flush_tiers(what.tiers)
     return Flushed(pages, stored, everything)

@@ -11,7 +11,7 @@ from pathlib import Path
 from services.shared.control_values import Scalar
 from services.worker.control.occupation import MemoryPart, Occupation
 from services.worker.control.profiles import Profiles
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.control import SchedulerControl
 from services.worker.loop.barrier import Pace
 
 MAX_STEP_DELAY_S = 10.0
@@ -27,23 +27,23 @@ class InternalState:
     profile: Path | None
 
 
-def snapshot(core: Scheduler, pace: Pace, occupation: Occupation, profiles: Profiles) -> InternalState:
+def snapshot(control: SchedulerControl, pace: Pace, occupation: Occupation, profiles: Profiles) -> InternalState:
     """On the loop's thread; what it returns may go to any other."""
-    figures = dataclasses.asdict(core.stats())
+    figures = dataclasses.asdict(control.stats())
     return InternalState(
-        tunables=dict(core.tunables()),
+        tunables=dict(control.tunables()),
         stats={name: value for name, value in figures.items() if isinstance(value, (bool, int, float, str))},
-        paused=core.paused,
+        paused=control.paused,
         step_delay_s=pace.step_delay_s,
         released=occupation.released,
         profile=profiles.running,
     )
 
 
-def retune(core: Scheduler, changes: Mapping[str, Scalar]) -> None:
+def retune(control: SchedulerControl, changes: Mapping[str, Scalar]) -> None:
     """Changes all tunables that are named, or none. Raises ValueError naming one that is unknown or cannot have its value."""
-    known = core.tunables()
-    core.retune({name: _fitted(name, value, known) for name, value in changes.items()})
+    known = control.tunables()
+    control.retune({name: _fitted(name, value, known) for name, value in changes.items()})
 
 
 def _fitted(name: str, value: Scalar, known: Mapping[str, Scalar]) -> Scalar:

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from services.worker.core.contracts.messages import PauseMode
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.operations import OperationRefused, ReleaseMemory, ResumeMemory
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.identity.model_identity import ServedWeights
@@ -35,7 +35,7 @@ class Occupation:
     def released(self) -> tuple[MemoryPart, ...]:
         return tuple(part for part in MemoryPart if part in self._released)
 
-    def release(self, core: Scheduler, executor: Executor, parts: Sequence[MemoryPart]) -> None:
+    def release(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
         """Only while no request is here. Forgets all cached prefixes and sessions. parts: none for all.
 
         Raises OperationRefused, and then nothing has changed.
@@ -46,13 +46,13 @@ class Occupation:
                 raise OperationRefused(f"{part.value} is released already")
         executor.apply(ReleaseMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted))
         self._released += wanted
-        core.closed = "the worker's memory is released"
-        if not core.paused:
-            core.pause(PauseMode.ABORT, self._clock())
+        control.close("the worker's memory is released")
+        if not control.paused:
+            control.pause(PauseMode.ABORT, self._clock())
             self._paused_here = True
-        core.reset_memory()  # also for the weights: others may stand in the folder when they come back
+        control.reset_memory()  # also for the weights: others may stand in the folder when they come back
 
-    def resume(self, core: Scheduler, executor: Executor, parts: Sequence[MemoryPart]) -> None:
+    def resume(self, control: SchedulerControl, executor: Executor, parts: Sequence[MemoryPart]) -> None:
         """parts: none for all that is released. Raises OperationRefused, and then nothing has changed."""
         wanted = [part for part in MemoryPart if part in (parts or self._released)]
         if not wanted:
@@ -63,32 +63,32 @@ class Occupation:
         operation = ResumeMemory(kv=MemoryPart.KV_CACHE in wanted, weights=MemoryPart.WEIGHTS in wanted)
         if operation.weights and self._weights is not None:
             begun = self._clock()
-            _resume_weights(core, executor, operation, self._weights)
+            _resume_weights(control, executor, operation, self._weights)
             self._weights.reload_s = self._clock() - begun
         else:
             executor.apply(operation)
         self._released = [part for part in self._released if part not in wanted]
         if self._released:
             return
-        core.closed = ""
+        control.reopen()
         if self._paused_here:
-            core.resume()
+            control.resume()
             self._paused_here = False
 
-    def pause(self, core: Scheduler, mode: PauseMode) -> None:
+    def pause(self, control: SchedulerControl, mode: PauseMode) -> None:
         """An operator's pause; it outlasts the one that released memory needs."""
-        core.pause(mode, self._clock())
+        control.pause(mode, self._clock())
         self._paused_here = False
 
-    def unpause(self, core: Scheduler) -> None:
+    def unpause(self, control: SchedulerControl) -> None:
         """Raises OperationRefused while there is memory missing to run with."""
         if self._released:
             parts = " and ".join(part.value for part in self.released)
             raise OperationRefused(f"{parts} must be resumed first: released memory cannot serve requests")
-        core.resume()
+        control.resume()
 
 
-def _resume_weights(core: Scheduler, executor: Executor, operation: ResumeMemory, weights: ServedWeights) -> None:
+def _resume_weights(control: SchedulerControl, executor: Executor, operation: ResumeMemory, weights: ServedWeights) -> None:
     """Names them while they are loaded. Where that fails, nobody could say which weights these are: they go again. Raises
     OperationRefused, and then nothing has changed."""
     with weights.reading() as reading:
@@ -99,6 +99,6 @@ def _resume_weights(core: Scheduler, executor: Executor, operation: ResumeMemory
         except (OSError, ValueError, WeightsChanged) as error:
             executor.apply(ReleaseMemory(kv=operation.kv, weights=True))
             raise OperationRefused(f"cannot resume: {error}") from error
-    if revision != core.revision:
-        core.replace_weights(revision)
+    if revision != control.revision:
+        control.replace_weights(revision)
         weights.replaced(revision, defaults)

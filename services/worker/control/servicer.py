@@ -24,7 +24,7 @@ from services.worker.control.operations import BARRIERS
 from services.worker.control.profiles import Profiles
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.transfers import Deleted
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.operations import OperationRefused
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.contracts.protocol import Executor
@@ -64,8 +64,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         older_than_s = request.older_than_s if request.HasField("older_than_s") else None
         tiers = tuple(request.tiers)
 
-        def act(core: Scheduler, executor: Executor, pace: Pace) -> Flushed:
-            return flush(core, executor, parse(tiers, salt, older_than_s))
+        def act(control: SchedulerControl, executor: Executor, pace: Pace) -> Flushed:
+            return flush(control, executor, parse(tiers, salt, older_than_s))
 
         flushed = await self._run("FlushCache", context, act)
         if flushed.stored is None:
@@ -77,66 +77,66 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return self._state_to_pb(await self._run("GetInternalState", context, self._snapshot))
 
     async def SetInternalState(self, request: pb.SetInternalStateRequest, context: grpc.aio.ServicerContext) -> pb.InternalState:
-        def act(core: Scheduler, executor: Executor, pace: Pace) -> InternalState:
+        def act(control: SchedulerControl, executor: Executor, pace: Pace) -> InternalState:
             changes = {name: value_from_pb(value) for name, value in request.tunables.items()}
-            internal_state.retune(core, changes)
-            return self._snapshot(core, executor, pace)
+            internal_state.retune(control, changes)
+            return self._snapshot(control, executor, pace)
 
         return self._state_to_pb(await self._run("SetInternalState", context, act))
 
     async def SlowDown(self, request: pb.SlowDownRequest, context: grpc.aio.ServicerContext) -> pb.SlowDownResponse:
         delay = request.step_delay_s
-        await self._run("SlowDown", context, lambda core, executor, pace: internal_state.slow_down(pace, delay))
+        await self._run("SlowDown", context, lambda control, executor, pace: internal_state.slow_down(pace, delay))
         return pb.SlowDownResponse()
 
     async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.PauseResponse:
-        def act(core: Scheduler, executor: Executor, pace: Pace) -> None:
-            self._occupation.pause(core, PauseMode(_word(pb.PauseMode, request.mode, "mode")))
+        def act(control: SchedulerControl, executor: Executor, pace: Pace) -> None:
+            self._occupation.pause(control, PauseMode(_word(pb.PauseMode, request.mode, "mode")))
 
         await self._run("Pause", context, act)
         return pb.PauseResponse()
 
     async def Continue(self, request: pb.ContinueRequest, context: grpc.aio.ServicerContext) -> pb.ContinueResponse:
-        await self._run("Continue", context, lambda core, executor, pace: self._occupation.unpause(core))
+        await self._run("Continue", context, lambda control, executor, pace: self._occupation.unpause(control))
         return pb.ContinueResponse()
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: grpc.aio.ServicerContext) -> pb.StartProfileResponse:
         name = request.name
-        path = await self._run("StartProfile", context, lambda core, executor, pace: self._profiles.start(executor, name))
+        path = await self._run("StartProfile", context, lambda control, executor, pace: self._profiles.start(executor, name))
         return pb.StartProfileResponse(path=str(path))
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: grpc.aio.ServicerContext) -> pb.StopProfileResponse:
-        path = await self._run("StopProfile", context, lambda core, executor, pace: self._profiles.stop(executor))
+        path = await self._run("StopProfile", context, lambda control, executor, pace: self._profiles.stop(executor))
         return pb.StopProfileResponse(path=str(path))
 
     async def FreezeGc(self, request: pb.FreezeGcRequest, context: grpc.aio.ServicerContext) -> pb.FreezeGcResponse:
-        objects = await self._run("FreezeGc", context, lambda core, executor, pace: _freeze_gc())
+        objects = await self._run("FreezeGc", context, lambda control, executor, pace: _freeze_gc())
         return pb.FreezeGcResponse(objects=objects)
 
     async def ReleaseMemory(
         self, request: pb.ReleaseMemoryRequest, context: grpc.aio.ServicerContext
     ) -> pb.ReleaseMemoryResponse:
-        def act(core: Scheduler, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
-            self._occupation.release(core, executor, _parts(request.tags))
+        def act(control: SchedulerControl, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
+            self._occupation.release(control, executor, _parts(request.tags))
             return self._occupation.released
 
         return pb.ReleaseMemoryResponse(released=_tags(await self._run("ReleaseMemory", context, act)))
 
     async def ResumeMemory(self, request: pb.ResumeMemoryRequest, context: grpc.aio.ServicerContext) -> pb.ResumeMemoryResponse:
-        def act(core: Scheduler, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
-            self._occupation.resume(core, executor, _parts(request.tags))
+        def act(control: SchedulerControl, executor: Executor, pace: Pace) -> tuple[MemoryPart, ...]:
+            self._occupation.resume(control, executor, _parts(request.tags))
             return self._occupation.released
 
         return pb.ResumeMemoryResponse(released=_tags(await self._run("ResumeMemory", context, act)))
 
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: grpc.aio.ServicerContext) -> pb.SetLogLevelResponse:
         level = request.level
-        previous = await self._run("SetLogLevel", context, lambda core, executor, pace: _set_log_level(level))
+        previous = await self._run("SetLogLevel", context, lambda control, executor, pace: _set_log_level(level))
         return pb.SetLogLevelResponse(previous=previous)
 
     async def TraceRequest(self, request: pb.TraceRequestRequest, context: grpc.aio.ServicerContext) -> pb.TraceRequestResponse:
         request_id = request.request_id
-        events = await self._run("TraceRequest", context, lambda core, executor, pace: core.trace(request_id))
+        events = await self._run("TraceRequest", context, lambda control, executor, pace: control.trace(request_id))
         rows = [pb.TraceEvent(at_s=e.at - events[0].at, kind=e.kind, detail=e.detail) for e in events]
         return pb.TraceRequestResponse(events=rows)
 
@@ -178,8 +178,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         wait = LONGEST_WAIT_S if left is None else min(left, LONGEST_WAIT_S)
         return self._clock() + wait - min(ANSWER_S, 0.1 * wait)
 
-    def _snapshot(self, core: Scheduler, executor: Executor, pace: Pace) -> InternalState:
-        return internal_state.snapshot(core, pace, self._occupation, self._profiles)
+    def _snapshot(self, control: SchedulerControl, executor: Executor, pace: Pace) -> InternalState:
+        return internal_state.snapshot(control, pace, self._occupation, self._profiles)
 
     def _state_to_pb(self, state: InternalState) -> pb.InternalState:
         message = pb.InternalState(

@@ -7,7 +7,6 @@ when a plan is made. The same calls give the same plans. Semantics: docs/design/
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from services.worker.core.contracts.messages import (
     ErrorCode,
     FinishReason,
     PagesReady,
-    PauseMode,
     Prefetch,
     StepOutput,
     Submit,
@@ -27,24 +25,20 @@ from services.worker.core.contracts.messages import (
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
 from services.worker.core.contracts.rooms import RoomEvents, RoomLeft, Source
 from services.worker.core.contracts.sampling import GrammarSpec
-from services.worker.core.contracts.trace import TraceEvent
-from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
+from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.draft_controller import DraftController
-from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.kv.other_tiers import TierStats
 from services.worker.core.planner import Planner
 from services.worker.core.queue.admission import make_request, refusal, wanted_ahead
-from services.worker.core.queue.finish import FinishDecision, TextRules, refused
+from services.worker.core.queue.finish import CANCELLED, FinishDecision, TextRules, refused
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.step_rows import Extend, Step
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.tiers import TierLimits, Tiers
-from services.worker.core.tunables import Tunable, retuned, tunables
 
 _OF_TIERS = tuple(field.name for field in fields(TierStats))
-_CANCELLED = FinishDecision(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
 
 
 class Scheduler:
@@ -65,16 +59,16 @@ class Scheduler:
     ) -> None:
         others = config.host_pages > 0 or config.reads_peers
         assert keys is not None or not others, "pages of other tiers have keys"
-        self._tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
-        self.table = RequestTable(config, book, events, self._tiers)
-        self._events = events
+        self.tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
+        self.table = RequestTable(config, book, events, self.tiers)
+        self.events = events
         guesses = _controller(config) if config.max_drafts else None
-        self._planner = Planner(self.table, guesses)
+        self.planner = Planner(self.table, guesses)
         self._committer = Committer(self.table, rules, guesses)
         self._flight: list[Step] = []
         self._began: list[float] = []  # of each in flight
         self._ended_at = 0.0
-        self._next_seq = self._num_retirements = 0
+        self._next_seq = 0
         self.paused = False
         self.begins_copies = True
         self.closed = ""
@@ -92,7 +86,12 @@ class Scheduler:
     @property
     def settled(self) -> bool:
         """No operation that reads or writes the device's pages is under way: they may be given up."""
-        return self._tiers is None or not self._tiers.num_running
+        return self.tiers is None or not self.tiers.num_running
+
+    @property
+    def flight_step(self) -> int:
+        """Number of the oldest step that is not committed; -1 if there is none."""
+        return self._flight[0].plan.step_id if self._flight else -1
 
     @property
     def num_requests(self) -> int:
@@ -116,32 +115,32 @@ class Scheduler:
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
         self.table.enqueue(request)
-        if self._tiers is not None:
-            request.imported += self._tiers.take_prefetched((message.peer, message.handle), request.seq)
+        if self.tiers is not None:
+            request.imported += self.tiers.take_prefetched((message.peer, message.handle), request.seq)
         self._begin_waiting(request, now)
 
     def prefetch(self, message: Prefetch, now: float) -> None:
         """Reads what another worker has computed of a prompt, for the request that will come under the message's handle; as far
         as that pays. One for other weights, or of a handle in use, is passed over: it is a hint."""
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.table.by_key
-        if self._tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
+        if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
             return
         self._next_seq += 1
         wanted = wanted_ahead(message, self._next_seq, self.config, self.revision)
-        self._tiers.prefetches.begin((message.peer, message.handle), wanted, self.table.memory, now)
+        self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.table.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
         """Of a prompt that prefetch() was called for so many pages can be read by now. One that has ended is passed over."""
-        if self._tiers is not None and self.begins_copies:
+        if self.tiers is not None and self.begins_copies:
             asker = peer, ready.handle
-            self._tiers.prefetches.more(asker, ready.room, ready.num_pages, self.table.memory, now)
+            self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.table.memory, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before; of one
         that was handed over the room ends, of one that was to come what was read ahead is not kept."""
         request = self.table.by_key.get((peer, handle))
         if request is not None:
-            self.table.end(request, _CANCELLED, now)
+            self.table.end(request, CANCELLED, now)
         else:
             self.table.rooms.leave_asker((peer, handle))
             self._leave_prefetch((peer, handle))
@@ -155,10 +154,10 @@ class Scheduler:
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends every request of a front end that has gone, and what it was told to be kept."""
         self.table.rooms.leave_peer(peer)
-        if self._tiers is not None:
-            self._tiers.prefetches.leave_peer(peer)
+        if self.tiers is not None:
+            self.tiers.prefetches.leave_peer(peer)
         for request in [r for r in self.table.by_key.values() if r.peer == peer]:
-            self.table.end(request, _CANCELLED, now)
+            self.table.end(request, CANCELLED, now)
 
     def end_all(self, message: str, now: float) -> None:
         """Ends every request: the worker is going away."""
@@ -196,7 +195,7 @@ class Scheduler:
         self.table.trace.now = now
         if now >= self.table.rooms.next_look and self.table.rooms.expire(now):
             self.table.batch_is_full = False
-        operations = self._plan_operations(now) if self._tiers is not None else ()
+        operations = self._plan_operations(now) if self.tiers is not None else ()
         step = self._plan_step(now)
         if step is None:
             return idle_plan(operations) if operations else None
@@ -218,26 +217,26 @@ class Scheduler:
             self.table.ungate(request)
             self._begin_waiting(request, now)
         if self.idle:
-            self._planner.rest()
+            self.planner.rest()
             self.table.batch_is_full = False
             return None
         if self.paused:
             return None
-        if self._tiers is not None and self._tiers.take_freed():
+        if self.tiers is not None and self.tiers.take_freed():
             self.table.batch_is_full = False
-        return self._planner.plan(now, self._flight[0] if self._flight else None)
+        return self.planner.plan(now, self._flight[0] if self._flight else None)
 
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
-        assert self._tiers is not None, "operations are of tiers"
-        operations, ready = self._tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
+        assert self.tiers is not None, "operations are of tiers"
+        operations, ready = self.tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
         for seq in ready:
             self.table.imported(seq)
         return operations
 
     def ended(self, fact: Fact, now: float) -> None:
         """What an operation of a plan has come to."""
-        assert self._tiers is not None, "a fact where there are no tiers"
-        if self._tiers.ended(fact, now):
+        assert self.tiers is not None, "a fact where there are no tiers"
+        if self.tiers.ended(fact, now):
             self.table.batch_is_full = False
 
     def commit(self, result: StepResult, now: float) -> None:
@@ -245,28 +244,28 @@ class Scheduler:
         self.table.trace.now = now
         began = self._began[0]
         step = self._take_flight(result.step_id)
-        if self._tiers is not None or self.config.adaptive_chunk_s:
+        if self.tiers is not None or self.config.adaptive_chunk_s:
             self._took(step.plan, began, now)
         self._ended_at = now
         self._committer.commit(step, result, now)
 
     def _took(self, plan: BatchPlan, began: float, now: float) -> None:
         seconds = now - max(began, self._ended_at)
-        if self._tiers is not None and self._tiers.loads_since(began):
-            self._tiers.step_ended(0, 0, 0.0, now)
+        if self.tiers is not None and self.tiers.loads_since(began):
+            self.tiers.step_ended(0, 0, 0.0, now)
             return
         extended = int(plan.num_tokens[: plan.num_extend].sum()) if plan.num_extend else 0
         rows = plan.num_rows - plan.num_extend
-        self._planner.extends.step_ended(extended, rows, seconds)
-        if self._tiers is not None:
-            self._tiers.step_ended(extended, rows, seconds, now)
+        self.planner.extends.step_ended(extended, rows, seconds)
+        if self.tiers is not None:
+            self.tiers.step_ended(extended, rows, seconds, now)
 
     def fail(self, step_id: int, message: str, now: float) -> None:
         """The oldest uncommitted step failed as a whole: its requests end with an error, the others go on."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
         self._ended_at = now
-        if self._tiers is not None:
-            self._tiers.step_ended(0, 0, 0.0, now)
+        if self.tiers is not None:
+            self.tiers.step_ended(0, 0, 0.0, now)
         for request in self._take_flight(step_id).requests:
             if self.table.by_key.get((request.peer, request.handle)) is request:
                 self.table.end(request, ending, now)
@@ -304,105 +303,14 @@ class Scheduler:
     @property
     def has_cache_events(self) -> bool:
         """There are more than take_cache_events() gave."""
-        return self._events is not None and self._events.has_more
+        return self.events is not None and self.events.has_more
 
     def take_cache_events(self) -> CacheEvents | None:
         """What the prefix index is to be told since the last call."""
-        return self._events.take() if self._events else None
-
-    # Control
-
-    def pause(self, mode: PauseMode, now: float) -> None:
-        """Plans nothing until resume(). A step in flight is still to be committed."""
-        self.paused = True
-        if mode is PauseMode.ABORT:
-            for request in list(self.table.by_key.values()):
-                self.table.end(request, _CANCELLED, now)
-        elif mode is PauseMode.RETRACT:
-            flight = self._flight[0].plan.step_id if self._flight else -1
-            for request in [*self.table.decoding, *self.table.extending]:
-                self.table.retract(request, flight, -1)
-
-    def resume(self) -> None:
-        self.paused = False
-
-    def flush_cache(self) -> int:
-        """Forgets every cached prefix that no running request uses; returns the number of pages freed."""
-        self.table.rooms.end_all()
-        if self._tiers is not None:
-            self._tiers.end_all()
-        num_pages = self.table.memory.flush()
-        if self._events:
-            self._events.flushed()
-        return num_pages
-
-    def flush_tiers(self, tiers: Sequence[Tier]) -> int:
-        """Forgets what these hold; returns the number of pages. Of the device: flush_cache()."""
-        return 0 if self._tiers is None else self._tiers.clear(tiers)
-
-    def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
-        """Forgets what these hold of what was computed with a salt, "" for none; returns the number of pages, those of a storage
-        aside. What requests use that are here they go on using: nobody else finds it, and it is kept nowhere."""
-        pages = 0
-        if Tier.DEVICE in tiers:
-            self._num_retirements += 1
-            pages += self.table.retire(salt, self._num_retirements)
-        return pages if self._tiers is None else pages + self._tiers.forget_salt(salt, tiers)
-
-    def storage_tag(self, salt: str) -> bytes | None:
-        """By which a storage knows pages of a salt; None where there are no tiers."""
-        return None if self._tiers is None else self._tiers.tag(salt)
-
-    def reset_memory(self) -> None:
-        """Forgets every page of the device and every session: the pool's content is gone. Only while idle and settled, with
-        nothing in flight."""
-        assert self.idle and self.settled and not self._flight
-        self.table.reset_memory()
-
-    def replace_weights(self, revision: str) -> None:
-        """Steps compute with these weights from here on: nothing that others have computed counts. As reset_memory()."""
-        self.revision = revision
-        self.reset_memory()
-        if self._tiers is not None:
-            self._tiers.replace_weights(revision)
-
-    def tunables(self) -> dict[str, Tunable]:
-        """What retune() takes, as it is."""
-        running = {"max_running_requests": self._planner.extends.running_limit, "new_token_ratio": self._planner.ratio.value}
-        return {**tunables(self.config), **running}
-
-    def retune(self, changes: Mapping[str, Tunable]) -> None:
-        """Changes settings from the next plan on. Raises ValueError naming the field, and then changes none."""
-        changes = dict(changes)
-        ratio = changes.pop("new_token_ratio", None)
-        if ratio is not None and not 0.0 <= float(ratio) <= 1.0:
-            raise ValueError("new_token_ratio: must be within 0 and 1")
-        config = retuned(self.config, changes, len(self.table.memory.slots.num_pages))
-        limit = int(changes.get("max_running_requests", self._planner.extends.running_limit))
-        self._planner.retune(config, limit, None if ratio is None else float(ratio))
-        self.table.batch_is_full = False
-        self.table.reconfigure(replace(config, max_running_requests=self.config.max_running_requests))
-
-    def trace(self, request_id: str) -> list[TraceEvent]:
-        """What has happened to the request, as far as it is remembered."""
-        return self.table.trace.of(request_id)
-
-    def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """The number of events of all requests since the start, and those after the first `count`, as far as remembered."""
-        return self.table.trace.since(count)
-
-    def self_check(self) -> list[str]:
-        """While idle: what breaks an invariant, after which the memory is made anew. Empty when all is well."""
-        found = violations(self.table)
-        if self.idle and not self._flight:
-            if self.table.memory.num_leased:
-                found.append(f"{self.table.memory.num_leased} pages are leased by nobody")
-            if found and self.settled:
-                self.table.reset_memory()
-        return found
+        return self.events.take() if self.events else None
 
     def stats(self) -> StepStats:
-        return _stats_of(self.table, self._planner.extends.running_limit, self._planner.ratio.value, self.paused)
+        return _stats_of(self.table, self.planner.extends.running_limit, self.planner.ratio.value, self.paused)
 
     def _begin_waiting(self, request: Request, now: float) -> None:
         """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""
@@ -411,11 +319,11 @@ class Scheduler:
         self._look_elsewhere(request)
 
     def _leave_prefetch(self, asker: tuple[int, int]) -> None:
-        if self._tiers is not None:
-            self._tiers.prefetches.leave(asker)
+        if self.tiers is not None:
+            self.tiers.prefetches.leave(asker)
 
     def _look_elsewhere(self, request: Request) -> None:
-        if self._tiers is not None and request.phase is Phase.WAITING:
+        if self.tiers is not None and request.phase is Phase.WAITING:
             self.table.look_elsewhere(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:

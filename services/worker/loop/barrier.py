@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.worker.core.scheduler import Scheduler
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.protocol import Executor
 
 
@@ -38,7 +38,7 @@ class LoopEnded(RuntimeError):
     """The loop ends, or has ended: the command has not run and never will."""
 
 
-Action = Callable[[Scheduler, Executor, Pace], Any]
+Action = Callable[[SchedulerControl, Executor, Pace], Any]
 
 
 @dataclass(frozen=True, slots=True)

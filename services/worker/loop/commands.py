@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.worker.core.control import SchedulerControl
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor
 from services.worker.loop.barrier import Barrier, Command, LoopEnded, NotIdle, Pace
 
 
 class PendingCommands:
-    def __init__(self, core: Scheduler, executor: Executor, pace: Pace, begins: Callable[[float | None], None]) -> None:
+    def __init__(
+        self, core: Scheduler, control: SchedulerControl, executor: Executor, pace: Pace, begins: Callable[[float | None], None]
+    ) -> None:
         """begins: told of a command's deadline when it is about to run, and None when it has."""
-        self._core, self._executor, self._pace = core, executor, pace
+        self._core, self._control = core, control
+        self._executor, self._pace = executor, pace
         self._begins = begins
         self._waiting: list[Command] = []
 
@@ -78,7 +82,7 @@ class PendingCommands:
             return
         self._begins(command.deadline)
         try:
-            result = command.action(self._core, self._executor, self._pace)
+            result = command.action(self._control, self._executor, self._pace)
         except Exception as error:  # the operator's, whatever it is; the loop goes on
             command.future.set_exception(error)
         else:

@@ -19,6 +19,7 @@ from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
 from services.worker.core.contracts.rooms import RoomLeft
 from services.worker.core.contracts.trace import TraceEvent
+from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.step_rows import Extend
@@ -127,6 +128,7 @@ class Loop:
         spans: Spans | None = None,
     ) -> None:
         self._core = core
+        self._control = SchedulerControl(core)
         self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
@@ -135,7 +137,7 @@ class Loop:
         self._overlap = overlap
         self._consecutive_prefill_overlap = consecutive_prefill_overlap
         self._pace = Pace()
-        self._commands = PendingCommands(core, executor, self._pace, observer.commanded)
+        self._commands = PendingCommands(core, self._control, executor, self._pace, observer.commanded)
         self._launched_at = 0.0
         self._ended_at = 0.0
         self._clock = clock
@@ -326,7 +328,7 @@ class Loop:
             self._observer.cached(events)
 
     def _trace(self, spans: Spans, output: StepOutput | None) -> None:
-        self._num_traced, events = self._core.trace_since(self._num_traced)
+        self._num_traced, events = self._control.trace_since(self._num_traced)
         spans.happened(events)
         if output is not None:
             spans.told(output)
@@ -336,6 +338,6 @@ class Loop:
         if self._checked:
             return
         self._checked = True
-        for violation in self._core.self_check():
+        for violation in self._control.self_check():
             logger.error("invariant broken while idle, memory reset: %s", violation)
         self._observer.turned(self._core.stats(), False)

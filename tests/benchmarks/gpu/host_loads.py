@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from statistics import median
 
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.options import TierOptions
 from tests.benchmarks.gpu.command import Setting, run_command
 from tests.benchmarks.gpu.journal import Journal
@@ -57,7 +58,7 @@ def measure(setting: Setting, journal: Journal) -> None:
 
 
 def _measured(served: Served, journal: Journal, tokens: int, new: int, pairs: int) -> None:
-    mover, tiers = served.executor._mover, served.core._tiers
+    mover, tiers = served.executor._mover, served.core.tiers
     assert mover is not None and tiers is not None, "it has a tier in the host's memory"
     if not mover._by_layers:
         journal.note("Pages cannot be brought layer by layer here: both are of whole pages.")
@@ -66,7 +67,7 @@ def _measured(served: Served, journal: Journal, tokens: int, new: int, pairs: in
     taken: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(-1, pairs):  # the first of each warms up
         for layered in (pair % 2 == 0, pair % 2 == 1):
-            served.core.flush_cache()
+            SchedulerControl(served.core).flush_cache()
             mover._by_layers = layered and by_layers
             asked += 1
             seconds, found = ttft(served, [*prompt(tokens, tokens), *(asked + at for at in range(1, new + 1))])

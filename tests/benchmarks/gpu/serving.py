@@ -16,6 +16,7 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import FinishReason, Submit
 from services.worker.core.contracts.plan import BatchPlan
 from services.worker.core.contracts.sampling import SamplingParams
+from services.worker.core.control import SchedulerControl
 from services.worker.core.scheduler import Scheduler
 from services.worker.exec.contracts.protocol import Executor, Run
 from tests.benchmarks.gpu.workloads import Workload
@@ -123,7 +124,7 @@ class Serving:
         self._commit()
         self.core.end_all("the run is over", time.monotonic())
         self.core.take_output()
-        self.core.flush_cache()
+        SchedulerControl(self.core).flush_cache()
 
     def close(self) -> None:
         """Closes the executor, and keeps nothing of it."""

@@ -88,8 +88,8 @@ def test_a_disk_that_is_slow_full_or_read_only_costs_nobody_an_answer(tmp_path: 
     served.close()
     served = Served(*build(folder, POOL_PAGES, storage, context_len=CONTEXT), prefers_reading=False)
     disk.order(read_s=READ_S)
-    assert served.core._tiers is not None
-    lanes, most = served.core._tiers._lanes, 0
+    assert served.core.tiers is not None
+    lanes, most = served.core.tiers._lanes, 0
     handle = served.submit(prompt(0), seed=0)
     while served.answers[handle].finish is None:
         served.turn(wait_s=0.05)

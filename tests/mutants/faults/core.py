@@ -172,7 +172,7 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/tunables.py",
+        "services/worker/core/control.py",
         ("value not in allowed or type(old)(value) != value", "type(old)(value) != value"),
         ("old = getattr(config, name)\n    if isinstance(old, enum.Enum):", "old = getattr(config, name)\n    if False:"),
         only="test_rules_control",

@@ -175,9 +175,9 @@ PEERS = (
         ),
         ("            self.table.rooms.leave_asker((peer, handle))\n", "            pass\n"),
         ("                self.table.rooms.done_with(message.source)\n", "                pass\n"),
-        ("        self.table.rooms.end_all()\n", ""),
         only="test_rules_peers",
     ),
+    *of("peers", "services/worker/core/control.py", ("        scheduler.table.rooms.end_all()\n", ""), only="test_rules_peers"),
     *of(
         "peers",
         "services/worker/core/contracts/rooms.py",

@@ -16,6 +16,7 @@ from services.sim.core.trace.script import Script
 from services.sim.core.trace.trace import Trace
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import StepStats
+from services.worker.core.control import SchedulerControl
 from services.worker.exec.fake import TimeModel
 
 MAX_STUCK_TURNS = 100_000
@@ -78,7 +79,7 @@ class Simulation:
         prev: SimRun | None = None
         while prev is not None or self._arrivals.num_unsent or not self._core.idle:
             prev = self._turn(prev)
-        if found := self._core.self_check():
+        if found := SchedulerControl(self._core).self_check():
             raise SimulationError("; ".join(found))
         config = self._config
         return Outcome(self._requests, self._steps, self._core.stats(), config.num_pages, config.page_size, self._clock.now)

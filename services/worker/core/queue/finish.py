@@ -57,6 +57,7 @@ class FinishDecision:
     element: int | None = None
 
 
+CANCELLED = FinishDecision(FinishReason.ABORT, error=ErrorCode.CANCELLED, message="the request was aborted")
 _HANDED_OVER = FinishDecision(FinishReason.HANDED_OVER)
 
 

@@ -49,6 +49,7 @@ class FakeCore:
 
     calls: list[Any] = field(default_factory=list)
     paused: bool = False
+    closed: str = ""
     values: dict[str, Any] = field(
         default_factory=lambda: {"policy": "lpm", "new_token_ratio": 0.5, "chunk": 128, "mixed": False}
     )
@@ -75,6 +76,12 @@ class FakeCore:
     def resume(self) -> None:
         self.calls.append("resume")
         self.paused = False
+
+    def close(self, reason: str) -> None:
+        self.closed = reason
+
+    def reopen(self) -> None:
+        self.closed = ""
 
     def reset_memory(self) -> None:
         self.calls.append("reset_memory")

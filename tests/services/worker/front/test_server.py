@@ -200,7 +200,7 @@ def test_what_is_kept_for_a_request_that_is_refused_is_left(monkeypatch: pytest.
             source = worker_pb2.KvSource(address="127.0.0.1:1", room=room)
             prefetch = worker_pb2.Prefetch(handle=1, prompt_ids=range(20), source=source)
             await front.call.write(worker_pb2.GenerateRequest(prefetches=[prefetch]))
-            tiers = worker.core._tiers
+            tiers = worker.core.tiers
             assert tiers is not None
             await until(lambda: len(tiers.prefetches) == 1)
             refused = submit(1, top_p=2.0)

@@ -11,6 +11,7 @@ import xgrammar
 
 from services.worker.core.contracts.messages import PauseMode, Submit
 from services.worker.core.contracts.sampling import GrammarKind, GrammarSpec, SamplingParams
+from services.worker.core.control import SchedulerControl
 from services.worker.core.scheduler import Scheduler
 from services.worker.grammar.compile.byte_cursor import ByteCursor
 from services.worker.grammar.compile.compiled import Compiled
@@ -304,7 +305,7 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
 
     config = deployed_config(num_pages=4096, page_size=16, context_len=4096, vocab_size=1280, max_running_requests=32)
     core = Scheduler(config, ModelText(model.tokenizer()), Book())
-    core.pause(PauseMode.IN_PLACE, 0.0)
+    SchedulerControl(core).pause(PauseMode.IN_PLACE, 0.0)
     params, prompt = SamplingParams(max_new_tokens=4000, grammar=grammar), np.array([5], dtype=np.int32)
     for handle in range(24):
         core.submit(Submit(0, handle, f"r{handle}", prompt, params, output_ids=tuple(ids[:-2])), 0.0)

@@ -65,7 +65,7 @@ def test_an_operation_is_told_of_from_its_begin_to_its_end() -> None:
         told.append("runs")
         raise ValueError
 
-    commands = PendingCommands(None, None, Pace(), told.append)  # type: ignore[arg-type]
+    commands = PendingCommands(None, None, None, Pace(), told.append)  # type: ignore[arg-type]
     for action in (lambda *_: told.append("runs"), fails):
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         commands.add(Command(Barrier.NONE, action, future, deadline=9.0), now=1.0)

@@ -1,0 +1,251 @@
+"""The operators' calls on the scheduler, and the settings that may change while it runs.
+
+A setting may not change if it sizes a pool or changes the meaning of a cached page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.worker.core.contracts.config import UNCHUNKED, SchedulePolicy, SchedulerConfig
+from services.worker.core.contracts.counters import StepStats
+from services.worker.core.contracts.messages import PauseMode
+from services.worker.core.contracts.trace import TraceEvent
+from services.worker.core.contracts.transfers import Tier
+from services.worker.core.invariants import violations
+from services.worker.core.queue.finish import CANCELLED
+from services.worker.core.scheduler import Scheduler
+
+Tunable = int | float | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A range of numbers. Infinity and NaN are in no range."""
+
+    least: float = 0
+    above: bool = False  # least itself is outside
+    most: float = math.inf
+
+    def __contains__(self, number: float) -> bool:
+        return self.least <= number <= self.most and not (self.above and number == self.least) and number < math.inf
+
+    def __str__(self) -> str:
+        least = f"above {self.least:g}" if self.above else f"{self.least:g} or more"
+        return least if self.most == math.inf else f"{least}, up to {self.most:g}"
+
+
+_KINDS: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "a number"}
+
+
+COUNT = Range()
+POSITIVE = Range(above=True)
+
+# By name, with the numbers' ranges: those of the worker's settings of these names. None: no number.
+RANGES: Mapping[str, Range | None] = {
+    "schedule_policy": None,
+    "lpm_fallback_threshold": COUNT,
+    "priority_preemption_threshold": COUNT,
+    "schedule_conservativeness": POSITIVE,
+    "max_running_requests": Range(1),  # up to the number that the worker started with
+    "max_queued_requests": COUNT,
+    "max_prefill_tokens": Range(1),
+    "chunked_prefill_size": Range(UNCHUNKED),
+    "adaptive_chunk_rows": COUNT,
+    "adaptive_chunk_s": Range(most=3600),
+    "max_extend_steps": COUNT,
+    "prefill_max_requests": COUNT,
+    "max_prompt_logprob_tokens": Range(256),
+    "enable_mixed_chunk": None,
+    "waiting_timeout_s": COUNT,
+    "running_timeout_s": COUNT,
+    "session_capacity": Range(1),
+    "session_ttl_s": POSITIVE,
+    "max_sessions": COUNT,
+    "retract_interval": COUNT,
+}
+
+
+class SchedulerControl:
+    """The operators' calls on one scheduler: pause, retune, flush, replace weights, check and trace.
+
+    Called on the loop's thread, between two calls of the scheduler. Holds no state of its own but the number of deleted salts.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._num_retirements = 0
+
+    @property
+    def paused(self) -> bool:
+        return self._scheduler.paused
+
+    @property
+    def revision(self) -> str:
+        """Revision of the weights that steps compute with; empty if the weights have none."""
+        return self._scheduler.revision
+
+    def stats(self) -> StepStats:
+        return self._scheduler.stats()
+
+    def close(self, reason: str) -> None:
+        """Refuses new requests from now on. `reason` is the message to their clients."""
+        self._scheduler.closed = reason
+
+    def reopen(self) -> None:
+        """Accepts new requests again."""
+        self._scheduler.closed = ""
+
+    def pause(self, mode: PauseMode, now: float) -> None:
+        """Stops planning until resume(). A step in flight still has to be committed."""
+        scheduler = self._scheduler
+        scheduler.paused = True
+        if mode is PauseMode.ABORT:
+            for request in list(scheduler.table.by_key.values()):
+                scheduler.table.end(request, CANCELLED, now)
+        elif mode is PauseMode.RETRACT:
+            for request in [*scheduler.table.decoding, *scheduler.table.extending]:
+                scheduler.table.retract(request, scheduler.flight_step, -1)
+
+    def resume(self) -> None:
+        self._scheduler.paused = False
+
+    def flush_cache(self) -> int:
+        """Forgets every cached prefix that no running request uses. Returns the number of freed pages."""
+        scheduler = self._scheduler
+        scheduler.table.rooms.end_all()
+        if scheduler.tiers is not None:
+            scheduler.tiers.end_all()
+        num_pages = scheduler.table.memory.flush()
+        if scheduler.events is not None:
+            scheduler.events.flushed()
+        return num_pages
+
+    def flush_tiers(self, tiers: Sequence[Tier]) -> int:
+        """Forgets the pages of these tiers below the device. Returns the number of pages."""
+        return 0 if self._scheduler.tiers is None else self._scheduler.tiers.clear(tiers)
+
+    def forget_salt(self, salt: str, tiers: Sequence[Tier]) -> int:
+        """Forgets the pages of one cache salt in these tiers.
+
+        Requests that use such pages on the device keep them until they end. No other request finds these pages, and they are
+        copied to no tier.
+
+        Args:
+            salt: the cache salt; empty for pages without a salt.
+            tiers: the tiers to search.
+
+        Returns:
+            The number of pages, without those of a storage.
+        """
+        scheduler, pages = self._scheduler, 0
+        if Tier.DEVICE in tiers:
+            self._num_retirements += 1
+            pages += scheduler.table.retire(salt, self._num_retirements)
+        return pages if scheduler.tiers is None else pages + scheduler.tiers.forget_salt(salt, tiers)
+
+    def storage_tag(self, salt: str) -> bytes | None:
+        """Returns the tag of a salt's pages in a storage; None without tiers."""
+        return None if self._scheduler.tiers is None else self._scheduler.tiers.tag(salt)
+
+    def reset_memory(self) -> None:
+        """Forgets every page of the device and every session, because the content of the pool is lost.
+
+        The scheduler must be idle and settled, without a step in flight.
+        """
+        scheduler = self._scheduler
+        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0
+        scheduler.table.reset_memory()
+
+    def replace_weights(self, revision: str) -> None:
+        """Sets the weights of all later steps and forgets all KV of the old ones. The conditions are those of reset_memory()."""
+        self._scheduler.revision = revision
+        self.reset_memory()
+        if self._scheduler.tiers is not None:
+            self._scheduler.tiers.replace_weights(revision)
+
+    def tunables(self) -> dict[str, Tunable]:
+        """Returns the present value of every setting that retune() accepts."""
+        planner, config = self._scheduler.planner, self._scheduler.config
+        running = {"max_running_requests": planner.extends.running_limit, "new_token_ratio": planner.ratio.value}
+        return {**{name: _plain(getattr(config, name)) for name in RANGES}, **running}
+
+    def retune(self, changes: Mapping[str, Tunable]) -> None:
+        """Changes settings from the next plan on. Raises ValueError that names the field; no setting has changed then."""
+        scheduler, planner = self._scheduler, self._scheduler.planner
+        changes = dict(changes)
+        ratio = changes.pop("new_token_ratio", None)
+        if ratio is not None and not 0.0 <= float(ratio) <= 1.0:
+            raise ValueError("new_token_ratio: must be within 0 and 1")
+        config = _retuned(scheduler.config, changes, len(scheduler.table.memory.slots.num_pages))
+        limit = int(changes.get("max_running_requests", planner.extends.running_limit))
+        planner.retune(config, limit, None if ratio is None else float(ratio))
+        scheduler.table.batch_is_full = False
+        scheduler.table.reconfigure(dataclasses.replace(config, max_running_requests=scheduler.config.max_running_requests))
+
+    def trace(self, request_id: str) -> list[TraceEvent]:
+        """Returns the trace events of a request that are still in the ring, oldest first."""
+        return self._scheduler.table.trace.of(request_id)
+
+    def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
+        """Returns the number of all trace events since the start, and those after the first `count` that are in the ring."""
+        return self._scheduler.table.trace.since(count)
+
+    def self_check(self) -> list[str]:
+        """Returns one sentence per broken invariant; empty if all hold.
+
+        If the scheduler is idle and settled, it forgets all pages after a violation.
+        """
+        scheduler, memory = self._scheduler, self._scheduler.table.memory
+        found = violations(scheduler.table)
+        if scheduler.idle and scheduler.flight_step < 0:
+            if memory.num_leased:
+                found.append(f"{memory.num_leased} pages are leased by nobody")
+            if found and scheduler.settled:
+                scheduler.table.reset_memory()
+        return found
+
+
+def _retuned(config: SchedulerConfig, changes: Mapping[str, Tunable], num_slots: int) -> SchedulerConfig:
+    """config with the changes. Raises ValueError naming the field that is unknown, of the wrong type or out of range."""
+    values = {name: _checked(config, name, value) for name, value in changes.items()}
+    if config.whole_prompts and (cutting := {"chunked_prefill_size", "enable_mixed_chunk", "max_prefill_tokens"} & set(values)):
+        raise ValueError(f"{min(cutting)}: this model needs each prompt whole, in one step")
+    if values.get("chunked_prefill_size") == UNCHUNKED:
+        values["chunked_prefill_size"] = 0
+    if int(values.get("max_running_requests", 1)) > num_slots:
+        raise ValueError(f"max_running_requests: must be within 1 and {num_slots}, the number it started with")
+    if "schedule_policy" in values:
+        values["schedule_policy"] = SchedulePolicy(str(values["schedule_policy"]))
+    return dataclasses.replace(config, **values)  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> Tunable:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    assert isinstance(value, int | float | str)
+    return value
+
+
+def _checked(config: SchedulerConfig, name: str, value: Tunable) -> Tunable:
+    if name not in RANGES:
+        raise ValueError(f"{name}: cannot be changed while the worker runs; these can: {', '.join(RANGES)}")
+    old = getattr(config, name)
+    if isinstance(old, enum.Enum):
+        try:
+            return str(type(old)(value))
+        except ValueError:
+            raise ValueError(f"{name}: must be one of {', '.join(str(member.value) for member in type(old))}")
+    if isinstance(old, bool) != isinstance(value, bool) or isinstance(value, str):
+        raise ValueError(f"{name}: must be {_KINDS[type(old)]}")
+    if isinstance(value, bool):
+        return value
+    allowed = RANGES[name]
+    assert allowed is not None, "a number has a range"
+    if value not in allowed or type(old)(value) != value:
+        raise ValueError(f"{name}: is {value}; must be {_KINDS[type(old)]}, {allowed}")
+    return int(value) if isinstance(old, int) else float(value)
