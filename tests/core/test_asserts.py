@@ -332,7 +332,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
             "a token is added twice",
             Intake.take,
             "taken.num_tokens = len(requests)",
-            "[request.output_ids.append(0) for request in requests]\n    taken.num_tokens = len(requests)",
+            "[request.progress.output_ids.append(0) for request in requests]\n    taken.num_tokens = len(requests)",
             "after each token",
         ),
         long_ones,

@@ -24,7 +24,7 @@ def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> Fin
     """What the rules say of a request whose newest output token is the last of `outputs`."""
     message = Submit(0, 0, "", np.array([5], dtype=np.int32), SamplingParams(**{"max_new_tokens": 99, **params}))
     request = make_request(message, 0, make().config, 0.0)
-    request.output_ids = outputs
+    request.progress.output_ids = outputs
     return check_finished(request, LetterDecoder(), grammar_done)
 
 

@@ -77,7 +77,7 @@ class TestOfAPrefixThatIsBeingComputed:
             engine.check()
         engine.turn()
         begun = [second] if end == "abort" else [first, second]
-        assert any(request.lease is not None for request in begun)
+        assert any(request.kv.lease is not None for request in begun)
         engine.drain()
         for handle in engine.finishes:
             engine.check_answer(handle)
@@ -99,7 +99,7 @@ class TestOfAPrefixThatIsBeingComputed:
         engine.submit(1000, prompt(1, 0), max_new_tokens=4, ignore_eos=True)
         waiting = engine.core.table.by_key[0, 1000]
         passes = 0
-        while waiting.lease is None and passes < 3 * MAX_PASSES:
+        while waiting.kv.lease is None and passes < 3 * MAX_PASSES:
             engine.submit(passes, prompt(1, 1 + passes), priority=1, max_new_tokens=4, ignore_eos=True)
             engine.turn()
             engine.abort(passes)
@@ -268,7 +268,7 @@ def watch(engine: Engine) -> None:
         for request in table.waiting:
             if not request.held:
                 continue
-            hit = table.memory.peek(request.namespace, request.key, request.prefix_limit())[1]
+            hit = table.memory.peek(request.namespace, request.kv.token_key, request.prefix_limit())[1]
             most, waited = seen.get(request.seq, (-1, 0))
             seen[request.seq] = (hit, 1) if hit > most else (most, waited + 1)
             assert seen[request.seq][1] <= MAX_PASSES, f"request {request.request_id} is passed over for ever"

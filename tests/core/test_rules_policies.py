@@ -37,7 +37,7 @@ class Line:
     def cache(self, tokens: Sequence[int], salt: str = "") -> None:
         request = self.request(tokens, salt=salt)
         tree = self.memory.tree
-        tree.insert(tree.root(request.namespace), request.key, self.memory.pages.alloc(len(tokens)))
+        tree.insert(tree.root(request.namespace), request.kv.token_key, self.memory.pages.alloc(len(tokens)))
 
     def request(self, tokens: Sequence[int], max_new: int = 8, priority: int = 0, salt: str = "", key: str = "") -> Request:
         params = SamplingParams(max_new)

@@ -53,17 +53,17 @@ class TestVictims:
         for handle, (priority, outputs, length) in enumerate(rows):
             ids = np.zeros(length, dtype=np.int32)
             request = make_request(Submit(0, handle, "", ids, SamplingParams(99), priority=priority), handle, config, 0.0)
-            request.output_ids = [1] * outputs
+            request.progress.output_ids = [1] * outputs
             requests.append(request)
         assert [r.handle for r in sorted(requests, key=victim_order)] == order
 
     def test_the_row_with_the_longest_prompt_of_equal_ones_is_retracted(self) -> None:
         engine = crowded()
         turn_until_retraction(engine)
-        assert [engine.core.table.by_key[0, handle].num_retractions for handle in range(3)] == [1, 0, 0]
+        assert [engine.core.table.by_key[0, handle].progress.num_retractions for handle in range(3)] == [1, 0, 0]
         stats, retracted = engine.core.stats(), engine.core.table.by_key[0, 0]
         assert stats.retracted_input_tokens_total == 8
-        in_flight = len(retracted.output_ids) - stats.retracted_output_tokens_total
+        in_flight = len(retracted.progress.output_ids) - stats.retracted_output_tokens_total
         assert stats.retracted_output_tokens_total > 0 and in_flight in (0, 1)
 
     def test_a_prompt_in_the_middle_is_a_victim_too(self) -> None:
@@ -102,7 +102,7 @@ class TestRetractedRequests:
         engine = crowded(overlap=False, max_new=50, num_pages=20)
         turn_until_retraction(engine)
         rows = engine.core.table.decoding
-        decoded = sum(len(row.output_ids) for row in rows)
+        decoded = sum(len(row.progress.output_ids) for row in rows)
         assert engine.core.stats().new_token_ratio == pytest.approx((decoded + 20 * len(rows)) / (50 * len(rows) + 1))
 
     def test_a_step_that_retracts_lets_nobody_in(self) -> None:

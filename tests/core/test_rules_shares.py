@@ -102,8 +102,8 @@ class TestWhoComesNext:
         for _ in range(40):
             engine.turn()
             for request in engine.core.table.by_key.values():
-                if request.lease is not None:
-                    owner[request.lease.slot] = request.handle % 2
+                if request.kv.lease is not None:
+                    owner[request.kv.lease.slot] = request.handle % 2
             for slot, count in prefill_of(engine, -1).items():
                 served[owner[slot]] += count
         assert abs(served[0] / weights[0] - served[1] / weights[1]) <= 2 * CHUNK / min(weights)

@@ -124,16 +124,16 @@ class TestOutput:
         for _ in range(60):
             engine.turn()
             request = engine.core.table.by_key[0, 0]
-            assert len(request.output_ids) - len(engine.outputs.get(0, [])) < due
+            assert len(request.progress.output_ids) - len(engine.outputs.get(0, [])) < due
         engine.drain()
         engine.check_answer(0)
 
     def test_a_stop_string_is_found_across_tokens_that_show_no_text(self) -> None:
         decoder = SilentBelowTen()
         request = Request(
-            1, 0, 0, "r", np.array([1], dtype=np.int32), SamplingParams(99, stop=("abc",)), (), "", 0, 0, 1, 0.0, 1.0, 4, 0
+            1, 0, 0, "r", np.array([1], dtype=np.int32), SamplingParams(99, stop=("abc",)), (), "", 0, 1, 0.0, 1.0, 4, 0
         )
-        request.output_ids = [5 + 26, 0 + 26, 1, 2, 3, 4, 5, 1 + 26, 2 + 26]
+        request.progress.output_ids = [5 + 26, 0 + 26, 1, 2, 3, 4, 5, 1 + 26, 2 + 26]
         ending = check_finished(request, decoder)
         assert ending is not None and ending.matched_stop == "abc"
 

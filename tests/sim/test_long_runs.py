@@ -174,8 +174,8 @@ class TestNoStarvation:
         Requests that wait for a prefix are exempt.
         """
         here = engine.core.table.by_key.values()
-        begun = [request.seq for request in here if request.queue_s >= 0]
-        never = [request.seq for request in here if request.queue_s < 0 and request.prefix_seen < 0]
+        begun = [request.seq for request in here if request.progress.queue_s >= 0]
+        never = [request.seq for request in here if request.progress.queue_s < 0 and request.kv.prefix_seen < 0]
         assert not begun or not never or max(begun) < min(never)
 
     @each_value(overlap=EITHER, retract_interval=[0, 4])
@@ -199,7 +199,7 @@ class TestNoStarvation:
             for request in engine.core.table.by_key.values():
                 late = engine.core.stats().retractions_total * -(-CONTEXT // 16)
                 waited = len(engine.plans) - bounds[request.handle]
-                assert request.queue_s >= 0 or waited <= late, f"request {request.handle} waits beyond its bound"
+                assert request.progress.queue_s >= 0 or waited <= late, f"request {request.handle} waits beyond its bound"
         assert handle > 30
 
     @staticmethod
@@ -207,5 +207,5 @@ class TestNoStarvation:
         """Returns the number of the step by which the request begins if no request is retracted."""
         before = [request for request in engine.core.table.by_key.values() if request.handle != handle]
         chunks = sum(-(-request.num_prompt_tokens // 16) + 1 for request in before)
-        outputs = sum(request.params.max_new_tokens - len(request.output_ids) for request in before)
+        outputs = sum(request.params.max_new_tokens - len(request.progress.output_ids) for request in before)
         return len(engine.plans) + chunks + outputs + 2

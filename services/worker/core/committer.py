@@ -61,7 +61,7 @@ class TokenRuns:
         """What the row's guesses have come to, if it had any. walked: tokens of its run that were looked at: all but the last of
         them were guessed."""
         if drafted := int(self.drafted[row]):
-            request.verified = request.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
+            request.progress.verified = request.progress.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
 
 
 class Committer:
@@ -112,23 +112,24 @@ class Committer:
         """Prompts are shared as soon as their pages are computed, never before, and not where the computation went wrong."""
         for row in range(step.plan.num_extend):
             request = step.requests[row]
-            if sound[row] and request.lease is not None:
-                committed = int(self._table.columns.committed[request.lease.slot])
-                assert committed * TOKEN_BYTES <= len(request.key), "an extend row computed tokens that are known"
-                self._table.memory.publish(request.lease, request.key[: committed * TOKEN_BYTES])
-                if request.hand_over is not None and not step.plan.sample[row]:
+            if sound[row] and request.kv.lease is not None:
+                committed = int(self._table.columns.committed[request.kv.lease.slot])
+                assert committed * TOKEN_BYTES <= len(request.kv.token_key), "an extend row computed tokens that are known"
+                self._table.memory.publish(request.kv.lease, request.kv.token_key[: committed * TOKEN_BYTES])
+                if request.kv.reservation is not None and not step.plan.sample[row]:
                     self._table.announce(request)
 
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """A chunk that its request lost is computed again, unless the token sampled after it counts."""
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
-            counts = request.phase is Phase.WAITING and request.flight_step == result.step_id and row not in result.faults
+            progress = request.progress
+            counts = request.phase is Phase.WAITING and progress.flight_step == result.step_id and row not in result.faults
             if (sound[row] or counts) and row in result.prompt_logprobs:
                 values = result.prompt_logprobs[row]
-                assert request.logprob_done + len(values.values) <= request.num_prompt_tokens, "logprobs of prompt tokens"
-                request.logprob_done += len(values.values)
-                request.logprob_planned = max(request.logprob_planned, request.logprob_done)
+                assert progress.logprob_done + len(values.values) <= request.num_prompt_tokens, "logprobs of prompt tokens"
+                progress.logprob_done += len(values.values)
+                progress.logprob_planned = max(progress.logprob_planned, progress.logprob_done)
                 self._table.outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
@@ -200,7 +201,8 @@ class Committer:
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
             self._table.resume_extend(requests[i])
-        last = np.array([request.output_ids[-1] if request.output_ids else -1 for request in requests], dtype=np.int32)
+        outputs = [request.progress.output_ids for request in requests]
+        last = np.array([ids[-1] if ids else -1 for ids in outputs], dtype=np.int32)
         self._emit(slots, last, columns.num_out[slots], requests, endings)
         for i, ending in endings.items():
             self._table.end(requests[i], ending, now)
@@ -257,7 +259,7 @@ class Committer:
         if (fresh == 1).all():
             parts = None
         else:
-            parts = [requests[i].output_ids[-n:] for i, n in zip(at.tolist(), fresh.tolist(), strict=True)]
+            parts = [requests[i].progress.output_ids[-n:] for i, n in zip(at.tolist(), fresh.tolist(), strict=True)]
         peers = columns.peer[slots]
         for peer in np.unique(peers).tolist():
             mine = np.flatnonzero(peers == peer)
@@ -272,9 +274,10 @@ class Committer:
     def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
             request = step.requests[row]
-            if request.phase is not Phase.WAITING or request.flight_step != result.step_id:
+            progress = request.progress
+            if request.phase is not Phase.WAITING or progress.flight_step != result.step_id:
                 continue
-            request.flight_step = -1
+            progress.flight_step = -1
             told, places = (result, range(row, row + 1)) if run is None else (run.result, run.places(row))
             walked = 0
             for place in places:
@@ -288,5 +291,5 @@ class Committer:
             request.rekey()
             if taken.endings:
                 self._table.end(request, taken.endings[0], now)
-            elif len(request.output_ids) - request.num_sent >= request.interval or request.num_sent == 0:
+            elif len(progress.output_ids) - progress.num_sent >= request.interval or progress.num_sent == 0:
                 self._table.outputs.add_news(request)

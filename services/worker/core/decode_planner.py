@@ -115,5 +115,5 @@ class DecodePlanner:
         rows = self._table.decoding
         if not rows:
             return
-        decoded = sum(len(r.output_ids) for r in rows)
+        decoded = sum(len(r.progress.output_ids) for r in rows)
         self._ratio.raise_on_retract(decoded, len(rows), sum(r.most_outputs for r in rows))

@@ -64,7 +64,7 @@ class ExtendPlanner:
         held = self._strides(num_decode_rows, may_admit) if started and not rows.requests else {}
         while started:
             request = started.pop(0)
-            going = request.lease is None or self._continue(request, adder, rows, held.get(request.seq))
+            going = request.kv.lease is None or self._continue(request, adder, rows, held.get(request.seq))
             if not going and not rows.requests and flight is None:
                 self._relieve(request, now, step_id)
             if several and rows.requests and not adder.exhausted:
@@ -154,7 +154,7 @@ class ExtendPlanner:
         begins = may_admit and len(table.waiting) > table.waiting.num_held
         if not limits.rows or begins or not table.extending:
             return {}
-        slots = [r.lease.slot for r in table.extending if r.lease]
+        slots = [r.kv.lease.slot for r in table.extending if r.kv.lease]
         starts = table.columns.computed[slots]
         if any(start < r.num_prompt_tokens for r, start in zip(table.extending, starts.tolist(), strict=True)):
             return {}
@@ -164,7 +164,7 @@ class ExtendPlanner:
 
     def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
         """False: there is no page for it. at_most: tokens, None for what the adder says."""
-        lease = request.lease
+        lease = request.kv.lease
         assert lease is not None
         start = int(self._table.columns.computed[lease.slot])
         remaining = int(self._table.columns.target[lease.slot]) - start
@@ -203,7 +203,7 @@ class ExtendPlanner:
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
         table = self._table
-        match = table.memory.match(request.namespace, request.key, request.prefix_limit())
+        match = table.memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         table.memory.lock(match)  # its own hit is no room for it
         if self._could_be_let_in(request, match, victims, ratio):
             while not self._has_room(request, match, ratio):
@@ -224,7 +224,7 @@ class ExtendPlanner:
             return False
         if not stay:
             return True  # alone it gets its chance
-        leases = [victim.lease for victim in victims if victim.lease is not None]
+        leases = [victim.kv.lease for victim in victims if victim.kv.lease is not None]
         for lease in leases:
             memory.tree.unlock(lease.node, used=False)
         pages = memory.num_available + sum(self._own_pages(victim) for victim in victims)
@@ -236,10 +236,10 @@ class ExtendPlanner:
 
     def _own_pages(self, request: Request) -> int:
         """That it holds and nobody else does; all of them where some are in a room, which keeps none from who asks for more."""
-        if request.lease is None:
+        if request.kv.lease is None:
             return 0
-        slots, slot = self._table.memory.slots, request.lease.slot
-        return int(slots.num_pages[slot]) - (0 if request.num_announced else int(slots.num_shared[slot]))
+        slots, slot = self._table.memory.slots, request.kv.lease.slot
+        return int(slots.num_pages[slot]) - (0 if request.kv.num_announced else int(slots.num_shared[slot]))
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
         """As admission will see it. `match` is locked."""
@@ -266,7 +266,7 @@ class ExtendPlanner:
     ) -> list[Request]:
         """What was planned has moved turns, and the step has room: who begins before the next of the started extends that are
         left; and these, in the order of their turns."""
-        left = sorted((request for request in started if request.lease is not None), key=_fair_turn)
+        left = sorted((request for request in started if request.kv.lease is not None), key=_fair_turn)
         if left and may_admit:
             self._admit_beside(self._due_before(left[0]), left, adder, rows, now, step_id)
             left.sort(key=_fair_turn)
@@ -297,7 +297,7 @@ class ExtendPlanner:
         table = self._table
         for request in order:
             assert request.phase is Phase.WAITING and not request.held, "who is looked at waits in the queue, at no gate"
-            if adder.exhausted or request.parked_step == step_id:
+            if adder.exhausted or request.progress.parked_step == step_id:
                 return False
             if self._free_slots(request) <= 0:
                 return True
@@ -320,7 +320,7 @@ class ExtendPlanner:
             if answer is ADMIT:
                 continue
             if answer.verdict is Verdict.WAIT:
-                self._table.waiting.hold(request, self._most_kv(request, len(request.key) // TOKEN_BYTES))
+                self._table.waiting.hold(request, self._most_kv(request, len(request.kv.token_key) // TOKEN_BYTES))
             return answer
         return ADMIT
 
@@ -328,19 +328,19 @@ class ExtendPlanner:
         """Tokens of KV that admission asks for where so many are to be extended; and one page to spare, as it keeps for rows that
         do not stop early."""
         page_size = self._table.config.page_size
-        left = request.most_outputs - len(request.output_ids)
+        left = request.most_outputs - len(request.progress.output_ids)
         outputs = left if request.params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
         return (-(-extend // page_size) + 1) * page_size + outputs
 
     def _num_left(self, request: Request) -> int:
         """Tokens that a started extend has yet to compute."""
-        assert request.lease is not None
-        return int(self._table.columns.target[request.lease.slot] - self._table.columns.computed[request.lease.slot])
+        assert request.kv.lease is not None
+        return int(self._table.columns.target[request.kv.lease.slot] - self._table.columns.computed[request.kv.lease.slot])
 
     def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
         """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
         table = self._table
-        match = table.memory.match(request.namespace, request.key, request.prefix_limit())
+        match = table.memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         table.memory.lock(match)
         result, count = self._may_add(request, match, adder)
         if result is not AddResult.CONTINUE:
@@ -360,7 +360,7 @@ class ExtendPlanner:
             return False
         self._guesses.begin(slot)
         if self._guesses.hears_few:
-            running = [r.lease.slot for r in (*table.extending, *table.decoding) if r.lease is not None]
+            running = [r.kv.lease.slot for r in (*table.extending, *table.decoding) if r.kv.lease is not None]
             guessable[slot] = self._guesses.hears_another([each for each in running if guessable[each] and each != slot])
         return bool(guessable[slot])
 
@@ -376,20 +376,20 @@ class ExtendPlanner:
             table.free_imported()
             if table.memory.num_available:
                 start = len(match.pages) * table.config.page_size
-                extend = len(request.key) // TOKEN_BYTES - start
+                extend = len(request.kv.token_key) // TOKEN_BYTES - start
                 return AddResult.CONTINUE, adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
 
     def _asked(self, request: Request, match: Match, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
         """The same where so many tokens of KV are available."""
         start = len(match.pages) * self._table.config.page_size
-        extend = len(request.key) // TOKEN_BYTES - start
-        max_new = request.most_outputs - len(request.output_ids)
+        extend = len(request.kv.token_key) // TOKEN_BYTES - start
+        max_new = request.most_outputs - len(request.progress.output_ids)
         return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
         """Plans tokens start .. start+count of the request, fewer if the pool has not the pages. False: none at all."""
-        table, lease = self._table, request.lease
+        table, lease = self._table, request.kv.lease
         assert lease is not None
         count = table.memory.grow(lease, start + count) - start
         if count <= 0:
@@ -404,7 +404,7 @@ class ExtendPlanner:
         table.shares.charge(request.flow, count)
         rows.add(request, start, count, last)
         columns.computed[lease.slot] = start + count
-        max_new = request.most_outputs - len(request.output_ids)
+        max_new = request.most_outputs - len(request.progress.output_ids)
         adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)
         if last:
             columns.planned_out[lease.slot] += 1
@@ -427,4 +427,4 @@ def _fair_turn(request: Request) -> tuple[int, float, float, int]:
 
 def _computes_logprobs(request: Request) -> bool:
     """Prompt tokens to come have their logprobs computed."""
-    return request.params.prompt_logprobs_from >= 0 and request.logprob_planned < request.num_prompt_tokens
+    return request.params.prompt_logprobs_from >= 0 and request.progress.logprob_planned < request.num_prompt_tokens

@@ -57,10 +57,10 @@ class Intake:
         if taken.endings:
             for at, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
                 if at not in taken.endings:
-                    request.output_ids.append(token)
+                    request.progress.output_ids.append(token)
         else:
             for request, token in zip(requests, tokens.tolist(), strict=True):
-                request.output_ids.append(token)
+                request.progress.output_ids.append(token)
         taken.num_tokens = len(requests) - len(taken.endings)
         if result.logprobs:
             self._take_logprobs(requests, rows, result, taken)
@@ -72,10 +72,11 @@ class Intake:
     def take_given(self, request: Request) -> Taken:
         """The output that the request came with, as if its last token had just been sampled: its grammar follows it, and it may
         be complete. Once the request has its matcher."""
-        assert request.num_followed < len(request.output_ids), "a matcher has yet to take the last token"
+        ids, num_followed = request.progress.output_ids, request.progress.num_followed
+        assert num_followed < len(ids), "a matcher has yet to take the last token"
         taken = Taken()
         matcher = request.matcher
-        if matcher is not None and not all(matcher.accept(token) for token in request.output_ids[request.num_followed : -1]):
+        if matcher is not None and not all(matcher.accept(token) for token in ids[num_followed:-1]):
             taken.endings[0] = _refused(matcher, _GIVEN_OUTSIDE_GRAMMAR)
         else:
             self._after_output(request, 0, taken, _GIVEN_OUTSIDE_GRAMMAR)
@@ -105,14 +106,14 @@ class Intake:
     def _take_logprobs(self, requests: list[Request], rows: NDArray[np.int64], result: StepResult, taken: Taken) -> None:
         for at, row in enumerate(rows.tolist()):
             if requests[at].wants_logprobs and at not in taken.endings and row in result.logprobs:
-                requests[at].logprobs.append(result.logprobs[row])
+                requests[at].progress.logprobs.append(result.logprobs[row])
 
     def _after_output(self, request: Request, at: int, taken: Taken, outside: FinishDecision = _OUTSIDE_GRAMMAR) -> None:
         """outside: the ending of output that the grammar does not allow."""
         matcher = request.matcher
         if matcher is None:
             ending = check_finished(request, self._rules)
-        elif not matcher.accept(request.output_ids[-1]):
+        elif not matcher.accept(request.progress.output_ids[-1]):
             ending = _refused(matcher, outside)
         else:
             ending = check_finished(request, self._rules, matcher.terminated)
@@ -127,7 +128,7 @@ class Intake:
         assert matcher is not None
         forced = matcher.forced()
         for place, token in enumerate(forced, 1):
-            request.output_ids.append(token)
+            request.progress.output_ids.append(token)
             taken.num_tokens += 1
             ending = check_finished(request, self._rules, place == len(forced) and matcher.terminated)
             if ending is not None:

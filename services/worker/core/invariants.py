@@ -35,8 +35,8 @@ def _page_states(table: RequestTable) -> list[str]:
     for node in memory.tree.nodes():
         np.add.at(owners, node.pages, 1)
     for request in table.extending + table.decoding:
-        if request.lease is not None:
-            slot = request.lease.slot
+        if request.kv.lease is not None:
+            slot = request.kv.lease.slot
             shared, have = memory.slots.num_shared[slot], memory.slots.num_pages[slot]
             np.add.at(owners, memory.slots.page_table[slot, shared:have], 1)
     out = []
@@ -49,19 +49,19 @@ def _page_states(table: RequestTable) -> list[str]:
 
 def _leases(table: RequestTable) -> list[str]:
     out = []
-    slots = [r.lease.slot for r in table.by_key.values() if r.lease is not None]
+    slots = [r.kv.lease.slot for r in table.by_key.values() if r.kv.lease is not None]
     if len(set(slots)) != len(slots):
         out.append("two requests hold one slot")
     if len(slots) + table.memory.slots.num_free != len(table.memory.slots.num_pages):
         out.append("slots leaked")
     running = table.extending + table.decoding
     for request in table.by_key.values():
-        holds = request.lease is not None
+        holds = request.kv.lease is not None
         if holds != (request.phase in (Phase.EXTEND, Phase.DECODE)) or holds != any(request is r for r in running):
             out.append(f"request {request.request_id} in {request.phase.name}: lease and queues disagree")
     if len(running) + table.num_waiting != len(table.by_key):
         out.append("a request stands in no queue, or in two")
-    if table.waiting_tokens != sum(r.queued_tokens for r in table.by_key.values() if r.lease is None):
+    if table.waiting_tokens != sum(r.queued_tokens for r in table.by_key.values() if r.kv.lease is None):
         out.append("the queues miscount their tokens")
     for slot in slots:
         row = table.memory.slots.page_table[slot, : table.memory.slots.num_pages[slot]]

@@ -50,7 +50,7 @@ class Planner:
         if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
             return step
         # Rows that decoded before and extend again have others beside them, which a step of extends alone would hold up.
-        shared = table.config.enable_mixed_chunk or any(r.output_ids for r in table.extending)
+        shared = table.config.enable_mixed_chunk or any(r.progress.output_ids for r in table.extending)
         before = table.counters.retractions_total
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
         # What this plan has retracted must not come back in it: its token in flight is still to be committed.

@@ -83,18 +83,18 @@ class PrefixGate:
         if not self._extends:
             return ADMIT
         most = request.prefix_limit()
-        node, num_cached = self._table.memory.peek(request.namespace, request.key, most)
-        hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(request.key) - TOKEN_BYTES)
+        node, num_cached = self._table.memory.peek(request.namespace, request.kv.token_key, most)
+        hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(request.kv.token_key) - TOKEN_BYTES)
         if hit + self._cut > limit:
             return ADMIT
-        other = self._extend_of(node, request.key, hit, hit + self._cut)
+        other = self._extend_of(node, request.kv.token_key, hit, hit + self._cut)
         if other is None:
             return ADMIT
-        if hit > request.prefix_seen:
-            request.prefix_seen, request.prefix_passes = hit, 0
-        if request.prefix_passes >= MAX_PASSES:
+        if hit > request.kv.prefix_seen:
+            request.kv.prefix_seen, request.kv.prefix_passes = hit, 0
+        if request.kv.prefix_passes >= MAX_PASSES:
             return ADMIT
-        wait = _Wait(request, limit, self.num_passes - request.prefix_passes)
+        wait = _Wait(request, limit, self.num_passes - request.kv.prefix_passes)
         lead = self._leads.get(other.seq) or self._lead(other)
         lead.due = min(lead.due, wait.since + MAX_PASSES)
         lead.waits.append(wait)
@@ -105,10 +105,10 @@ class PrefixGate:
     def _list_extends(self) -> None:
         """By the node where each one's own hit ends: what lies behind it, it computes."""
         for request in self._computing:
-            if request.lease is not None:
-                node = request.lease.node
+            if request.kv.lease is not None:
+                node = request.kv.lease.node
                 at = node.depth * self._page_bytes
-                beyond = request.key[at : at + self._cut]
+                beyond = request.kv.token_key[at : at + self._cut]
                 if len(beyond) == self._cut:
                     self._extends.setdefault(node, {}).setdefault(beyond, []).append(request)
         self._computing.clear()
@@ -120,14 +120,14 @@ class PrefixGate:
             at = node.depth * self._page_bytes
             if at <= hit and (extends := self._extends.get(node)):
                 for other in extends.get(key[at : at + self._cut], ()):
-                    if other.lease is not None and other.key[at:end] == key[at:end]:
+                    if other.kv.lease is not None and other.kv.token_key[at:end] == key[at:end]:
                         return other
             node = node.parent
         return None
 
     def _lead(self, other: Request) -> _Lead:
-        assert other.lease is not None
-        slot = other.lease.slot
+        assert other.kv.lease is not None
+        slot = other.kv.lease.slot
         epoch, committed = int(self._table.columns.epoch[slot]), self._committed(slot)
         lead = self._leads[other.seq] = _Lead(other, slot, epoch, committed, self.num_passes + MAX_PASSES)
         return lead
@@ -138,7 +138,7 @@ class PrefixGate:
     def _follow(self, lead: _Lead) -> None:
         """Frees those of the extend's followers whose wait is over: they share no more with what it has yet to commit, or have
         waited in vain for too long."""
-        if lead.request.lease is None or self._table.columns.epoch[lead.slot] != lead.epoch:
+        if lead.request.kv.lease is None or self._table.columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
         before, committed = lead.committed, self._committed(lead.slot)
@@ -146,15 +146,15 @@ class PrefixGate:
         if committed == before and self.num_passes < lead.due:
             return
         end = committed + self._cut
-        beyond = lead.request.key[before:end]  # before it, they are known to agree
+        beyond = lead.request.kv.token_key[before:end]  # before it, they are known to agree
         waits, lead.waits = lead.waits, []
         lead.committed, lead.due = committed, self.num_passes + MAX_PASSES
         for wait in waits:
             request = wait.request
-            if committed > request.prefix_seen:
-                request.prefix_seen, wait.since = committed, self.num_passes
+            if committed > request.kv.prefix_seen:
+                request.kv.prefix_seen, wait.since = committed, self.num_passes
             vain = self.num_passes - wait.since
-            if vain >= MAX_PASSES or end > wait.limit or request.key[before:end] != beyond:
+            if vain >= MAX_PASSES or end > wait.limit or request.kv.token_key[before:end] != beyond:
                 self._free(wait)
             elif request.held:
                 lead.due = min(lead.due, wait.since + MAX_PASSES)
@@ -169,7 +169,7 @@ class PrefixGate:
 
     def _free(self, wait: _Wait) -> None:
         """Unless the request has left the queue meanwhile."""
-        wait.request.prefix_passes = self.num_passes - wait.since
+        wait.request.kv.prefix_passes = self.num_passes - wait.since
         if wait.request.held:
             self._table.waiting.free(wait.request)
             self.freed[wait.request.seq] = wait.request

@@ -11,7 +11,7 @@ from services.worker.core.queue.request import Request
 
 def victim_order(request: Request) -> tuple[int, int, int]:
     """The smallest goes first: least urgent, then least output, then longest prompt."""
-    return -request.rank, len(request.output_ids), -request.num_prompt_tokens
+    return -request.rank, len(request.progress.output_ids), -request.num_prompt_tokens
 
 
 def preemption_order(request: Request) -> tuple[int, int]:

@@ -116,7 +116,7 @@ class Scheduler:
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
         self.table.enqueue(request)
         if self.tiers is not None:
-            request.imported += self.tiers.take_prefetched((message.peer, message.handle), request.seq)
+            request.kv.imported += self.tiers.take_prefetched((message.peer, message.handle), request.seq)
         self._begin_waiting(request, now)
 
     def prefetch(self, message: Prefetch, now: float) -> None:
@@ -314,7 +314,7 @@ class Scheduler:
 
     def _begin_waiting(self, request: Request, now: float) -> None:
         """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""
-        if request.num_given and request.phase is Phase.WAITING:
+        if request.progress.num_given and request.phase is Phase.WAITING:
             self._committer.take_given(request, now)
         self._look_elsewhere(request)
 
@@ -352,7 +352,7 @@ class Scheduler:
         if not self.config.enable_priority_scheduling:
             return False
         table = self.table
-        gated = [each for each in (*table.gate, *table.importing.values()) if each.queue_s < 0 and not each.num_given]
+        gated = [each for each in (*table.gate, *table.importing.values()) if _has_never_run(each)]
         queued: Request | None = table.waiting.last_fresh()
         fresh = gated if queued is None else [*gated, queued]
         last = max(fresh, key=lambda request: (request.rank, request.seq), default=None)
@@ -369,6 +369,11 @@ class Scheduler:
         del self._began[0]
         assert step.plan.step_id == step_id, "results come back in the order of their plans"
         return step
+
+
+def _has_never_run(request: Request) -> bool:
+    """Whether neither this worker nor another one has begun the request."""
+    return request.progress.queue_s < 0 and not request.progress.num_given
 
 
 def _controller(config: SchedulerConfig) -> DraftController:

@@ -62,12 +62,12 @@ class ExtendRows:
         and its prediction."""
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        history = np.frombuffer(request.key, dtype=np.int32) if penalised or guessed else _NONE
+        history = np.frombuffer(request.kv.token_key, dtype=np.int32) if penalised or guessed else _NONE
         prediction, stops = request.prediction if guessed else _NONE, request.stop_token_ids
         self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, stops, history, prediction, guessed))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
-        known = len(request.key) // TOKEN_BYTES
+        known = len(request.kv.token_key) // TOKEN_BYTES
         assert 0 <= start < start + count <= known, "an extend row computes tokens that are known"
         assert last == (start + count == known), "the last chunk ends with the last known token, no other does"
         if request.params.prompt_logprobs_from >= 0:
@@ -76,18 +76,18 @@ class ExtendRows:
         self.starts.append(start)
         self.counts.append(count)
         self.sample.append(last)
-        self.input_ids.append(np.frombuffer(request.key, dtype=np.int32)[start : start + count])
+        self.input_ids.append(np.frombuffer(request.kv.token_key, dtype=np.int32)[start : start + count])
 
     def _add_logprobs(self, request: Request, start: int, count: int) -> None:
         """The row's token at position p predicts that at p + 1; those of the prompt count."""
         end, length = start + count, request.num_prompt_tokens
-        if request.logprob_planned >= length or end < request.logprob_planned:
+        if request.progress.logprob_planned >= length or end < request.progress.logprob_planned:
             return
         following = int(request.prompt_ids[end]) if end < length else -1
-        offset = request.logprob_planned - 1 - start
+        offset = request.progress.logprob_planned - 1 - start
         assert 0 <= offset < count, "the first logprob that is wanted lies in the row"
         self.logprobs.append((len(self.requests), offset, following))
-        request.logprob_planned = min(end, length - 1) + 1
+        request.progress.logprob_planned = min(end, length - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ NO_DECODES = DecodeRows([], np.empty(0, dtype=np.int64))
 
 def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: SlotColumns, updates: PageTableUpdates) -> Step:
     num_extend, num_decode = len(extends.requests), len(decodes.requests)
-    extend_slots = [r.lease.slot for r in extends.requests if r.lease]
+    extend_slots = [r.kv.lease.slot for r in extends.requests if r.kv.lease]
     assert len(decodes.slots) == num_decode, "each decode row has a slot"
     slots = _before(extend_slots, decodes.slots)
     drafts = decodes.drafts

@@ -58,13 +58,13 @@ CORE = (
         "core",
         "services/worker/core/extend_planner.py",
         ("return bool(ranks) and ranks[0] < first.rank", "return False"),
-        ("(0 if request.num_announced else int(slots.num_shared[slot]))", "0"),
+        ("(0 if request.kv.num_announced else int(slots.num_shared[slot]))", "0"),
         only="test_rules_priorities",
     ),
     *of(
         "core",
         "services/worker/core/queue/request.py",
-        ("most if self.hand_over is None else min(most, self.num_given + 1)", "most"),
+        ("most if self.kv.reservation is None else min(most, self.progress.num_given + 1)", "most"),
         only="test_rules_peers",
     ),
     *of(
@@ -102,7 +102,7 @@ CORE = (
         "core",
         "services/worker/core/committer.py",
         ("count = columns.num_out[slots] + 1", "count = columns.num_out[slots] + 2"),
-        ("request.logprob_done += len(values.values)", "request.logprob_done = len(values.values)"),
+        ("progress.logprob_done += len(values.values)", "progress.logprob_done = len(values.values)"),
         ("if (sound[row] or counts) and row in", "if sound[row] and row in"),
     ),
     *of(
@@ -122,7 +122,7 @@ CORE = (
         ("if fault is RowFault.NO_TOKEN_ALLOWED:", "if fault is RowFault.OUT_OF_VOCAB:"),
         only="test_rules_finish",
     ),
-    *of("core", "services/worker/core/queue/request.py", ("self.logprob_done - 1)", "self.logprob_done)")),
+    *of("core", "services/worker/core/queue/request.py", ("self.progress.logprob_done - 1)", "self.progress.logprob_done)")),
     *of(
         "core",
         "services/worker/core/new_token_ratio.py",
@@ -192,7 +192,7 @@ CORE = (
     *of(
         "core",
         "services/worker/core/scheduler.py",
-        ("if request.num_given and request.phase is Phase.WAITING:", "if False:"),
+        ("if request.progress.num_given and request.phase is Phase.WAITING:", "if False:"),
         only="test_rules_resume",
     ),
 )

@@ -38,10 +38,10 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/queue/request_table.py",
-        ("            self.rooms.wait(request.hand_over, self.trace.now)\n", "            pass\n"),
-        ("count <= request.num_announced or", "count < request.num_announced or"),
-        (" or (request.num_announced and not self.rooms.stands(room))", ""),
-        ("        elif request.num_announced:\n", "        elif False:\n"),
+        ("            self.rooms.wait(request.kv.reservation, self.trace.now)\n", "            pass\n"),
+        ("count <= request.kv.num_announced or", "count < request.kv.num_announced or"),
+        (" or (request.kv.num_announced and not self.rooms.stands(room))", ""),
+        ("        elif request.kv.num_announced:\n", "        elif False:\n"),
         ("        if is_retired(request.namespace):\n", "        if False:\n"),
         ("            self.announce(request)\n        self.extending", "            pass\n        self.extending"),
         only="test_rules_chunks",
@@ -49,7 +49,7 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/committer.py",
-        ("if request.hand_over is not None and not step.plan.sample[row]:", "if False:"),
+        ("if request.kv.reservation is not None and not step.plan.sample[row]:", "if False:"),
         only="test_rules_chunks",
     ),
     *of(
@@ -119,12 +119,12 @@ PEERS = (
         ("return self.rooms.may_end or (", "return ("),
         ("request = self.importing.pop(seq)\n        self._leave_source(request)\n", "request = self.importing.pop(seq)\n"),
         (
-            "        if request.source is not None:\n            self._leave_source(request)\n        cached = ",
+            "        if request.kv.source is not None:\n            self._leave_source(request)\n        cached = ",
             "        cached = ",
         ),
         ("        self._leave_source(request)\n        if ending.reason", "        if ending.reason"),
         ("        self.rooms.end_all()\n", ""),
-        ("room=request.hand_over if room_pages else None", "room=request.hand_over"),
+        ("room=request.kv.reservation if room_pages else None", "room=request.kv.reservation"),
         only="test_rules_peers",
     ),
     *of(
@@ -149,19 +149,19 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/queue/finish.py",
-        ("and len(request.output_ids) > request.num_given:", ":"),
+        ("and len(request.progress.output_ids) > request.progress.num_given:", ":"),
         only="test_rules_peers",
     ),
     *of(
         "peers",
         "services/worker/core/queue/request.py",
-        ("and self.hand_over is None", ""),
+        ("and self.kv.reservation is None", ""),
         only="test_rules_peers",
     ),
     *of(
         "peers",
         "services/worker/core/queue/request_columns.py",
-        ("not params.samples or request.hand_over is not None", "not params.samples"),
+        ("not params.samples or request.kv.reservation is not None", "not params.samples"),
         only="test_rules_peers",
     ),
     *of(

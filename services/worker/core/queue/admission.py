@@ -12,7 +12,7 @@ from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.other_tiers import Wanted
 from services.worker.core.queue.finish import FinishDecision, refused, tail_tokens
-from services.worker.core.queue.request import Request
+from services.worker.core.queue.request import Request, RequestKv, RequestProgress
 
 _UNLIMITED = 1 << 62
 
@@ -51,6 +51,14 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
     eos = () if params.ignore_eos else config.eos_token_ids
     reusable = params.embedding is None or config.pooling_reuses_prefix
     first_logprob = max(params.prompt_logprobs_from, 1)
+    progress = RequestProgress(
+        output_ids=list(message.output_ids),
+        num_given=given,
+        num_sent=given,
+        logprob_planned=first_logprob,
+        logprob_done=first_logprob,
+    )
+    source = message.source if config.reads_peers else None
     request = Request(
         seq=seq,
         peer=message.peer,
@@ -60,7 +68,6 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         params=params,
         stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
         namespace=_namespace(message, revision),
-        priority=message.priority,
         rank=config.rank(message.priority),
         interval=params.stream_interval if message.stream else FORCE_STREAM_INTERVAL,
         arrival=now,
@@ -69,19 +76,14 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
         reuse_limit=_UNLIMITED if reusable else 0,
         routing_key=message.routing_key,
         session=message.session,
-        output_ids=list(message.output_ids),
-        num_given=given,
-        num_sent=given,
-        logprob_planned=first_logprob,
-        logprob_done=first_logprob,
         payer=(message.tenant, message.peer, message.batch) if message.batch else (message.tenant, 0, 0),
         weight=message.weight,
-        hand_over=message.hand_over,
-        source=message.source if config.reads_peers else None,
         prediction=message.prediction if params.speculative else no_tokens(),
+        progress=progress,
+        kv=RequestKv(source=source, reservation=message.hand_over),
     )
     if message.page_keys is not None and message.page_keys.tree == request.namespace and message.session is None:
-        request.page_keys = list(message.page_keys.keys)
+        request.kv.page_keys = list(message.page_keys.keys)
     request.rekey()
     return request
 

@@ -91,18 +91,18 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDe
 def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> FinishDecision | None:
     """Looks at the newest of request.output_ids. None: it goes on."""
     ending = _answer_ends(request, rules, grammar_done)
-    if ending is None and request.hand_over is not None and len(request.output_ids) > request.num_given:
+    if ending is None and request.kv.reservation is not None and len(request.progress.output_ids) > request.progress.num_given:
         return _HANDED_OVER
     return ending
 
 
 def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> FinishDecision | None:
     params = request.params
-    count = len(request.output_ids)
-    assert 0 < count <= max(params.max_new_tokens, request.num_given), "an output is looked at after each token"
+    count = len(request.progress.output_ids)
+    assert 0 < count <= max(params.max_new_tokens, request.progress.num_given), "an output is looked at after each token"
     if count >= params.max_new_tokens:
         return FinishDecision(FinishReason.LENGTH)
-    token = request.output_ids[-1]
+    token = request.progress.output_ids[-1]
     is_stop = token in request.stop_token_ids
     if grammar_done:
         return FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=token if is_stop else -1)
@@ -120,7 +120,7 @@ def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
             return FinishDecision(FinishReason.MATCHED_STRING, matched_stop=matched)
         if not params.stop_regex:
             return None
-        text = rules.decode(request.output_ids[-REGEX_TAIL_TOKENS:], params.skip_special_tokens)[-REGEX_TAIL_CHARS:]
+        text = rules.decode(request.progress.output_ids[-REGEX_TAIL_TOKENS:], params.skip_special_tokens)[-REGEX_TAIL_CHARS:]
         pattern = next((pattern for pattern in params.stop_regex if rules.search(pattern, text)), None)
     except StopRuleTooExpensive as error:
         return refused(str(error))
@@ -133,7 +133,7 @@ def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
 def _tail_text(request: Request, rules: TextRules) -> str:
     """Enough of the output's end to hold any stop string that the newest token completes. Tokens give few characters or many,
     special ones none, so a first guess is made longer until it suffices."""
-    ids, count, skip = request.output_ids, request.tail_tokens, request.params.skip_special_tokens
+    ids, count, skip = request.progress.output_ids, request.tail_tokens, request.params.skip_special_tokens
     enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # a cut character
     text = rules.decode(ids[-count:], skip)
     while len(text) < enough and count < len(ids):

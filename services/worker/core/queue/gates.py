@@ -49,4 +49,4 @@ class PoolGate:
         self._rejection = Answer(Verdict.REJECT, too_small(config))
 
     def look(self, request: Request) -> Answer:
-        return ADMIT if len(request.key) <= self._most_bytes else self._rejection
+        return ADMIT if len(request.kv.token_key) <= self._most_bytes else self._rejection

@@ -48,11 +48,11 @@ class GrammarGate:
             return True
         assert self._book is not None
         request.matcher = self._book.open(spec, request.payer[0])
-        return request.matcher is not None and not request.num_given
+        return request.matcher is not None and not request.progress.num_given
 
     def wait(self, request: Request) -> None:
         self._size += 1
-        request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
+        request.queued_tokens = request.num_prompt_tokens + len(request.progress.output_ids)
         self.num_tokens += request.queued_tokens
         self._hold(request)
 
@@ -81,9 +81,9 @@ class GrammarGate:
     def put_off(self, spec: GrammarSpec, now: float) -> list[Request]:
         """The compiler takes no more. Those that can be turned away; the others have output already, and wait on."""
         waiting = self.waiting_for(spec)
-        if any(request.num_given for request in waiting):
+        if any(request.progress.num_given for request in waiting):
             self._put_off[spec] = now + ASK_AGAIN_S
-        return [request for request in waiting if not request.num_given]
+        return [request for request in waiting if not request.progress.num_given]
 
     def ask_again(self, now: float) -> list[Request]:
         """For grammars that were put off. Those that may go; the caller lets them `leave`."""
@@ -102,13 +102,13 @@ class GrammarGate:
         free = []
         left, spent_s = self._follow_tokens, 0.0
         for request in self._following.values():
-            last, fits = len(request.output_ids) - 1, True
-            while fits and request.num_followed < last and left > 0 and spent_s < FOLLOW_S:
-                before = request.num_followed
+            last, fits = len(request.progress.output_ids) - 1, True
+            while fits and request.progress.num_followed < last and left > 0 and spent_s < FOLLOW_S:
+                before = request.progress.num_followed
                 fits, cost_s = _follow(request, min(last, before + min(left, FOLLOW_AT_ONCE)))
-                left -= request.num_followed - before + (not fits)
+                left -= request.progress.num_followed - before + (not fits)
                 spent_s += cost_s
-            if not fits or request.num_followed == last:
+            if not fits or request.progress.num_followed == last:
                 free.append(request)
             if left <= 0 or spent_s >= FOLLOW_S:
                 break
@@ -133,9 +133,9 @@ def _follow(request: Request, end: int) -> tuple[bool, float]:
     """Up to output token `end`: whether all fit, and seconds of CPU time."""
     matcher = request.matcher
     assert matcher is not None
-    assert end < len(request.output_ids), "a matcher takes the last token when it is committed"
-    while request.num_followed < end:
-        if not matcher.accept(request.output_ids[request.num_followed]):
+    assert end < len(request.progress.output_ids), "a matcher takes the last token when it is committed"
+    while request.progress.num_followed < end:
+        if not matcher.accept(request.progress.output_ids[request.progress.num_followed]):
             return False, matcher.take_cost()
-        request.num_followed += 1
+        request.progress.num_followed += 1
     return True, matcher.take_cost()

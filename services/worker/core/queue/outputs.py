@@ -30,25 +30,25 @@ class Outputs:
         self.add_predicted(request)
 
     def _add_tokens(self, request: Request) -> None:
-        assert request.num_sent <= len(request.output_ids), "a front end was told more than there is"
-        tokens = request.output_ids[request.num_sent :]
+        assert request.progress.num_sent <= len(request.progress.output_ids), "a front end was told more than there is"
+        tokens = request.progress.output_ids[request.progress.num_sent :]
         if not tokens:
             return
         self.add_rows(request.peer, [request.handle], [len(tokens)], tokens)
-        self.add_logprobs(request, request.num_sent, len(request.output_ids))
-        request.num_sent = len(request.output_ids)
+        self.add_logprobs(request, request.progress.num_sent, len(request.progress.output_ids))
+        request.progress.num_sent = len(request.progress.output_ids)
 
     def add_logprobs(self, request: Request, first: int, end: int) -> None:
         """Of output tokens first to end; the row that tells these tokens goes out with the same message."""
         if request.wants_logprobs:
-            assert request.num_given <= first < end, "logprobs are of tokens sampled here"
-            rows = request.logprobs[first - request.num_given : end - request.num_given]
+            assert request.progress.num_given <= first < end, "logprobs are of tokens sampled here"
+            rows = request.progress.logprobs[first - request.progress.num_given : end - request.progress.num_given]
             self._peer(request.peer).logprobs.append((request.handle, rows))
 
     def add_predicted(self, request: Request) -> None:
         """What guesses have come to with the tokens that are told, if some may be of a prediction."""
         if len(request.prediction):
-            self._peer(request.peer).predicted.append((request.handle, request.verified))
+            self._peer(request.peer).predicted.append((request.handle, request.progress.verified))
 
     def add_prompt_logprobs(self, request: Request, values: PromptLogprobs) -> None:
         self._peer(request.peer).prompt_logprobs.append((request.handle, values))

@@ -83,10 +83,10 @@ def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
     hits = []
     cut = IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES
     for request in requests:
-        node, count = memory.peek(request.namespace, request.key, request.prefix_limit())
+        node, count = memory.peek(request.namespace, request.kv.token_key, request.prefix_limit())
         later = False
-        if count <= IN_BATCH_CHECK_THRESHOLD and len(request.key) >= cut:
-            prefix = (request.namespace, request.key[:cut])
+        if count <= IN_BATCH_CHECK_THRESHOLD and len(request.kv.token_key) >= cut:
+            prefix = (request.namespace, request.kv.token_key[:cut])
             later = prefix in first_of
             first_of.add(prefix)
         hits.append(_Hit(request, node, count, later))

@@ -37,74 +37,75 @@ _LEGAL: dict[Phase, tuple[Phase, ...]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """seq: order of arrival, unique. rank: order of urgency, lower first. num_sent: output tokens already told to the front
-    end. deadline: absolute, or inf. reuse_limit: tokens that a prefix hit may cover.
+class RequestProgress:
+    """Output tokens of one request, their logprobs, and the request's counts."""
 
-    lease is set exactly in EXTEND and DECODE. flight_step: the step that was uncommitted when the request lost its lease
-    to retraction, whose sampled token still counts (-1: none). parked_step: the plan that took its lease; it may not come
-    back in that one. logprob_planned, logprob_done: prompt positions below these have their logprobs planned, committed.
-    num_given: output tokens that it came with, sampled elsewhere. num_followed: those that its matcher has accepted since.
-    logprobs: of each later output token, in order, if they are wanted. queued_tokens: prompt and output when it last began to
-    wait. held: tokens of KV kept for it while an admission gate makes it wait in the queue, 0 if none does. prefix_seen: most
-    bytes of its key that were cached while it waited for more (-1: it has not). prefix_passes: how many it has waited since
-    they were. jump: the grammar may add tokens by itself. payer: whose share its prompt tokens are of, weight: of that share.
-    flow: the same while there are any to be planned, but for those that wait at a gate. page_keys: of the first pages of its key,
-    where there are tiers. num_looks: how often other tiers were asked for its prefix since it last began to wait. imported: pages
-    that came from each. cached_from: num_cached_tokens, by where they were. hand_over, source,
-    prediction: see Submit; source is None once nothing more is wanted of it. num_announced: pages that are, or were, in its room.
+    output_ids: list[int] = field(default_factory=list)
+    num_given: int = 0  # first output tokens, which another worker sampled
+    num_followed: int = 0  # of the given tokens, those that the matcher has accepted
+    num_sent: int = 0  # output tokens that the gateway has received
+    logprobs: list[RowLogprobs] = field(default_factory=list)  # of output tokens after the given ones, if the client wants them
+    logprob_planned: int = 0  # prompt positions below this one have their logprobs planned
+    logprob_done: int = 0  # prompt positions below this one have their logprobs committed
+    queue_s: float = -1.0  # seconds from arrival to the first admission; -1 before it
+    num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
+    num_retractions: int = 0
+    verified: Verified = NOTHING_VERIFIED
+    flight_step: int = -1  # step that was uncommitted at the retraction and whose sampled token still counts; -1 for none
+    parked_step: int = -1  # plan that took the lease; the request is not admitted again in that plan
+
+
+@dataclass(slots=True, eq=False)
+class RequestKv:
+    """KV that one request holds, finds in tiers, or keeps for another worker."""
+
+    token_key: bytes = b""  # tokens as bytes, which the radix tree compares; set by Request.rekey()
+    lease: Lease | None = None  # set exactly in the phases EXTEND and DECODE
+    page_keys: list[bytes] = field(default_factory=list)  # names of the first pages in other tiers
+    num_tier_lookups: int = 0  # searches of other tiers since the request last began to wait
+    imported: Counter[str] = field(default_factory=Counter)  # pages that arrived from each tier
+    cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens by the tier that had them
+    prefix_seen: int = -1  # largest number of bytes of token_key that were cached while it waited for more; -1: it never waited
+    prefix_passes: int = 0  # admission passes that it has waited since then
+    source: Source | None = None  # pages in another worker; None if there are none or they are not needed any more
+    reservation: Room | None = None  # keeps the pages for another worker, which continues the request after its next token
+    num_announced: int = 0  # pages that the reservation has or had
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request in the scheduler: its identity, its parameters and its phase.
+
+    RequestTable changes the phase. `progress` is written at commits, `kv` at plans and moves.
     """
 
-    seq: int
-    peer: int
-    handle: int
+    seq: int  # order of arrival, unique
+    peer: int  # the worker's number for the gateway stream
+    handle: int  # the gateway's number for the request
     request_id: str
     prompt_ids: NDArray[np.int32]
     params: SamplingParams
     stop_token_ids: tuple[int, ...]
-    namespace: str
-    priority: int
-    rank: int
-    interval: int
+    namespace: str  # name of the radix tree
+    rank: int  # order of urgency; lower ranks are served first
+    interval: int  # output tokens per message to the gateway
     arrival: float
-    deadline: float
-    tail_tokens: int
-    reuse_limit: int
+    deadline: float  # absolute; inf for none
+    tail_tokens: int  # last output tokens that probably contain any of the stop strings
+    reuse_limit: int  # tokens that a prefix hit may cover
     routing_key: str = ""
     session: SessionTurn | None = None
-    session_number: int = 0  # of the session itself: another one may get its name
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[RowLogprobs] = field(default_factory=list)
-    phase: Phase = Phase.WAITING
-    lease: Lease | None = None
-    matcher: Matcher | None = None
-    num_given: int = 0
-    num_followed: int = 0
-    num_sent: int = 0
-    queued_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_retractions: int = 0
-    verified: Verified = NOTHING_VERIFIED
-    queue_s: float = -1.0
-    flight_step: int = -1
-    parked_step: int = -1
-    held: int = 0
-    prefix_seen: int = -1
-    prefix_passes: int = 0
-    logprob_planned: int = 0
-    logprob_done: int = 0
-    key: bytes = b""
-    payer: Payer = (b"", 0, 0)
-    weight: float = 1.0
-    flow: Flow | None = None
-    page_keys: list[bytes] = field(default_factory=list)
-    num_looks: int = 0
-    imported: Counter[str] = field(default_factory=Counter)
-    cached_from: dict[Tier, int] = field(default_factory=dict)
-    hand_over: Room | None = None
-    source: Source | None = None
+    session_number: int = 0  # number of the session; another session may reuse the name
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
-    num_announced: int = 0
+    payer: Payer = (b"", 0, 0)  # the flow that its prompt tokens are charged to
+    weight: float = 1.0  # weight of the payer's share
+    phase: Phase = Phase.WAITING
+    matcher: Matcher | None = None
+    flow: Flow | None = None  # set while prompt tokens are left to plan and no gate outside of the queue holds the request
+    queued_tokens: int = 0  # prompt and output tokens when the request last began to wait
+    held: int = 0  # tokens of KV set aside for it while a gate holds it in the queue; 0 if no gate does
+    progress: RequestProgress = field(default_factory=RequestProgress)
+    kv: RequestKv = field(default_factory=RequestKv)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,9 +113,9 @@ class Request:
 
     @property
     def most_outputs(self) -> int:
-        """Tokens of output that there may come to be here, given ones included."""
+        """Largest number of output tokens on this worker, given ones included."""
         most = self.params.max_new_tokens if self.params.samples else 0
-        return most if self.hand_over is None else min(most, self.num_given + 1)
+        return most if self.kv.reservation is None else min(most, self.progress.num_given + 1)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -128,7 +129,7 @@ class Request:
         steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
         free = not (self.wants_logprobs or penalised or steered)
-        return self.matcher is not None and free and self.hand_over is None
+        return self.matcher is not None and free and self.kv.reservation is None
 
     def move(self, phase: Phase) -> None:
         if phase not in _LEGAL[self.phase]:
@@ -137,16 +138,16 @@ class Request:
 
     def tokens(self) -> NDArray[np.int32]:
         """int32[n]: prompt and committed output. What admission treats as the prompt."""
-        if not self.output_ids:
+        if not self.progress.output_ids:
             return self.prompt_ids
-        return np.concatenate([self.prompt_ids, np.asarray(self.output_ids, dtype=np.int32)])
+        return np.concatenate([self.prompt_ids, np.asarray(self.progress.output_ids, dtype=np.int32)])
 
     def rekey(self) -> None:
-        """Sets `key`, the bytes that the radix tree compares, to the tokens as they are now."""
-        self.key = self.tokens().tobytes()
+        """Sets the token key to the present prompt and output."""
+        self.kv.token_key = self.tokens().tobytes()
 
     def prefix_limit(self) -> int:
         """Tokens that a prefix hit may cover at this admission: hidden states of later ones are wanted."""
-        if self.logprob_done < self.num_prompt_tokens and self.params.prompt_logprobs_from >= 0:
-            return min(self.reuse_limit, self.logprob_done - 1)
+        if self.progress.logprob_done < self.num_prompt_tokens and self.params.prompt_logprobs_from >= 0:
+            return min(self.reuse_limit, self.progress.logprob_done - 1)
         return self.reuse_limit

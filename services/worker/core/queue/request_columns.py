@@ -47,14 +47,14 @@ class SlotColumns:
 
     def begin(self, slot: int, request: Request, num_cached: int) -> None:
         """Fills the slot's row for a request that is being admitted with `num_cached` tokens of KV."""
-        outputs = len(request.output_ids)
+        outputs = len(request.progress.output_ids)
         target = request.num_prompt_tokens + outputs
         assert 0 <= num_cached < target, "whoever is admitted has a token to compute"
-        assert request.num_sent <= outputs, "a front end was told more than there is"
+        assert request.progress.num_sent <= outputs, "a front end was told more than there is"
         self.computed[slot] = self.committed[slot] = num_cached
         self.target[slot] = target
         self.planned_out[slot] = self.num_out[slot] = outputs
-        self.sent[slot] = request.num_sent
+        self.sent[slot] = request.progress.num_sent
         self.max_new[slot] = request.most_outputs
         self.min_new[slot] = request.params.min_new_tokens
         self.interval[slot] = request.interval
@@ -69,7 +69,7 @@ class SlotColumns:
         self.redundant[slot] = False
         self.ignore_eos[slot] = params.ignore_eos
         strings = bool(params.stop or params.stop_regex)
-        leaves = not params.samples or request.hand_over is not None
+        leaves = not params.samples or request.kv.reservation is not None
         self.special[slot] = strings or len(ids) > STOP_IDS or params.grammar is not None or leaves
         self.stop_ids[slot] = -1
         if ids:

@@ -90,7 +90,7 @@ class RequestTable:
     def decoding_slots(self) -> NDArray[np.int64]:
         """int64[n], aligned with `decoding`."""
         if self._slots is None:
-            self._slots = np.array([r.lease.slot for r in self.decoding if r.lease], dtype=np.int64)
+            self._slots = np.array([r.kv.lease.slot for r in self.decoding if r.kv.lease], dtype=np.int64)
             assert len(self._slots) == len(self.decoding), "a row decodes without a slot"
         return self._slots
 
@@ -102,7 +102,7 @@ class RequestTable:
         """A new request, to the queue or to the gate."""
         assert (request.peer, request.handle) not in self.by_key, "two requests of one handle"
         self.counters.requests_total += 1
-        self.counters.resumed_total += request.num_given > 0
+        self.counters.resumed_total += request.progress.num_given > 0
         self.by_key[request.peer, request.handle] = request
         if request.routing_key:
             self.by_routing_key[request.routing_key] += 1
@@ -114,7 +114,7 @@ class RequestTable:
             self.counters.grammar_hits_total += request.matcher is not None
         if admitted:
             self._share(request)
-            self.waiting.add(request, back=request.num_given > 0)
+            self.waiting.add(request, back=request.progress.num_given > 0)
             self.trace.add(request.request_id, TraceKind.QUEUED, request.num_prompt_tokens)
         else:
             self.trace.add(request.request_id, TraceKind.GATED, request.num_prompt_tokens)
@@ -122,7 +122,7 @@ class RequestTable:
             self.gate.wait(request)
         if request.deadline != float("inf"):
             self._watch(request.deadline, request, waiting=False)
-        if self.config.waiting_timeout_s and not request.num_given:  # as after a retraction: it has run
+        if self.config.waiting_timeout_s and not request.progress.num_given:  # as after a retraction: it has run
             self._watch(request.arrival + self.config.waiting_timeout_s, request, waiting=True)
         assert self._adds_up, "each request stands in one queue"
 
@@ -131,18 +131,19 @@ class RequestTable:
         self.gate.leave(request)
         request.move(Phase.WAITING)
         self._share(request)
-        self.waiting.add(request, back=request.num_given > 0)
+        self.waiting.add(request, back=request.progress.num_given > 0)
         self.trace.add(request.request_id, TraceKind.UNGATED, 0)
         assert self._adds_up, "each request stands in one queue"
 
     def look_elsewhere(self, request: Request) -> bool:
         """WAITING to GATED where other tiers have more of its prefix than the tree, and reading it pays."""
-        if self.tiers is None or request.num_looks >= MOST_LOOKS:
+        if self.tiers is None or request.kv.num_tier_lookups >= MOST_LOOKS:
             return False
-        request.num_looks += 1
-        limit = self.memory.usable_pages(len(request.key) // TOKEN_BYTES, request.prefix_limit())
-        wanted = Wanted(request.seq, request.namespace, request.key, limit, request.rank, request.page_keys, request.imported)
-        wanted.source = request.source
+        kv = request.kv
+        kv.num_tier_lookups += 1
+        limit = self.memory.usable_pages(len(kv.token_key) // TOKEN_BYTES, request.prefix_limit())
+        wanted = Wanted(request.seq, request.namespace, kv.token_key, limit, request.rank, kv.page_keys, kv.imported)
+        wanted.source = kv.source
         if not self.tiers.consider(wanted, self.memory):
             return False
         self.waiting.remove(request)
@@ -159,8 +160,8 @@ class RequestTable:
         self._leave_source(request)
         request.move(Phase.WAITING)
         self._share(request)
-        self.waiting.add(request, back=request.num_given > 0 or request.queue_s >= 0)
-        self.trace.add(request.request_id, TraceKind.IMPORTED, sum(request.imported.values()) * self.config.page_size)
+        self.waiting.add(request, back=request.progress.num_given > 0 or request.progress.queue_s >= 0)
+        self.trace.add(request.request_id, TraceKind.IMPORTED, sum(request.kv.imported.values()) * self.config.page_size)
         self.batch_is_full = False
         assert self._adds_up, "each request stands in one queue"
 
@@ -179,27 +180,27 @@ class RequestTable:
         """WAITING to EXTEND. `match` is locked and its lock goes to the lease."""
         self.waiting.remove(request)
         request.move(Phase.EXTEND)
-        lease = request.lease = self.memory.lease(match, request.rank, tuple(request.page_keys) if request.page_keys else ())
+        lease = request.kv.lease = self.memory.lease(match, request.rank, tuple(request.kv.page_keys))
         if self.tiers is not None:
-            self.tiers.admitted(request.seq, request.page_keys, len(match.pages))
-        if request.source is not None:
+            self.tiers.admitted(request.seq, request.kv.page_keys, len(match.pages))
+        if request.kv.source is not None:
             self._leave_source(request)
         cached = len(match.pages) * self.config.page_size
         self.trace.add(request.request_id, TraceKind.ADMITTED, cached)
         self.columns.begin(lease.slot, request, cached)
-        request.flight_step = -1
-        request.prefix_seen, request.prefix_passes = -1, 0
-        if request.hand_over is not None:
-            self.rooms.go_on(request.hand_over)
+        request.progress.flight_step = -1
+        request.kv.prefix_seen, request.kv.prefix_passes = -1, 0
+        if request.kv.reservation is not None:
+            self.rooms.go_on(request.kv.reservation)
             self.announce(request)
         self.extending.append(request)
-        if request.queue_s < 0:
-            request.queue_s = now - request.arrival
-            request.num_cached_tokens = min(cached, request.num_prompt_tokens)
+        if request.progress.queue_s < 0:
+            request.progress.queue_s = now - request.arrival
+            request.progress.num_cached_tokens = min(cached, request.num_prompt_tokens)
             if self.tiers is not None:
-                request.cached_from = self._cached_from(request)
+                request.kv.cached_from = self._cached_from(request)
             self.counters.prompt_tokens_total += request.num_prompt_tokens
-            self.counters.cached_tokens_total += request.num_cached_tokens
+            self.counters.cached_tokens_total += request.progress.num_cached_tokens
             if self.config.running_timeout_s:
                 self._watch(now + self.config.running_timeout_s, request, waiting=False)
         assert self._adds_up, "each request stands in one queue, the running ones with a slot each"
@@ -207,22 +208,22 @@ class RequestTable:
 
     def announce(self, request: Request) -> None:
         """What is computed of a prompt that another worker goes on with can be read from now on."""
-        room, lease = request.hand_over, request.lease
+        room, lease = request.kv.reservation, request.kv.lease
         assert room is not None and lease is not None, "who computes for others runs, and has a room"
         count = int(self.memory.slots.num_shared[lease.slot])
-        if count <= request.num_announced or (request.num_announced and not self.rooms.stands(room)):
+        if count <= request.kv.num_announced or (request.kv.num_announced and not self.rooms.stands(room)):
             return
         pages = self.memory.slots.page_table[lease.slot, :count].copy()
-        opened = OpenRoom(room, request.namespace, request.key, pages)
+        opened = OpenRoom(room, request.namespace, request.kv.token_key, pages)
         self.rooms.open(opened, (request.peer, request.handle), lease.node, self.memory)
-        request.num_announced = count
+        request.kv.num_announced = count
         self.outputs.add_ready(request.peer, PagesReady(request.handle, room, count))
 
     def decode(self, request: Request) -> None:
         """EXTEND to DECODE: the last chunk is planned."""
-        assert request.lease is not None
-        computed = int(self.columns.computed[request.lease.slot])
-        assert computed == self.columns.target[request.lease.slot], "a row decodes before its last chunk is planned"
+        assert request.kv.lease is not None
+        computed = int(self.columns.computed[request.kv.lease.slot])
+        assert computed == self.columns.target[request.kv.lease.slot], "a row decodes before its last chunk is planned"
         self.trace.add(request.request_id, TraceKind.PREFILLED, computed)
         request.move(Phase.DECODE)
         self._unshare(request)
@@ -233,17 +234,17 @@ class RequestTable:
     def resume_extend(self, request: Request) -> None:
         """DECODE to EXTEND: tokens have become known that nothing sampled; their KV is still to be computed. What a step in
         flight computes for it counts, unless guesses may stand there."""
-        assert request.lease is not None
-        slot, columns = request.lease.slot, self.columns
+        assert request.kv.lease is not None
+        slot, columns = request.kv.lease.slot, self.columns
         request.move(Phase.EXTEND)
         self._share(request)
         request.rekey()
-        self.trace.add(request.request_id, TraceKind.JUMPED, len(request.output_ids))
+        self.trace.add(request.request_id, TraceKind.JUMPED, len(request.progress.output_ids))
         if self.config.max_drafts:
             columns.drop_flight(slot)
         columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
-        columns.num_out[slot] = columns.planned_out[slot] = len(request.output_ids)
-        columns.target[slot] = request.num_prompt_tokens + len(request.output_ids)
+        columns.num_out[slot] = columns.planned_out[slot] = len(request.progress.output_ids)
+        columns.target[slot] = request.num_prompt_tokens + len(request.progress.output_ids)
         assert columns.computed[slot] < columns.target[slot], "the tokens that became known are computed already"
         self.decoding.remove(request)
         self.extending.append(request)
@@ -255,31 +256,31 @@ class RequestTable:
         flight_step: the uncommitted step, -1 for none; plan_step: the plan that decides this. preempted: for someone more
         urgent, not for want of memory.
         """
-        assert request.lease is not None
-        slot = request.lease.slot
+        assert request.kv.lease is not None
+        slot = request.kv.lease.slot
         sampled_in_flight = self.columns.planned_out[slot] > self.columns.num_out[slot] and not self.columns.redundant[slot]
         assert flight_step >= 0 or not sampled_in_flight, "a token in flight has a step in flight"
-        request.num_sent = int(self.columns.sent[slot])
+        request.progress.num_sent = int(self.columns.sent[slot])
         self._release(request)
         request.move(Phase.WAITING)
         if request.flow is None:
             self._share(request)
         request.rekey()
-        request.flight_step = flight_step if sampled_in_flight else -1
-        request.parked_step = plan_step
-        request.logprob_planned = request.logprob_done
-        request.num_retractions += 1
+        request.progress.flight_step = flight_step if sampled_in_flight else -1
+        request.progress.parked_step = plan_step
+        request.progress.logprob_planned = request.progress.logprob_done
+        request.progress.num_retractions += 1
         kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
-        self.trace.add(request.request_id, kind, len(request.output_ids))
-        request.num_looks = 0
-        if request.hand_over is not None:
-            self.rooms.wait(request.hand_over, self.trace.now)
+        self.trace.add(request.request_id, kind, len(request.progress.output_ids))
+        request.kv.num_tier_lookups = 0
+        if request.kv.reservation is not None:
+            self.rooms.wait(request.kv.reservation, self.trace.now)
         self.waiting.add(request, back=True)
         self.counters.preemptions_total += preempted
         if not preempted:
             self.counters.retractions_total += 1
             self.counters.retracted_input_tokens_total += request.num_prompt_tokens
-            self.counters.retracted_output_tokens_total += len(request.output_ids)
+            self.counters.retracted_output_tokens_total += len(request.progress.output_ids)
         self.batch_is_full = False
         assert self._adds_up, "each request stands in one queue"
 
@@ -287,9 +288,9 @@ class RequestTable:
         """The request's one terminal output, from any phase but FINISHED."""
         assert request.phase is not Phase.FINISHED and self.by_key[request.peer, request.handle] is request, "a request ends once"
         node, room_pages = None, 0
-        if request.lease is not None:
-            lease = request.lease
-            request.num_sent = int(self.columns.sent[lease.slot])
+        if request.kv.lease is not None:
+            lease = request.kv.lease
+            request.progress.num_sent = int(self.columns.sent[lease.slot])
             self._release(request)
             node = lease.node
             self.batch_is_full = False
@@ -312,9 +313,9 @@ class RequestTable:
         self._leave_source(request)
         if ending.reason is FinishReason.HANDED_OVER:
             room_pages = self._open_room(request, now)
-        elif request.num_announced:
+        elif request.kv.num_announced:
             self.rooms.leave_asker((request.peer, request.handle))
-        self.trace.add(request.request_id, TraceKind.ENDED, len(request.output_ids))
+        self.trace.add(request.request_id, TraceKind.ENDED, len(request.progress.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
         self.counters.aborts_total += aborted
@@ -326,7 +327,7 @@ class RequestTable:
     def _open_room(self, request: Request, now: float) -> int:
         """Its computed pages are kept for who goes on with it, also where its room has ended meanwhile; but not what was deleted
         meanwhile. Returns how many."""
-        room, tokens = request.hand_over, request.tokens().tobytes()
+        room, tokens = request.kv.reservation, request.tokens().tobytes()
         assert room is not None, "who is handed over has a room"
         if is_retired(request.namespace):
             self.rooms.leave_asker((request.peer, request.handle))
@@ -339,9 +340,9 @@ class RequestTable:
         return len(match.pages)
 
     def _leave_source(self, request: Request) -> None:
-        if request.source is not None:
-            self.rooms.done_with(request.source)
-            request.source = None
+        if request.kv.source is not None:
+            self.rooms.done_with(request.kv.source)
+            request.kv.source = None
 
     def reset_memory(self) -> None:
         """Forgets every page, cached ones too. Only while no request is here."""
@@ -390,7 +391,7 @@ class RequestTable:
                 continue
             if not deadline.waiting:
                 out.setdefault(request.seq, (request, "the request's time is over"))
-            elif request.queue_s < 0:
+            elif request.progress.queue_s < 0:
                 out.setdefault(request.seq, (request, "the request waited too long in the queue"))
         return list(out.values())
 
@@ -398,7 +399,7 @@ class RequestTable:
         """Where a finished turn's cached context ends: its lease's end, or what the tree has if it ended while waiting."""
         if node is not None:
             return node
-        return self.memory.match(request.namespace, request.key, request.reuse_limit).node
+        return self.memory.match(request.namespace, request.kv.token_key, request.reuse_limit).node
 
     def _finish(self, request: Request, ending: FinishDecision, now: float, room_pages: int) -> Finish:
         return Finish(
@@ -412,15 +413,15 @@ class RequestTable:
             field=ending.field,
             element=ending.element,
             prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=request.num_cached_tokens,
-            cached_from=request.cached_from,
-            completion_tokens=len(request.output_ids),
-            queue_s=request.queue_s if request.queue_s >= 0 else now - request.arrival,
-            retractions=request.num_retractions,
-            verified=request.verified,
+            cached_tokens=request.progress.num_cached_tokens,
+            cached_from=request.kv.cached_from,
+            completion_tokens=len(request.progress.output_ids),
+            queue_s=request.progress.queue_s if request.progress.queue_s >= 0 else now - request.arrival,
+            retractions=request.progress.num_retractions,
+            verified=request.progress.verified,
             embedding=ending.embedding,
             label_logprobs=ending.label_logprobs,
-            room=request.hand_over if room_pages else None,
+            room=request.kv.reservation if room_pages else None,
             room_pages=room_pages,
         )
 
@@ -448,20 +449,20 @@ class RequestTable:
 
     def _cached_from(self, request: Request) -> dict[Tier, int]:
         """Tokens of its hit by where they were when it came: what was imported for it, and the rest."""
-        left, found = request.num_cached_tokens, {}
-        for tier, pages in request.imported.items():
+        left, found = request.progress.num_cached_tokens, {}
+        for tier, pages in request.kv.imported.items():
             found[Tier(tier)] = min(left, pages * self.config.page_size)
             left -= found[Tier(tier)]
         return {Tier.DEVICE: left} | found
 
     def _release(self, request: Request) -> None:
-        lease = request.lease
+        lease = request.kv.lease
         assert lease is not None
         committed = int(self.columns.committed[lease.slot])
-        assert committed <= request.num_prompt_tokens + len(request.output_ids), "KV of tokens that nobody knows"
+        assert committed <= request.num_prompt_tokens + len(request.progress.output_ids), "KV of tokens that nobody knows"
         self.memory.release(lease, request.tokens()[:committed].tobytes())
         self.columns.end(lease.slot)
-        request.lease = None
+        request.kv.lease = None
         if request.phase is Phase.EXTEND:
             self.extending.remove(request)
         else:

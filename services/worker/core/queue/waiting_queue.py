@@ -65,7 +65,7 @@ class WaitingQueue:
         if back:
             rank.back.append(request)
             rank.back.sort(key=lambda r: r.seq)
-            if request.queue_s >= 0:
+            if request.progress.queue_s >= 0:
                 self._have_run.add(request.seq)
         else:
             assert request.seq not in rank.fresh, "a request stands in the queue twice"
@@ -73,7 +73,7 @@ class WaitingQueue:
             rank.fresh = _with(rank.fresh, request)
             rank.flows[request.flow] = _with(rank.flows.get(request.flow, {}), request)
         self._size += 1
-        request.queued_tokens = request.num_prompt_tokens + len(request.output_ids)
+        request.queued_tokens = request.num_prompt_tokens + len(request.progress.output_ids)
         self.num_tokens += request.queued_tokens
 
     def remove(self, request: Request) -> None:
