@@ -139,7 +139,7 @@ def admit_none_us(waiting: int, steps: int = 200) -> float:
     times = []
     for _ in range(steps):
         SchedulerControl(queue.core).retune({"new_token_ratio": 1.0})
-        queue.core.table.batch_is_full = False
+        queue.core.queues.batch_is_full = False
         times.append(queue.step())
         assert queue.core.stats().num_waiting == waiting
     return statistics.median(times) * 1e6

@@ -97,7 +97,7 @@ class Engine:
     def _poison_freed_pages(self) -> None:
         """Whoever reads a page that was given back, once the steps that were launched before have ended, reads no token."""
         if isinstance(self.executor, FakeExecutor):
-            self.executor.kv[self.core.table.memory.pages.free_pages()] = POISON
+            self.executor.kv[self.core.memory.pages.free_pages()] = POISON
 
     def submit(
         self,
@@ -194,7 +194,7 @@ class Engine:
             self.executor.sample(run, masks, behind)
         self.prev = run
         self._poison_freed_pages()
-        self._check_cached_pages(self.core.table.memory.tree.nodes())  # the core has not changed since the last check
+        self._check_cached_pages(self.core.memory.tree.nodes())  # the core has not changed since the last check
         self._take()
         waits_for_compiler = self.book.pending and self.core.stats().num_running == 0
         self.idle_turns = 0 if busy or self.core.idle or waits_for_compiler else self.idle_turns + 1
@@ -291,9 +291,9 @@ class Engine:
     def check(self) -> None:
         if not self.checked:
             return
-        found = violations(self.core.table)
+        found = violations(self.core.queues, self.core.memory, self.core.sessions, self.core.tiers)
         assert not found, found
-        nodes = self.core.table.memory.tree.nodes()
+        nodes = self.core.memory.tree.nodes()
         self._check_cached_pages(nodes)
         self._check_index(nodes)
 

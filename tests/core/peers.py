@@ -67,9 +67,9 @@ class Pair:
     def assert_all_is_free(self) -> None:
         """But for what is cached, which nobody uses."""
         for engine in (self.first, self.second):
-            memory = engine.core.table.memory
+            memory = engine.core.memory
             assert memory.num_available == memory.pages.num_pages, "a page is held by nobody"
-            assert not len(engine.core.table.rooms) and not memory.quarantined
+            assert not len(engine.core.rooms) and not memory.quarantined
 
     def assert_answers_and_ends(self) -> None:
         """All that the second worker has ended is right; once the time of whatever stands for somebody is over, all is free."""

@@ -17,8 +17,9 @@ from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.prefill_adder import PrefillAdder
 from services.worker.core.queue.grammar_gate import GrammarGate
+from services.worker.core.queue.lifecycle import RequestLifecycle
+from services.worker.core.queue.queues import RequestQueues
 from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.request_table import RequestTable
 from services.worker.core.queue.sessions import SessionTable
 from services.worker.core.queue.waiting_queue import WaitingQueue
 from services.worker.core.scheduler import Scheduler
@@ -237,21 +238,25 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "a request that has ended keeps its lease", RequestTable.end, "self._release(request)", "pass", "stands in no queue"
+            "a request that has ended keeps its lease",
+            RequestLifecycle.end,
+            "self._release(request, lease)",
+            "pass",
+            "stands in no queue",
         ),
         crowd,
     ),
     (
         Fault(
             "a retracted request is not queued",
-            RequestTable.retract,
-            "self.waiting.add(request, back=True)",
+            RequestQueues.retract,
+            "self._wait(request, back=True)",
             "pass",
             "stands in one queue",
         ),
         retracted,
     ),
-    (Fault("a retracted request keeps its old key", RequestTable.retract, "request.rekey()", "pass", "known"), retracted),
+    (Fault("a retracted request keeps its old key", RequestLifecycle.retract, "request.rekey()", "pass", "known"), retracted),
     (
         Fault(
             "a row decodes before its last chunk",
@@ -304,7 +309,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (Fault("the gate counts those who have left", GrammarGate.leave, "self._size -= 1", "pass", "stands in"), grammars),
     (
-        Fault("tokens that a grammar adds are not extended", RequestTable.resume_extend, "request.rekey()", "pass", "known"),
+        Fault("tokens that a grammar adds are not extended", RequestLifecycle.extend_again, "request.rekey()", "pass", "known"),
         grammars,
     ),
     (

@@ -21,7 +21,7 @@ class TestLate:
             for _ in range(200):
                 rates.moved(tier, 4, 4 * READ_S)
         rates.computed(1000, 0, 1000 * COMPUTE_S / PAGE_SIZE)
-        memory = tiered().core.table.memory
+        memory = tiered().core.memory
         root = memory.match("", b"", 0).node
         wanted = Wanted(0, "", b"", 12)
 

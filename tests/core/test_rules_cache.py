@@ -53,7 +53,7 @@ def test_what_was_written_for_a_lease_that_has_ended_is_not_sent() -> None:
     for handle in (0, 1):
         engine.submit(handle, list(range(20)), max_new_tokens=1, ignore_eos=True)
     engine.submit(2, list(range(100, 140)), max_new_tokens=5, ignore_eos=True)
-    memory, sent = engine.core.table.memory, list[tuple[int, int]]()
+    memory, sent = engine.core.memory, list[tuple[int, int]]()
     take = memory.take_table_updates
 
     def taken() -> PageTableUpdates:
@@ -187,14 +187,14 @@ class TestEviction:
         engine = make(num_pages=32, eviction_policy=EvictionPolicy.LFU)
         engine.submit(0, [1] * 12, max_new_tokens=1)
         engine.drain()
-        (node,) = engine.core.table.memory.tree.nodes()
+        (node,) = engine.core.memory.tree.nodes()
         before = node.hits
         if full:
             engine.submit(1, [2] * 60, max_new_tokens=30, ignore_eos=True)
             engine.turn()
         engine.submit(2, [1] * 12 + [3] * 4, max_new_tokens=40, ignore_eos=True)
         for _ in range(8):
-            engine.core.table.batch_is_full = False
+            engine.core.queues.batch_is_full = False
             engine.turn()
         assert bool(engine.core.stats().num_waiting) is full
         engine.drain()
@@ -244,7 +244,7 @@ class TestNamespaces:
         engine.drain()
         engine.control.flush_cache()
         engine.core.plan(engine.now)
-        assert not engine.core.table.memory.tree._roots
+        assert not engine.core.memory.tree._roots
 
     def test_one_is_not_forgotten_while_somebody_has_its_root_in_hand(self) -> None:
         """A root that was dropped between a match and its lock, or whose last hold came back late, took others' pages along."""
@@ -369,8 +369,8 @@ class TestEvents:
     @PART_OR_TWO
     def test_a_block_that_came_and_went_between_two_messages_is_in_neither(self, page_size: int) -> None:
         engine = self.engine(page_size)
-        tree = engine.core.table.memory.tree
+        tree = engine.core.memory.tree
         tokens = np.arange(256, dtype=np.int32)
-        tree.insert(tree.root(""), tokens.tobytes(), engine.core.table.memory.pages.alloc(256 // page_size))
+        tree.insert(tree.root(""), tokens.tobytes(), engine.core.memory.pages.alloc(256 // page_size))
         engine.control.flush_cache()
         assert engine.core.take_cache_events() is None

@@ -27,7 +27,7 @@ def pulled(engine: Engine) -> list[int]:
 
 
 def rooms(pair: Relayed) -> int:
-    return len(pair.first.core.table.rooms)
+    return len(pair.first.core.rooms)
 
 
 class TestAnnounced:
@@ -102,7 +102,7 @@ class TestPutBack:
     def test_what_was_announced_stands(self) -> None:
         pair = preempting()
         pair.second.executor.peers.clear()  # nothing is read before it comes back
-        room = pair.first.core.table.rooms
+        room = pair.first.core.rooms
         assert len(room) == 1 and room.may_end
         pair.until(lambda: 1 in pair.first.finishes)
         pair.second.executor.peers[ADDRESS] = pair.first.executor
@@ -127,14 +127,14 @@ class TestPutBack:
         pair = Relayed()
         pair.answer(0, PROMPT, max_new_tokens=2)
         core, room = pair.first.core, pair.new_room()
-        match = core.table.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
+        match = core.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
         opened = OpenRoom(room, "", b"", match.pages)
         for times in (1, 2):
             for _ in range(times):
-                core.table.rooms.leave_asker((0, 9))
-                core.table.rooms.open(opened, (0, 9), match.node, core.table.memory)
+                core.rooms.leave_asker((0, 9))
+                core.rooms.open(opened, (0, 9), match.node, core.memory)
             if times == 1:
-                core.table.rooms.leave_asker((0, 9))
+                core.rooms.leave_asker((0, 9))
             events = core.take_rooms()
             assert events is not None and events.closed == (room,)
             assert [each.room for each in events.opened] == ([room] if times == 2 else []), "the one that stands"
@@ -144,7 +144,7 @@ class TestPutBack:
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
         whole = pair.first.finishes[9].room
-        assert whole is not None and pair.first.core.table.rooms.stands(whole), "what is kept as a whole is not given up"
+        assert whole is not None and pair.first.core.rooms.stands(whole), "what is kept as a whole is not given up"
         assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, "it was ended for them"
         pair.first.abort(9)
         pair.finish(0, max_new_tokens=4)
@@ -154,7 +154,7 @@ class TestPutBack:
     def test_while_it_computes_its_time_does_not_run(self, put_back: bool) -> None:
         if put_back:
             pair = preempting(hold_s=1.0)
-            pair.until(lambda: [request.handle for request in pair.first.core.table.extending] == [0])
+            pair.until(lambda: [request.handle for request in pair.first.core.queues.extending] == [0])
         else:
             pair = Relayed(first={"disaggregation_hold_s": 0.5})
             pair.begin(0, PROMPT, max_new_tokens=4)
@@ -230,14 +230,14 @@ class TestEnds:
         pair.until(lambda: 0 in pair.first.finishes)
         assert pair.first.finishes[0].reason is FinishReason.HANDED_OVER and pair.first.finishes[0].room is None
         pair.turn()
-        assert rooms(pair) == 0 and not pair.first.executor.open_rooms and not pair.first.core.table.memory.tree.num_pages
+        assert rooms(pair) == 0 and not pair.first.executor.open_rooms and not pair.first.core.memory.tree.num_pages
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time"])
     def test_what_came_for_a_request_that_does_not_is_kept_no_longer(self, how: str) -> None:
         pair = Relayed(disaggregation_hold_s=0.5)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total > 0)
-        memory = pair.second.core.table.memory
+        memory = pair.second.core.memory
         pair.second.turn()
         assert memory.num_available < memory.pages.num_pages and not memory.quarantined, "it is kept"
         if how == "time":
@@ -248,7 +248,7 @@ class TestEnds:
         else:
             pair.second.core.abort_peer(0, pair.second.now)
         assert memory.num_available == memory.pages.num_pages and memory.tree.num_pages
-        assert not len(pair.second.core.table.importing)
+        assert not len(pair.second.core.queues.importing)
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
     def test_who_waits_for_these_pages_gets_them_at_once(self, how: str) -> None:
@@ -263,8 +263,8 @@ class TestEnds:
         if how.startswith("its request"):
             second.submit(0, PROMPT, timeout_s=1.0, max_new_tokens=4)
         second.turn()
-        table = second.core.table
-        assert table.batch_is_full and len(table.waiting) == 1 + (0 in second.submitted) and table.num_running == 1
+        queues = second.core.queues
+        assert queues.batch_is_full and len(queues.waiting) == 1 + (0 in second.submitted) and queues.num_running == 1
         if how == "time":
             second.now += 5.0
         elif how == "its request late":
@@ -276,17 +276,17 @@ class TestEnds:
         else:
             second.abort(0)
         second.turn()
-        assert not len(table.waiting) and table.num_running == 2
+        assert not len(queues.waiting) and queues.num_running == 2
 
     def test_while_pages_are_on_their_way_they_come_back_with_the_fact(self) -> None:
         pair = Relayed(page_moved_s=0.1)
         pair.begin(0, PROMPT, max_new_tokens=4)
-        pair.until(lambda: bool(pair.second.core.table.memory.quarantined))
+        pair.until(lambda: bool(pair.second.core.memory.quarantined))
         pair.second.abort(0)
-        assert pair.second.core.table.memory.quarantined, "a read is under way"
+        assert pair.second.core.memory.quarantined, "a read is under way"
         pair.second.now += 5.0
         pair.second.turn()
-        memory = pair.second.core.table.memory
+        memory = pair.second.core.memory
         assert memory.num_available == memory.pages.num_pages
 
 
@@ -306,9 +306,9 @@ class TestRead:
         pair.until(lambda: 0 in pair.first.finishes and pair.second.core.stats().pulled_pages_total == 8)
         pair.go_on(0, pair.prompts[0], max_new_tokens=4)
         pair.turn()
-        memory = pair.second.core.table.memory
+        memory = pair.second.core.memory
         memory.flush()
-        assert not pair.second.core.table.importing and memory.tree.num_pages >= 8
+        assert not pair.second.core.queues.importing and memory.tree.num_pages >= 8
         pair.second.abort(0)
         memory.flush()
         assert memory.tree.num_pages < 8
@@ -345,7 +345,7 @@ class TestRead:
         core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 10), priority=5), pair.second.now)
         for _ in range(4):
             pair.turn()
-        match = core.table.memory.match("", ids.tobytes(), len(ids))
+        match = core.memory.match("", ids.tobytes(), len(ids))
         assert len(match.pages) == 10 and match.node.rank == core.config.rank(5) != core.config.rank(0)
 
     def test_a_read_that_fails_is_the_last_before_the_request(self) -> None:

@@ -90,7 +90,7 @@ class TestOrder:
         grammar = spec(1, 1)
         engine.submit(0, [1] * 4, max_new_tokens=1, grammar=grammar)
         engine.compile()
-        request = engine.core.table.by_key[0, 0]
+        request = engine.core.queues.by_key[0, 0]
         refused = next(token for token in range(1000) if token not in engine.book.matcher(grammar).allowed(0))
         request.stop_token_ids = (refused,)
         plan = engine.core.plan(engine.now)

@@ -67,13 +67,13 @@ class TestOfAPrefixThatIsBeingComputed:
         for handle in range(2):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        table = engine.core.table
-        first, second = table.by_key[0, 0], table.by_key[0, 1]
+        queues = engine.core.queues
+        first, second = queues.by_key[0, 0], queues.by_key[0, 1]
         assert second.held
         if end == "abort":
             engine.abort(0)
         else:
-            table.retract(first, 1, 1)
+            engine.core.lifecycle.retract(first, 1, 1)
             engine.check()
         engine.turn()
         begun = [second] if end == "abort" else [first, second]
@@ -97,7 +97,7 @@ class TestOfAPrefixThatIsBeingComputed:
         """More urgent requests with the same prefix come and are aborted before their step is committed, again and again."""
         engine = wide(enable_priority_scheduling=True)
         engine.submit(1000, prompt(1, 0), max_new_tokens=4, ignore_eos=True)
-        waiting = engine.core.table.by_key[0, 1000]
+        waiting = engine.core.queues.by_key[0, 1000]
         passes = 0
         while waiting.kv.lease is None and passes < 3 * MAX_PASSES:
             engine.submit(passes, prompt(1, 1 + passes), priority=1, max_new_tokens=4, ignore_eos=True)
@@ -113,11 +113,11 @@ class TestOfAPrefixThatIsBeingComputed:
         for handle in range(3):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        assert engine.core.table.waiting.num_held == 2
+        assert engine.core.queues.waiting.num_held == 2
         engine.abort(1)
-        assert engine.core.table.waiting.num_held == 1
+        assert engine.core.queues.waiting.num_held == 1
         engine.drain()
-        assert engine.core.table.waiting.num_held == 0
+        assert engine.core.queues.waiting.num_held == 0
         check_run(engine)
 
     @pytest.mark.by_day(one_in=2)
@@ -129,13 +129,13 @@ class TestOfAPrefixThatIsBeingComputed:
         engine.drain()
         engine.submit(1, [1] * 40 + [3] * 80, max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        nodes = engine.core.table.memory.tree.nodes()
+        nodes = engine.core.memory.tree.nodes()
         before = [(node, node.stamp, node.hits, len(node.pages)) for node in nodes]
         for handle in range(2, 6):
             engine.submit(handle, [1] * 40 + [3] * 60 + [handle] * 8, max_new_tokens=4, ignore_eos=True)
         engine.core.plan(engine.now)
-        assert engine.core.table.waiting.num_held == 4
-        nodes = engine.core.table.memory.tree.nodes()
+        assert engine.core.queues.waiting.num_held == 4
+        nodes = engine.core.memory.tree.nodes()
         assert [(node, node.stamp, node.hits, len(node.pages)) for node in nodes] == before
 
 
@@ -156,14 +156,14 @@ class TestOvertaken:
         engine = self.start()
         plan = engine.plans[2]
         assert plan.num_tokens.tolist()[: plan.num_extend] == [16, 112]
-        assert engine.core.table.by_key[0, 1].phase is Phase.DECODE
+        assert engine.core.queues.by_key[0, 1].phase is Phase.DECODE
         engine.drain()
         assert engine.finishes[1].cached_tokens == 64
         check_run(engine)
 
     def test_it_leaves_room_for_what_that_one_has_yet_to_compute(self) -> None:
         engine = self.start(num_pages=174)
-        assert engine.core.table.by_key[0, 1].phase is Phase.WAITING
+        assert engine.core.queues.by_key[0, 1].phase is Phase.WAITING
         engine.drain()
         assert engine.core.stats().retractions_total == 0
         check_run(engine)
@@ -260,15 +260,15 @@ roomy = st.builds(
 def watch(engine: Engine) -> None:
     """From now on, at each pass's end: who has been passed over in more than MAX_PASSES, with no more of its prefix cached than
     when it was first so, is a fault. A turn may have two passes."""
-    table, gate = engine.core.table, engine.core.planner.extends._prefixes
+    core, gate = engine.core, engine.core.planner.extends._prefixes
     ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: the most tokens that were cached, passes since
 
     def look() -> None:
         ended()
-        for request in table.waiting:
+        for request in core.queues.waiting:
             if not request.held:
                 continue
-            hit = table.memory.peek(request.namespace, request.kv.token_key, request.prefix_limit())[1]
+            hit = core.memory.peek(request.namespace, request.kv.token_key, request.prefix_limit())[1]
             most, waited = seen.get(request.seq, (-1, 0))
             seen[request.seq] = (hit, 1) if hit > most else (most, waited + 1)
             assert seen[request.seq][1] <= MAX_PASSES, f"request {request.request_id} is passed over for ever"

@@ -204,7 +204,7 @@ class TestForcedTokens:
             engine.turn()
         engine.abort(0)
         engine.drain()
-        assert engine.core.table.memory.num_leased == 0
+        assert engine.core.memory.num_leased == 0
         engine.check_answer(0)
 
     @each_value(

@@ -166,7 +166,7 @@ class TestRoom:
         for number in range(2):
             begin(engine, number, prompt(number, 56))
         most = 0
-        while len(engine.core.table.by_key):
+        while len(engine.core.queues.by_key):
             engine.turn()
             most = max(most, quarantined(engine))
         assert most == 16

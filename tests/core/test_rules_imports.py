@@ -41,7 +41,7 @@ def importing(**changes: Any) -> Engine:
     engine = cold(roomy(**changes), prompt(0))
     begin(engine, 0, prompt(0))
     engine.turn()
-    assert len(engine.core.table.memory.quarantined) == num_moved(engine, LOAD) == 9
+    assert len(engine.core.memory.quarantined) == num_moved(engine, LOAD) == 9
     return engine
 
 
@@ -51,11 +51,11 @@ def resume(engine: Engine) -> None:
 
 
 def cached_pages(engine: Engine) -> int:
-    return engine.core.table.memory.tree.num_pages
+    return engine.core.memory.tree.num_pages
 
 
 def quarantined(engine: Engine) -> int:
-    return len(engine.core.table.memory.quarantined)
+    return len(engine.core.memory.quarantined)
 
 
 class TestSharing:
@@ -120,7 +120,7 @@ class TestWhoLeaves:
             while num_running(engine):
                 assert quarantined(engine) == 9
                 engine.turn()
-            memory = engine.core.table.memory
+            memory = engine.core.memory
             assert not memory.quarantined and engine.core.settled
             assert (memory.tree.num_evictable, memory.pages.num_free) == (pages, 64 - pages)
             check_run(engine)
@@ -148,9 +148,9 @@ class TestWhoLeaves:
         begin(engine, 0, prompt(0))
         turns(engine, 8)
         assert engine.core.stats().num_importing == 0 and engine.core.settled
-        assert engine.core.table.memory.tree.num_evictable == 0
+        assert engine.core.memory.tree.num_evictable == 0
         engine.abort(0)
-        assert engine.core.table.memory.tree.num_evictable == 9
+        assert engine.core.memory.tree.num_evictable == 9
         engine.drain()
         check_run(engine)
 

@@ -73,9 +73,9 @@ class TestHandedOver:
         finish = pair.compute(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.reason is FinishReason.HANDED_OVER and finish.completion_tokens == 1
         assert finish.room is not None and finish.room.epoch == EPOCH and finish.room_pages == 10
-        memory = pair.first.core.table.memory
+        memory = pair.first.core.memory
         assert memory.num_available == memory.pages.num_pages - 10, "they are kept"
-        assert pair.first.core.table.memory.slots.num_leased == 0, "and no slot is"
+        assert pair.first.core.memory.slots.num_leased == 0, "and no slot is"
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
@@ -107,7 +107,7 @@ class TestHandedOver:
     def test_what_ends_anyway_is_not_handed_over(self, params: dict[str, Any], reason: FinishReason) -> None:
         pair = Pair()
         assert pair.compute(0, PROMPT, **params).reason is reason
-        assert not len(pair.first.core.table.rooms)
+        assert not len(pair.first.core.rooms)
 
     def test_a_prompt_of_less_than_a_page_has_no_room(self) -> None:
         pair = Pair()
@@ -183,7 +183,7 @@ class TestRoom:
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
         pair.second.drain()
-        assert len(pair.first.core.table.rooms) == 1, "the first worker has not heard of it"
+        assert len(pair.first.core.rooms) == 1, "the first worker has not heard of it"
         pair.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 0
@@ -191,12 +191,12 @@ class TestRoom:
     def test_ends_when_its_time_is_over(self) -> None:
         pair = Pair(first={"disaggregation_hold_s": 2.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
-        until = pair.first.core.table.rooms.next_look
+        until = pair.first.core.rooms.next_look
         assert pair.first.now + 1.9 < until <= pair.first.now + 2.0
         pair.first.core.plan(until - 0.01)
-        assert len(pair.first.core.table.rooms) == 1
+        assert len(pair.first.core.rooms) == 1
         pair.first.core.plan(until)
-        assert not len(pair.first.core.table.rooms), "at that time, not after it"
+        assert not len(pair.first.core.rooms), "at that time, not after it"
         pair.first.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 1
@@ -206,7 +206,7 @@ class TestRoom:
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
             pair.first.now += 1.0
-        rooms = pair.first.core.table.rooms
+        rooms = pair.first.core.rooms
         first = rooms.next_look
         pair.first.core.plan(first)
         assert len(rooms) == 1 and first + 0.9 < rooms.next_look < first + 2.0
@@ -217,7 +217,7 @@ class TestRoom:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.first.core.abort_peer(1, pair.first.now)
-        assert len(pair.first.core.table.rooms) == 1
+        assert len(pair.first.core.rooms) == 1
         pair.first.core.abort_peer(0, pair.first.now)
         pair.first.turn()
         pair.assert_all_is_free()
@@ -228,7 +228,7 @@ class TestRoom:
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
         pair.first.abort(1)
-        assert len(pair.first.core.table.rooms) == 1
+        assert len(pair.first.core.rooms) == 1
         pair.first.abort(0)
         pair.first.turn()
         pair.assert_all_is_free()
@@ -260,10 +260,10 @@ class TestRoom:
         assert finish.room is not None
         for other in (replace(finish.room, epoch=EPOCH + 1), replace(finish.room, secret=bytes(16)), pair.new_room()):
             pair.first.core.leave_room(pair.left(other))
-        assert len(pair.first.core.table.rooms) == 1
+        assert len(pair.first.core.rooms) == 1
         pair.first.core.leave_room(pair.left(finish.room))
         pair.first.core.leave_room(pair.left(finish.room))
-        assert not len(pair.first.core.table.rooms)
+        assert not len(pair.first.core.rooms)
 
     def test_nobody_is_ended_for_want_of_the_pages_in_it(self) -> None:
         """They come back."""
@@ -286,12 +286,12 @@ class TestRoom:
             pair.first.turn()
         pair.first.submit(2, [8] * 88, max_new_tokens=2, ignore_eos=True)
         pair.first.turn()
-        assert pair.first.core.table.batch_is_full
+        assert pair.first.core.queues.batch_is_full
         pair.first.now += 1.0
         if how == "its reader leaves":
             pair.first.core.leave_room(pair.left(finish.room))
         pair.first.turn()
-        assert sorted(r.handle for r in pair.first.core.table.extending + pair.first.core.table.decoding) == [1, 2]
+        assert sorted(r.handle for r in pair.first.core.queues.extending + pair.first.core.queues.decoding) == [1, 2]
         pair.first.drain()
         for handle in (1, 2):
             pair.first.check_answer(handle)
@@ -304,7 +304,7 @@ class TestRoom:
         pair.go_on(1, PROMPT[:20], max_new_tokens=60)
         for _ in range(4):
             pair.turn()
-        assert 1 not in pair.second.finishes and not len(pair.first.core.table.rooms)
+        assert 1 not in pair.second.finishes and not len(pair.first.core.rooms)
         pair.second.drain()
         pair.second.check_answer(1)
 
@@ -315,7 +315,7 @@ class TestRoom:
         assert finish.room is not None and finish.room_pages == 10
         source = Source(finish.room, ADDRESS, finish.room_pages)
         pair.second.submit(1, [*PROMPT, *range(8)], output=[1], source=source, max_new_tokens=4, ignore_eos=True)
-        assert not pair.second.core.table.importing
+        assert not pair.second.core.queues.importing
 
     def test_is_closed_before_the_step_that_may_write_its_pages(self) -> None:
         """And who has read them gets nothing."""
@@ -377,7 +377,7 @@ class TestReading:
         assert pair.second.core.stats().given_up_operations_total == 1
         pair.second.now += 2000.0
         pair.second.turn()
-        assert not pair.second.core.table.memory.quarantined
+        assert not pair.second.core.memory.quarantined
 
     def test_one_slow_worker_keeps_nobody_from_reading_another(self) -> None:
         pair = Pair()
@@ -506,9 +506,9 @@ class TestReading:
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
         pair.second.turn()
-        assert pair.second.core.table.memory.quarantined
+        assert pair.second.core.memory.quarantined
         pair.second.abort(0)
-        assert pair.second.core.table.memory.quarantined, "a read is under way"
+        assert pair.second.core.memory.quarantined, "a read is under way"
         pair.second.now += 5.0
         for _ in range(3):
             pair.turn()
@@ -595,7 +595,7 @@ def _step(pair: Pair, what: str, prompts: dict[int, list[int]]) -> list[int]:
     """One thing that may happen, and what follows of it."""
     match what:
         case "abort" if pair.second.core.num_requests:
-            pair.second.abort(next(iter(pair.second.core.table.by_key.values())).handle)
+            pair.second.abort(next(iter(pair.second.core.queues.by_key.values())).handle)
         case "flush":
             pair.first.control.flush_cache()
             pair.first.check()

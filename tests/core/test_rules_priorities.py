@@ -17,8 +17,8 @@ def prioritised(**changes: Any) -> Engine:
 
 
 def running(engine: Engine) -> list[int]:
-    table = engine.core.table
-    return sorted(request.handle for request in table.extending + table.decoding)
+    queues = engine.core.queues
+    return sorted(request.handle for request in queues.extending + queues.decoding)
 
 
 def start(engine: Engine, priorities: list[int], max_new: int = 40) -> None:
@@ -218,10 +218,10 @@ class TestWhatADisplacedRequestKeeps:
     def test_its_output_and_its_cached_prefix(self, overlap: bool, page_size: int) -> None:
         engine = make(overlap, enable_priority_scheduling=True, max_running_requests=1, page_size=page_size, num_pages=256)
         start(engine, [0])
-        before = list(engine.core.table.by_key[0, 0].progress.output_ids)
+        before = list(engine.core.queues.by_key[0, 0].progress.output_ids)
         engine.submit(1, [99] * 8, priority=1, max_new_tokens=4, ignore_eos=True)
         engine.turn()
-        kept = list(engine.core.table.by_key[0, 0].progress.output_ids)
+        kept = list(engine.core.queues.by_key[0, 0].progress.output_ids)
         assert kept[: len(before)] == before and before
         num_plans = len(engine.plans)
         engine.drain()

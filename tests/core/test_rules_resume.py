@@ -145,7 +145,7 @@ class TestGrammars:
         grammar = spec(1, 40)
         whole, _ = undisturbed(max_new_tokens=50, grammar=grammar, ignore_eos=True)
         engine = make()
-        engine.core.table.gate._follow_tokens = 4
+        engine.core.queues.gate._follow_tokens = 4
         if not late:
             engine.book.ready.add(grammar)
         engine.submit(9, [4] * 5, max_new_tokens=60, ignore_eos=True)
@@ -180,7 +180,7 @@ class TestGrammars:
             gated.append(count)
             engine.turn()
         assert gated == [2, 2, 2, 2, 1, 1, 1], "32 tokens in a turn, of 99 each"
-        costs = [request.matcher.take_cost() for request in engine.core.table.by_key.values() if request.matcher]
+        costs = [request.matcher.take_cost() for request in engine.core.queues.by_key.values() if request.matcher]
         assert len(costs) == 2 and max(costs) < 0.02
         engine.drain()
         assert engine.outputs == {0: whole[100:], 1: whole[100:]}
@@ -303,7 +303,7 @@ class TestRefusals:
         values: dict[str, Any] = {"params": SamplingParams(100), **more}
         ids = np.array(PROMPT, dtype=np.int32)
         engine.core.submit(Submit(0, 0, "r0", ids, values.pop("params"), output_ids=tuple(output), **values), 0.0)
-        assert engine.core.idle and not engine.core.table.sessions.running_turns()
+        assert engine.core.idle and not engine.core.sessions.running_turns()
         taken = engine.core.take_output()
         assert taken is not None
         finish = taken.peers[0].finishes[0]

@@ -60,8 +60,8 @@ class TestVictims:
     def test_the_row_with_the_longest_prompt_of_equal_ones_is_retracted(self) -> None:
         engine = crowded()
         turn_until_retraction(engine)
-        assert [engine.core.table.by_key[0, handle].progress.num_retractions for handle in range(3)] == [1, 0, 0]
-        stats, retracted = engine.core.stats(), engine.core.table.by_key[0, 0]
+        assert [engine.core.queues.by_key[0, handle].progress.num_retractions for handle in range(3)] == [1, 0, 0]
+        stats, retracted = engine.core.stats(), engine.core.queues.by_key[0, 0]
         assert stats.retracted_input_tokens_total == 8
         in_flight = len(retracted.progress.output_ids) - stats.retracted_output_tokens_total
         assert stats.retracted_output_tokens_total > 0 and in_flight in (0, 1)
@@ -101,7 +101,7 @@ class TestRetractedRequests:
     def test_the_ratio_becomes_what_the_rows_that_stay_have_decoded(self) -> None:
         engine = crowded(overlap=False, max_new=50, num_pages=20)
         turn_until_retraction(engine)
-        rows = engine.core.table.decoding
+        rows = engine.core.queues.decoding
         decoded = sum(len(row.progress.output_ids) for row in rows)
         assert engine.core.stats().new_token_ratio == pytest.approx((decoded + 20 * len(rows)) / (50 * len(rows) + 1))
 
@@ -208,7 +208,7 @@ class TestBatchIsFull:
         for _ in range(12):
             engine.turn()
         assert list(engine.finishes) == [0]
-        assert 2 in {request.handle for request in engine.core.table.extending + engine.core.table.decoding}
+        assert 2 in {request.handle for request in engine.core.queues.extending + engine.core.queues.decoding}
 
     def test_cleared_when_a_running_request_is_aborted(self) -> None:
         engine = self.full()
@@ -232,7 +232,7 @@ class TestBatchIsFull:
         engine.submit(9, [9] * 4, priority=1, max_new_tokens=4)
         engine.turn()
         assert engine.core.stats().preemptions_total == 1
-        assert 9 in {request.handle for request in engine.core.table.extending + engine.core.table.decoding}
+        assert 9 in {request.handle for request in engine.core.queues.extending + engine.core.queues.decoding}
 
     def test_cleared_when_the_worker_is_idle(self) -> None:
         engine = self.full()

@@ -92,8 +92,8 @@ def test_who_uses_it_goes_on_and_leaves_nothing_behind() -> None:
     engine.check_answer(1)
     engine.check_answer(2)
     engine.turn()
-    assert kept(engine, "a") == 0 and engine.core.table.memory.tree.num_pages == 0
-    assert not any(is_retired(name) for name in engine.core.table.memory.tree.names())
+    assert kept(engine, "a") == 0 and engine.core.memory.tree.num_pages == 0
+    assert not any(is_retired(name) for name in engine.core.memory.tree.names())
     assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
@@ -110,7 +110,7 @@ def test_who_is_retracted_after_it_finds_its_own_pages_and_keeps_them_to_itself(
     assert engine.core.stats().retractions_total > 0
     delete(engine, "a")
     engine.turn()
-    assert kept(engine, "a") == 0 and engine.core.table.memory.tree.num_pages == 0
+    assert kept(engine, "a") == 0 and engine.core.memory.tree.num_pages == 0
 
 
 @settings(max_examples=15, deadline=None)
@@ -128,7 +128,7 @@ def test_what_is_on_its_way_is_published_and_kept_nowhere(turns: int) -> None:
     engine.drain()
     engine.turn()
     stats = engine.core.stats()
-    assert (engine.core.table.memory.tree.num_pages, stats.host_pages_used, stats.num_importing) == (0, 0, 0)
+    assert (engine.core.memory.tree.num_pages, stats.host_pages_used, stats.num_importing) == (0, 0, 0)
     delete(engine, "a")  # behind what was begun before, as the executor does it
     assert kept(engine, "a") == 0 and engine.core.settled
     engine.check_answer(1)
@@ -141,7 +141,7 @@ def test_a_session_goes_on_without_what_was_cached_of_it() -> None:
     engine.open_session("s")
     ask(engine, 0, prompt(0, 20), "a", session=SessionTurn("s"))
     assert engine.control.forget_salt("a", (Tier.DEVICE,)) > 0
-    assert engine.core.table.memory.tree.num_pages == 0, "held pages go too"
+    assert engine.core.memory.tree.num_pages == 0, "held pages go too"
     assert ask(engine, 1, prompt(1, 8), "a", session=SessionTurn("s")).cached_tokens in (0, 20)
     assert ask(engine, 2, prompt(2, 4), "a", session=SessionTurn("s")).cached_tokens > 20
     engine.core.close_session("s")
@@ -156,11 +156,11 @@ def test_what_a_prefill_worker_kept_for_another_is_not_read_after_it(turns: int)
         pair.first.submit(handle, prompt(0), hand_over=pair.new_room(), ignore_eos=True, max_new_tokens=4, salt=salt)
     for _ in range(turns):
         pair.first.turn()
-    assert len(pair.first.core.table.rooms) == (2 if turns > 1 else 0)
+    assert len(pair.first.core.rooms) == (2 if turns > 1 else 0)
     for engine in (pair.first, pair.second):
         engine.control.forget_salt("a", EVERYWHERE)
         engine.drain()
-    assert len(pair.first.core.table.rooms) == 1, "another salt's"
+    assert len(pair.first.core.rooms) == 1, "another salt's"
     for handle, salt in enumerate("ab"):
         pair.go_on(handle, prompt(0), max_new_tokens=4, salt=salt)
     pair.second.drain()

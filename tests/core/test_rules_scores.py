@@ -108,7 +108,7 @@ class TestMemory:
             engine.turn()
         engine.abort(0)
         engine.drain()
-        memory = engine.core.table.memory
+        memory = engine.core.memory
         assert engine.finishes[0].error is ErrorCode.CANCELLED
         assert memory.num_leased == 0 and memory.slots.num_free == engine.config.max_running_requests
 

@@ -25,7 +25,7 @@ def opened(overlap: bool = True, capacity: int = 0, ttl_s: float = 0.0, **change
 def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int]:
     """One turn of session s, to its end. Returns the tokens of the whole prompt that it stood for."""
     engine.submit(handle, prompt, session=SessionTurn("s", **turn), max_new_tokens=6, ignore_eos=True)
-    whole = engine.core.table.by_key.get((0, handle))
+    whole = engine.core.queues.by_key.get((0, handle))
     tokens = whole.prompt_ids.tolist() if whole is not None else []
     engine.drain()
     engine.check_answer(handle)
@@ -91,7 +91,7 @@ class TestTurns:
         engine = opened(False)
         say(engine, 0, [1] * 9)
         engine.submit(1, [5], session=SessionTurn("s", drop_previous_output=True), max_new_tokens=6, ignore_eos=True)
-        assert engine.core.table.by_key[0, 1].prompt_ids.tolist() == [1] * 9 + [5]
+        assert engine.core.queues.by_key[0, 1].prompt_ids.tolist() == [1] * 9 + [5]
 
     def test_replacing_forgets_the_parents_later_turns(self) -> None:
         engine = opened(True)
@@ -218,7 +218,7 @@ class TestLifetime:
         assert engine.finishes[1].reason is FinishReason.LENGTH
         engine.check_answer(1)
         assert engine.core.stats().num_sessions == engine.core.stats().session_tokens == 0
-        assert all(node.holds == 0 for node in engine.core.table.memory.tree.nodes())
+        assert all(node.holds == 0 for node in engine.core.memory.tree.nodes())
 
     def test_a_session_opened_again_knows_nothing_of_the_turn_that_outlived_the_first(self) -> None:
         engine = opened()
@@ -254,7 +254,7 @@ class TestLifetime:
         say_until(engine, 4, "r1", [6], parent="r0")
         engine.drain()
         engine.submit(5, [7], session=SessionTurn("s", parent="r2"), max_new_tokens=1, ignore_eos=True)
-        whole = engine.core.table.by_key[0, 5].prompt_ids.tolist()
+        whole = engine.core.queues.by_key[0, 5].prompt_ids.tolist()
         engine.drain()
         assert whole == [*parent, *engine.outputs[1], 4, *engine.outputs[2], 7]
 
@@ -284,7 +284,7 @@ class TestMemory:
             engine.submit(handle, [handle + 50] * 40, max_new_tokens=4, ignore_eos=True)
             engine.drain()
         assert engine.core.stats().evicted_pages_total > 50
-        assert engine.core.table.memory.tree.peek("", held)[1] == 5, "the turn's whole pages are there"
+        assert engine.core.memory.tree.peek("", held)[1] == 5, "the turn's whole pages are there"
 
     def test_what_it_holds_goes_with_all_else_where_another_tier_has_it(self) -> None:
         engine = slow(opened(num_pages=32, host_pages=400, page_bytes=64))
@@ -293,7 +293,7 @@ class TestMemory:
         for handle in range(1, 12):
             engine.submit(handle, [handle + 50] * 40, max_new_tokens=4, ignore_eos=True)
             engine.drain()
-        assert engine.core.table.memory.tree.peek("", held)[1] == 0 and engine.core.stats().lost_pages_total == 0
+        assert engine.core.memory.tree.peek("", held)[1] == 0 and engine.core.stats().lost_pages_total == 0
         say(engine, 20, [5])
         assert engine.finishes[20].cached_from[Tier.HOST] == 20, "it is had back"
 
@@ -308,7 +308,7 @@ class TestMemory:
     def test_closing_leaves_its_pages_to_ordinary_eviction(self) -> None:
         engine = opened()
         say(engine, 0, [1] * 30)
-        assert any(node.holds for node in engine.core.table.memory.tree.nodes())
+        assert any(node.holds for node in engine.core.memory.tree.nodes())
         engine.core.close_session("s")
         engine.check()
-        assert not any(node.holds for node in engine.core.table.memory.tree.nodes())
+        assert not any(node.holds for node in engine.core.memory.tree.nodes())

@@ -37,7 +37,7 @@ def chunks_until_first_token(engine: Engine, handle: int) -> int:
     """Steps that are planned from now on, before the one that computes the request's last prompt token."""
     for count in range(200):
         engine.turn()
-        request = engine.core.table.by_key.get((0, handle))
+        request = engine.core.queues.by_key.get((0, handle))
         if request is None or request.flow is None:
             return count
     raise AssertionError("it was never planned")
@@ -101,7 +101,7 @@ class TestWhoComesNext:
         served = [0, 0]
         for _ in range(40):
             engine.turn()
-            for request in engine.core.table.by_key.values():
+            for request in engine.core.queues.by_key.values():
                 if request.kv.lease is not None:
                     owner[request.kv.lease.slot] = request.handle % 2
             for slot, count in prefill_of(engine, -1).items():
@@ -131,7 +131,7 @@ class TestWhoComesNext:
     def test_the_rest_of_a_step_is_for_whose_turn_it_is_not_for_what_has_begun(self) -> None:
         """A tenant of many small prompts, each a little over a chunk: what one leaves of a step is for its next."""
         engine = Engine(config_of(), checked=False)
-        shares = engine.core.table.shares
+        shares = engine.core.queues.shares
         for handle in range(30):
             engine.submit(handle, prompt(handle, CHUNK + 4), payer=(b"small", 0, 4.0), max_new_tokens=1)
         for handle in range(100, 104):
@@ -166,10 +166,10 @@ def test_backlogged_tenants_are_never_far_from_their_shares(seed: int, overlap: 
     engine = Engine(config_of(max_running_requests=32), overlap, checked=False)
     weights = {b"a": rng.choice((0.5, 1.0, 2.0)), b"b": 1.0, b"c": rng.choice((1.0, 4.0))}
     handle = 0
-    shares = engine.core.table.shares
+    shares = engine.core.queues.shares
     for _ in range(60):
         for tenant, weight in weights.items():
-            while sum(r.payer[0] == tenant for r in engine.core.table.waiting) < 4:
+            while sum(r.payer[0] == tenant for r in engine.core.queues.waiting) < 4:
                 handle += 1
                 payer = (tenant, rng.choice((0, 0, handle % 7 + 1)), weight)
                 engine.submit(handle, prompt(handle, rng.randrange(1, 300)), payer=payer, max_new_tokens=1)

@@ -52,7 +52,7 @@ def keys_of(ids: list[int]) -> list[bytes]:
 
 def num_running(engine: Engine) -> int:
     """Operations under way."""
-    tiers = engine.core.table.tiers
+    tiers = engine.core.tiers
     assert tiers is not None
     return tiers.num_running
 
@@ -279,9 +279,9 @@ class TestCopies:
         while not num_running(engine):
             engine.turn()
         engine.control.flush_cache()
-        assert engine.core.table.memory.tree.num_pages == 10, "an operation reads them"
+        assert engine.core.memory.tree.num_pages == 10, "an operation reads them"
         engine.drain()
-        assert engine.core.table.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
+        assert engine.core.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
     def test_of_a_copy_that_failed_partly_the_rest_is_copied_when_it_is_used_again(self) -> None:
@@ -367,7 +367,7 @@ class TestForgetting:
         engine.control.flush_tiers((Tier.HOST,))
         engine.drain()
         assert engine.core.stats().host_pages_used == 0
-        assert engine.core.table.memory.tree.num_pages == 10, "the pool was not flushed"
+        assert engine.core.memory.tree.num_pages == 10, "the pool was not flushed"
         ask(engine, 1, prompt(0))
         assert engine.core.stats().host_pages_used == 10, "it is copied when it is used again"
 
@@ -387,7 +387,7 @@ class TestForgetting:
         """Neither by a flush nor by what a storage says it has dropped; and nobody who went is remembered."""
         engine = tiered(has_storage=True, chunked_prefill_size=64)
         ask(engine, 0, prompt(0))
-        (node,) = engine.core.table.memory.tree.nodes()
+        (node,) = engine.core.memory.tree.nodes()
         backed = engine.core.tiers.queue.backed  # type: ignore[union-attr]
         assert node.backed and list(backed.values()) == [node]
         engine.control.flush_tiers((Tier.HOST,))

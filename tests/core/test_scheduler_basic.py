@@ -67,7 +67,7 @@ class TestTimeouts:
         for handle in range(600):
             engine.submit(handle, [1] * 4, timeout_s=3600, max_new_tokens=1)
             engine.drain()
-        assert len(engine.core.table._deadlines) < 100
+        assert len(engine.core.lifecycle._deadlines) < 100
 
 
 class TestFaults:
@@ -111,7 +111,7 @@ class TestFaults:
         engine.drain()
         assert finish_of(engine, 0) == (FinishReason.ABORT, ErrorCode.INTERNAL)
         engine.check_answer(1)
-        assert engine.core.table.memory.num_leased == 0
+        assert engine.core.memory.num_leased == 0
 
 
 class TestOutput:
@@ -123,7 +123,7 @@ class TestOutput:
         due = interval if stream else 50
         for _ in range(60):
             engine.turn()
-            request = engine.core.table.by_key[0, 0]
+            request = engine.core.queues.by_key[0, 0]
             assert len(request.progress.output_ids) - len(engine.outputs.get(0, [])) < due
         engine.drain()
         engine.check_answer(0)

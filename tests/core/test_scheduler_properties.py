@@ -131,11 +131,11 @@ def check_run(engine: Engine) -> None:
     assert set(engine.finishes) == set(engine.submitted), "each request ends once"
     for handle in engine.submitted:
         engine.check_answer(handle)
-    memory = engine.core.table.memory
+    memory = engine.core.memory
     assert memory.num_leased == 0 and not memory.quarantined and engine.core.settled
     assert memory.slots.num_free == engine.config.max_running_requests
     assert memory.tree.num_evictable == memory.tree.num_pages
-    assert not len(engine.core.table.gate) and not engine.core.table.sessions.running_turns()
+    assert not len(engine.core.queues.gate) and not engine.core.sessions.running_turns()
 
 
 def config_of(page_size: int, pool_tokens: int, slots: int, chunk: int, **more: Any) -> SchedulerConfig:

@@ -285,7 +285,7 @@ def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Se
         assert answer.finish is not None
         if answer.finish.reason is FinishReason.LENGTH:
             assert answer.bits == plain.ask(ids, seed=number, **SAMPLED).bits
-    until(apart, lambda: apart.second.core.settled and not len(apart.first.core.table.rooms))
+    until(apart, lambda: apart.second.core.settled and not len(apart.first.core.rooms))
     for served in (apart.first, apart.second):
-        memory = served.core.table.memory
+        memory = served.core.memory
         assert memory.num_leased == 0 and not memory.quarantined and memory.num_available == memory.pages.num_pages

@@ -114,7 +114,7 @@ class Served:
         self._commit(prev)
         if run is not None:
             self.executor.sample(run, {})
-        assert not violations(self.core.table)
+        assert not violations(self.core.queues, self.core.memory, self.core.sessions, self.core.tiers)
         return run
 
     def _commit(self, run: Run | None) -> None:

@@ -249,7 +249,7 @@ def test_poisoned_pages_are_never_read_whoever_leaves_and_however_late_copies_co
         if answer.finish.reason is FinishReason.LENGTH:
             wanted = plain.ask(prompt(number)[:length], seed=number, temperature=1.0, frequency_penalty=0.3)
             assert answer.bits == wanted.bits
-    memory, stats = served.core.table.memory, served.core.stats()
+    memory, stats = served.core.memory, served.core.stats()
     assert memory.num_leased == 0 and not memory.quarantined and memory.tree.num_evictable == memory.tree.num_pages
     assert stats.backed_up_pages_total > 0 and stats.failed_operations_total == 0
     served.close()

@@ -135,7 +135,7 @@ class Served:
         if self._poisoned:
             self._poison()
         self._take()
-        assert not violations(core.table)
+        assert not violations(core.queues, core.memory, core.sessions, core.tiers)
         if plan is None and wait_s:
             self._has_facts.wait(wait_s)
         storing = core.tiers is not None and core.tiers.num_storing > 0
@@ -165,7 +165,7 @@ class Served:
 
     def _poison(self) -> None:
         """No step is in flight. What a load still brings into a page that is free is nobody's either."""
-        free = torch.from_numpy(self.core.table.memory.pages.free_pages().astype(np.int64))
+        free = torch.from_numpy(self.core.memory.pages.free_pages().astype(np.int64))
         pool = self.executor.runner.passes.pool
         with torch.inference_mode():
             for each in (*pool.keys, *pool.values):

@@ -117,7 +117,7 @@ def settle(fleet: FleetSimulation) -> None:
 
 
 def held_by(worker: Any) -> set[bytes]:
-    return {name for node in worker._sim.core.table.memory.tree.nodes() for name in node.blocks}
+    return {name for node in worker._sim.core.memory.tree.nodes() for name in node.blocks}
 
 
 def test_load_columns_are_zero_when_all_requests_have_ended() -> None:

@@ -75,10 +75,10 @@ def check_pages_are_free(fleet: FleetSimulation, seconds: float = 15.0) -> None:
     while fleet._clock.now < until:
         fleet._clock.step()
     for worker in (worker for worker in fleet.workers if worker.alive):
-        table = worker._sim.core.table
+        core = worker._sim.core
         assert not worker.self_check()
-        assert table.memory.num_available == table.memory.pages.num_pages, "no page is leaked"
-        assert not len(table.rooms) and not table.memory.quarantined
+        assert core.memory.num_available == core.memory.pages.num_pages, "no page is leaked"
+        assert not len(core.rooms) and not core.memory.quarantined
         assert not fleet._reservations.count(worker.name)
 
 

@@ -173,7 +173,7 @@ class TestNoStarvation:
 
         Requests that wait for a prefix are exempt.
         """
-        here = engine.core.table.by_key.values()
+        here = engine.core.queues.by_key.values()
         begun = [request.seq for request in here if request.progress.queue_s >= 0]
         never = [request.seq for request in here if request.progress.queue_s < 0 and request.kv.prefix_seen < 0]
         assert not begun or not never or max(begun) < min(never)
@@ -196,7 +196,7 @@ class TestNoStarvation:
                 bounds[handle] = self.bound(engine, handle)
                 handle += 1
             engine.turn()
-            for request in engine.core.table.by_key.values():
+            for request in engine.core.queues.by_key.values():
                 late = engine.core.stats().retractions_total * -(-CONTEXT // 16)
                 waited = len(engine.plans) - bounds[request.handle]
                 assert request.progress.queue_s >= 0 or waited <= late, f"request {request.handle} waits beyond its bound"
@@ -205,7 +205,7 @@ class TestNoStarvation:
     @staticmethod
     def bound(engine: Engine, handle: int) -> int:
         """Returns the number of the step by which the request begins if no request is retracted."""
-        before = [request for request in engine.core.table.by_key.values() if request.handle != handle]
+        before = [request for request in engine.core.queues.by_key.values() if request.handle != handle]
         chunks = sum(-(-request.num_prompt_tokens // 16) + 1 for request in before)
         outputs = sum(request.params.max_new_tokens - len(request.progress.output_ids) for request in before)
         return len(engine.plans) + chunks + outputs + 2

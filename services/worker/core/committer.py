@@ -10,13 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.plan import BatchPlan, StepResult
 from services.worker.core.draft_controller import DraftController
 from services.worker.core.intake import Intake
+from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.queue.finish import FinishDecision, TextRules, check_fault
+from services.worker.core.queue.lifecycle import RequestLifecycle
+from services.worker.core.queue.outputs import Outputs
 from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.request_columns import SlotColumns
 from services.worker.core.step_rows import Step
 
 I64 = NDArray[np.int64]
@@ -65,14 +69,27 @@ class TokenRuns:
 
 
 class Committer:
-    """guesses: None where nobody drafts."""
+    """Applies step results to requests, columns, memory and outputs."""
 
-    def __init__(self, table: RequestTable, rules: TextRules, guesses: DraftController | None) -> None:
-        self._table, self._guesses = table, guesses
-        self._intake = Intake(table.config.vocab_size, rules)
+    def __init__(
+        self,
+        vocab_size: int,
+        rules: TextRules,
+        memory: KVMemory,
+        columns: SlotColumns,
+        counters: Counters,
+        outputs: Outputs,
+        lifecycle: RequestLifecycle,
+        guesses: DraftController | None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._memory, self._columns, self._counters, self._outputs = memory, columns, counters, outputs
+        self._lifecycle = lifecycle
+        self._guesses = guesses  # None if the executor drafts no tokens
+        self._intake = Intake(vocab_size, rules)
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
-        plan, columns = step.plan, self._table.columns
+        plan, columns = step.plan, self._columns
         assert result.step_id == plan.step_id, "a result is committed to the step that it is of"
         run = None if result.counts is None else TokenRuns.of(plan, result)
         assert run is not None or len(result.tokens) == plan.num_rows == len(step.requests), "a token for every row"
@@ -103,21 +120,21 @@ class Committer:
     def take_given(self, request: Request, now: float) -> None:
         """Of a waiting request with its matcher: its output from elsewhere, which may be all there is to come."""
         taken = self._intake.take_given(request)
-        self._table.counters.generated_tokens_total += taken.num_tokens
+        self._counters.generated_tokens_total += taken.num_tokens
         request.rekey()
         if taken.endings:
-            self._table.end(request, taken.endings[0], now)
+            self._lifecycle.end(request, taken.endings[0], now)
 
     def _publish_extends(self, step: Step, sound: Mask) -> None:
         """Prompts are shared as soon as their pages are computed, never before, and not where the computation went wrong."""
         for row in range(step.plan.num_extend):
             request = step.requests[row]
             if sound[row] and request.kv.lease is not None:
-                committed = int(self._table.columns.committed[request.kv.lease.slot])
+                committed = int(self._columns.committed[request.kv.lease.slot])
                 assert committed * TOKEN_BYTES <= len(request.kv.token_key), "an extend row computed tokens that are known"
-                self._table.memory.publish(request.kv.lease, request.kv.token_key[: committed * TOKEN_BYTES])
+                self._memory.publish(request.kv.lease, request.kv.token_key[: committed * TOKEN_BYTES])
                 if request.kv.reservation is not None and not step.plan.sample[row]:
-                    self._table.announce(request)
+                    self._lifecycle.announce(request)
 
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
         """A chunk that its request lost is computed again, unless the token sampled after it counts."""
@@ -130,24 +147,24 @@ class Committer:
                 assert progress.logprob_done + len(values.values) <= request.num_prompt_tokens, "logprobs of prompt tokens"
                 progress.logprob_done += len(values.values)
                 progress.logprob_planned = max(progress.logprob_planned, progress.logprob_done)
-                self._table.outputs.add_prompt_logprobs(request, values)
+                self._outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
         """Faults of chunks that are not their request's last."""
         for row, fault in result.faults.items():
             if rows[row] and (ending := check_fault(0, 1, fault)):
-                self._table.end(step.requests[row], ending, now)
+                self._lifecycle.end(step.requests[row], ending, now)
 
     def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
         """Rows that sampled a token which was known before: only that they went well counts."""
-        self._table.columns.redundant[step.plan.slots[rows]] = False
+        self._columns.redundant[step.plan.slots[rows]] = False
         for row in rows.tolist():
             if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
-                self._table.end(step.requests[row], ending, now)
+                self._lifecycle.end(step.requests[row], ending, now)
 
     def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
         """Where rows end is known now, of decode rows: what was planned beyond it is taken back."""
-        plan, columns, extends = step.plan, self._table.columns, step.plan.num_extend
+        plan, columns, extends = step.plan, self._columns, step.plan.num_extend
         slots = plan.slots[:extends][sound[:extends]]
         columns.committed[slots] = (plan.starts + plan.num_tokens)[:extends][sound[:extends]]
         slots, counts = plan.slots[extends:], run.counts[extends:]
@@ -162,14 +179,14 @@ class Committer:
             self._guesses.learn(
                 plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds
             )
-        self._table.counters.verified_rows_total += int((run.drafted > 0).sum())
-        self._table.counters.drafted_tokens_total += int(run.drafted.sum())
-        self._table.counters.accepted_tokens_total += int((counts - 1).sum())
+        self._counters.verified_rows_total += int((run.drafted > 0).sum())
+        self._counters.drafted_tokens_total += int(run.drafted.sum())
+        self._counters.accepted_tokens_total += int((counts - 1).sum())
 
     def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:
         """Place by place of the rows' runs, each as if it had been sampled by a step of its own: whoever ends, or gets tokens
         from its grammar, leaves the rest of its run out."""
-        columns, slots = self._table.columns, step.plan.slots[rows]
+        columns, slots = self._columns, step.plan.slots[rows]
         requests = [step.requests[row] for row in rows.tolist()]
         counts, firsts = run.counts[rows], run.firsts[rows]
         goes_on = np.ones(len(rows), dtype=np.bool_)
@@ -189,7 +206,7 @@ class Committer:
             taken = self._intake.take([requests[i] for i in at.tolist()], tokens, look, places, run.result)
             columns.num_out[here] = count
             walked[at] += 1
-            self._table.counters.generated_tokens_total += taken.num_tokens
+            self._counters.generated_tokens_total += taken.num_tokens
             endings |= {int(at[i]): ending for i, ending in taken.endings.items()}
             jumped += [int(at[i]) for i in taken.jumped]
             goes_on[at[[*taken.endings, *taken.jumped]]] = False
@@ -200,23 +217,23 @@ class Committer:
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
-            self._table.resume_extend(requests[i])
+            self._lifecycle.extend_again(requests[i])
         outputs = [request.progress.output_ids for request in requests]
         last = np.array([ids[-1] if ids else -1 for ids in outputs], dtype=np.int32)
         self._emit(slots, last, columns.num_out[slots], requests, endings)
         for i, ending in endings.items():
-            self._table.end(requests[i], ending, now)
+            self._lifecycle.end(requests[i], ending, now)
 
     def _may_end(self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64) -> Mask:
         """Of rows with so many outputs, this one included."""
-        columns = self._table.columns
+        columns = self._columns
         look: Mask = (count >= columns.max_new[slots]) | columns.special[slots]
         look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
-        look |= (tokens < 0) | (tokens >= self._table.config.vocab_size)
+        look |= (tokens < 0) | (tokens >= self._vocab_size)
         return look
 
     def _commit_tokens(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
-        columns = self._table.columns
+        columns = self._columns
         slots = step.plan.slots[rows]
         tokens = result.tokens[rows]
         requests = step.requests if len(rows) == len(step.requests) else [step.requests[r] for r in rows.tolist()]
@@ -226,14 +243,14 @@ class Committer:
             look |= np.isin(rows, list(result.faults))
         taken = self._intake.take(requests, tokens, look, rows, result)
         columns.num_out[slots] = count
-        self._table.counters.generated_tokens_total += taken.num_tokens
+        self._counters.generated_tokens_total += taken.num_tokens
         for at in taken.jumped:
-            self._table.resume_extend(requests[at])
+            self._lifecycle.extend_again(requests[at])
         if taken.jumped:
             count = columns.num_out[slots]
         self._emit(slots, tokens, count, requests, taken.endings)
         for at, ending in taken.endings.items():
-            self._table.end(requests[at], ending, now)
+            self._lifecycle.end(requests[at], ending, now)
 
     def _emit(
         self,
@@ -245,7 +262,7 @@ class Committer:
     ) -> None:
         """Rows that go on and are due: every `interval` tokens, and the first token at once."""
         assert len(slots) == len(tokens) == len(count) == len(requests), "columns of the same rows"
-        columns = self._table.columns
+        columns = self._columns
         sent = columns.sent[slots]
         due = (count - sent >= columns.interval[slots]) | (sent == 0)
         if endings:
@@ -264,12 +281,12 @@ class Committer:
         for peer in np.unique(peers).tolist():
             mine = np.flatnonzero(peers == peer)
             flat = tokens[mine].tolist() if parts is None else [t for i in mine.tolist() for t in parts[i]]
-            self._table.outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
+            self._outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
         for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
-            self._table.outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
+            self._outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
         if self._guesses is not None:
             for i in np.flatnonzero(columns.predicted[slots]).tolist():
-                self._table.outputs.add_predicted(requests[int(at[i])])
+                self._outputs.add_predicted(requests[int(at[i])])
 
     def _commit_gone(self, step: Step, result: StepResult, run: TokenRuns | None, gone: Mask, now: float) -> None:
         for row in np.flatnonzero(gone & step.plan.sample).tolist():
@@ -282,7 +299,7 @@ class Committer:
             walked = 0
             for place in places:
                 taken = self._intake.take_one(request, int(told.tokens[place]), place, told)
-                self._table.counters.generated_tokens_total += taken.num_tokens
+                self._counters.generated_tokens_total += taken.num_tokens
                 walked += 1
                 if taken.endings or taken.jumped:
                     break
@@ -290,6 +307,6 @@ class Committer:
                 run.note(request, row, walked)
             request.rekey()
             if taken.endings:
-                self._table.end(request, taken.endings[0], now)
+                self._lifecycle.end(request, taken.endings[0], now)
             elif len(progress.output_ids) - progress.num_sent >= request.interval or progress.num_sent == 0:
-                self._table.outputs.add_news(request)
+                self._outputs.add_news(request)

@@ -16,6 +16,7 @@ from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.messages import PauseMode
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.tree_name import is_retired, retired_name, salt_of_tree
 from services.worker.core.invariants import violations
 from services.worker.core.queue.finish import CANCELLED
 from services.worker.core.scheduler import Scheduler
@@ -105,11 +106,11 @@ class SchedulerControl:
         scheduler = self._scheduler
         scheduler.paused = True
         if mode is PauseMode.ABORT:
-            for request in list(scheduler.table.by_key.values()):
-                scheduler.table.end(request, CANCELLED, now)
+            for request in list(scheduler.queues.by_key.values()):
+                scheduler.lifecycle.end(request, CANCELLED, now)
         elif mode is PauseMode.RETRACT:
-            for request in [*scheduler.table.decoding, *scheduler.table.extending]:
-                scheduler.table.retract(request, scheduler.flight_step, -1)
+            for request in [*scheduler.queues.decoding, *scheduler.queues.extending]:
+                scheduler.lifecycle.retract(request, scheduler.flight_step, -1)
 
     def resume(self) -> None:
         self._scheduler.paused = False
@@ -117,10 +118,10 @@ class SchedulerControl:
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses. Returns the number of freed pages."""
         scheduler = self._scheduler
-        scheduler.table.rooms.end_all()
+        scheduler.rooms.end_all()
         if scheduler.tiers is not None:
             scheduler.tiers.end_all()
-        num_pages = scheduler.table.memory.flush()
+        num_pages = scheduler.memory.flush()
         if scheduler.events is not None:
             scheduler.events.flushed()
         return num_pages
@@ -145,8 +146,22 @@ class SchedulerControl:
         scheduler, pages = self._scheduler, 0
         if Tier.DEVICE in tiers:
             self._num_retirements += 1
-            pages += scheduler.table.retire(salt, self._num_retirements)
+            pages += self._retire(salt, self._num_retirements)
         return pages if scheduler.tiers is None else pages + scheduler.tiers.forget_salt(salt, tiers)
+
+    def _retire(self, salt: str, number: int) -> int:
+        """Hides the device's pages of a salt from new requests, and frees those that no request uses. Returns their number."""
+        scheduler, tree = self._scheduler, self._scheduler.memory.tree
+        mine = [request for request in scheduler.queues.by_key.values() if _is_of(request.namespace, salt)]
+        names = dict.fromkeys([name for name in tree.names() if _is_of(name, salt)] + [request.namespace for request in mine])
+        for name in names:
+            tree.retire(name, retired_name(name, number))
+        for request in mine:
+            request.namespace = retired_name(request.namespace, number)
+        if scheduler.tiers is not None:
+            scheduler.tiers.retired(names)
+        scheduler.rooms.end_retired()
+        return scheduler.memory.forget_retired()
 
     def storage_tag(self, salt: str) -> bytes | None:
         """Returns the tag of a salt's pages in a storage; None without tiers."""
@@ -158,8 +173,14 @@ class SchedulerControl:
         The scheduler must be idle and settled, without a step in flight.
         """
         scheduler = self._scheduler
-        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0
-        scheduler.table.reset_memory()
+        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "somebody uses the memory"
+        scheduler.sessions.close_all(scheduler.memory)
+        scheduler.rooms.end_all()
+        if scheduler.tiers is not None:
+            scheduler.tiers.forget_tree()
+        scheduler.memory.reset()
+        if scheduler.events is not None:
+            scheduler.events.cleared()
 
     def replace_weights(self, revision: str) -> None:
         """Sets the weights of all later steps and forgets all KV of the old ones. The conditions are those of reset_memory()."""
@@ -181,32 +202,33 @@ class SchedulerControl:
         ratio = changes.pop("new_token_ratio", None)
         if ratio is not None and not 0.0 <= float(ratio) <= 1.0:
             raise ValueError("new_token_ratio: must be within 0 and 1")
-        config = _retuned(scheduler.config, changes, len(scheduler.table.memory.slots.num_pages))
+        config = _retuned(scheduler.config, changes, len(scheduler.memory.slots.num_pages))
+        config = dataclasses.replace(config, max_running_requests=scheduler.config.max_running_requests)
         limit = int(changes.get("max_running_requests", planner.extends.running_limit))
         planner.retune(config, limit, None if ratio is None else float(ratio))
-        scheduler.table.batch_is_full = False
-        scheduler.table.reconfigure(dataclasses.replace(config, max_running_requests=scheduler.config.max_running_requests))
+        scheduler.queues.batch_is_full = False
+        scheduler.reconfigure(config)
 
     def trace(self, request_id: str) -> list[TraceEvent]:
         """Returns the trace events of a request that are still in the ring, oldest first."""
-        return self._scheduler.table.trace.of(request_id)
+        return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:
         """Returns the number of all trace events since the start, and those after the first `count` that are in the ring."""
-        return self._scheduler.table.trace.since(count)
+        return self._scheduler.trace.since(count)
 
     def self_check(self) -> list[str]:
         """Returns one sentence per broken invariant; empty if all hold.
 
         If the scheduler is idle and settled, it forgets all pages after a violation.
         """
-        scheduler, memory = self._scheduler, self._scheduler.table.memory
-        found = violations(scheduler.table)
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        found = violations(scheduler.queues, memory, scheduler.sessions, scheduler.tiers)
         if scheduler.idle and scheduler.flight_step < 0:
             if memory.num_leased:
                 found.append(f"{memory.num_leased} pages are leased by nobody")
             if found and scheduler.settled:
-                scheduler.table.reset_memory()
+                self.reset_memory()
         return found
 
 
@@ -249,3 +271,7 @@ def _checked(config: SchedulerConfig, name: str, value: Tunable) -> Tunable:
     if value not in allowed or type(old)(value) != value:
         raise ValueError(f"{name}: is {value}; must be {_KINDS[type(old)]}, {allowed}")
     return int(value) if isinstance(old, int) else float(value)
+
+
+def _is_of(tree: str, salt: str) -> bool:
+    return not is_retired(tree) and salt_of_tree(tree) == salt

@@ -8,21 +8,38 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
 from services.worker.core.draft_controller import DraftController
+from services.worker.core.kv.memory import KVMemory
 from services.worker.core.new_token_ratio import NewTokenRatio
 from services.worker.core.queue.gates import too_small
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.lifecycle import RequestLifecycle
+from services.worker.core.queue.queues import RequestQueues
+from services.worker.core.queue.request_columns import SlotColumns
 from services.worker.core.retraction import victim_order
 from services.worker.core.step_rows import NO_DECODES, DecodeRows
 
 
 class DecodePlanner:
-    """guesses: None where nobody drafts."""
+    """Plans the decode rows of a step, and retracts requests if their next tokens have no pages."""
 
-    def __init__(self, table: RequestTable, ratio: NewTokenRatio, guesses: DraftController | None) -> None:
-        self._table, self._guesses = table, guesses
-        self._ratio = ratio
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        memory: KVMemory,
+        columns: SlotColumns,
+        counters: Counters,
+        lifecycle: RequestLifecycle,
+        ratio: NewTokenRatio,
+        guesses: DraftController | None,
+    ) -> None:
+        self.config = config  # replaced by Planner.retune()
+        self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
+        self._lifecycle, self._ratio = lifecycle, ratio
+        self._guesses = guesses  # None if the executor drafts no tokens
         self._decode_steps = 0
 
     @property
@@ -32,35 +49,34 @@ class DecodePlanner:
 
     def plan(self, now: float, flight_step: int, step_id: int) -> DecodeRows:
         """Rows that take a decode step, each with room for its token. May retract, and end a request alone."""
-        table = self._table
         self._retract_for_test(flight_step, step_id)
-        before = table.counters.retractions_total
+        before = self._counters.retractions_total
         rows, need = self._make_room(now, flight_step, step_id)
-        if table.counters.retractions_total > before:
+        if self._counters.retractions_total > before:
             self._raise_ratio()
         if not rows.requests:
             return rows
         if len(need):
-            table.memory.grow_each(need)
-        table.columns.computed[rows.slots] += 1
-        table.columns.planned_out[rows.slots] += 1
+            self._memory.grow_each(need)
+        self._columns.computed[rows.slots] += 1
+        self._columns.planned_out[rows.slots] += 1
         if self._guesses is not None:
             rows = self._with_drafts(rows, self._guesses)
         self._decode_steps += 1
-        if table.counters.retractions_total == before:
+        if self._counters.retractions_total == before:
             self._ratio.step()
         return rows
 
     def _candidates(self) -> tuple[DecodeRows, NDArray[np.int32]]:
         """Decode rows that still have output to come, and the slots among them that need one more page."""
-        table, columns = self._table, self._table.columns
-        slots = table.decoding_slots()
-        requests = list(table.decoding)
+        columns = self._columns
+        slots = self._queues.decoding_slots()
+        requests = list(self._queues.decoding)
         more = columns.planned_out[slots] < columns.max_new[slots]
         if not more.all():
             requests = [r for r, m in zip(requests, more.tolist(), strict=True) if m]
             slots = slots[more]
-        room = table.memory.slots.num_pages[slots] * table.config.page_size - columns.computed[slots]
+        room = self._memory.slots.num_pages[slots] * self.config.page_size - columns.computed[slots]
         need = slots[room <= 0]
         assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
         return DecodeRows(requests, slots), need.astype(np.int32)
@@ -68,16 +84,16 @@ class DecodePlanner:
     def _with_drafts(self, rows: DecodeRows, guesses: DraftController) -> DecodeRows:
         """The rows, each with as many drafts as pay, as its output may still have tokens and the step has room for, and pages for
         them; none for who wants no guesses. None where that would take pages from others: drafts are guesses."""
-        table, columns, slots = self._table, self._table.columns, rows.slots
-        most = min(table.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
+        columns, slots = self._columns, rows.slots
+        most = min(self.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
         left = np.where(columns.guessable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
         drafts = guesses.choose(slots, np.minimum(left, most)) if most else guesses.crowded(slots)
-        over = columns.computed[slots] + drafts - table.memory.slots.num_pages[slots] * table.config.page_size
-        need = -(-np.maximum(over, 0) // table.config.page_size)
-        if need.sum() > table.memory.pages.num_free:
+        over = columns.computed[slots] + drafts - self._memory.slots.num_pages[slots] * self.config.page_size
+        need = -(-np.maximum(over, 0) // self.config.page_size)
+        if need.sum() > self._memory.pages.num_free:
             drafts[:], need[:] = 0, 0
         for number in range(int(need.max())):
-            table.memory.grow_each(slots[need > number].astype(np.int32))
+            self._memory.grow_each(slots[need > number].astype(np.int32))
         assert drafts.min() >= 0, "no more output is planned than there may be"
         columns.computed[slots] += drafts
         columns.planned_out[slots] += drafts
@@ -89,30 +105,29 @@ class DecodePlanner:
         Extends are among the victims. The last row stays: it waits while a step or an operation is under way, for that may
         free something, and is ended if nothing can.
         """
-        table = self._table
         while True:
             rows, need = self._candidates()
-            if len(need) <= table.memory.num_available:
+            if len(need) <= self._memory.num_available:
                 return rows, need
-            if table.free_imported():
+            if self._lifecycle.release_pins():
                 continue
-            victims = rows.requests + table.extending
+            victims = rows.requests + self._queues.extending
             if len(victims) > 1:
-                table.retract(min(victims, key=victim_order), flight_step, step_id)
-            elif flight_step >= 0 or table.pages_may_come_back:
+                self._lifecycle.retract(min(victims, key=victim_order), flight_step, step_id)
+            elif flight_step >= 0 or self._lifecycle.pages_may_come_back:
                 return NO_DECODES, need[:0]
             else:
-                table.end(rows.requests[0], too_small(table.config), now)
+                self._lifecycle.end(rows.requests[0], too_small(self.config), now)
 
     def _retract_for_test(self, flight_step: int, step_id: int) -> None:
-        every = self._table.config.retract_interval
-        victims = self._table.decoding
+        every = self.config.retract_interval
+        victims = self._queues.decoding
         if every and victims and self._decode_steps % every == every - 1:
-            self._table.retract(min(victims, key=victim_order), flight_step, step_id)
+            self._lifecycle.retract(min(victims, key=victim_order), flight_step, step_id)
             self._decode_steps += 1
 
     def _raise_ratio(self) -> None:
-        rows = self._table.decoding
+        rows = self._queues.decoding
         if not rows:
             return
         decoded = sum(len(r.progress.output_ids) for r in rows)

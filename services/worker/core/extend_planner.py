@@ -8,8 +8,10 @@ from itertools import chain, takewhile
 
 import numpy as np
 
+from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.graph_limits import strides
 from services.worker.core.draft_controller import DraftController
+from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.radix_cache import Match
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.core.prefill_adder import (
@@ -24,9 +26,11 @@ from services.worker.core.prefill_adder import (
 )
 from services.worker.core.prefix_gate import PrefixGate
 from services.worker.core.queue.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
+from services.worker.core.queue.lifecycle import RequestLifecycle
 from services.worker.core.queue.policy import due_before, service_order
+from services.worker.core.queue.queues import RequestQueues
 from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.request_columns import SlotColumns
 from services.worker.core.retraction import preemptible, victim_order
 from services.worker.core.step_rows import ExtendRows, Step
 
@@ -34,28 +38,37 @@ from services.worker.core.step_rows import ExtendRows, Step
 class ExtendPlanner:
     """running_limit: requests that may run at once, at most the number of slots. guesses: None where nobody drafts."""
 
-    def __init__(self, table: RequestTable, guesses: DraftController | None) -> None:
-        self._table, self._guesses = table, guesses
-        self._random = np.random.default_rng(table.config.random_seed)
-        self._prefixes = PrefixGate(table)
-        self._gates: list[Gate] = [PoolGate(table.config).look]
-        if table.config.enable_radix_cache:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        memory: KVMemory,
+        columns: SlotColumns,
+        lifecycle: RequestLifecycle,
+        guesses: DraftController | None,
+    ) -> None:
+        self.config = config  # replaced by Planner.retune()
+        self._queues, self._memory, self._columns, self._lifecycle = queues, memory, columns, lifecycle
+        self._guesses = guesses
+        self._random = np.random.default_rng(config.random_seed)
+        self._prefixes = PrefixGate(config.page_size, memory, columns, queues.waiting)
+        self._gates: list[Gate] = [PoolGate(config).look]
+        if config.enable_radix_cache:
             self._gates.append(self._prefixes.look)
-        self.running_limit = table.config.max_running_requests
+        self.running_limit = config.max_running_requests
         self._pace = ChunkPace()
 
     def plan(
         self, now: float, ratio: float, num_decode_rows: int, flight: Step | None, step_id: int, may_admit: bool
     ) -> ExtendRows:
         """num_decode_rows: those that share this step. flight: the uncommitted step. may_admit: waiting requests may begin."""
-        table = self._table
         rows = ExtendRows()
-        if not table.extending and (table.batch_is_full or not len(table.waiting)):
+        if not self._queues.extending and (self._queues.batch_is_full or not len(self._queues.waiting)):
             return rows
         adder = self._adder(ratio, num_decode_rows)
-        may_admit &= not table.batch_is_full
-        several = table.shares.num_flows > 1
-        started = sorted(table.extending, key=_fair_turn if several else _turn)
+        may_admit &= not self._queues.batch_is_full
+        several = self._queues.shares.num_flows > 1
+        started = sorted(self._queues.extending, key=_fair_turn if several else _turn)
         before = may_admit and bool(started) and (several or self._prefixes.concerns_anybody or self._outranked(started[0]))
         if before:
             self._prefixes.begin(_extending(flight) + started)
@@ -71,18 +84,18 @@ class ExtendPlanner:
                 started = self._fairly_again(started, adder, rows, now, step_id, may_admit)
         if before:
             self._prefixes.end_pass()
-        if may_admit and not table.extending:
+        if may_admit and not self._queues.extending:
             self._prefixes.begin(_extending(flight) + rows.requests)
-            order = service_order(table.config, table.waiting, table.decoding, table.memory, self._random, several)
+            order = service_order(self.config, self._queues.waiting, self._queues.decoding, self._memory, self._random, several)
             full = self._admit_waiting(order, adder, rows, now, step_id)
-            table.batch_is_full = full and table.num_running > 0 and not table.waiting.num_held
+            self._queues.batch_is_full = full and self._queues.num_running > 0 and not self._queues.waiting.num_held
             self._prefixes.end_pass()
             self._prefixes.freed.clear()
         return rows
 
     def step_ended(self, extended: int, rows: int, seconds: float) -> None:
         """A step has extended so many tokens, beside so many decode rows."""
-        config = self._table.config
+        config = self.config
         if config.adaptive_chunk_s:
             least = max(paced_chunk(config.chunked_prefill_size, config.page_size, 0) // 2, 1)
             self._pace.took(extended, rows, seconds, least)
@@ -90,31 +103,33 @@ class ExtendPlanner:
     @property
     def steps_in_a_row(self) -> int:
         """Of extends alone, after which decode rows have theirs; 0: any number."""
-        config = self._table.config
+        config = self.config
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return config.max_extend_steps
         return self._paced_steps(waiting, self._adapted_chunk())
 
     def _paced_steps(self, waiting: int, chunk: int) -> int:
-        config = self._table.config
+        config = self.config
         steps = self._pace.steps(config.adaptive_chunk_s, waiting, min(chunk, config.max_prefill_tokens))
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
     def _num_paced_for(self) -> int:
         """Rows that wait for their next token while prompts are computed, where time bounds chunks; 0 where it bounds none."""
-        table, config = self._table, self._table.config
-        if not config.chunked_prefill_size or not table.decoding or not self._pace.is_known:
+        config = self.config
+        if not config.chunked_prefill_size or not self._queues.decoding or not self._pace.is_known:
             return 0
-        slots = table.decoding_slots()
-        return int((table.columns.planned_out[slots] < table.columns.max_new[slots]).sum())
+        slots = self._queues.decoding_slots()
+        return int((self._columns.planned_out[slots] < self._columns.max_new[slots]).sum())
 
     def _adapted_chunk(self) -> int:
-        config = self._table.config
-        return adapted_chunk(config.chunked_prefill_size, config.page_size, len(self._table.decoding), config.adaptive_chunk_rows)
+        config = self.config
+        return adapted_chunk(
+            config.chunked_prefill_size, config.page_size, len(self._queues.decoding), config.adaptive_chunk_rows
+        )
 
     def _chunk_size(self, num_decode_rows: int) -> int:
         """num_decode_rows: those that share the step, which take from it."""
-        config, adapted = self._table.config, self._adapted_chunk()
+        config, adapted = self.config, self._adapted_chunk()
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return adapted
         steps = 0 if num_decode_rows else self._paced_steps(waiting, adapted)
@@ -123,7 +138,7 @@ class ExtendPlanner:
 
     def _adder(self, ratio: float, num_decode_rows: int, gone: Collection[int] = ()) -> PrefillAdder:
         """gone: by seq, whom nothing is reserved for."""
-        config = self._table.config
+        config = self.config
         return PrefillAdder(
             page_size=config.page_size,
             rows=self._running_rows(gone),
@@ -136,12 +151,12 @@ class ExtendPlanner:
         )
 
     def _running_rows(self, gone: Collection[int]) -> RunningRows:
-        if not self._table.decoding:
+        if not self._queues.decoding:
             return NO_ROWS
-        columns = self._table.columns
-        slots = self._table.decoding_slots()
+        columns = self._columns
+        slots = self._queues.decoding_slots()
         if gone:
-            slots = slots[[request.seq not in gone for request in self._table.decoding]]
+            slots = slots[[request.seq not in gone for request in self._queues.decoding]]
         left = np.maximum(columns.max_new[slots] - columns.planned_out[slots], 0)
         return RunningRows(left, columns.computed[slots], columns.ignore_eos[slots])
 
@@ -150,76 +165,73 @@ class ExtendPlanner:
     def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
         """By seq: tokens that an extend takes at most, so that the step can be a graph's. Empty where no prompt is to be held up
         for that, or where it does not pay."""
-        table, limits = self._table, self._table.config.graphs
-        begins = may_admit and len(table.waiting) > table.waiting.num_held
-        if not limits.rows or begins or not table.extending:
+        limits = self.config.graphs
+        begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_held
+        if not limits.rows or begins or not self._queues.extending:
             return {}
-        slots = [r.kv.lease.slot for r in table.extending if r.kv.lease]
-        starts = table.columns.computed[slots]
-        if any(start < r.num_prompt_tokens for r, start in zip(table.extending, starts.tolist(), strict=True)):
+        slots = [r.kv.lease.slot for r in self._queues.extending if r.kv.lease]
+        starts = self._columns.computed[slots]
+        if any(start < r.num_prompt_tokens for r, start in zip(self._queues.extending, starts.tolist(), strict=True)):
             return {}
-        left = table.columns.target[slots] - starts
+        left = self._columns.target[slots] - starts
         found = strides(limits, starts.tolist(), left.tolist(), num_decode_rows + len(slots))
-        return {} if found is None else {r.seq: count for r, count in zip(table.extending, found, strict=True)}
+        return {} if found is None else {r.seq: count for r, count in zip(self._queues.extending, found, strict=True)}
 
     def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
         """False: there is no page for it. at_most: tokens, None for what the adder says."""
         lease = request.kv.lease
         assert lease is not None
-        start = int(self._table.columns.computed[lease.slot])
-        remaining = int(self._table.columns.target[lease.slot]) - start
+        start = int(self._columns.computed[lease.slot])
+        remaining = int(self._columns.target[lease.slot]) - start
         count = adder.chunk(start, min(remaining, at_most or remaining), _computes_logprobs(request))
         return count <= 0 or self._add(request, start, count, adder, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:
         """No page for a started extend, and nothing in flight that could free one. Decode rows give way by themselves (they are
         planned next); where all extend, one is retracted; alone, it cannot run here."""
-        table = self._table
-        if table.decoding or table.free_imported():
+        if self._queues.decoding or self._lifecycle.release_pins():
             return
-        if len(table.extending) > 1:
-            table.retract(min(table.extending, key=victim_order), -1, step_id)
-        elif not table.pages_may_come_back:
-            table.end(request, too_small(table.config), now)
+        if len(self._queues.extending) > 1:
+            self._lifecycle.retract(min(self._queues.extending, key=victim_order), -1, step_id)
+        elif not self._lifecycle.pages_may_come_back:
+            self._lifecycle.end(request, too_small(self.config), now)
 
     # Waiting requests
 
     def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
         """Lets the most urgent waiting request displace less urgent running ones, if there is no room for it otherwise.
         Before any row of the step is chosen."""
-        table = self._table
-        if not table.config.enable_priority_scheduling:
+        if not self.config.enable_priority_scheduling:
             return
-        self._prefixes.begin(_extending(flight) + table.extending)
-        first = table.waiting.first()
-        if first is None or not preemptible(table.config, first, table.extending + table.decoding):
+        self._prefixes.begin(_extending(flight) + self._queues.extending)
+        first = self._queues.waiting.first()
+        if first is None or not preemptible(self.config, first, self._queues.running()):
             return
-        for request in table.waiting.in_turn():
+        for request in self._queues.waiting.in_turn():
             verdict = self._ask(request).verdict
-            if verdict is Verdict.ADMIT and (victims := preemptible(table.config, request, table.extending + table.decoding)):
+            if verdict is Verdict.ADMIT and (victims := preemptible(self.config, request, self._queues.running())):
                 self._displace(request, victims, ratio, flight.plan.step_id if flight else -1, step_id)
             if verdict is not Verdict.WAIT:
                 return
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
-        table = self._table
-        match = table.memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        table.memory.lock(match)  # its own hit is no room for it
+        match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
+        self._memory.lock(match)  # its own hit is no room for it
         if self._could_be_let_in(request, match, victims, ratio):
             while not self._has_room(request, match, ratio):
-                if self._free_slots(request) > 0 and table.free_imported():
+                if self._free_slots(request) > 0 and self._lifecycle.release_pins():
                     continue
                 if not victims:
                     break
-                table.retract(victims.pop(0), flight_step, step_id, preempted=True)
-            table.batch_is_full = False
-        table.memory.unlock(match)
+                self._lifecycle.retract(victims.pop(0), flight_step, step_id, preempted=True)
+            self._queues.batch_is_full = False
+        self._memory.unlock(match)
 
     def _could_be_let_in(self, request: Request, match: Match, victims: list[Request], ratio: float) -> bool:
         """With all of the victims gone, as admission would see it then. What they share stays with whoever has it too."""
-        table, memory = self._table, self._table.memory
-        kept = table.waiting.kept_from(request.rank)
-        stay = table.num_running - len(victims)
+        memory = self._memory
+        kept = self._queues.waiting.kept_from(request.rank)
+        stay = self._queues.num_running - len(victims)
         if min(memory.slots.num_free + len(victims), self.running_limit - stay) <= kept.slots:
             return False
         if not stay:
@@ -231,14 +243,14 @@ class ExtendPlanner:
         for lease in leases:
             memory.tree.lock(lease.node)
         adder = self._adder(ratio, 0, frozenset(victim.seq for victim in victims))
-        available = pages * table.config.page_size - kept.tokens
+        available = pages * self.config.page_size - kept.tokens
         return self._asked(request, match, adder, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
         """That it holds and nobody else does; all of them where some are in a room, which keeps none from who asks for more."""
         if request.kv.lease is None:
             return 0
-        slots, slot = self._table.memory.slots, request.kv.lease.slot
+        slots, slot = self._memory.slots, request.kv.lease.slot
         return int(slots.num_pages[slot]) - (0 if request.kv.num_announced else int(slots.num_shared[slot]))
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
@@ -248,9 +260,8 @@ class ExtendPlanner:
         return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
-        table = self._table
-        free = min(table.memory.slots.num_free, self.running_limit - table.num_running)
-        return free - table.waiting.kept_from(request.rank).slots if table.waiting.num_held else free
+        free = min(self._memory.slots.num_free, self.running_limit - self._queues.num_running)
+        return free - self._queues.waiting.kept_from(request.rank).slots if self._queues.waiting.num_held else free
 
     def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
         """Who begins before the next chunk of started extends, since what is left of these may be long: who had to wait for one
@@ -281,31 +292,30 @@ class ExtendPlanner:
 
     def _due_before(self, first: Request) -> Iterator[Request]:
         """first: of the started extends the next one. Whoever comes is taken out, or held, before the next one is asked for."""
-        if self._table.shares.num_flows > 1:
-            yield from due_before(self._table.waiting, first)
+        if self._queues.shares.num_flows > 1:
+            yield from due_before(self._queues.waiting, first)
         elif self._outranked(first):
-            yield from takewhile(lambda request: request.rank < first.rank, self._table.waiting.in_turn())
+            yield from takewhile(lambda request: request.rank < first.rank, self._queues.waiting.in_turn())
 
     def _outranked(self, first: Request) -> bool:
         """Somebody who waits is more urgent than the most urgent of those that have begun and go on."""
-        ranks = self._table.waiting.ranks()
+        ranks = self._queues.waiting.ranks()
         return bool(ranks) and ranks[0] < first.rank
 
     def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
         """One pass. True where somebody found no room: a full batch, but not for those behind a held request, which comes back
         before anybody leaves."""
-        table = self._table
         for request in order:
             assert request.phase is Phase.WAITING and not request.held, "who is looked at waits in the queue, at no gate"
             if adder.exhausted or request.progress.parked_step == step_id:
                 return False
             if self._free_slots(request) <= 0:
                 return True
-            if table.tiers is not None and table.look_elsewhere(request):
+            if self._lifecycle.begin_import(request):
                 continue
             answer = self._ask(request)
             if answer.ending is not None:
-                table.end(request, answer.ending, now)
+                self._lifecycle.end(request, answer.ending, now)
             if answer is not ADMIT:
                 continue
             result = self._admit(request, adder, rows, now)
@@ -320,14 +330,14 @@ class ExtendPlanner:
             if answer is ADMIT:
                 continue
             if answer.verdict is Verdict.WAIT:
-                self._table.waiting.hold(request, self._most_kv(request, len(request.kv.token_key) // TOKEN_BYTES))
+                self._queues.waiting.hold(request, self._most_kv(request, len(request.kv.token_key) // TOKEN_BYTES))
             return answer
         return ADMIT
 
     def _most_kv(self, request: Request, extend: int) -> int:
         """Tokens of KV that admission asks for where so many are to be extended; and one page to spare, as it keeps for rows that
         do not stop early."""
-        page_size = self._table.config.page_size
+        page_size = self.config.page_size
         left = request.most_outputs - len(request.progress.output_ids)
         outputs = left if request.params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
         return (-(-extend // page_size) + 1) * page_size + outputs
@@ -335,19 +345,18 @@ class ExtendPlanner:
     def _num_left(self, request: Request) -> int:
         """Tokens that a started extend has yet to compute."""
         assert request.kv.lease is not None
-        return int(self._table.columns.target[request.kv.lease.slot] - self._table.columns.computed[request.kv.lease.slot])
+        return int(self._columns.target[request.kv.lease.slot] - self._columns.computed[request.kv.lease.slot])
 
     def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
         """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
-        table = self._table
-        match = table.memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        table.memory.lock(match)
+        match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
+        self._memory.lock(match)
         result, count = self._may_add(request, match, adder)
         if result is not AddResult.CONTINUE:
-            table.memory.unlock(match)
+            self._memory.unlock(match)
             return result
-        lease = table.begin(request, match, now)
-        added = self._add(request, len(match.pages) * table.config.page_size, count, adder, rows)
+        lease = self._lifecycle.admit(request, match, now)
+        added = self._add(request, len(match.pages) * self.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
         rows.admit(request, lease.slot, self._is_guessed(lease.slot))
         self._prefixes.note(request)
@@ -355,60 +364,59 @@ class ExtendPlanner:
 
     def _is_guessed(self, slot: int) -> bool:
         """Whether somebody guesses for whom begins there."""
-        table, guessable = self._table, self._table.columns.guessable
+        guessable = self._columns.guessable
         if self._guesses is None or not guessable[slot]:
             return False
         self._guesses.begin(slot)
         if self._guesses.hears_few:
-            running = [r.kv.lease.slot for r in (*table.extending, *table.decoding) if r.kv.lease is not None]
+            running = [r.kv.lease.slot for r in (*self._queues.extending, *self._queues.decoding) if r.kv.lease is not None]
             guessable[slot] = self._guesses.hears_another([each for each in running if guessable[each] and each != slot])
         return bool(guessable[slot])
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
         """What the adder says, and how many tokens it takes. `match` is locked."""
-        table = self._table
-        available = table.memory.num_available * table.config.page_size
-        if table.waiting.num_held:
-            available -= table.waiting.kept_from(request.rank).tokens
+        available = self._memory.num_available * self.config.page_size
+        if self._queues.waiting.num_held:
+            available -= self._queues.waiting.kept_from(request.rank).tokens
         result, count = self._asked(request, match, adder, available)
-        if result is AddResult.NO_TOKEN and not table.num_running:
+        if result is AddResult.NO_TOKEN and not self._queues.num_running:
             # Alone it must get its chance: submit() saw to it that the prompt fits the pool. Operations may hold all of it.
-            table.free_imported()
-            if table.memory.num_available:
-                start = len(match.pages) * table.config.page_size
+            self._lifecycle.release_pins()
+            if self._memory.num_available:
+                start = len(match.pages) * self.config.page_size
                 extend = len(request.kv.token_key) // TOKEN_BYTES - start
                 return AddResult.CONTINUE, adder.chunk(start, extend, _computes_logprobs(request))
         return result, count
 
     def _asked(self, request: Request, match: Match, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
         """The same where so many tokens of KV are available."""
-        start = len(match.pages) * self._table.config.page_size
+        start = len(match.pages) * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         max_new = request.most_outputs - len(request.progress.output_ids)
         return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
         """Plans tokens start .. start+count of the request, fewer if the pool has not the pages. False: none at all."""
-        table, lease = self._table, request.kv.lease
+        lease = request.kv.lease
         assert lease is not None
-        count = table.memory.grow(lease, start + count) - start
+        count = self._memory.grow(lease, start + count) - start
         if count <= 0:
             return False
-        columns = table.columns
+        columns = self._columns
         target = int(columns.target[lease.slot])
         assert start == columns.computed[lease.slot], "a chunk begins where the one before it ended"
         assert start + count <= target, "a chunk ends with what is to be extended"
         last = start + count == target
         logprobs = _computes_logprobs(request)
         assert request.flow is not None, "who extends has prompt tokens to be planned"
-        table.shares.charge(request.flow, count)
+        self._queues.shares.charge(request.flow, count)
         rows.add(request, start, count, last)
         columns.computed[lease.slot] = start + count
         max_new = request.most_outputs - len(request.progress.output_ids)
         adder.added(count, target - start - count, max_new, request.params.ignore_eos, logprobs)
         if last:
             columns.planned_out[lease.slot] += 1
-            table.decode(request)
+            self._lifecycle.decode(request)
         return True
 
 

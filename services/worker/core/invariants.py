@@ -7,34 +7,35 @@ from collections import Counter
 import numpy as np
 
 from services.worker.core.kv.memory import KVMemory
+from services.worker.core.kv.other_tiers import OtherTiers
 from services.worker.core.kv.tree_node import TreeNode
+from services.worker.core.queue.queues import RequestQueues
 from services.worker.core.queue.request import Phase
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.sessions import SessionTable
 from services.worker.core.queue.waiting_queue import Kept
 
 
-def violations(table: RequestTable) -> list[str]:
-    """One sentence for each thing that does not hold; empty when all is well. O(pool size)."""
+def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, tiers: OtherTiers | None) -> list[str]:
+    """Returns one sentence per broken invariant; empty if all hold. Takes O(pool size)."""
     return (
-        _page_states(table)
-        + _leases(table)
-        + _held(table)
-        + _shares(table)
-        + _tree(table.memory)
-        + _sessions(table)
-        + _tiers(table)
+        _page_states(queues, memory)
+        + _leases(queues, memory)
+        + _held(queues)
+        + _shares(queues)
+        + _tree(memory)
+        + _sessions(queues, memory, sessions)
+        + _tiers(queues, memory, tiers)
     )
 
 
-def _page_states(table: RequestTable) -> list[str]:
+def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
     """free + leased + cached + quarantined = total, each page in exactly one of them."""
-    memory = table.memory
     owners = np.zeros(memory.pages.num_pages, dtype=np.int64)
     np.add.at(owners, memory.pages.free_pages(), 1)
     np.add.at(owners, list(memory.quarantined), 1)
     for node in memory.tree.nodes():
         np.add.at(owners, node.pages, 1)
-    for request in table.extending + table.decoding:
+    for request in queues.running():
         if request.kv.lease is not None:
             slot = request.kv.lease.slot
             shared, have = memory.slots.num_shared[slot], memory.slots.num_pages[slot]
@@ -47,34 +48,34 @@ def _page_states(table: RequestTable) -> list[str]:
     return out
 
 
-def _leases(table: RequestTable) -> list[str]:
+def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
     out = []
-    slots = [r.kv.lease.slot for r in table.by_key.values() if r.kv.lease is not None]
+    slots = [r.kv.lease.slot for r in queues.by_key.values() if r.kv.lease is not None]
     if len(set(slots)) != len(slots):
         out.append("two requests hold one slot")
-    if len(slots) + table.memory.slots.num_free != len(table.memory.slots.num_pages):
+    if len(slots) + memory.slots.num_free != len(memory.slots.num_pages):
         out.append("slots leaked")
-    running = table.extending + table.decoding
-    for request in table.by_key.values():
+    running = queues.running()
+    for request in queues.by_key.values():
         holds = request.kv.lease is not None
         if holds != (request.phase in (Phase.EXTEND, Phase.DECODE)) or holds != any(request is r for r in running):
             out.append(f"request {request.request_id} in {request.phase.name}: lease and queues disagree")
-    if len(running) + table.num_waiting != len(table.by_key):
+    if len(running) + queues.num_waiting != len(queues.by_key):
         out.append("a request stands in no queue, or in two")
-    if table.waiting_tokens != sum(r.queued_tokens for r in table.by_key.values() if r.kv.lease is None):
+    if queues.waiting_tokens != sum(r.queued_tokens for r in queues.by_key.values() if r.kv.lease is None):
         out.append("the queues miscount their tokens")
     for slot in slots:
-        row = table.memory.slots.page_table[slot, : table.memory.slots.num_pages[slot]]
+        row = memory.slots.page_table[slot, : memory.slots.num_pages[slot]]
         if len(np.unique(row)) != len(row):
             out.append(f"slot {slot} has a page twice")
     return out
 
 
-def _held(table: RequestTable) -> list[str]:
+def _held(queues: RequestQueues) -> list[str]:
     """Gates hold requests of the waiting queue alone, and what is kept for those is what they may come to need."""
-    queue, out = table.waiting, []
+    queue, out = queues.waiting, []
     held = [request for request in queue if request.held]
-    if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in table.by_key.values()):
+    if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in queues.by_key.values()):
         out.append("a held request is not in the queue, or is not counted")
     kept: dict[int, Kept] = {}
     for request in held:
@@ -84,15 +85,15 @@ def _held(table: RequestTable) -> list[str]:
     return out
 
 
-def _shares(table: RequestTable) -> list[str]:
+def _shares(queues: RequestQueues) -> list[str]:
     """Those with prompt tokens to be planned, but for who waits for a grammar, are counted with their flows."""
-    pending = [r for r in table.by_key.values() if r.phase in (Phase.WAITING, Phase.EXTEND)]
+    pending = [r for r in queues.by_key.values() if r.phase in (Phase.WAITING, Phase.EXTEND)]
     out = []
-    if Counter(request.payer for request in pending) != table.shares.pending():
+    if Counter(request.payer for request in pending) != queues.shares.pending():
         out.append("flows miscount their requests")
-    if any((request.flow is not None) != (request in pending) for request in table.by_key.values()):
+    if any((request.flow is not None) != (request in pending) for request in queues.by_key.values()):
         out.append("a request is in a flow without prompt tokens to be planned, or the other way about")
-    if table.shares.num_flows != len(table.shares.pending()):
+    if queues.shares.num_flows != len(queues.shares.pending()):
         out.append("flows are miscounted")
     return out
 
@@ -125,37 +126,36 @@ def _tree(memory: KVMemory) -> list[str]:
     return out
 
 
-def _sessions(table: RequestTable) -> list[str]:
+def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -> list[str]:
     """Holds are those of the sessions' turns, and running turns are requests that are here."""
     out = []
     expected: Counter[TreeNode] = Counter()
-    for held in table.sessions.held_nodes():
+    for held in sessions.held_nodes():
         walk: TreeNode | None = held
         while walk is not None:
             expected[walk] += 1
             walk = walk.parent
-    if any(node.holds != expected[node] for node in table.memory.tree.nodes()):
+    if any(node.holds != expected[node] for node in memory.tree.nodes()):
         out.append("a node's holds are not those of the sessions' turns")
-    here = {(r.session_number, r.request_id) for r in table.by_key.values() if r.session is not None}
-    if table.sessions.running_turns() - here:
+    here = {(r.session_number, r.request_id) for r in queues.by_key.values() if r.session is not None}
+    if sessions.running_turns() - here:
         out.append("a session waits for a turn that has ended")
-    if table.sessions.num_tokens != table.sessions.count_tokens():
+    if sessions.num_tokens != sessions.count_tokens():
         out.append("the sessions miscount their tokens")
-    if table.sessions.overfull():
+    if sessions.overfull():
         out.append("a session holds more than its capacity")
     return out
 
 
-def _tiers(table: RequestTable) -> list[str]:
+def _tiers(queues: RequestQueues, memory: KVMemory, tiers: OtherTiers | None) -> list[str]:
     """Pages are quarantined by operations alone, and who waits for an import is gated."""
-    tiers = table.tiers
     if tiers is None:
-        return ["pages are quarantined by nobody"] if table.memory.quarantined else []
+        return ["pages are quarantined by nobody"] if memory.quarantined else []
     out = tiers.violations()
-    if len(table.memory.quarantined) != tiers.num_quarantined:
+    if len(memory.quarantined) != tiers.num_quarantined:
         out.append("the quarantined pages are not those of the operations under way")
-    if set(table.importing) != tiers.waiting():
+    if set(queues.importing) != tiers.waiting():
         out.append("who waits for an import is not gated, or the other way about")
-    if any(request.phase is not Phase.GATED for request in table.importing.values()):
+    if any(request.phase is not Phase.GATED for request in queues.importing.values()):
         out.append("a request waits for an import beside its gate")
     return out

@@ -7,22 +7,37 @@ Sees lengths only, never the tokens of the step in flight. Advances `computed` a
 from __future__ import annotations
 
 from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.counters import Counters
 from services.worker.core.decode_planner import DecodePlanner
 from services.worker.core.draft_controller import DraftController
 from services.worker.core.extend_planner import ExtendPlanner
+from services.worker.core.kv.memory import KVMemory
 from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.lifecycle import RequestLifecycle
+from services.worker.core.queue.queues import RequestQueues
+from services.worker.core.queue.request_columns import SlotColumns
 from services.worker.core.step_rows import NO_DECODES, ExtendRows, Step, build_step
 
 
 class Planner:
-    """guesses: None where nobody drafts."""
+    """Plans steps. Owns the planners of extends and decodes and the new-token ratio."""
 
-    def __init__(self, table: RequestTable, guesses: DraftController | None) -> None:
-        self._table, self._guesses = table, guesses
-        self.ratio = NewTokenRatio(table.config.schedule_conservativeness)
-        self.extends = ExtendPlanner(table, guesses)
-        self._decodes = DecodePlanner(table, self.ratio, guesses)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        memory: KVMemory,
+        columns: SlotColumns,
+        counters: Counters,
+        lifecycle: RequestLifecycle,
+        guesses: DraftController | None,
+    ) -> None:
+        self.config = config  # replaced by retune()
+        self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
+        self._guesses = guesses  # None if the executor drafts no tokens
+        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.extends = ExtendPlanner(config, queues, memory, columns, lifecycle, guesses)
+        self._decodes = DecodePlanner(config, queues, memory, columns, counters, lifecycle, self.ratio, guesses)
         self._step_id = 0
         self._extends_in_a_row = 0
 
@@ -33,16 +48,16 @@ class Planner:
             self._guesses.rest()
 
     def retune(self, config: SchedulerConfig, running_limit: int, ratio: float | None) -> None:
-        """ratio: None to leave it."""
+        """Applies changed settings. ratio: new-token ratio; None leaves it."""
         self.extends.running_limit = running_limit
-        if config.schedule_conservativeness != self._table.config.schedule_conservativeness:
+        if config.schedule_conservativeness != self.config.schedule_conservativeness:
             self.ratio.rebase(config.schedule_conservativeness)
         if ratio is not None:
             self.ratio.value = ratio
+        self.config = self.extends.config = self._decodes.config = config
 
     def plan(self, now: float, flight: Step | None) -> Step | None:
         """The next step, or None where nothing can run before the step in flight is committed."""
-        table = self._table
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
         assert flight_step < self._step_id, "steps are numbered in the order of their plans"
@@ -50,11 +65,11 @@ class Planner:
         if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
             return step
         # Rows that decoded before and extend again have others beside them, which a step of extends alone would hold up.
-        shared = table.config.enable_mixed_chunk or any(r.progress.output_ids for r in table.extending)
-        before = table.counters.retractions_total
+        shared = self.config.enable_mixed_chunk or any(r.progress.output_ids for r in self._queues.extending)
+        before = self._counters.retractions_total
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
         # What this plan has retracted must not come back in it: its token in flight is still to be committed.
-        may_admit = table.counters.retractions_total == before
+        may_admit = self._counters.retractions_total == before
         extends = self.extends.plan(
             now, self.ratio.value, decodes.num_tokens if decodes.requests else 0, flight, self._step_id, may_admit
         )
@@ -63,7 +78,7 @@ class Planner:
         if not extends.requests and not decodes.requests:
             return None
         self._extends_in_a_row = self._extends_in_a_row + 1 if extends.requests and not decodes.requests else 0
-        return build_step(self._step_id, extends, decodes, table.columns, table.memory.take_table_updates())
+        return build_step(self._step_id, extends, decodes, self._columns, self._memory.take_table_updates())
 
     def _decodes_are_due(self) -> bool:
         if not self._extends_in_a_row:
@@ -75,4 +90,4 @@ class Planner:
         decodes = self._decodes.plan(now, flight_step, self._step_id)
         if not decodes.requests:
             return None
-        return build_step(self._step_id, ExtendRows(), decodes, self._table.columns, self._table.memory.take_table_updates())
+        return build_step(self._step_id, ExtendRows(), decodes, self._columns, self._memory.take_table_updates())

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 from services.worker.core.queue.gates import ADMIT, WAIT, Answer
 from services.worker.core.queue.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD
 from services.worker.core.queue.request import Request
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.queue.waiting_queue import WaitingQueue
 
 MAX_PASSES = 8
 
@@ -45,9 +47,9 @@ class PrefixGate:
     """num_passes: admission passes that have ended. freed: by seq, those whose wait is over and who
     have not been looked at in a pass over the whole queue since; some may have ended."""
 
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
-        self._page_bytes = table.config.page_size * TOKEN_BYTES
+    def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
+        self._memory, self._columns, self._waiting = memory, columns, waiting
+        self._page_bytes = page_size * TOKEN_BYTES
         self._cut = max(IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES, self._page_bytes)  # bytes beyond a hit that must agree
         self._leads: dict[int, _Lead] = {}
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
@@ -83,7 +85,7 @@ class PrefixGate:
         if not self._extends:
             return ADMIT
         most = request.prefix_limit()
-        node, num_cached = self._table.memory.peek(request.namespace, request.kv.token_key, most)
+        node, num_cached = self._memory.peek(request.namespace, request.kv.token_key, most)
         hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(request.kv.token_key) - TOKEN_BYTES)
         if hit + self._cut > limit:
             return ADMIT
@@ -128,17 +130,17 @@ class PrefixGate:
     def _lead(self, other: Request) -> _Lead:
         assert other.kv.lease is not None
         slot = other.kv.lease.slot
-        epoch, committed = int(self._table.columns.epoch[slot]), self._committed(slot)
+        epoch, committed = int(self._columns.epoch[slot]), self._committed(slot)
         lead = self._leads[other.seq] = _Lead(other, slot, epoch, committed, self.num_passes + MAX_PASSES)
         return lead
 
     def _committed(self, slot: int) -> int:
-        return int(self._table.columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
+        return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
     def _follow(self, lead: _Lead) -> None:
         """Frees those of the extend's followers whose wait is over: they share no more with what it has yet to commit, or have
         waited in vain for too long."""
-        if lead.request.kv.lease is None or self._table.columns.epoch[lead.slot] != lead.epoch:
+        if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
         before, committed = lead.committed, self._committed(lead.slot)
@@ -171,5 +173,5 @@ class PrefixGate:
         """Unless the request has left the queue meanwhile."""
         wait.request.kv.prefix_passes = self.num_passes - wait.since
         if wait.request.held:
-            self._table.waiting.free(wait.request)
+            self._waiting.free(wait.request)
             self.freed[wait.request.seq] = wait.request

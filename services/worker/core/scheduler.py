@@ -12,7 +12,7 @@ from typing import Any
 
 from services.worker.core.committer import Committer
 from services.worker.core.contracts.config import SchedulerConfig
-from services.worker.core.contracts.counters import COUNTER_NAMES, StepStats
+from services.worker.core.contracts.counters import COUNTER_NAMES, Counters, StepStats
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import (
     ErrorCode,
@@ -25,20 +25,27 @@ from services.worker.core.contracts.messages import (
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
 from services.worker.core.contracts.rooms import RoomEvents, RoomLeft, Source
 from services.worker.core.contracts.sampling import GrammarSpec
+from services.worker.core.contracts.trace import TraceLog
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.core.draft_controller import DraftController
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.core.kv.other_tiers import TierStats
 from services.worker.core.planner import Planner
 from services.worker.core.queue.admission import make_request, refusal, wanted_ahead
+from services.worker.core.queue.configured_memory import configured_memory
 from services.worker.core.queue.finish import CANCELLED, FinishDecision, TextRules, refused
+from services.worker.core.queue.lifecycle import RequestLifecycle
+from services.worker.core.queue.outputs import Outputs
+from services.worker.core.queue.queues import RequestQueues
 from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_table import RequestTable
+from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.queue.rooms import Rooms
+from services.worker.core.queue.sessions import SessionTable
 from services.worker.core.step_rows import Extend, Step
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.tiers import TierLimits, Tiers
 
-_OF_TIERS = tuple(field.name for field in fields(TierStats))
+TIER_FIELDS = tuple(field.name for field in fields(TierStats))
 
 
 class Scheduler:
@@ -60,11 +67,23 @@ class Scheduler:
         others = config.host_pages > 0 or config.reads_peers
         assert keys is not None or not others, "pages of other tiers have keys"
         self.tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
-        self.table = RequestTable(config, book, events, self.tiers)
+        self.config = config
         self.events = events
+        self.queues = RequestQueues(book)
+        self.memory = configured_memory(config, events, None if self.tiers is None else self.tiers.queue)
+        self.columns = SlotColumns(config.max_running_requests)
+        self.counters = Counters()
+        self.sessions = SessionTable(config)
+        self.rooms = Rooms(config.disaggregation_hold_s)
+        self.trace = TraceLog()
+        self._outputs = Outputs()
+        shared = self.queues, self.memory, self.columns, self.counters
+        self.lifecycle = RequestLifecycle(config, *shared, self.sessions, self.rooms, self._outputs, self.trace, self.tiers)
         guesses = _controller(config) if config.max_drafts else None
-        self.planner = Planner(self.table, guesses)
-        self._committer = Committer(self.table, rules, guesses)
+        self.planner = Planner(config, *shared, self.lifecycle, guesses)
+        self._committer = Committer(
+            config.vocab_size, rules, self.memory, self.columns, self.counters, self._outputs, self.lifecycle, guesses
+        )
         self._flight: list[Step] = []
         self._began: list[float] = []  # of each in flight
         self._ended_at = 0.0
@@ -74,14 +93,14 @@ class Scheduler:
         self.closed = ""
         self.revision = revision
 
-    @property
-    def config(self) -> SchedulerConfig:
-        return self.table.config
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Uses changed settings from the next plan on. The sizes of pools stay those of the start."""
+        self.config = self.lifecycle.config = self.sessions.config = config
 
     @property
     def idle(self) -> bool:
         """No request is here. A step may still be uncommitted."""
-        return not self.table.by_key
+        return not self.queues.by_key
 
     @property
     def settled(self) -> bool:
@@ -96,25 +115,25 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         """In any phase but finished."""
-        return len(self.table.by_key)
+        return len(self.queues.by_key)
 
     # Messages
 
     def submit(self, message: Submit, now: float) -> None:
         """Queues a request, or ends it at once with an error. Raises ValueError if the peer's handle is in use."""
-        if (message.peer, message.handle) in self.table.by_key:
+        if (message.peer, message.handle) in self.queues.by_key:
             raise ValueError(f"handle {message.handle} is in use")
-        self.table.trace.now = now
+        self.trace.now = now
         resolved = self._resolve(message, now)
         if not isinstance(resolved, Submit):
-            self.table.refuse(message.peer, message.handle, message.request_id, resolved)
+            self.lifecycle.refuse(message.peer, message.handle, message.request_id, resolved)
             self._leave_prefetch((message.peer, message.handle))
             if message.source is not None and self.config.reads_peers:
-                self.table.rooms.done_with(message.source)
+                self.rooms.done_with(message.source)
             return
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
-        self.table.enqueue(request)
+        self.lifecycle.enqueue(request)
         if self.tiers is not None:
             request.kv.imported += self.tiers.take_prefetched((message.peer, message.handle), request.seq)
         self._begin_waiting(request, now)
@@ -122,53 +141,53 @@ class Scheduler:
     def prefetch(self, message: Prefetch, now: float) -> None:
         """Reads what another worker has computed of a prompt, for the request that will come under the message's handle; as far
         as that pays. One for other weights, or of a handle in use, is passed over: it is a hint."""
-        is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.table.by_key
+        is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
             return
         self._next_seq += 1
         wanted = wanted_ahead(message, self._next_seq, self.config, self.revision)
-        self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.table.memory, now)
+        self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
         """Of a prompt that prefetch() was called for so many pages can be read by now. One that has ended is passed over."""
         if self.tiers is not None and self.begins_copies:
             asker = peer, ready.handle
-            self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.table.memory, now)
+            self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.memory, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
         """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before; of one
         that was handed over the room ends, of one that was to come what was read ahead is not kept."""
-        request = self.table.by_key.get((peer, handle))
+        request = self.queues.by_key.get((peer, handle))
         if request is not None:
-            self.table.end(request, CANCELLED, now)
+            self.lifecycle.end(request, CANCELLED, now)
         else:
-            self.table.rooms.leave_asker((peer, handle))
+            self.rooms.leave_asker((peer, handle))
             self._leave_prefetch((peer, handle))
 
     def turned_away(self, peer: int, handle: int, source: Source | None, now: float) -> None:
         """A request that submit() never hears of: nothing that was read ahead for it is kept, and nobody reads its source."""
         self.abort(peer, handle, now)
         if source is not None and self.config.reads_peers:
-            self.table.rooms.done_with(source)
+            self.rooms.done_with(source)
 
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends every request of a front end that has gone, and what it was told to be kept."""
-        self.table.rooms.leave_peer(peer)
+        self.rooms.leave_peer(peer)
         if self.tiers is not None:
             self.tiers.prefetches.leave_peer(peer)
-        for request in [r for r in self.table.by_key.values() if r.peer == peer]:
-            self.table.end(request, CANCELLED, now)
+        for request in [r for r in self.queues.by_key.values() if r.peer == peer]:
+            self.lifecycle.end(request, CANCELLED, now)
 
     def end_all(self, message: str, now: float) -> None:
         """Ends every request: the worker is going away."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
-        for request in list(self.table.by_key.values()):
-            self.table.end(request, ending, now)
+        for request in list(self.queues.by_key.values()):
+            self.lifecycle.end(request, ending, now)
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
         """A compilation that GrammarBook.open has begun is done. A grammar that was dropped meanwhile is compiled again."""
-        for request in self.table.gate.compiled(spec):
-            self.table.ungate(request)
+        for request in self.queues.gate.compiled(spec):
+            self.lifecycle.ungate(request)
             self._look_elsewhere(request)
 
     def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
@@ -176,25 +195,25 @@ class Scheduler:
         output from elsewhere wait on, and it is asked again."""
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = refused(reason, "" if busy else "grammar", error)
-        gate = self.table.gate
+        gate = self.queues.gate
         for request in gate.put_off(spec, now) if busy else gate.waiting_for(spec):
-            self.table.end(request, ending, now)
+            self.lifecycle.end(request, ending, now)
 
     def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
         """Returns why not, "" if it is open. capacity (tokens over all turns), ttl_s: 0 for the configured default."""
-        return self.table.sessions.open(session_id, capacity, ttl_s, now)
+        return self.sessions.open(session_id, capacity, ttl_s, now)
 
     def close_session(self, session_id: str) -> bool:
-        return self.table.sessions.close(session_id, self.table.memory)
+        return self.sessions.close(session_id, self.memory)
 
     # Steps
 
     def plan(self, now: float) -> BatchPlan | None:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
-        self.table.trace.now = now
-        if now >= self.table.rooms.next_look and self.table.rooms.expire(now):
-            self.table.batch_is_full = False
+        self.trace.now = now
+        if now >= self.rooms.next_look and self.rooms.expire(now):
+            self.queues.batch_is_full = False
         operations = self._plan_operations(now) if self.tiers is not None else ()
         step = self._plan_step(now)
         if step is None:
@@ -206,42 +225,42 @@ class Scheduler:
         return step.plan
 
     def _plan_step(self, now: float) -> Step | None:
-        for request, message in self.table.expired(now):
-            self.table.end(request, FinishDecision(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
-        self.table.sessions.expire(self.table.memory, now)
-        self.table.memory.forget_empty()
-        for request in self.table.gate.ask_again(now):
-            self.table.ungate(request)
+        for request, message in self.lifecycle.expired(now):
+            self.lifecycle.end(request, FinishDecision(FinishReason.ABORT, error=ErrorCode.TIMEOUT, message=message), now)
+        self.sessions.expire(self.memory, now)
+        self.memory.forget_empty()
+        for request in self.queues.gate.ask_again(now):
+            self.lifecycle.ungate(request)
             self._look_elsewhere(request)
-        for request in self.table.gate.follow():
-            self.table.ungate(request)
+        for request in self.queues.gate.follow():
+            self.lifecycle.ungate(request)
             self._begin_waiting(request, now)
         if self.idle:
             self.planner.rest()
-            self.table.batch_is_full = False
+            self.queues.batch_is_full = False
             return None
         if self.paused:
             return None
         if self.tiers is not None and self.tiers.take_freed():
-            self.table.batch_is_full = False
+            self.queues.batch_is_full = False
         return self.planner.plan(now, self._flight[0] if self._flight else None)
 
     def _plan_operations(self, now: float) -> tuple[PageOperation, ...]:
         assert self.tiers is not None, "operations are of tiers"
-        operations, ready = self.tiers.plan(self.table.memory, now, bool(self._flight), self.begins_copies)
+        operations, ready = self.tiers.plan(self.memory, now, bool(self._flight), self.begins_copies)
         for seq in ready:
-            self.table.imported(seq)
+            self.lifecycle.end_import(seq)
         return operations
 
     def ended(self, fact: Fact, now: float) -> None:
         """What an operation of a plan has come to."""
         assert self.tiers is not None, "a fact where there are no tiers"
         if self.tiers.ended(fact, now):
-            self.table.batch_is_full = False
+            self.queues.batch_is_full = False
 
     def commit(self, result: StepResult, now: float) -> None:
         """Takes in the result of the oldest uncommitted step."""
-        self.table.trace.now = now
+        self.trace.now = now
         began = self._began[0]
         step = self._take_flight(result.step_id)
         if self.tiers is not None or self.config.adaptive_chunk_s:
@@ -267,15 +286,15 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.step_ended(0, 0, 0.0, now)
         for request in self._take_flight(step_id).requests:
-            if self.table.by_key.get((request.peer, request.handle)) is request:
-                self.table.end(request, ending, now)
+            if self.queues.by_key.get((request.peer, request.handle)) is request:
+                self.lifecycle.end(request, ending, now)
 
     def matchers(self) -> list[tuple[int, Matcher]]:
         """(row, matcher) of the newest uncommitted step's rows that are to be sampled under a grammar's mask, with every
         step before it committed. Rows whose request has left, or whose token is known already, are not there."""
         if not self._flight:
             return []
-        step, columns = self._flight[-1], self.table.columns
+        step, columns = self._flight[-1], self.columns
         out = []
         for row in step.plan.mask_rows.tolist():
             slot, request = int(step.plan.slots[row]), step.requests[row]
@@ -289,16 +308,16 @@ class Scheduler:
 
     def take_output(self) -> StepOutput | None:
         """What front ends are to be told since the last call."""
-        peers = self.table.outputs.take()
+        peers = self._outputs.take()
         return StepOutput(peers) if peers else None
 
     def leave_room(self, left: RoomLeft) -> None:
-        self.table.rooms.leave(left)
+        self.rooms.leave(left)
 
     def take_rooms(self) -> RoomEvents | None:
         """What has become of rooms since the last call: for the executor, before the next step is launched and before front ends
         are told anything."""
-        return self.table.rooms.take()
+        return self.rooms.take()
 
     @property
     def has_cache_events(self) -> bool:
@@ -310,7 +329,40 @@ class Scheduler:
         return self.events.take() if self.events else None
 
     def stats(self) -> StepStats:
-        return _stats_of(self.table, self.planner.extends.running_limit, self.planner.ratio.value, self.paused)
+        memory, queues = self.memory, self.queues
+        return StepStats(
+            num_running=queues.num_running,
+            max_running_requests=self.planner.extends.running_limit,
+            num_waiting=queues.num_waiting,
+            num_gated=len(queues.gate),
+            num_retracted=queues.waiting.num_retracted,
+            waiting_tokens=queues.waiting_tokens,
+            pages_leased=memory.num_leased,
+            pages_cached=memory.tree.num_pages,
+            pages_evictable=memory.tree.num_evictable,
+            pages_free=memory.pages.num_free,
+            new_token_ratio=self.planner.ratio.value,
+            batch_is_full=queues.batch_is_full,
+            paused=self.paused,
+            refuses_new=self.config.max_queued_requests == 0,
+            running_by_key=_running_by_key(queues),
+            requests_by_key=tuple(queues.by_routing_key.values()),
+            num_sessions=len(self.sessions),
+            session_tokens=self.sessions.num_tokens,
+            evicted_pages_total=memory.evicted_pages_total,
+            num_rooms=len(self.rooms),
+            rooms_total=self.rooms.opened_total,
+            expired_rooms_total=self.rooms.expired_total,
+            **{name: getattr(self.counters, name) for name in COUNTER_NAMES},
+            **self._tier_stats(),
+        )
+
+    def _tier_stats(self) -> dict[str, Any]:
+        """Returns the fields of TierStats and the quarantined pages; empty without tiers, whose fields are 0 then."""
+        if self.tiers is None:
+            return {}
+        stats = self.tiers.stats()
+        return {"pages_quarantined": len(self.memory.quarantined)} | {name: getattr(stats, name) for name in TIER_FIELDS}
 
     def _begin_waiting(self, request: Request, now: float) -> None:
         """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""
@@ -324,7 +376,7 @@ class Scheduler:
 
     def _look_elsewhere(self, request: Request) -> None:
         if self.tiers is not None and request.phase is Phase.WAITING:
-            self.table.look_elsewhere(request)
+            self.lifecycle.begin_import(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:
         """The message as it can be queued, or why it cannot. What has output already finds room in a full queue, as what is
@@ -334,14 +386,14 @@ class Scheduler:
         if message.revision and message.revision != self.revision:
             return refused("the worker has other weights than the request is for", error=ErrorCode.OTHER_WEIGHTS)
         if message.session is not None:
-            resolved = self.table.sessions.resolve(message)
+            resolved = self.sessions.resolve(message)
             if isinstance(resolved, str):
-                known = message.session.session_id in self.table.sessions
+                known = message.session.session_id in self.sessions
                 return refused(resolved, "session" if known else "session.session_id")
             message = resolved
-        if found := refusal(message, self.config, self.table.gate.is_offered):
+        if found := refusal(message, self.config, self.queues.gate.is_offered):
             return found
-        full = self.table.num_waiting >= self.config.max_queued_requests
+        full = self.queues.num_waiting >= self.config.max_queued_requests
         if full and not message.output_ids and not self._displace(message, now):
             return refused("the request queue is full", error=ErrorCode.QUEUE_FULL)
         return message
@@ -351,16 +403,15 @@ class Scheduler:
         gate."""
         if not self.config.enable_priority_scheduling:
             return False
-        table = self.table
-        gated = [each for each in (*table.gate, *table.importing.values()) if _has_never_run(each)]
-        queued: Request | None = table.waiting.last_fresh()
+        gated = [each for each in (*self.queues.gate, *self.queues.importing.values()) if _has_never_run(each)]
+        queued: Request | None = self.queues.waiting.last_fresh()
         fresh = gated if queued is None else [*gated, queued]
         last = max(fresh, key=lambda request: (request.rank, request.seq), default=None)
         if last is None or self.config.rank(message.priority) >= last.rank:
             return False
         text = "a more urgent request took its place in a full queue"
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.QUEUE_FULL, message=text)
-        self.table.end(last, ending, now)
+        self.lifecycle.end(last, ending, now)
         return True
 
     def _take_flight(self, step_id: int) -> Step:
@@ -394,46 +445,8 @@ def _tier_limits(config: SchedulerConfig) -> TierLimits:
     )
 
 
-def _stats_of(table: RequestTable, running_limit: int, new_token_ratio: float, paused: bool) -> StepStats:
-    memory = table.memory
-    return StepStats(
-        num_running=table.num_running,
-        max_running_requests=running_limit,
-        num_waiting=table.num_waiting,
-        num_gated=len(table.gate),
-        num_retracted=table.waiting.num_retracted,
-        waiting_tokens=table.waiting_tokens,
-        pages_leased=memory.num_leased,
-        pages_cached=memory.tree.num_pages,
-        pages_evictable=memory.tree.num_evictable,
-        pages_free=memory.pages.num_free,
-        new_token_ratio=new_token_ratio,
-        batch_is_full=table.batch_is_full,
-        paused=paused,
-        refuses_new=table.config.max_queued_requests == 0,
-        running_by_key=_running_by_key(table),
-        requests_by_key=tuple(table.by_routing_key.values()),
-        num_sessions=len(table.sessions),
-        session_tokens=table.sessions.num_tokens,
-        evicted_pages_total=memory.evicted_pages_total,
-        num_rooms=len(table.rooms),
-        rooms_total=table.rooms.opened_total,
-        expired_rooms_total=table.rooms.expired_total,
-        **{name: getattr(table.counters, name) for name in COUNTER_NAMES},
-        **_of_tiers(table),
-    )
-
-
-def _running_by_key(table: RequestTable) -> tuple[int, ...]:
-    if not table.by_routing_key:
+def _running_by_key(queues: RequestQueues) -> tuple[int, ...]:
+    """Returns the number of running requests of each routing key that has any."""
+    if not queues.by_routing_key:
         return ()
-    running = (*table.extending, *table.decoding)
-    return tuple(Counter(request.routing_key for request in running if request.routing_key).values())
-
-
-def _of_tiers(table: RequestTable) -> dict[str, Any]:
-    """By field; none where there are no tiers, all of which are then 0."""
-    if table.tiers is None:
-        return {}
-    stats = table.tiers.stats()
-    return {"pages_quarantined": len(table.memory.quarantined)} | {name: getattr(stats, name) for name in _OF_TIERS}
+    return tuple(Counter(request.routing_key for request in queues.running() if request.routing_key).values())

@@ -51,7 +51,7 @@ CORE = (
         ("min(steps, config.max_extend_steps) if config.max_extend_steps else steps", "config.max_extend_steps"),
         ("waiting, min(chunk, config.max_prefill_tokens))", "waiting, config.chunked_prefill_size)"),
         ("0 if num_decode_rows else self._paced_steps(waiting, adapted)", "self._paced_steps(waiting, adapted)"),
-        ("int((table.columns.planned_out[slots] < table.columns.max_new[slots]).sum())", "len(slots)"),
+        ("int((self._columns.planned_out[slots] < self._columns.max_new[slots]).sum())", "len(slots)"),
         only="test_rules_paced_chunks",
     ),
     *of(

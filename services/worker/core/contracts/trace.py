@@ -37,7 +37,7 @@ class TraceEvent:
 
 
 class TraceLog:
-    """now: set by the scheduler before anything can happen. Single writer: RequestTable."""
+    """now: set by the scheduler before anything can happen. Single writer: RequestLifecycle."""
 
     def __init__(self) -> None:
         self.now = 0.0

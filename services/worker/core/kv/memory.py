@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +72,19 @@ class KVMemory:
         is_retired: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.page_size = shape.page_size
+        self.evicted_pages_total = 0
+        self._shape, self._enable_radix_cache = shape, enable_radix_cache
+        self._new_tree: Callable[[], RadixCache] = partial(RadixCache, shape.page_size, order, events, backups, is_retired)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all pages, slots, cached prefixes and pending updates of page tables. No lease, pin or hold may exist."""
+        shape = self._shape
         self.pages = TokenToKVPool(shape.num_pages)
         self.slots = ReqToTokenPool(shape.num_slots, shape.pages_per_slot)
-        self.tree = RadixCache(shape.page_size, order, events, backups, is_retired)
+        self.tree = self._new_tree()
         self.quarantined: set[int] = set()
-        self.evicted_pages_total = 0
         self._num_pins = 0
-        self._enable_radix_cache = enable_radix_cache
         self._updates: list[tuple[I32, I32, I32, I32]] = []
         self._runs: list[tuple[int, int, int]] = []  # slot, first and count of what was written after the updates
         self._run_pages: list[I32] = []

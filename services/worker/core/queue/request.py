@@ -76,7 +76,7 @@ class RequestKv:
 class Request:
     """One request in the scheduler: its identity, its parameters and its phase.
 
-    RequestTable changes the phase. `progress` is written at commits, `kv` at plans and moves.
+    RequestQueues changes the phase. `progress` is written at commits, `kv` at plans and moves.
     """
 
     seq: int  # order of arrival, unique

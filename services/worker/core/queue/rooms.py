@@ -5,7 +5,7 @@ with further ones, and is *whole* once the prompt is. It ends when its reader or
 when the device's pages are given up; what is pinned by nobody else may be evicted then. One that has ended while it grew opens
 once more, whole. One that still grows is not ended by readers, but with its request; its time runs, and its pins are wishes, only
 while that waits. A reader's word is of the room as that reader knew it: where it has been opened again, or has grown, meanwhile,
-the word ends nothing. Single owner: RequestTable.
+the word ends nothing. Single owner: RequestLifecycle.
 """
 
 from __future__ import annotations

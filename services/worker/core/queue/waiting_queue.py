@@ -1,4 +1,4 @@
-"""Requests that wait for their first or next admission. Single owner: RequestTable.
+"""Requests that wait for their first or next admission. Single owner: RequestQueues.
 
 Order of service where no policy says otherwise: by rank, within a rank those that lost their lease first, then by arrival.
 A request that an admission gate makes wait is held: it keeps its place and is passed over until the gate frees it.

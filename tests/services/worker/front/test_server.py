@@ -206,7 +206,7 @@ def test_what_is_kept_for_a_request_that_is_refused_is_left(monkeypatch: pytest.
             refused = submit(1, top_p=2.0)
             refused.source.CopyFrom(source)
             left: list[Source] = []
-            monkeypatch.setattr(worker.core.table.rooms, "done_with", left.append)
+            monkeypatch.setattr(worker.core.rooms, "done_with", left.append)
             await front.send(refused)
             await front.ended(1)
             assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT

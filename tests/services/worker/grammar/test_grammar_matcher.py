@@ -311,7 +311,7 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
         core.submit(Submit(0, handle, f"r{handle}", prompt, params, output_ids=tuple(ids[:-2])), 0.0)
     while core.stats().num_gated:
         core.plan(0.0)
-    matchers = [request.matcher for request in core.table.by_key.values() if isinstance(request.matcher, XgrammarMatcher)]
+    matchers = [request.matcher for request in core.queues.by_key.values() if isinstance(request.matcher, XgrammarMatcher)]
     assert len(matchers) == 24 and len(ids) > 1000
     MaskFiller(1280, 32).fill(enumerate(matchers))
     assert not overruns

@@ -114,7 +114,7 @@ def test_blocks_that_become_cached_are_counted() -> None:
     async def check() -> None:
         async with serving() as at:
             front = await front_end(at)
-            at.core.events = at.core.table.memory.tree._events = CacheEventLog(4, lambda link, ids: ids[:8], str.encode)
+            at.core.events = at.core.memory.tree._events = CacheEventLog(4, lambda link, ids: ids[:8], str.encode)
             await front.send(submit(1, list(range(130))))
             await front.ended(1)
             assert at.counts.stored_blocks == 2

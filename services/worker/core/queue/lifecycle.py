@@ -1,0 +1,353 @@
+"""What a request allocates, frees and reports at each move between the queues.
+
+A request that was queued leaves through `end`, which frees everything that it holds and emits its one terminal output.
+"""
+
+from __future__ import annotations
+
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.counters import Counters
+from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady
+from services.worker.core.contracts.rooms import OpenRoom
+from services.worker.core.contracts.trace import TraceKind, TraceLog
+from services.worker.core.contracts.transfers import Tier
+from services.worker.core.contracts.tree_name import is_retired
+from services.worker.core.kv.memory import KVMemory, Lease
+from services.worker.core.kv.other_tiers import OtherTiers, Wanted
+from services.worker.core.kv.radix_cache import Match
+from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
+from services.worker.core.queue.deadlines import Deadlines
+from services.worker.core.queue.finish import FinishDecision
+from services.worker.core.queue.outputs import Outputs
+from services.worker.core.queue.queues import RequestQueues
+from services.worker.core.queue.request import Phase, Request
+from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.queue.rooms import Rooms
+from services.worker.core.queue.sessions import SessionTable
+
+MAX_TIER_LOOKUPS = 2  # per wait: at its begin, and before the admission
+
+
+class RequestLifecycle:
+    """Moves requests between the queues, together with their memory, columns, session, reservation and outputs.
+
+    The planners, the committer and the scheduler call it. It is the only caller of the moves of RequestQueues.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: RequestQueues,
+        memory: KVMemory,
+        columns: SlotColumns,
+        counters: Counters,
+        sessions: SessionTable,
+        rooms: Rooms,
+        outputs: Outputs,
+        trace: TraceLog,
+        tiers: OtherTiers | None,
+    ) -> None:
+        self.config = config  # replaced by Scheduler.reconfigure()
+        self._queues, self._memory, self._columns = queues, memory, columns
+        self._counters, self._sessions, self._rooms = counters, sessions, rooms
+        self._outputs, self._trace, self._tiers = outputs, trace, tiers
+        self._deadlines = Deadlines()
+
+    @property
+    def pages_may_come_back(self) -> bool:
+        """Whether pages may become free without a step: an operation holds some, or a reservation has a time limit."""
+        return self._rooms.may_end or (self._tiers is not None and self._tiers.num_running > 0)
+
+    def enqueue(self, request: Request) -> None:
+        """Adds a new request to the waiting queue or to the gate."""
+        progress, config = request.progress, self.config
+        self._counters.requests_total += 1
+        self._counters.resumed_total += progress.num_given > 0
+        if request.session is not None:
+            self._sessions.begin(request)
+        admitted = self._queues.add(request)
+        if request.params.grammar is not None:
+            self._counters.grammars_total += 1
+            self._counters.grammar_hits_total += request.matcher is not None
+        self._trace.add(request.request_id, TraceKind.QUEUED if admitted else TraceKind.GATED, request.num_prompt_tokens)
+        if request.deadline != float("inf"):
+            self._watch(request.deadline, request, waiting=False)
+        if config.waiting_timeout_s and not progress.num_given:  # a request with given output has run, as a retracted one has
+            self._watch(request.arrival + config.waiting_timeout_s, request, waiting=True)
+        assert self._adds_up, "each request stands in one queue"
+
+    def refuse(self, peer: int, handle: int, request_id: str, ending: FinishDecision) -> None:
+        """Emits the terminal output of a request that was not queued."""
+        self._counters.requests_total += 1
+        self._counters.aborts_total += 1
+        finish = Finish(handle, request_id, ending.reason, error=ending.error, message=ending.message, field=ending.field)
+        self._outputs.add_refusal(peer, finish)
+
+    def ungate(self, request: Request) -> None:
+        """Moves a request from the gate to the waiting queue."""
+        self._queues.ungate(request)
+        self._trace.add(request.request_id, TraceKind.UNGATED, 0)
+        assert self._adds_up, "each request stands in one queue"
+
+    def begin_import(self, request: Request) -> bool:
+        """Makes a waiting request wait for an import if other tiers have more of its prefix than the tree, and reading pays.
+
+        Returns:
+            Whether the request has left the waiting queue.
+        """
+        kv = request.kv
+        if self._tiers is None or kv.num_tier_lookups >= MAX_TIER_LOOKUPS:
+            return False
+        kv.num_tier_lookups += 1
+        limit = self._memory.usable_pages(len(kv.token_key) // TOKEN_BYTES, request.prefix_limit())
+        wanted = Wanted(request.seq, request.namespace, kv.token_key, limit, request.rank, kv.page_keys, kv.imported)
+        wanted.source = kv.source
+        if not self._tiers.consider(wanted, self._memory):
+            return False
+        self._queues.begin_import(request)
+        self._trace.add(request.request_id, TraceKind.IMPORTING, limit * self.config.page_size)
+        assert self._adds_up, "each request stands in one queue"
+        return True
+
+    def end_import(self, seq: int) -> None:
+        """Moves a request back to the waiting queue. Its imported pages are pinned, and the missing ones are computed."""
+        request = self._queues.end_import(seq)
+        self._leave_source(request)
+        self._trace.add(request.request_id, TraceKind.IMPORTED, sum(request.kv.imported.values()) * self.config.page_size)
+        assert self._adds_up, "each request stands in one queue"
+
+    def release_pins(self) -> bool:
+        """Releases the imported pages of waiting requests and the reservations of waiting prompts, because running requests
+        need pages.
+
+        Returns:
+            Whether any were released.
+        """
+        imported = self._tiers is not None and self._tiers.let_go()
+        return self._rooms.let_go() or imported
+
+    def admit(self, request: Request, match: Match, now: float) -> Lease:
+        """Gives a waiting request a slot. `match` is locked, and the lease takes the lock over."""
+        kv, progress = request.kv, request.progress
+        self._queues.admit(request)
+        lease = kv.lease = self._memory.lease(match, request.rank, tuple(kv.page_keys))
+        if self._tiers is not None:
+            self._tiers.admitted(request.seq, kv.page_keys, len(match.pages))
+        if kv.source is not None:
+            self._leave_source(request)
+        cached = len(match.pages) * self.config.page_size
+        self._trace.add(request.request_id, TraceKind.ADMITTED, cached)
+        self._columns.begin(lease.slot, request, cached)
+        progress.flight_step = -1
+        kv.prefix_seen, kv.prefix_passes = -1, 0
+        if kv.reservation is not None:
+            self._rooms.go_on(kv.reservation)
+            self.announce(request)
+        if progress.queue_s < 0:
+            self._note_first_admission(request, cached, now)
+        assert self._adds_up, "each request stands in one queue, the running ones with a slot each"
+        return lease
+
+    def announce(self, request: Request) -> None:
+        """Adds the computed pages of a prompt to its reservation, and tells the gateway how many can be read."""
+        room, lease = request.kv.reservation, request.kv.lease
+        assert room is not None and lease is not None, "who computes for others runs, and has a room"
+        count = int(self._memory.slots.num_shared[lease.slot])
+        if count <= request.kv.num_announced or (request.kv.num_announced and not self._rooms.stands(room)):
+            return
+        pages = self._memory.slots.page_table[lease.slot, :count].copy()
+        opened = OpenRoom(room, request.namespace, request.kv.token_key, pages)
+        self._rooms.open(opened, (request.peer, request.handle), lease.node, self._memory)
+        request.kv.num_announced = count
+        self._outputs.add_ready(request.peer, PagesReady(request.handle, room, count))
+
+    def decode(self, request: Request) -> None:
+        """Makes an extending request decode, because its last chunk is planned."""
+        assert request.kv.lease is not None
+        computed = int(self._columns.computed[request.kv.lease.slot])
+        assert computed == self._columns.target[request.kv.lease.slot], "a row decodes before its last chunk is planned"
+        self._trace.add(request.request_id, TraceKind.PREFILLED, computed)
+        self._queues.decode(request)
+
+    def extend_again(self, request: Request) -> None:
+        """Makes a decoding request extend, because its grammar has added tokens whose KV is not computed.
+
+        The result of a step in flight counts, unless the step may have draft tokens at these positions.
+        """
+        assert request.kv.lease is not None
+        slot, columns, output_ids = request.kv.lease.slot, self._columns, request.progress.output_ids
+        self._queues.extend_again(request)
+        request.rekey()
+        self._trace.add(request.request_id, TraceKind.JUMPED, len(output_ids))
+        if self.config.max_drafts:
+            columns.drop_flight(slot)
+        columns.redundant[slot] = columns.planned_out[slot] > columns.num_out[slot]
+        columns.num_out[slot] = columns.planned_out[slot] = len(output_ids)
+        columns.target[slot] = request.num_prompt_tokens + len(output_ids)
+        assert columns.computed[slot] < columns.target[slot], "the tokens that became known are computed already"
+
+    def retract(self, request: Request, flight_step: int, plan_step: int, preempted: bool = False) -> None:
+        """Takes the lease of a running request. Its output is kept, and its computed pages stay cached.
+
+        Args:
+            request: an extending or decoding request.
+            flight_step: the uncommitted step; -1 for none.
+            plan_step: the plan that decides the retraction.
+            preempted: whether a more urgent request needs the memory.
+        """
+        lease, progress = request.kv.lease, request.progress
+        assert lease is not None
+        slot = lease.slot
+        sampled_in_flight = self._columns.planned_out[slot] > self._columns.num_out[slot] and not self._columns.redundant[slot]
+        assert flight_step >= 0 or not sampled_in_flight, "a token in flight has a step in flight"
+        self._release(request, lease)
+        self._queues.retract(request)
+        request.rekey()
+        progress.flight_step = flight_step if sampled_in_flight else -1
+        progress.parked_step = plan_step
+        progress.logprob_planned = progress.logprob_done
+        progress.num_retractions += 1
+        kind = TraceKind.PREEMPTED if preempted else TraceKind.RETRACTED
+        self._trace.add(request.request_id, kind, len(progress.output_ids))
+        request.kv.num_tier_lookups = 0
+        if request.kv.reservation is not None:
+            self._rooms.wait(request.kv.reservation, self._trace.now)
+        self._counters.preemptions_total += preempted
+        if not preempted:
+            self._counters.retractions_total += 1
+            self._counters.retracted_input_tokens_total += request.num_prompt_tokens
+            self._counters.retracted_output_tokens_total += len(progress.output_ids)
+        assert self._adds_up, "each request stands in one queue"
+
+    def end(self, request: Request, ending: FinishDecision, now: float) -> None:
+        """Ends a request in any phase but FINISHED, frees what it holds, and emits its terminal output."""
+        assert request.phase is not Phase.FINISHED, "a request ends once"
+        node, room_pages = None, 0
+        if (lease := request.kv.lease) is not None:
+            self._release(request, lease)
+            node = lease.node
+        self._queues.remove(request)
+        if self._tiers is not None:
+            self._tiers.leave(request.seq)
+        self._leave_source(request)
+        if ending.reason is FinishReason.HANDED_OVER:
+            room_pages = self._open_room(request, now)
+        elif request.kv.num_announced:
+            self._rooms.leave_asker((request.peer, request.handle))
+        self._trace.add(request.request_id, TraceKind.ENDED, len(request.progress.output_ids))
+        assert self._adds_up, "who has ended stands in no queue and has no slot"
+        aborted = ending.reason is FinishReason.ABORT
+        self._counters.aborts_total += aborted
+        self._counters.grammar_aborts_total += aborted and request.params.grammar is not None
+        if request.session is not None:
+            self._sessions.end(request, None if aborted else self._context_end(request, node), self._memory, now)
+        self._outputs.add_finish(request, _finish(request, ending, now, room_pages))
+
+    def expired(self, now: float) -> list[tuple[Request, str]]:
+        """Returns the requests whose waiting or running time is over, each once, with the message to their clients."""
+        due = self._deadlines.due(now)
+        if not due:
+            return []
+        out: dict[int, tuple[Request, str]] = {}
+        for deadline in due:
+            request = self._queues.by_key.get((deadline.peer, deadline.handle))
+            if request is None or request.seq != deadline.seq:
+                continue
+            if not deadline.waiting:
+                out.setdefault(request.seq, (request, "the request's time is over"))
+            elif request.progress.queue_s < 0:
+                out.setdefault(request.seq, (request, "the request waited too long in the queue"))
+        return list(out.values())
+
+    def _note_first_admission(self, request: Request, cached: int, now: float) -> None:
+        """Counts the prompt and its prefix hit of `cached` tokens, and starts the limit of the running time."""
+        progress = request.progress
+        progress.queue_s = now - request.arrival
+        progress.num_cached_tokens = min(cached, request.num_prompt_tokens)
+        if self._tiers is not None:
+            request.kv.cached_from = self._cached_from(request)
+        self._counters.prompt_tokens_total += request.num_prompt_tokens
+        self._counters.cached_tokens_total += progress.num_cached_tokens
+        if self.config.running_timeout_s:
+            self._watch(now + self.config.running_timeout_s, request, waiting=False)
+
+    def _cached_from(self, request: Request) -> dict[Tier, int]:
+        """Returns the tokens of the prefix hit by the tier that had them when the request arrived."""
+        left, found = request.progress.num_cached_tokens, {}
+        for tier, pages in request.kv.imported.items():
+            found[Tier(tier)] = min(left, pages * self.config.page_size)
+            left -= found[Tier(tier)]
+        return {Tier.DEVICE: left} | found
+
+    def _open_room(self, request: Request, now: float) -> int:
+        """Keeps the computed pages of a request for the worker that continues it, also if its reservation has ended meanwhile.
+
+        Returns:
+            The number of pages; 0 if the salt of the request was deleted meanwhile.
+        """
+        room, tokens = request.kv.reservation, request.tokens().tobytes()
+        assert room is not None, "who is handed over has a room"
+        if is_retired(request.namespace):
+            self._rooms.leave_asker((request.peer, request.handle))
+            return 0
+        match = self._memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
+        if len(match.pages):
+            opened = OpenRoom(room, request.namespace, tokens, match.pages.copy())
+            self._rooms.open(opened, (request.peer, request.handle), match.node, self._memory)
+            self._rooms.complete(room, now)
+        return len(match.pages)
+
+    def _leave_source(self, request: Request) -> None:
+        if request.kv.source is not None:
+            self._rooms.done_with(request.kv.source)
+            request.kv.source = None
+
+    def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:
+        """Returns the end of a finished turn's cached context: of its lease, or of its prefix hit if it ended while it waited."""
+        if node is not None:
+            return node
+        return self._memory.match(request.namespace, request.kv.token_key, request.reuse_limit).node
+
+    def _release(self, request: Request, lease: Lease) -> None:
+        """Frees the slot and the pages. The committed pages stay in the tree."""
+        request.progress.num_sent = int(self._columns.sent[lease.slot])
+        committed = int(self._columns.committed[lease.slot])
+        assert committed <= request.num_prompt_tokens + len(request.progress.output_ids), "KV of tokens that nobody knows"
+        self._memory.release(lease, request.tokens()[:committed].tobytes())
+        self._columns.end(lease.slot)
+        request.kv.lease = None
+
+    @property
+    def _adds_up(self) -> bool:
+        return self._queues.adds_up(self._memory.slots.num_leased)
+
+    def _watch(self, at: float, request: Request, waiting: bool) -> None:
+        self._deadlines.watch(at, request.seq, request.peer, request.handle, waiting)
+        if len(self._deadlines) > 4 * len(self._queues.by_key) + 64:
+            self._deadlines.keep({r.seq for r in self._queues.by_key.values()})
+
+
+def _finish(request: Request, ending: FinishDecision, now: float, room_pages: int) -> Finish:
+    progress = request.progress
+    return Finish(
+        handle=request.handle,
+        request_id=request.request_id,
+        reason=ending.reason,
+        matched_stop=ending.matched_stop,
+        matched_token=ending.matched_token,
+        error=ending.error,
+        message=ending.message,
+        field=ending.field,
+        element=ending.element,
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=progress.num_cached_tokens,
+        cached_from=request.kv.cached_from,
+        completion_tokens=len(progress.output_ids),
+        queue_s=progress.queue_s if progress.queue_s >= 0 else now - request.arrival,
+        retractions=progress.num_retractions,
+        verified=progress.verified,
+        embedding=ending.embedding,
+        label_logprobs=ending.label_logprobs,
+        room=request.kv.reservation if room_pages else None,
+        room_pages=room_pages,
+    )

@@ -1,0 +1,185 @@
+"""The queues of the requests of one worker, and the legal moves between them.
+
+add ──► gate ◄──────────┐
+ │        │             │ importing
+ └──────► waiting ──────┘
+            │  ▲
+            ▼  │ retract
+         extending ◄──► decoding      remove: from every queue
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.core.contracts.grammar import GrammarBook
+from services.worker.core.queue.grammar_gate import GrammarGate
+from services.worker.core.queue.request import Phase, Request
+from services.worker.core.queue.shares import Shares
+from services.worker.core.queue.waiting_queue import WaitingQueue
+
+
+class RequestQueues:
+    """Every request of the worker, in the queue of its phase.
+
+    A move changes the phase and the queue together, and keeps the flows of the shares up to date. RequestLifecycle calls the
+    moves, because most of them also allocate or free memory.
+    """
+
+    def __init__(self, book: GrammarBook | None) -> None:
+        self.by_key: dict[tuple[int, int], Request] = {}  # by peer and handle, in every phase but FINISHED
+        self.by_routing_key: Counter[str] = Counter()  # number of requests of each routing key
+        self.gate = GrammarGate(book)  # GATED: requests that wait for a grammar
+        self.importing: dict[int, Request] = {}  # GATED, by seq: requests that wait for a prefix from another tier
+        self.waiting = WaitingQueue()  # WAITING: requests that wait for a lease
+        self.extending: list[Request] = []  # EXTEND, in the order of admission
+        self.decoding: list[Request] = []  # DECODE, in the order of their last chunks
+        self.shares = Shares()
+        self.batch_is_full = False  # no request is admitted until a running one leaves (docs/design/scheduler.md#admission-and-budgets)
+        self._slots: NDArray[np.int64] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a lease, gated ones included."""
+        return len(self.waiting) + len(self.gate) + len(self.importing)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt and output tokens of the requests without a lease, counted when they began to wait."""
+        importing = sum(request.queued_tokens for request in self.importing.values())
+        return self.waiting.num_tokens + self.gate.num_tokens + importing
+
+    @property
+    def num_running(self) -> int:
+        return len(self.extending) + len(self.decoding)
+
+    def running(self) -> list[Request]:
+        """Returns a new list of the extending requests and then the decoding ones."""
+        return self.extending + self.decoding
+
+    def decoding_slots(self) -> NDArray[np.int64]:
+        """Returns the slots of `decoding`, in its order, as int64[n]."""
+        if self._slots is None:
+            self._slots = np.array([r.kv.lease.slot for r in self.decoding if r.kv.lease], dtype=np.int64)
+            assert len(self._slots) == len(self.decoding), "a row decodes without a slot"
+        return self._slots
+
+    def adds_up(self, num_leased: int) -> bool:
+        """Whether each request is in one queue, and `num_leased` slots belong to the running ones."""
+        return self.num_waiting + self.num_running == len(self.by_key) and self.num_running == num_leased
+
+    def add(self, request: Request) -> bool:
+        """Adds a new request to the waiting queue, or to the gate if its grammar or its given output is not ready.
+
+        Returns:
+            Whether the request is in the waiting queue.
+        """
+        assert (request.peer, request.handle) not in self.by_key, "two requests of one handle"
+        self.by_key[request.peer, request.handle] = request
+        if request.routing_key:
+            self.by_routing_key[request.routing_key] += 1
+        if self.gate.admits(request):
+            self._wait(request, back=request.progress.num_given > 0)
+            return True
+        request.phase = Phase.GATED
+        self.gate.wait(request)
+        return False
+
+    def ungate(self, request: Request) -> None:
+        """Moves a request from the gate to the waiting queue."""
+        self.gate.leave(request)
+        request.move(Phase.WAITING)
+        self._wait(request, back=request.progress.num_given > 0)
+
+    def begin_import(self, request: Request) -> None:
+        """Moves a waiting request to the requests that wait for an import."""
+        self.waiting.remove(request)
+        self._unshare(request)
+        request.move(Phase.GATED)
+        self.importing[request.seq] = request
+
+    def end_import(self, seq: int) -> Request:
+        """Moves a request from the imports back to the waiting queue, and returns it."""
+        request = self.importing.pop(seq)
+        request.move(Phase.WAITING)
+        self._wait(request, back=request.progress.num_given > 0 or request.progress.queue_s >= 0)
+        self.batch_is_full = False
+        return request
+
+    def admit(self, request: Request) -> None:
+        """Moves a waiting request to the extending ones. Its lease must be set before the next call of decoding_slots()."""
+        self.waiting.remove(request)
+        request.move(Phase.EXTEND)
+        self.extending.append(request)
+
+    def decode(self, request: Request) -> None:
+        """Moves an extending request to the decoding ones."""
+        request.move(Phase.DECODE)
+        self._unshare(request)
+        self.extending.remove(request)
+        self.decoding.append(request)
+        self._slots = None
+
+    def extend_again(self, request: Request) -> None:
+        """Moves a decoding request back to the extending ones."""
+        request.move(Phase.EXTEND)
+        self._share(request)
+        self.decoding.remove(request)
+        self.extending.append(request)
+        self._slots = None
+
+    def retract(self, request: Request) -> None:
+        """Moves a running request back to the waiting queue, before the requests of its rank that never ran."""
+        self._stop_running(request)
+        request.move(Phase.WAITING)
+        self._wait(request, back=True)
+        self.batch_is_full = False
+
+    def remove(self, request: Request) -> None:
+        """Removes a request from its queue and sets the phase FINISHED."""
+        assert self.by_key[request.peer, request.handle] is request, "a request ends once"
+        match request.phase:
+            case Phase.EXTEND | Phase.DECODE:
+                self._stop_running(request)
+                self.batch_is_full = False
+            case Phase.GATED if request.seq in self.importing:
+                del self.importing[request.seq]
+            case Phase.GATED:
+                self.gate.leave(request)
+            case _:
+                self.waiting.remove(request)
+        request.move(Phase.FINISHED)
+        if request.flow is not None:
+            self._unshare(request)
+        del self.by_key[request.peer, request.handle]
+        if request.routing_key:
+            self.by_routing_key[request.routing_key] -= 1
+            if not self.by_routing_key[request.routing_key]:
+                del self.by_routing_key[request.routing_key]
+
+    def _wait(self, request: Request, back: bool) -> None:
+        if request.flow is None:
+            self._share(request)
+        self.waiting.add(request, back=back)
+
+    def _stop_running(self, request: Request) -> None:
+        if request.phase is Phase.EXTEND:
+            self.extending.remove(request)
+        else:
+            self.decoding.remove(request)
+            self._slots = None
+
+    def _share(self, request: Request) -> None:
+        """Adds the request to its flow. The batch is not full for a flow that had no request: it may be the next one in turn."""
+        assert request.flow is None, "a request is of one flow, once"
+        request.flow = self.shares.enter(request.payer, request.weight)
+        if request.flow.num_pending == 1 and self.shares.num_flows > 1:
+            self.batch_is_full = False
+
+    def _unshare(self, request: Request) -> None:
+        assert request.flow is not None, "who leaves a flow is in one"
+        self.shares.leave(request.flow)
+        request.flow = None
