@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.shared.observe.log_fields import fields
 from services.shared.tls.roles import Role
-from services.worker.core.contracts.rooms import RoomLeft
+from services.worker.core.contracts.reservations import ReservationReleased
 from services.worker.exec.contracts.options import PeerOptions
 from services.worker.exec.contracts.peer_pages import PeerReader, ReadPages, RoomServer
 from services.worker.exec.peers.nixl_process import Carrier
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # of workers without files for KV alone
 
 
-def peer_options(settings: WorkerSettings, on_left: Callable[[RoomLeft], None]) -> PeerOptions | None:
+def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationReleased], None]) -> PeerOptions | None:
     """None: this worker computes whole answers by itself. on_left: told, on any thread, of rooms whose readers have left. Raises
     ValueError for settings that do not go together."""
     if settings.disaggregation_mode == "both":
@@ -72,7 +72,7 @@ def _tls(settings: WorkerSettings) -> PeerTls | None:
 
 def _server(
     settings: WorkerSettings,
-    on_left: Callable[[RoomLeft], None],
+    on_left: Callable[[ReservationReleased], None],
     tls: PeerTls | None,
     folder: SocketFolder | None,
     layout: bytes,

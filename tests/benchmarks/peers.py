@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, Source, proof
+from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers.nixl_process import Carrier
 from services.worker.exec.peers.peer_reader import TcpPeerReader
@@ -28,7 +28,7 @@ LAYOUT, PAGE_SIZE, PAGE_BYTES = b"Qwen3-0.6B, bfloat16", 16, 28 * 2 * 8 * 128 * 
 POOL_PAGES = 64
 PAGES = np.arange(POOL_PAGES, dtype=np.int32)[::-1]
 TOKENS = np.arange(POOL_PAGES * PAGE_SIZE, dtype=np.int32).tobytes()
-ROOM = Room(1, 1, bytes(range(16)))
+ROOM = KvReservation(1, 1, bytes(range(16)))
 GB = 1e9
 
 
@@ -47,7 +47,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
     server = TcpRoomServer(
         "127.0.0.1", 0, LAYOUT, PAGE_SIZE, PAGE_BYTES, read_pages, lambda left: None, tls=tls, folder=folder, carrier=carrier
     )
-    server.open(OpenRoom(ROOM, "", TOKENS, PAGES))
+    server.open(OpenReservation(ROOM, "", TOKENS, PAGES))
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()
@@ -55,7 +55,7 @@ def serve(tls: PeerTls | None, folder: SocketFolder | None, carrier: Carrier | N
 
 def measure(address: str, asked: argparse.Namespace, folder: SocketFolder | None) -> tuple[float, float]:
     """GB a second, and the median of seconds that a read takes. readers: each over a connection of its own."""
-    source, tls = Source(ROOM, address, POOL_PAGES), identity(asked.tls)
+    source, tls = KvSource(ROOM, address, POOL_PAGES), identity(asked.tls)
     readers, reads, at_once = asked.readers, asked.reads, asked.pages
     taken: list[float] = []
     carriers = [Carrier() if asked.nixl else None for _ in range(readers)]

@@ -14,7 +14,7 @@ from services.shared.index.block_tier import BlockTier
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, SessionTurn, Submit, Verified
 from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.control import SchedulerControl
 from services.worker.core.invariants import violations
@@ -112,8 +112,8 @@ class Engine:
         routing_key: str = "",
         output: Sequence[int] = (),
         payer: tuple[bytes, int, float] = (b"", 0, 1.0),
-        hand_over: Room | None = None,
-        source: Source | None = None,
+        hand_over: KvReservation | None = None,
+        source: KvSource | None = None,
         prediction: Sequence[int] = (),
         **params: Any,
     ) -> None:
@@ -202,11 +202,11 @@ class Engine:
 
     def hear_of_left_rooms(self) -> None:
         while isinstance(self.executor, FakeExecutor) and self.executor.left_rooms:
-            self.core.leave_room(self.executor.left_rooms.pop())
+            self.core.release_reservation(self.executor.left_rooms.pop())
             self.check()
 
     def _tell_rooms(self) -> None:
-        events = self.core.take_rooms()
+        events = self.core.take_reservation_events()
         if events is not None:
             self.executor.rooms(events)
 

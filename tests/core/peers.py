@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.rooms import Room, RoomLeft, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource, ReservationReleased
 from tests.core.harness import Engine, slow, small
 
 ADDRESS = "10.0.0.1:7103"
@@ -28,9 +28,9 @@ class Pair:
         self.second.executor.peers[ADDRESS] = self.first.executor
         self._rooms = 0
 
-    def new_room(self) -> Room:
+    def new_room(self) -> KvReservation:
         self._rooms += 1
-        return Room(self._rooms, EPOCH, self._rooms.to_bytes(16, "little"))
+        return KvReservation(self._rooms, EPOCH, self._rooms.to_bytes(16, "little"))
 
     def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
         """By the first worker, up to the first token."""
@@ -43,7 +43,7 @@ class Pair:
         """By the second worker, with what the first has said."""
         finish, output = self.first.finishes[handle], self.first.outputs[handle]
         assert finish.reason is FinishReason.HANDED_OVER
-        source = None if finish.room is None else Source(finish.room, ADDRESS, finish.room_pages)
+        source = None if finish.room is None else KvSource(finish.room, ADDRESS, finish.room_pages)
         self.second.submit(handle, prompt, output=output, source=source, ignore_eos=True, **params)
 
     def answer(self, handle: int, prompt: list[int], **params: Any) -> Finish:
@@ -59,17 +59,17 @@ class Pair:
         self.first.turn()
         self.second.turn()
 
-    def left(self, room: Room) -> RoomLeft:
+    def left(self, room: KvReservation) -> ReservationReleased:
         """The word of a reader of the first worker's room, as that is now."""
         opened = self.first.executor.open_rooms.get(room.number)
-        return RoomLeft(room, 0 if opened is None else opened.opening)
+        return ReservationReleased(room, 0 if opened is None else opened.opening)
 
     def assert_all_is_free(self) -> None:
         """But for what is cached, which nobody uses."""
         for engine in (self.first, self.second):
             memory = engine.core.memory
             assert memory.num_available == memory.pages.num_pages, "a page is held by nobody"
-            assert not len(engine.core.rooms) and not memory.quarantined
+            assert not len(engine.core.reservations) and not memory.quarantined
 
     def assert_answers_and_ends(self) -> None:
         """All that the second worker has ended is right; once the time of whatever stands for somebody is over, all is free."""
@@ -115,7 +115,7 @@ class Relayed(Pair):
         if told:
             self.second.core.prefetch_more(0, ready, self.second.now)
         else:
-            ids, source = np.array(self.prompts[ready.handle], dtype=np.int32), Source(ready.room, ADDRESS, ready.num_pages)
+            ids, source = np.array(self.prompts[ready.handle], dtype=np.int32), KvSource(ready.room, ADDRESS, ready.num_pages)
             self.second.core.prefetch(Prefetch(0, ready.handle, ids, source), self.second.now)
         told.append(ready)
         self.second.check()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import FinishReason, PagesReady, Prefetch
-from services.worker.core.contracts.rooms import OpenRoom, Source
+from services.worker.core.contracts.reservations import KvSource, OpenReservation
 from services.worker.core.contracts.transfers import OperationKind, Tier
 from services.worker.core.tiers.prefetches import MOST_PREFETCHES
 from tests.core.harness import Engine
@@ -27,7 +27,7 @@ def pulled(engine: Engine) -> list[int]:
 
 
 def rooms(pair: Relayed) -> int:
-    return len(pair.first.core.rooms)
+    return len(pair.first.core.reservations)
 
 
 class TestAnnounced:
@@ -77,7 +77,7 @@ class TestAnnounced:
         pair.until(lambda: 0 in pair.first.finishes)
         output, finish = [*said, *pair.first.outputs[0]], pair.first.finishes[0]
         assert finish.room is not None and finish.room_pages == 15
-        source = Source(finish.room, ADDRESS, finish.room_pages)
+        source = KvSource(finish.room, ADDRESS, finish.room_pages)
         pair.second.submit(0, PROMPT, output=output, source=source, max_new_tokens=30, ignore_eos=True)
         pair.until(lambda: 0 in pair.second.finishes)
         pair.second.check_answer(0)
@@ -102,7 +102,7 @@ class TestPutBack:
     def test_what_was_announced_stands(self) -> None:
         pair = preempting()
         pair.second.executor.peers.clear()  # nothing is read before it comes back
-        room = pair.first.core.rooms
+        room = pair.first.core.reservations
         assert len(room) == 1 and room.may_end
         pair.until(lambda: 1 in pair.first.finishes)
         pair.second.executor.peers[ADDRESS] = pair.first.executor
@@ -128,14 +128,14 @@ class TestPutBack:
         pair.answer(0, PROMPT, max_new_tokens=2)
         core, room = pair.first.core, pair.new_room()
         match = core.memory.match("", np.array(PROMPT[:24], dtype=np.int32).tobytes(), 24)
-        opened = OpenRoom(room, "", b"", match.pages)
+        opened = OpenReservation(room, "", b"", match.pages)
         for times in (1, 2):
             for _ in range(times):
-                core.rooms.leave_asker((0, 9))
-                core.rooms.open(opened, (0, 9), match.node, core.memory)
+                core.reservations.leave_asker((0, 9))
+                core.reservations.open(opened, (0, 9), match.node, core.memory)
             if times == 1:
-                core.rooms.leave_asker((0, 9))
-            events = core.take_rooms()
+                core.reservations.leave_asker((0, 9))
+            events = core.take_reservation_events()
             assert events is not None and events.closed == (room,)
             assert [each.room for each in events.opened] == ([room] if times == 2 else []), "the one that stands"
 
@@ -144,7 +144,7 @@ class TestPutBack:
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
         whole = pair.first.finishes[9].room
-        assert whole is not None and pair.first.core.rooms.stands(whole), "what is kept as a whole is not given up"
+        assert whole is not None and pair.first.core.reservations.stands(whole), "what is kept as a whole is not given up"
         assert rooms(pair) == 1 and pair.first.core.stats().expired_rooms_total == 0, "it was ended for them"
         pair.first.abort(9)
         pair.finish(0, max_new_tokens=4)
@@ -170,7 +170,7 @@ class TestPutBack:
         pair = Relayed()
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.told))
-        pair.first.core.leave_room(pair.left(pair.told[0][0].room))
+        pair.first.core.release_reservation(pair.left(pair.told[0][0].room))
         assert rooms(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
@@ -186,7 +186,7 @@ class TestPutBack:
         word = pair.left(pair.told[0][0].room)
         pair.until(lambda: 0 in pair.first.finishes)
         assert pair.first.core.stats().expired_rooms_total == (since == "opened again")
-        pair.first.core.leave_room(word)
+        pair.first.core.release_reservation(word)
         assert rooms(pair) == 1
         pair.finish(0, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
@@ -331,7 +331,7 @@ class TestRead:
         room = pair.first.finishes[0].room
         assert room is not None
         ids = np.array(PROMPT[:23], dtype=np.int32)
-        pair.second.core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 1 << 31)), pair.second.now)
+        pair.second.core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 1 << 31)), pair.second.now)
         for _ in range(4):
             pair.turn()
         assert pulled(pair.second) == [5] and pair.second.core.stats().pulled_pages_total == 5
@@ -342,7 +342,7 @@ class TestRead:
         room = pair.first.finishes[0].room
         assert room is not None
         ids, core = np.array(PROMPT, dtype=np.int32), pair.second.core
-        core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 10), priority=5), pair.second.now)
+        core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 10), priority=5), pair.second.now)
         for _ in range(4):
             pair.turn()
         match = core.memory.match("", ids.tobytes(), len(ids))
@@ -413,7 +413,7 @@ class TestRead:
             case "settling":
                 second.core.begins_copies = False
         ids, revision = np.array(prompt, dtype=np.int32), "others" if why == "weights" else ""
-        second.core.prefetch(Prefetch(0, 0, ids, Source(room, ADDRESS, 10), revision=revision), second.now)
+        second.core.prefetch(Prefetch(0, 0, ids, KvSource(room, ADDRESS, 10), revision=revision), second.now)
         second.core.prefetch_more(0, PagesReady(0, room, 11), second.now)
         for _ in range(4):
             second.turn()
@@ -427,7 +427,7 @@ class TestRead:
         ids, tiers = np.array(PROMPT, dtype=np.int32), pair.second.core.tiers
         assert tiers is not None
         for handle in range(MOST_PREFETCHES + 9):
-            pair.second.core.prefetch(Prefetch(0, handle, ids, Source(room, ADDRESS, 10)), pair.second.now)
+            pair.second.core.prefetch(Prefetch(0, handle, ids, KvSource(room, ADDRESS, 10)), pair.second.now)
         assert len(tiers.prefetches) == MOST_PREFETCHES
         pair.second.core.abort_peer(0, pair.second.now)
         assert not len(tiers.prefetches) and not tiers.waiting()
@@ -476,7 +476,7 @@ def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st
                     pair.second.abort(victim)
                     gone.add(victim)
                 case "leave" if pair.told:
-                    pair.first.core.leave_room(pair.left(next(reversed(pair.told.values()))[-1].room))
+                    pair.first.core.release_reservation(pair.left(next(reversed(pair.told.values()))[-1].room))
                 case "flush":
                     pair.first.control.flush_cache()
                 case "flush the other":

@@ -88,8 +88,8 @@ def test_a_model_that_guesses_in_vain_hears_of_few_requests() -> None:
         for handle in handles:
             engine.check_answer(handle)
         admitted = [slot for plan in engine.plans for slot in plan.admitted]
-        assert all(slot.guessed for slot in admitted[: engine.config.max_running_requests])
+        assert all(slot.drafted_for for slot in admitted[: engine.config.max_running_requests])
         late = admitted[len(admitted) // 2 :]
-        few, heard = len(late) * FEW_HEARD // engine.config.max_running_requests, sum(slot.guessed for slot in late)
+        few, heard = len(late) * FEW_HEARD // engine.config.max_running_requests, sum(slot.drafted_for for slot in late)
         assert few <= heard <= few * 3 // 2 if by_model else heard == len(late)
-        assert all(len(slot.history) == (len(PROMPT) + 1 if slot.guessed else 0) for slot in admitted)
+        assert all(len(slot.history) == (len(PROMPT) + 1 if slot.drafted_for else 0) for slot in admitted)

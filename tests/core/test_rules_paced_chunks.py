@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.prefill_adder import FADES, MIN_PACED_SHARE, MOST_TOKENS, OUTLIER, ChunkPace, paced_chunk
 from tests.all_pairs import each_pair
 from tests.core.harness import Engine
@@ -187,7 +187,7 @@ def test_prompts_alone_are_not_cut_for_nobody(overlap: bool) -> None:
 def test_nobody_waits_here_whom_another_worker_goes_on_with() -> None:
     timed = Timed(overlap=True, adaptive_chunk_s=0.25)
     for number in range(4):
-        room = Room(number + 1, 1, bytes(ROOM_SECRET_BYTES))
+        room = KvReservation(number + 1, 1, bytes(RESERVATION_SECRET_BYTES))
         timed.engine.submit(number, range(number * 1500, number * 1500 + 1500), max_new_tokens=90, hand_over=room)
     steps = timed.run(20)
     assert [extended(plan) for plan, _ in steps if plan.num_extend] == [SIZE] * 5 + [6000 - 5 * SIZE]

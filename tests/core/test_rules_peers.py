@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, PauseMode, SessionTurn
-from services.worker.core.contracts.rooms import Prover, Room, RoomLeft, Source, proof
+from services.worker.core.contracts.reservations import KvReservation, KvSource, Prover, ReservationReleased, proof
 from services.worker.core.contracts.sampling import EmbeddingParams, GrammarSpec
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Tier
 from services.worker.exec.fake import hashed_token
@@ -35,7 +35,7 @@ class TestHandedOver:
         for max_new in (2, 200):
             engine = worker(page_size=4, context_len=250, chunked_prefill_size=96, max_prefill_tokens=96)
             for handle in range(12):
-                room = Room(handle + 1, EPOCH, handle.to_bytes(16, "little"))
+                room = KvReservation(handle + 1, EPOCH, handle.to_bytes(16, "little"))
                 engine.submit(handle, [handle + 1] * 24, hand_over=room, max_new_tokens=max_new)
             turns[max_new] = 0
             while not engine.core.idle or engine.prev is not None:
@@ -52,7 +52,7 @@ class TestHandedOver:
             engine.submit(handle, [handle + 1] * 4, max_new_tokens=12)
         for _ in range(5):
             engine.turn()
-        engine.submit(9, [99] * 24, hand_over=Room(1, EPOCH, bytes(16)), max_new_tokens=2)
+        engine.submit(9, [99] * 24, hand_over=KvReservation(1, EPOCH, bytes(16)), max_new_tokens=2)
         while 9 not in engine.finishes:
             engine.turn()
         assert engine.finishes[9].room_pages == 6 and not engine.finishes[9].retractions
@@ -60,10 +60,10 @@ class TestHandedOver:
     def test_what_it_leaves_is_offered_to_the_host(self) -> None:
         """Also where its last chunk brought no whole page, so that the room had it all before the request ended."""
         engine = worker(num_pages=32, host_pages=64, chunked_prefill_size=16, disaggregation_hold_s=5.0)
-        engine.submit(0, list(range(100, 133)), hand_over=Room(1, EPOCH, bytes(16)), max_new_tokens=2)
+        engine.submit(0, list(range(100, 133)), hand_over=KvReservation(1, EPOCH, bytes(16)), max_new_tokens=2)
         engine.drain()
         opened = engine.executor.open_rooms[1]
-        engine.core.leave_room(RoomLeft(opened.room, opened.opening))
+        engine.core.release_reservation(ReservationReleased(opened.room, opened.opening))
         for _ in range(20):
             engine.turn()
         assert engine.core.stats().host_pages_used == 8
@@ -107,7 +107,7 @@ class TestHandedOver:
     def test_what_ends_anyway_is_not_handed_over(self, params: dict[str, Any], reason: FinishReason) -> None:
         pair = Pair()
         assert pair.compute(0, PROMPT, **params).reason is reason
-        assert not len(pair.first.core.rooms)
+        assert not len(pair.first.core.reservations)
 
     def test_a_prompt_of_less_than_a_page_has_no_room(self) -> None:
         pair = Pair()
@@ -128,7 +128,7 @@ class TestHandedOver:
         finish = pair.first.finishes[0]
         assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 11 and finish.room is not None
         output = [*said, *pair.first.outputs[0]]
-        source = Source(finish.room, ADDRESS, finish.room_pages)
+        source = KvSource(finish.room, ADDRESS, finish.room_pages)
         pair.second.submit(0, PROMPT, output=output, source=source, max_new_tokens=12, ignore_eos=True)
         pair.second.drain()
         pair.second.check_answer(0)
@@ -183,7 +183,7 @@ class TestRoom:
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
         pair.second.drain()
-        assert len(pair.first.core.rooms) == 1, "the first worker has not heard of it"
+        assert len(pair.first.core.reservations) == 1, "the first worker has not heard of it"
         pair.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 0
@@ -191,12 +191,12 @@ class TestRoom:
     def test_ends_when_its_time_is_over(self) -> None:
         pair = Pair(first={"disaggregation_hold_s": 2.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
-        until = pair.first.core.rooms.next_look
+        until = pair.first.core.reservations.next_look
         assert pair.first.now + 1.9 < until <= pair.first.now + 2.0
         pair.first.core.plan(until - 0.01)
-        assert len(pair.first.core.rooms) == 1
+        assert len(pair.first.core.reservations) == 1
         pair.first.core.plan(until)
-        assert not len(pair.first.core.rooms), "at that time, not after it"
+        assert not len(pair.first.core.reservations), "at that time, not after it"
         pair.first.turn()
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 1
@@ -206,7 +206,7 @@ class TestRoom:
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
             pair.first.now += 1.0
-        rooms = pair.first.core.rooms
+        rooms = pair.first.core.reservations
         first = rooms.next_look
         pair.first.core.plan(first)
         assert len(rooms) == 1 and first + 0.9 < rooms.next_look < first + 2.0
@@ -217,7 +217,7 @@ class TestRoom:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.first.core.abort_peer(1, pair.first.now)
-        assert len(pair.first.core.rooms) == 1
+        assert len(pair.first.core.reservations) == 1
         pair.first.core.abort_peer(0, pair.first.now)
         pair.first.turn()
         pair.assert_all_is_free()
@@ -228,7 +228,7 @@ class TestRoom:
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
         pair.first.abort(1)
-        assert len(pair.first.core.rooms) == 1
+        assert len(pair.first.core.reservations) == 1
         pair.first.abort(0)
         pair.first.turn()
         pair.assert_all_is_free()
@@ -259,11 +259,11 @@ class TestRoom:
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
         for other in (replace(finish.room, epoch=EPOCH + 1), replace(finish.room, secret=bytes(16)), pair.new_room()):
-            pair.first.core.leave_room(pair.left(other))
-        assert len(pair.first.core.rooms) == 1
-        pair.first.core.leave_room(pair.left(finish.room))
-        pair.first.core.leave_room(pair.left(finish.room))
-        assert not len(pair.first.core.rooms)
+            pair.first.core.release_reservation(pair.left(other))
+        assert len(pair.first.core.reservations) == 1
+        pair.first.core.release_reservation(pair.left(finish.room))
+        pair.first.core.release_reservation(pair.left(finish.room))
+        assert not len(pair.first.core.reservations)
 
     def test_nobody_is_ended_for_want_of_the_pages_in_it(self) -> None:
         """They come back."""
@@ -289,7 +289,7 @@ class TestRoom:
         assert pair.first.core.queues.batch_is_full
         pair.first.now += 1.0
         if how == "its reader leaves":
-            pair.first.core.leave_room(pair.left(finish.room))
+            pair.first.core.release_reservation(pair.left(finish.room))
         pair.first.turn()
         assert sorted(r.handle for r in pair.first.core.queues.extending + pair.first.core.queues.decoding) == [1, 2]
         pair.first.drain()
@@ -304,7 +304,7 @@ class TestRoom:
         pair.go_on(1, PROMPT[:20], max_new_tokens=60)
         for _ in range(4):
             pair.turn()
-        assert 1 not in pair.second.finishes and not len(pair.first.core.rooms)
+        assert 1 not in pair.second.finishes and not len(pair.first.core.reservations)
         pair.second.drain()
         pair.second.check_answer(1)
 
@@ -313,7 +313,7 @@ class TestRoom:
         pair.answer(0, PROMPT, max_new_tokens=4)
         finish = pair.compute(1, PROMPT, max_new_tokens=4)
         assert finish.room is not None and finish.room_pages == 10
-        source = Source(finish.room, ADDRESS, finish.room_pages)
+        source = KvSource(finish.room, ADDRESS, finish.room_pages)
         pair.second.submit(1, [*PROMPT, *range(8)], output=[1], source=source, max_new_tokens=4, ignore_eos=True)
         assert not pair.second.core.queues.importing
 
@@ -346,7 +346,7 @@ class TestReading:
             (11, mine.room, "salt"),
             (12, other.room, ""),
         ):
-            source, output = Source(room, ADDRESS, 10), pair.first.outputs[0]
+            source, output = KvSource(room, ADDRESS, 10), pair.first.outputs[0]
             pair.second.submit(handle, PROMPT, output=output, source=source, salt=salt, ignore_eos=True, max_new_tokens=4)
             pair.second.drain()
             pair.second.check_answer(handle)
@@ -388,7 +388,7 @@ class TestReading:
             0 if operation.pull and operation.pull.source.address == "other" else len(operation.keys)
         )
         room = pair.new_room()
-        pair.second.submit(7, [5] * 40, output=[1], source=Source(room, "other", 10), max_new_tokens=3, ignore_eos=True)
+        pair.second.submit(7, [5] * 40, output=[1], source=KvSource(room, "other", 10), max_new_tokens=3, ignore_eos=True)
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
 
@@ -413,7 +413,7 @@ class TestReading:
         executor.facts = not_of_late_ones  # type: ignore[method-assign]
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
-        source = Source(pair.new_room(), "other", 10)
+        source = KvSource(pair.new_room(), "other", 10)
         pair.second.submit(7, [7] * 40, output=[1], source=source, max_new_tokens=3, ignore_eos=True)
         pair.second.turn()
         pair.second.now += 0.3
@@ -471,7 +471,7 @@ class TestReading:
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
         room = pair.first.finishes[0].room
         assert room is not None
-        pair.first.core.leave_room(pair.left(room))
+        pair.first.core.release_reservation(pair.left(room))
         pair.first.turn()
         for handle in (0, 1):
             pair.go_on(handle, PROMPT, max_new_tokens=4, seed=handle)
@@ -547,7 +547,7 @@ class TestReading:
         pair, alone = Pair(), worker(host_pages=host_pages)
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
-        source = Source(finish.room, ADDRESS, finish.room_pages)
+        source = KvSource(finish.room, ADDRESS, finish.room_pages)
         alone.submit(0, PROMPT, output=pair.first.outputs[0], source=source, max_new_tokens=4, ignore_eos=True)
         alone.drain()
         alone.check_answer(0)

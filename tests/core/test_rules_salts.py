@@ -156,11 +156,11 @@ def test_what_a_prefill_worker_kept_for_another_is_not_read_after_it(turns: int)
         pair.first.submit(handle, prompt(0), hand_over=pair.new_room(), ignore_eos=True, max_new_tokens=4, salt=salt)
     for _ in range(turns):
         pair.first.turn()
-    assert len(pair.first.core.rooms) == (2 if turns > 1 else 0)
+    assert len(pair.first.core.reservations) == (2 if turns > 1 else 0)
     for engine in (pair.first, pair.second):
         engine.control.forget_salt("a", EVERYWHERE)
         engine.drain()
-    assert len(pair.first.core.rooms) == 1, "another salt's"
+    assert len(pair.first.core.reservations) == 1, "another salt's"
     for handle, salt in enumerate("ab"):
         pair.go_on(handle, prompt(0), max_new_tokens=4, salt=salt)
     pair.second.drain()

@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.core.contracts.messages import ErrorCode, FinishReason, SessionTurn
 from services.worker.core.contracts.plan import RowFault
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.contracts.sampling import ScoreParams
 from tests.all_pairs import each_value
 from tests.core.fake_grammar import spec
@@ -142,7 +142,7 @@ class TestRefusals:
     @pytest.mark.parametrize("what", ["output", "hand_over"])
     def test_score_is_refused_when_another_worker_takes_part(self, what: str) -> None:
         engine = make()
-        room = Room(1, 1, bytes(ROOM_SECRET_BYTES))
+        room = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
         more: dict[str, Any] = {"output": [1]} if what == "output" else {"hand_over": room}
         engine.submit(0, PROMPT, **SCORE, **more)
         engine.drain()

@@ -104,7 +104,7 @@ class Driver:
         sequence.admitted = True
         size = len(sequence.prompt) if sequence.num_prompt_tokens < 0 else sequence.num_prompt_tokens
         params, stops = sequence.params, sequence.stop_token_ids
-        return SlotParams(sequence.slot, size, params, stops, i32(sequence.prompt), guessed=params.speculative)
+        return SlotParams(sequence.slot, size, params, stops, i32(sequence.prompt), drafted_for=params.speculative)
 
     def step(self, rows: list[tuple[Sequence, int]], masks: Masks | None = None) -> None:
         """Plans, runs, and hands out one step's tokens. masks: by row."""

@@ -112,7 +112,7 @@ def test_answer_bits_equal_an_executor_without_drafts_when_few_requests_are_draf
     forward = drafting.executor.forward
 
     def noted(plan: BatchPlan) -> Run:
-        told.extend(slot.guessed for slot in plan.admitted)
+        told.extend(slot.drafted_for for slot in plan.admitted)
         return forward(plan)
 
     monkeypatch.setattr(drafting.executor, "forward", noted)

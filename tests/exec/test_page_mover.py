@@ -16,7 +16,7 @@ import torch
 
 from kernels.cpu.build import built_library
 from kernels.cpu.library import CpuCopies
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.transfers import (
     ALL,
     NO_PAGES,
@@ -264,7 +264,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.going = threading.Event()
-        self.left: list[Source] = []
+        self.left: list[KvSource] = []
 
     def read(self, pull: Pull, count: int, out: memoryview) -> int:
         if pull.source.address == "slow" and not self.going.wait(DEADLINE_S):
@@ -272,7 +272,7 @@ class Elsewhere:
         out[:] = bytes([pull.source.room.number]) * len(out)
         return 0 if pull.source.address == "gone" else count
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: KvSource) -> None:
         self.left.append(source)
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class Elsewhere:
 
 
 def pull(address: str, number: int, pages: list[int]) -> PageOperation:
-    source = Source(Room(number, 1, bytes(16)), address, 9)
+    source = KvSource(KvReservation(number, 1, bytes(16)), address, 9)
     column = np.array(pages, dtype=np.int32)
     return PageOperation(number, OperationKind.PULL, tuple(KEYS[: len(pages)]), column, NO_PAGES, pull=Pull(source, 0, bytes(32)))
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.messages import FinishReason, Prefetch
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft, Source
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource, ReservationReleased
 from services.worker.core.contracts.transfers import I32, Tier
 from services.worker.core.control import SchedulerControl
 from services.worker.exec.contracts.options import PeerOptions
@@ -54,7 +54,7 @@ class Apart:
         self.heard: Callable[[], bool] = lambda: True
         self._prompts: dict[int, list[int]] = {}  # by the first one's handle, as is:
         self._ahead: dict[int, int] = {}  # the second one's, of what it reads ahead
-        self._left: queue.SimpleQueue[RoomLeft] = queue.SimpleQueue()
+        self._left: queue.SimpleQueue[ReservationReleased] = queue.SimpleQueue()
         self._rooms = 0
         self.first = Served(
             *build(folder, POOL_PAGES, None, peers=PeerOptions(open_server=self._serve), **options), poisoned=True
@@ -77,7 +77,7 @@ class Apart:
 
     def turn(self) -> None:
         while not self._left.empty():
-            self.first.core.leave_room(self._left.get_nowait())
+            self.first.core.release_reservation(self._left.get_nowait())
         self.first.turn()
         self._relay()
         self.second.turn()
@@ -92,13 +92,13 @@ class Apart:
             else:
                 ids = np.array(self._prompts[ready.handle], dtype=np.int32)
                 self._ahead[ready.handle] = self.second.reserve()
-                source = Source(ready.room, self.address, ready.num_pages)
+                source = KvSource(ready.room, self.address, ready.num_pages)
                 self.second.core.prefetch(Prefetch(0, self._ahead[ready.handle], ids, source, revision="r1"), now)
         self.first.ready.clear()
 
     def compute(self, ids: list[int], seed: int) -> int:
         self._rooms += 1
-        room = Room(self._rooms, 1, self._rooms.to_bytes(ROOM_SECRET_BYTES, "little"))
+        room = KvReservation(self._rooms, 1, self._rooms.to_bytes(RESERVATION_SECRET_BYTES, "little"))
         handle = self.first.submit(ids, seed, hand_over=room, **SAMPLED)
         self._prompts[handle] = ids
         return handle
@@ -119,7 +119,7 @@ class Apart:
         if answer.finish.reason is not FinishReason.HANDED_OVER:
             return None
         room = answer.finish.room
-        source = None if room is None else Source(room, self.address, answer.finish.room_pages)
+        source = None if room is None else KvSource(room, self.address, answer.finish.room_pages)
         ahead = self._ahead.pop(handle, None)
         return self.second.submit(ids, seed, output=answer.tokens, source=source, handle=ahead, **SAMPLED)
 
@@ -285,7 +285,7 @@ def test_whatever_happens_no_answer_has_a_poisoned_token(apart: Apart, plain: Se
         assert answer.finish is not None
         if answer.finish.reason is FinishReason.LENGTH:
             assert answer.bits == plain.ask(ids, seed=number, **SAMPLED).bits
-    until(apart, lambda: apart.second.core.settled and not len(apart.first.core.rooms))
+    until(apart, lambda: apart.second.core.settled and not len(apart.first.core.reservations))
     for served in (apart.first, apart.second):
         memory = served.core.memory
         assert memory.num_leased == 0 and not memory.quarantined and memory.num_available == memory.pages.num_pages

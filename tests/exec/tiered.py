@@ -14,7 +14,7 @@ import torch
 
 from services.worker.core.contracts.messages import Finish, PagesReady, Submit
 from services.worker.core.contracts.plan import RowLogprobs
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.invariants import violations
 from services.worker.core.scheduler import Scheduler
@@ -97,8 +97,8 @@ class Served:
         prompt: Sequence[int],
         seed: int = 0,
         output: Sequence[int] = (),
-        hand_over: Room | None = None,
-        source: Source | None = None,
+        hand_over: KvReservation | None = None,
+        source: KvSource | None = None,
         salt: str = "",
         handle: int | None = None,
         **params: Any,
@@ -159,7 +159,7 @@ class Served:
         self.executor.close()
 
     def _tell_rooms(self) -> None:
-        events = self.core.take_rooms()
+        events = self.core.take_reservation_events()
         if events is not None:
             self.executor.rooms(events)
 

@@ -22,7 +22,7 @@ from services.sim.core.trace.trace import read_trace
 from services.worker.core import decode_planner
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
-from services.worker.core.contracts.rooms import Room
+from services.worker.core.contracts.reservations import KvReservation
 from services.worker.core.contracts.sampling import GrammarSpec, SamplingParams
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.queue.request import Request
@@ -167,5 +167,5 @@ def test_canonical_output_is_plain_data() -> None:
 
 
 def test_canonical_refuses_a_type_without_names() -> None:
-    with pytest.raises(TypeError, match="Room has no canonical form"):
-        canonical(Room(1, 2, b"secret"))
+    with pytest.raises(TypeError, match="KvReservation has no canonical form"):
+        canonical(KvReservation(1, 2, b"secret"))

@@ -78,7 +78,7 @@ def check_pages_are_free(fleet: FleetSimulation, seconds: float = 15.0) -> None:
         core = worker._sim.core
         assert not worker.self_check()
         assert core.memory.num_available == core.memory.pages.num_pages, "no page is leaked"
-        assert not len(core.rooms) and not core.memory.quarantined
+        assert not len(core.reservations) and not core.memory.quarantined
         assert not fleet._reservations.count(worker.name)
 
 

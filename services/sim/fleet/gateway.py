@@ -31,7 +31,7 @@ from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerLoad, namespace_root, worker_name
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady, PeerOutput, Prefetch, Submit
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.reservations import KvSource
 from services.worker.core.kv.cache_events import CacheEvents
 from services.worker.loop.inbox import Abort, PrefetchMore
 
@@ -100,7 +100,7 @@ class OpenRequest:
     row: int = -1  # row of the request's worker; -1 while it queues here
     sends: int = 0  # number of times that it was sent to a worker
     prefilled: bool = False  # whether another worker has computed the prompt for the next worker
-    source: Source | None = None  # KV that the next worker reads, if any
+    source: KvSource | None = None  # KV that the next worker reads, if any
     reader: Pick | None = None  # the worker that prefetches the computed pages and will get the request
     ahead_tokens: int = 0  # tokens of the request when the prefetch began
 
@@ -232,7 +232,7 @@ class FleetGateway:
         """Moves a request whose prompt and next token the worker has computed."""
         request = self._open[finish.handle]
         request.prefilled = True
-        request.source = None if finish.room is None else Source(finish.room, worker.name, finish.room_pages)
+        request.source = None if finish.room is None else KvSource(finish.room, worker.name, finish.room_pages)
         self._move(request)
 
     def _more_ready(self, worker: FleetWorker, request: OpenRequest, ready: PagesReady) -> None:
@@ -245,7 +245,7 @@ class FleetGateway:
             request.reader, request.ahead_tokens = replace(pick, reason=READER), request.tokens
             self._view.ahead(pick.row, request.ahead_tokens)
             self._picked(pick.row, request)
-            source, message = Source(ready.room, worker.name, ready.num_pages), request.message
+            source, message = KvSource(ready.room, worker.name, ready.num_pages), request.message
             tokens = np.concatenate([message.prompt_ids, self._script.output(message.handle)[: request.num_outputs]])
             prefetch = Prefetch(self.number, message.handle, tokens, source, message.salt, message.lora)
             self._send_prefetch(pick.row, replace(prefetch, priority=message.priority))

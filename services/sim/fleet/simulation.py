@@ -23,7 +23,7 @@ from services.sim.fleet.gateway import FleetGateway
 from services.sim.fleet.logs import FleetLog
 from services.sim.fleet.worker import FleetWorker, PrefetchMessage, WorkerTally, worker_name
 from services.worker.core.contracts.messages import FinishReason, PeerOutput, Submit
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.reservations import KvSource
 
 MAX_SILENCE_S = 600.0  # longest time without any output while requests are open
 
@@ -104,13 +104,13 @@ class FleetSimulation:
         address, page_bytes = worker_name(row), roles.kv_bytes_per_token * page_size
         return RemoteReads(address, self._reservations, roles.wire, page_bytes, page_size, self._send_release)
 
-    def _send_release(self, source: Source, at: float) -> None:
+    def _send_release(self, source: KvSource, at: float) -> None:
         """Sends the release of a KV reservation over the wire."""
         roles = self._config.roles
         assert roles is not None, "only workers with roles have KV reservations"
         self._clock.at(at + roles.wire.latency_s, self._deliver_release, source)
 
-    def _deliver_release(self, source: Source) -> None:
+    def _deliver_release(self, source: KvSource) -> None:
         self.workers[self._row_at[source.address]].release_reservation(source.room)
 
     def _pump(self) -> None:

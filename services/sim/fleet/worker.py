@@ -14,7 +14,7 @@ from services.sim.core.trace.script import Script
 from services.sim.fleet.config import FleetConfig
 from services.sim.fleet.event_queue import EventQueue
 from services.worker.core.contracts.messages import PeerOutput, Prefetch, Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
 from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
 from services.worker.loop.inbox import Abort, PrefetchMore
@@ -100,7 +100,7 @@ class FleetWorker:
         self._reads = reads
         self._page_size, self._overlap = scheduler.page_size, config.overlap
         self._clock, self._send_output = clock, send_output
-        self._inbox: list[Submit | RoomLeft | PrefetchMessage] = []
+        self._inbox: list[Submit | ReservationReleased | PrefetchMessage] = []
         self._open: Counter[int] = Counter()
         self._flight: SimRun | None = None
         self._asleep = True
@@ -127,7 +127,7 @@ class FleetWorker:
             self._inbox.append(message)
             self._wake_soon()
 
-    def release_reservation(self, room: Room) -> None:
+    def release_reservation(self, room: KvReservation) -> None:
         """Releases a KV reservation that its reader has finished with."""
         left = self._reads.release_here(room) if self.alive and self._reads is not None else None
         if left is not None:
@@ -161,11 +161,11 @@ class FleetWorker:
         """Returns the broken invariants of the core, as sentences."""
         return SchedulerControl(self._sim.core).self_check()
 
-    def _new_reservation(self) -> Room:
+    def _new_reservation(self) -> KvReservation:
         """Returns a new KV reservation, with the generation as its epoch, so that no two of one worker are equal."""
         self._num_reservations += 1
-        secret = f"{self.row}/{self.generation}/{self._num_reservations}".encode().rjust(ROOM_SECRET_BYTES, b"-")
-        return Room(self._num_reservations, self.generation, secret[-ROOM_SECRET_BYTES:])
+        secret = f"{self.row}/{self.generation}/{self._num_reservations}".encode().rjust(RESERVATION_SECRET_BYTES, b"-")
+        return KvReservation(self._num_reservations, self.generation, secret[-RESERVATION_SECRET_BYTES:])
 
     def _wake_soon(self) -> None:
         if self._asleep:
@@ -195,13 +195,13 @@ class FleetWorker:
         else:
             self._clock.at(self._sim.commit_ends(self._flight), self._commit, self._flight)
 
-    def _take(self, message: Submit | RoomLeft | PrefetchMessage) -> None:
+    def _take(self, message: Submit | ReservationReleased | PrefetchMessage) -> None:
         core, now = self._sim.core, self._sim.clock.now
         match message:
             case Submit():
                 self._sim.submit(message)
-            case RoomLeft():
-                core.leave_room(message)
+            case ReservationReleased():
+                core.release_reservation(message)
             case Prefetch():
                 core.prefetch(message, now)
             case PrefetchMore(peer, ready):

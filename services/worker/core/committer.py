@@ -80,12 +80,12 @@ class Committer:
         counters: Counters,
         outputs: Outputs,
         lifecycle: RequestLifecycle,
-        guesses: DraftController | None,
+        draft_controller: DraftController | None,
     ) -> None:
         self._vocab_size = vocab_size
         self._memory, self._columns, self._counters, self._outputs = memory, columns, counters, outputs
         self._lifecycle = lifecycle
-        self._guesses = guesses  # None if the executor drafts no tokens
+        self._draft_controller = draft_controller  # None if the executor drafts no tokens
         self._intake = Intake(vocab_size, rules)
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
@@ -175,8 +175,8 @@ class Committer:
         columns.planned_out[slots[kept]] -= short
         asked = plan.drafts[extends:] > 0 if len(plan.drafts) else np.zeros(len(kept), dtype=np.bool_)
         rows = extends + np.flatnonzero(kept & asked)
-        if self._guesses is not None:
-            self._guesses.learn(
+        if self._draft_controller is not None:
+            self._draft_controller.learn(
                 plan, plan.slots[rows].astype(np.int64), run.drafted[rows], run.counts[rows] - 1, run.result.seconds
             )
         self._counters.verified_rows_total += int((run.drafted > 0).sum())
@@ -284,7 +284,7 @@ class Committer:
             self._outputs.add_rows(peer, columns.handle[slots[mine]].tolist(), fresh[mine].tolist(), flat)
         for i in np.flatnonzero(columns.wants_logprobs[slots]).tolist():
             self._outputs.add_logprobs(requests[int(at[i])], int(count[i] - fresh[i]), int(count[i]))
-        if self._guesses is not None:
+        if self._draft_controller is not None:
             for i in np.flatnonzero(columns.predicted[slots]).tolist():
                 self._outputs.add_predicted(requests[int(at[i])])
 

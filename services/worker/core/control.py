@@ -118,7 +118,7 @@ class SchedulerControl:
     def flush_cache(self) -> int:
         """Forgets every cached prefix that no running request uses. Returns the number of freed pages."""
         scheduler = self._scheduler
-        scheduler.rooms.end_all()
+        scheduler.reservations.end_all()
         if scheduler.tiers is not None:
             scheduler.tiers.end_all()
         num_pages = scheduler.memory.flush()
@@ -160,7 +160,7 @@ class SchedulerControl:
             request.namespace = retired_name(request.namespace, number)
         if scheduler.tiers is not None:
             scheduler.tiers.retired(names)
-        scheduler.rooms.end_retired()
+        scheduler.reservations.end_retired()
         return scheduler.memory.forget_retired()
 
     def storage_tag(self, salt: str) -> bytes | None:
@@ -175,7 +175,7 @@ class SchedulerControl:
         scheduler = self._scheduler
         assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "somebody uses the memory"
         scheduler.sessions.close_all(scheduler.memory)
-        scheduler.rooms.end_all()
+        scheduler.reservations.end_all()
         if scheduler.tiers is not None:
             scheduler.tiers.forget_tree()
         scheduler.memory.reset()

@@ -34,12 +34,12 @@ class DecodePlanner:
         counters: Counters,
         lifecycle: RequestLifecycle,
         ratio: NewTokenRatio,
-        guesses: DraftController | None,
+        draft_controller: DraftController | None,
     ) -> None:
         self.config = config  # replaced by Planner.retune()
         self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
         self._lifecycle, self._ratio = lifecycle, ratio
-        self._guesses = guesses  # None if the executor drafts no tokens
+        self._draft_controller = draft_controller  # None if the executor drafts no tokens
         self._decode_steps = 0
 
     @property
@@ -60,8 +60,8 @@ class DecodePlanner:
             self._memory.grow_each(need)
         self._columns.computed[rows.slots] += 1
         self._columns.planned_out[rows.slots] += 1
-        if self._guesses is not None:
-            rows = self._with_drafts(rows, self._guesses)
+        if self._draft_controller is not None:
+            rows = self._with_drafts(rows, self._draft_controller)
         self._decode_steps += 1
         if self._counters.retractions_total == before:
             self._ratio.step()
@@ -81,13 +81,13 @@ class DecodePlanner:
         assert not len(need) or room[room.argmin()] == 0, "a row was planned beyond its pages"
         return DecodeRows(requests, slots), need.astype(np.int32)
 
-    def _with_drafts(self, rows: DecodeRows, guesses: DraftController) -> DecodeRows:
+    def _with_drafts(self, rows: DecodeRows, draft_controller: DraftController) -> DecodeRows:
         """The rows, each with as many drafts as pay, as its output may still have tokens and the step has room for, and pages for
         them; none for who wants no guesses. None where that would take pages from others: drafts are guesses."""
         columns, slots = self._columns, rows.slots
         most = min(self.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
-        left = np.where(columns.guessable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
-        drafts = guesses.choose(slots, np.minimum(left, most)) if most else guesses.crowded(slots)
+        left = np.where(columns.draftable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
+        drafts = draft_controller.choose(slots, np.minimum(left, most)) if most else draft_controller.crowded(slots)
         over = columns.computed[slots] + drafts - self._memory.slots.num_pages[slots] * self.config.page_size
         need = -(-np.maximum(over, 0) // self.config.page_size)
         if need.sum() > self._memory.pages.num_free:

@@ -45,11 +45,11 @@ class ExtendPlanner:
         memory: KVMemory,
         columns: SlotColumns,
         lifecycle: RequestLifecycle,
-        guesses: DraftController | None,
+        draft_controller: DraftController | None,
     ) -> None:
         self.config = config  # replaced by Planner.retune()
         self._queues, self._memory, self._columns, self._lifecycle = queues, memory, columns, lifecycle
-        self._guesses = guesses
+        self._draft_controller = draft_controller
         self._random = np.random.default_rng(config.random_seed)
         self._prefixes = PrefixGate(config.page_size, memory, columns, queues.waiting)
         self._gates: list[Gate] = [PoolGate(config).look]
@@ -358,20 +358,20 @@ class ExtendPlanner:
         lease = self._lifecycle.admit(request, match, now)
         added = self._add(request, len(match.pages) * self.config.page_size, count, adder, rows)
         assert added, "admission without a page to begin with"
-        rows.admit(request, lease.slot, self._is_guessed(lease.slot))
+        rows.admit(request, lease.slot, self._gets_drafts(lease.slot))
         self._prefixes.note(request)
         return result
 
-    def _is_guessed(self, slot: int) -> bool:
+    def _gets_drafts(self, slot: int) -> bool:
         """Whether somebody guesses for whom begins there."""
-        guessable = self._columns.guessable
-        if self._guesses is None or not guessable[slot]:
+        draftable = self._columns.draftable
+        if self._draft_controller is None or not draftable[slot]:
             return False
-        self._guesses.begin(slot)
-        if self._guesses.hears_few:
+        self._draft_controller.begin(slot)
+        if self._draft_controller.hears_few:
             running = [r.kv.lease.slot for r in (*self._queues.extending, *self._queues.decoding) if r.kv.lease is not None]
-            guessable[slot] = self._guesses.hears_another([each for each in running if guessable[each] and each != slot])
-        return bool(guessable[slot])
+            draftable[slot] = self._draft_controller.hears_another([each for each in running if draftable[each] and each != slot])
+        return bool(draftable[slot])
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
         """What the adder says, and how many tokens it takes. `match` is locked."""

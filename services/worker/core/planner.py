@@ -30,22 +30,22 @@ class Planner:
         columns: SlotColumns,
         counters: Counters,
         lifecycle: RequestLifecycle,
-        guesses: DraftController | None,
+        draft_controller: DraftController | None,
     ) -> None:
         self.config = config  # replaced by retune()
         self._queues, self._memory, self._columns, self._counters = queues, memory, columns, counters
-        self._guesses = guesses  # None if the executor drafts no tokens
+        self._draft_controller = draft_controller  # None if the executor drafts no tokens
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.extends = ExtendPlanner(config, queues, memory, columns, lifecycle, guesses)
-        self._decodes = DecodePlanner(config, queues, memory, columns, counters, lifecycle, self.ratio, guesses)
+        self.extends = ExtendPlanner(config, queues, memory, columns, lifecycle, draft_controller)
+        self._decodes = DecodePlanner(config, queues, memory, columns, counters, lifecycle, self.ratio, draft_controller)
         self._step_id = 0
         self._extends_in_a_row = 0
 
     def rest(self) -> None:
         """Nobody runs or waits."""
         self.ratio.reset()
-        if self._guesses is not None:
-            self._guesses.rest()
+        if self._draft_controller is not None:
+            self._draft_controller.rest()
 
     def retune(self, config: SchedulerConfig, running_limit: int, ratio: float | None) -> None:
         """Applies changed settings. ratio: new-token ratio; None leaves it."""

@@ -23,7 +23,7 @@ from services.worker.core.contracts.messages import (
     Submit,
 )
 from services.worker.core.contracts.plan import BatchPlan, StepResult, idle_plan
-from services.worker.core.contracts.rooms import RoomEvents, RoomLeft, Source
+from services.worker.core.contracts.reservations import KvSource, ReservationEvents, ReservationReleased
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceLog
 from services.worker.core.contracts.transfers import Fact, PageOperation
@@ -39,7 +39,7 @@ from services.worker.core.queue.outputs import Outputs
 from services.worker.core.queue.queues import RequestQueues
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.rooms import Rooms
+from services.worker.core.queue.reservations import KvReservations
 from services.worker.core.queue.sessions import SessionTable
 from services.worker.core.step_rows import Extend, Step
 from services.worker.core.tiers.page_keys import PageKeys
@@ -74,15 +74,17 @@ class Scheduler:
         self.columns = SlotColumns(config.max_running_requests)
         self.counters = Counters()
         self.sessions = SessionTable(config)
-        self.rooms = Rooms(config.disaggregation_hold_s)
+        self.reservations = KvReservations(config.disaggregation_hold_s)
         self.trace = TraceLog()
         self._outputs = Outputs()
         shared = self.queues, self.memory, self.columns, self.counters
-        self.lifecycle = RequestLifecycle(config, *shared, self.sessions, self.rooms, self._outputs, self.trace, self.tiers)
-        guesses = _controller(config) if config.max_drafts else None
-        self.planner = Planner(config, *shared, self.lifecycle, guesses)
+        self.lifecycle = RequestLifecycle(
+            config, *shared, self.sessions, self.reservations, self._outputs, self.trace, self.tiers
+        )
+        draft_controller = _controller(config) if config.max_drafts else None
+        self.planner = Planner(config, *shared, self.lifecycle, draft_controller)
         self._committer = Committer(
-            config.vocab_size, rules, self.memory, self.columns, self.counters, self._outputs, self.lifecycle, guesses
+            config.vocab_size, rules, self.memory, self.columns, self.counters, self._outputs, self.lifecycle, draft_controller
         )
         self._flight: list[Step] = []
         self._began: list[float] = []  # of each in flight
@@ -129,7 +131,7 @@ class Scheduler:
             self.lifecycle.refuse(message.peer, message.handle, message.request_id, resolved)
             self._leave_prefetch((message.peer, message.handle))
             if message.source is not None and self.config.reads_peers:
-                self.rooms.done_with(message.source)
+                self.reservations.done_with(message.source)
             return
         self._next_seq += 1
         request = make_request(resolved, self._next_seq, self.config, now, self.revision)
@@ -161,18 +163,18 @@ class Scheduler:
         if request is not None:
             self.lifecycle.end(request, CANCELLED, now)
         else:
-            self.rooms.leave_asker((peer, handle))
+            self.reservations.leave_asker((peer, handle))
             self._leave_prefetch((peer, handle))
 
-    def turned_away(self, peer: int, handle: int, source: Source | None, now: float) -> None:
+    def turned_away(self, peer: int, handle: int, source: KvSource | None, now: float) -> None:
         """A request that submit() never hears of: nothing that was read ahead for it is kept, and nobody reads its source."""
         self.abort(peer, handle, now)
         if source is not None and self.config.reads_peers:
-            self.rooms.done_with(source)
+            self.reservations.done_with(source)
 
     def abort_peer(self, peer: int, now: float) -> None:
         """Ends every request of a front end that has gone, and what it was told to be kept."""
-        self.rooms.leave_peer(peer)
+        self.reservations.leave_peer(peer)
         if self.tiers is not None:
             self.tiers.prefetches.leave_peer(peer)
         for request in [r for r in self.queues.by_key.values() if r.peer == peer]:
@@ -212,7 +214,7 @@ class Scheduler:
         """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.trace.now = now
-        if now >= self.rooms.next_look and self.rooms.expire(now):
+        if now >= self.reservations.next_look and self.reservations.expire(now):
             self.queues.batch_is_full = False
         operations = self._plan_operations(now) if self.tiers is not None else ()
         step = self._plan_step(now)
@@ -311,13 +313,13 @@ class Scheduler:
         peers = self._outputs.take()
         return StepOutput(peers) if peers else None
 
-    def leave_room(self, left: RoomLeft) -> None:
-        self.rooms.leave(left)
+    def release_reservation(self, left: ReservationReleased) -> None:
+        self.reservations.leave(left)
 
-    def take_rooms(self) -> RoomEvents | None:
+    def take_reservation_events(self) -> ReservationEvents | None:
         """What has become of rooms since the last call: for the executor, before the next step is launched and before front ends
         are told anything."""
-        return self.rooms.take()
+        return self.reservations.take()
 
     @property
     def has_cache_events(self) -> bool:
@@ -350,9 +352,9 @@ class Scheduler:
             num_sessions=len(self.sessions),
             session_tokens=self.sessions.num_tokens,
             evicted_pages_total=memory.evicted_pages_total,
-            num_rooms=len(self.rooms),
-            rooms_total=self.rooms.opened_total,
-            expired_rooms_total=self.rooms.expired_total,
+            num_rooms=len(self.reservations),
+            rooms_total=self.reservations.opened_total,
+            expired_rooms_total=self.reservations.expired_total,
             **{name: getattr(self.counters, name) for name in COUNTER_NAMES},
             **self._tier_stats(),
         )

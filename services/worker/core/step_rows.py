@@ -57,14 +57,19 @@ class ExtendRows:
     admitted: list[SlotParams] = field(default_factory=list)
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def admit(self, request: Request, slot: int, guessed: bool) -> None:
-        """The request begins in this step: its parameters go with it. guessed: somebody guesses for it, who is told its tokens
-        and its prediction."""
+    def admit(self, request: Request, slot: int, drafted_for: bool) -> None:
+        """Adds the parameters of a request that begins in this step.
+
+        Args:
+            request: the request.
+            slot: its slot.
+            drafted_for: whether it may get draft tokens; the drafter then needs its tokens and its prediction.
+        """
         params = request.params
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
-        history = np.frombuffer(request.kv.token_key, dtype=np.int32) if penalised or guessed else _NONE
-        prediction, stops = request.prediction if guessed else _NONE, request.stop_token_ids
-        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, stops, history, prediction, guessed))
+        history = np.frombuffer(request.kv.token_key, dtype=np.int32) if penalised or drafted_for else _NONE
+        prediction, stops = request.prediction if drafted_for else _NONE, request.stop_token_ids
+        self.admitted.append(SlotParams(slot, request.num_prompt_tokens, params, stops, history, prediction, drafted_for))
 
     def add(self, request: Request, start: int, count: int, last: bool) -> None:
         known = len(request.kv.token_key) // TOKEN_BYTES

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch.profiler import ProfilerActivity
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.rooms import RoomEvents
+from services.worker.core.contracts.reservations import ReservationEvents
 from services.worker.core.contracts.transfers import Deleted, Fact, PageOperation
 from services.worker.exec.contracts.operations import DeleteStored, Operation, OperationRefused, ReleaseMemory
 from services.worker.exec.contracts.peer_pages import PeerReader, RoomServer
@@ -114,7 +114,7 @@ class DeviceExecutor:
     def room_server(self) -> RoomServer | None:
         return self._server
 
-    def rooms(self, events: RoomEvents) -> None:
+    def rooms(self, events: ReservationEvents) -> None:
         if self._server is not None:
             if events.closed:
                 self._server.shut(events.closed)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.graph_limits import GraphLimits, step_rereads
 from services.worker.core.contracts.plan import BatchPlan, PromptLogprobs, RowFault, RowLogprobs, StepResult
-from services.worker.core.contracts.rooms import OpenRoom, RoomEvents, RoomLeft, proof
+from services.worker.core.contracts.reservations import OpenReservation, ReservationEvents, ReservationReleased, proof
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import EARLY_S, NO_PAGES, UNASKED, Deleted, Fact, OperationKind, PageOperation, Pull
 from services.worker.core.tiers.page_keys import tag_of
@@ -152,8 +152,8 @@ class FakeExecutor:
         self.host: dict[int, I32] = {}  # a page's tokens by host page
         self.storage: dict[bytes, I32] = {}
         self.peers: dict[str, FakeExecutor] = {}  # other workers, by the address at which their KV is read
-        self.open_rooms: dict[int, OpenRoom] = {}
-        self.left_rooms: list[RoomLeft] = []  # that readers have left
+        self.open_rooms: dict[int, OpenReservation] = {}
+        self.left_rooms: list[ReservationReleased] = []  # that readers have left
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
         self._landing: list[tuple[float, PageOperation, int]] = []  # loads that were told of: when they are over, pages that come
@@ -172,7 +172,7 @@ class FakeExecutor:
         self._apply_table(plan)
         for admitted in plan.admitted:
             self.future_map[admitted.slot] = -1
-            self._params[admitted.slot], self._guessed[admitted.slot] = admitted.params, admitted.guessed
+            self._params[admitted.slot], self._guessed[admitted.slot] = admitted.params, admitted.drafted_for
             self._predictions[admitted.slot] = admitted.num_prompt_tokens, admitted.prediction
         at, predicted = 0, np.zeros(plan.num_rows, dtype=np.bool_)
         for row in range(plan.num_rows):
@@ -287,7 +287,7 @@ class FakeExecutor:
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Nobody is woken: what becomes of operations is a matter of the clock."""
 
-    def rooms(self, events: RoomEvents) -> None:
+    def rooms(self, events: ReservationEvents) -> None:
         for room in events.closed:
             self.open_rooms.pop(room.number, None)
         self.open_rooms |= {opened.room.number: opened for opened in events.opened}
@@ -295,7 +295,7 @@ class FakeExecutor:
             peer = self.peers.get(source.address)
             opened = None if peer is None else peer.open_rooms.get(source.room.number)
             if peer is not None and opened is not None and opened.room == source.room:
-                peer.left_rooms.append(RoomLeft(opened.room, opened.opening))
+                peer.left_rooms.append(ReservationReleased(opened.room, opened.opening))
 
     def facts(self) -> list[Fact]:
         self._land(NO_PAGES)

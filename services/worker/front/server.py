@@ -23,7 +23,7 @@ from services.shared.observe.log_fields import fields
 from services.shared.observe.tracing import trace_fields
 from services.shared.sampling_defaults import SamplingDefaults
 from services.worker.core.contracts.messages import Prefetch, PromptKeys, Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.front.busyness import LoadReport
@@ -185,10 +185,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             source = None  # none that anybody could leave
         self._inbox.put(TurnedAway(peer, message.handle, source))
 
-    def _new_room(self, message: worker_pb2.Submit) -> Room | None:
+    def _new_room(self, message: worker_pb2.Submit) -> KvReservation | None:
         if not message.hand_over or not self._info.kv_port:
             return None
-        return Room(secrets.randbits(63), self._info.generation, secrets.token_bytes(ROOM_SECRET_BYTES))
+        return KvReservation(secrets.randbits(63), self._info.generation, secrets.token_bytes(RESERVATION_SECRET_BYTES))
 
     def _with_keys(self, submit: Submit) -> Submit:
         """A session's turn has a prompt that only the core knows."""

@@ -12,7 +12,7 @@ from services.shared import limits
 from services.shared.field_refusal import worded
 from services.worker.core.contracts.messages import Finish, PagesReady, PeerOutput, Prefetch, SessionTurn, Submit
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
 from services.worker.core.contracts.transfers import Tier
 from services.worker.front.invalid_request import InvalidRequest
 from services.worker.front.sampling_wire import ModelLimits, sampling_from_pb, within
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def submit_from_pb(
-    message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int, room: Room | None = None
+    message: worker_pb2.Submit, peer: int, model: ModelLimits, random_seed: int, room: KvReservation | None = None
 ) -> Submit:
     """A checked Submit with every default resolved. random_seed: 64 bits, for a request without a seed. room: for its pages, if
     it is to be handed over; None: this worker keeps none for others.
@@ -86,7 +86,7 @@ def ready_from_pb(message: worker_pb2.PagesReady) -> PagesReady:
     return PagesReady(message.handle, _room_from_pb(message.room, "room"), message.room.pages)
 
 
-def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
+def _hand_over(message: worker_pb2.Submit, room: KvReservation | None) -> KvReservation | None:
     if not message.hand_over:
         return None
     if message.HasField("session") or _is_measured(message):
@@ -96,28 +96,28 @@ def _hand_over(message: worker_pb2.Submit, room: Room | None) -> Room | None:
     return room
 
 
-def _source_from_pb(message: worker_pb2.Submit) -> Source | None:
+def _source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
     if message.HasField("source") and (message.HasField("session") or _is_measured(message)):
         raise InvalidRequest("source", "neither in a session nor for an embedding or a score")
     return source_from_pb(message)
 
 
-def source_from_pb(message: worker_pb2.Submit) -> Source | None:
+def source_from_pb(message: worker_pb2.Submit) -> KvSource | None:
     """Of a submit of which nothing else need be right. Raises InvalidRequest."""
     return _kv_source_from_pb(message.source) if message.HasField("source") else None
 
 
-def _kv_source_from_pb(source: worker_pb2.KvSource) -> Source:
+def _kv_source_from_pb(source: worker_pb2.KvSource) -> KvSource:
     within(len(source.address), limits.MAX_ADDRESS_CHARS, "source.address")
-    return Source(_room_from_pb(source.room, "source.room"), source.address, source.room.pages)
+    return KvSource(_room_from_pb(source.room, "source.room"), source.address, source.room.pages)
 
 
-def _room_from_pb(room: worker_pb2.KvRoom, field: str) -> Room:
-    if len(room.secret) != ROOM_SECRET_BYTES:
-        raise InvalidRequest(f"{field}.secret", f"has {ROOM_SECRET_BYTES} bytes")
+def _room_from_pb(room: worker_pb2.KvRoom, field: str) -> KvReservation:
+    if len(room.secret) != RESERVATION_SECRET_BYTES:
+        raise InvalidRequest(f"{field}.secret", f"has {RESERVATION_SECRET_BYTES} bytes")
     if not room.pages:
         raise InvalidRequest(f"{field}.pages", "a room has a page at least")
-    return Room(room.room, room.epoch, room.secret)
+    return KvReservation(room.room, room.epoch, room.secret)
 
 
 def _output_from_pb(message: worker_pb2.Submit, prompt_len: int, model: ModelLimits) -> tuple[int, ...]:
@@ -261,5 +261,5 @@ def _finish_to_pb(finish: Finish) -> worker_pb2.Finish:
     return pb
 
 
-def _room_to_pb(room: Room, pages: int) -> worker_pb2.KvRoom:
+def _room_to_pb(room: KvReservation, pages: int) -> worker_pb2.KvRoom:
     return worker_pb2.KvRoom(room=room.number, epoch=room.epoch, secret=room.secret, pages=pages)

@@ -8,7 +8,7 @@ import queue
 from dataclasses import dataclass
 
 from services.worker.core.contracts.messages import PagesReady, Prefetch, Submit
-from services.worker.core.contracts.rooms import RoomLeft, Source
+from services.worker.core.contracts.reservations import KvSource, ReservationReleased
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.loop.barrier import Command
 
@@ -25,7 +25,7 @@ class TurnedAway:
 
     peer: int
     handle: int
-    source: Source | None
+    source: KvSource | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ Message = (
     | GrammarReady
     | GrammarFailed
     | FactsReady
-    | RoomLeft
+    | ReservationReleased
     | Command
     | Stop
 )

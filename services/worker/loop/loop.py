@@ -17,7 +17,7 @@ from services.worker.core.contracts.counters import StepStats
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import Prefetch, StepOutput, Submit
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.contracts.rooms import RoomLeft
+from services.worker.core.contracts.reservations import ReservationReleased
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEvents
@@ -191,7 +191,7 @@ class Loop:
 
     def _tell_rooms(self) -> None:
         """Before a step that may write what was in them, and before front ends hear of them."""
-        events = self._core.take_rooms()
+        events = self._core.take_reservation_events()
         if events is not None:
             self._executor.rooms(events)
 
@@ -268,8 +268,8 @@ class Loop:
                 self._commands.add(message, now)
             case FactsReady():
                 pass  # they are taken with every turn
-            case RoomLeft():
-                core.leave_room(message)
+            case ReservationReleased():
+                core.release_reservation(message)
             case Stop():
                 core.closed = STOPPING
                 return False

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft, Source, proof
+from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, ReservationReleased, proof
 from services.worker.core.contracts.transfers import I32, Pull
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
@@ -63,18 +63,18 @@ def secret_of(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()[:16]
 
 
-def room(number: int, pages: Sequence[int], tree: str = TREE) -> OpenRoom:
+def room(number: int, pages: Sequence[int], tree: str = TREE) -> OpenReservation:
     """Its prompt goes on behind its last page."""
     tokens = np.arange(number, number + len(pages) * PAGE_SIZE + 3, dtype=np.int32).tobytes()
-    return OpenRoom(Room(number, EPOCH, secret_of(number)), tree, tokens, np.array(pages, dtype=np.int32))
+    return OpenReservation(KvReservation(number, EPOCH, secret_of(number)), tree, tokens, np.array(pages, dtype=np.int32))
 
 
-def proof_of(opened: OpenRoom, end: int) -> bytes:
+def proof_of(opened: OpenReservation, end: int) -> bytes:
     """Of its pages before `end`."""
     return proof(opened.room.secret, opened.tree, opened.tokens[: end * PAGE_SIZE * 4])
 
 
-def read_request(opened: OpenRoom, first: int, count: int) -> Request:
+def read_request(opened: OpenReservation, first: int, count: int) -> Request:
     return Request(RequestKind.READ, opened.room, first, count, proof_of(opened, first + count))
 
 
@@ -92,7 +92,7 @@ class Served:
         carrier: Carrier | None = None,
     ) -> None:
         self.pool = Pool(page_bytes)
-        self.words: list[RoomLeft] = []
+        self.words: list[ReservationReleased] = []
         left = self.words.append
         self.server = TcpRoomServer(host, port, LAYOUT, PAGE_SIZE, page_bytes, self.pool, left, limits, tls, folder, carrier)
         self.address = f"[{host}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
@@ -104,20 +104,20 @@ class Served:
         self.server.close()
 
     @property
-    def left(self) -> list[Room]:
+    def left(self) -> list[KvReservation]:
         return [word.room for word in self.words]
 
     @property
     def refused(self) -> dict[str, int]:
         return self.server.counts().refused
 
-    def opened(self, number: int = 1, pages: Sequence[int] = (5, 2, 9, 30, 0)) -> OpenRoom:
+    def opened(self, number: int = 1, pages: Sequence[int] = (5, 2, 9, 30, 0)) -> OpenReservation:
         made = room(number, pages)
         self.server.open(made)
         return made
 
-    def source(self, opened: OpenRoom) -> Source:
-        return Source(opened.room, self.address, len(opened.pages))
+    def source(self, opened: OpenReservation) -> KvSource:
+        return KvSource(opened.room, self.address, len(opened.pages))
 
 
 class Asking:
@@ -171,7 +171,7 @@ def reader(layout: bytes = LAYOUT, page_bytes: int = PAGE_BYTES, **limits: Any) 
 
 
 def pull(
-    one: TcpPeerReader, source: Source, opened: OpenRoom, first: int, count: int, page_bytes: int = PAGE_BYTES
+    one: TcpPeerReader, source: KvSource, opened: OpenReservation, first: int, count: int, page_bytes: int = PAGE_BYTES
 ) -> bytes | None:
     """Pages' bytes, or None for none."""
     out = bytearray(count * page_bytes)

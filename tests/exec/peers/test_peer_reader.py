@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from services.shared.tls import certificate_files
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.reservations import KvSource
 from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.peers import peer_reader
 from services.worker.exec.peers.connection import parse_address
@@ -146,7 +146,7 @@ class TestReconnects:
     def test_once_where_it_has_ended(self, case: str) -> None:
         answers = sick_peers.answers_once(b"p" * PAGE_BYTES, **self.ENDS[case])
         with SickPeer(answers) as peer:
-            one, source = reader(), Source(OURS.room, peer.address, 5)
+            one, source = reader(), KvSource(OURS.room, peer.address, 5)
             for _ in range(3):
                 assert pull(one, source, OURS, 0, 1) == b"p" * PAGE_BYTES
             assert peer.num_connections == 3
@@ -155,7 +155,7 @@ class TestReconnects:
     def test_not_where_a_new_one_ends_unanswered(self) -> None:
         with SickPeer(sick_peers.NOTHING) as peer:
             one = reader()
-            assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
+            assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
             assert peer.num_connections == 1
             one.close()
 
@@ -187,7 +187,7 @@ class TestSickPeers:
         with SickPeer(ENDED[case]) as peer:
             one = reader()
             for _ in range(2):
-                assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
+                assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
             assert len(warnings(caplog)) == 1 and sum(one.read_bytes().values()) == 0
             one.close()
 
@@ -196,7 +196,7 @@ class TestSickPeers:
         """Nobody could wait for what it has to say."""
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=0.3)
-            asked = Running(lambda: pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2))
+            asked = Running(lambda: pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2))
             assert asked.result() is None
             one.close()
 
@@ -205,7 +205,7 @@ class TestSickPeers:
     def test_to_close_frees_who_waits(self, case: str, caplog: pytest.LogCaptureFixture) -> None:
         with SickPeer(SILENT[case]) as peer:
             one = reader(read_timeout_s=600.0, connect_timeout_s=600.0)
-            asked = Running(lambda: pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2))
+            asked = Running(lambda: pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2))
             assert peer.asked.wait(60)
             one.close()
             assert asked.result() is None
@@ -215,7 +215,7 @@ class TestSickPeers:
         with SickPeer(sick_peers.silent) as peer:
             one = reader(connect_timeout_s=600.0)
             begun = time.monotonic()
-            Running(lambda: one.leave(Source(OURS.room, peer.address, 5))).result()
+            Running(lambda: one.leave(KvSource(OURS.room, peer.address, 5))).result()
             assert time.monotonic() - begun < 60.0, "a tenth of what a connection may take"
             one.close()
 
@@ -225,8 +225,8 @@ class TestSickPeers:
             one = reader(read_timeout_s=0.3)
             begun = time.monotonic()
             for _ in range(20):
-                assert pull(one, Source(OURS.room, peer.address, 5), OURS, 0, 2) is None
-                one.leave(Source(OURS.room, peer.address, 5))
+                assert pull(one, KvSource(OURS.room, peer.address, 5), OURS, 0, 2) is None
+                one.leave(KvSource(OURS.room, peer.address, 5))
             assert time.monotonic() - begun < peer_reader.REST_S
             assert peer.num_connections == 1, "nor is a room left"
             one.close()
@@ -240,14 +240,14 @@ class TestSickPeers:
             port = served.server.port
         one = reader()
         for _ in range(2):
-            one.leave(Source(OURS.room, f"127.0.0.1:{port}", 5))
-            assert pull(one, Source(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
+            one.leave(KvSource(OURS.room, f"127.0.0.1:{port}", 5))
+            assert pull(one, KvSource(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
         assert len(warnings(caplog)) == 1
         with Served(port=port) as served:
             opened = served.opened()
             assert pull(one, served.source(opened), opened, 0, 2)
         assert [each.message for each in caplog.records if each.name == LINES][1:] == ["a peer can be read again"]
-        assert pull(one, Source(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
+        assert pull(one, KvSource(OURS.room, f"127.0.0.1:{port}", 5), OURS, 0, 2) is None
         assert len(warnings(caplog)) == 2
         one.close()
 
@@ -257,8 +257,8 @@ class TestSickPeers:
         with pytest.raises(ValueError):
             parse_address(address)
         one = reader()
-        assert pull(one, Source(OURS.room, address, 5), OURS, 0, 2) is None
-        one.leave(Source(OURS.room, address, 5))
+        assert pull(one, KvSource(OURS.room, address, 5), OURS, 0, 2) is None
+        one.leave(KvSource(OURS.room, address, 5))
         assert warnings(caplog) == [f"{address!r} is no host:port"]
         one.close()
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.contracts.rooms import Room, RoomLeft
+from services.worker.core.contracts.reservations import KvReservation, ReservationReleased
 from services.worker.exec.contracts.peer_pages import PeerCounts
 from services.worker.exec.peers import frames
 from services.worker.exec.peers.frames import PageLayout, Request, RequestKind, Status
@@ -81,7 +81,7 @@ REFUSED = {
     "another room's number": (replace(READ, room=replace(OURS.room, number=2)), Status.NO_ROOM),
     "another epoch": (replace(READ, room=replace(OURS.room, epoch=EPOCH + 1)), Status.NO_ROOM),
     "a room that never was": (replace(READ, room=replace(OURS.room, number=99)), Status.NO_ROOM),
-    "the largest number": (replace(READ, room=Room((1 << 64) - 1, (1 << 64) - 1, b"\xff" * 16)), Status.NO_ROOM),
+    "the largest number": (replace(READ, room=KvReservation((1 << 64) - 1, (1 << 64) - 1, b"\xff" * 16)), Status.NO_ROOM),
     "no secret, and pages beyond": (replace(READ, room=replace(OURS.room, secret=bytes(16)), first=99), Status.NO_ROOM),
     "a page beyond": (read_request(OURS, 4, 2), Status.OUT_OF_RANGE),
     "all beyond": (read_request(OURS, 5, 1), Status.OUT_OF_RANGE),
@@ -284,7 +284,7 @@ class TestShutting:
     def test_a_room_that_is_shut_is_not_read(self, served: Served) -> None:
         with Asking(served.server.port) as asking:
             assert asking.ask(READ)[0] is Status.OK
-            served.server.shut([OURS.room, OURS.room, Room(77, EPOCH, secret_of(77))])
+            served.server.shut([OURS.room, OURS.room, KvReservation(77, EPOCH, secret_of(77))])
             assert asking.ask(READ) == (Status.NO_ROOM, b"")
             assert len(served.pool.reads) == 1
             assert asking.ask(read_request(OTHERS, 0, 1))[0] is Status.OK
@@ -339,7 +339,7 @@ class TestLeaving:
             served.server.open(whole)
             assert asking.ask(read_request(whole, 1, 2)) == (Status.OK, served.pool.bytes_of([8, 13]))
             asking.socket.sendall(leave * 2)
-            until(lambda: served.words == [RoomLeft(whole.room, 4), RoomLeft(whole.room, 5)])
+            until(lambda: served.words == [ReservationReleased(whole.room, 4), ReservationReleased(whole.room, 5)])
             assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
 
     def test_who_has_read_it_before_it_grew_does_not_take_it_away_by_going(self, served: Served) -> None:
@@ -353,7 +353,7 @@ class TestLeaving:
         with Asking(served.server.port) as after:
             assert after.ask(read_request(whole, 0, 3))[0] is Status.OK
             assert served.words == []
-        until(lambda: served.words == [RoomLeft(whole.room, 5)])
+        until(lambda: served.words == [ReservationReleased(whole.room, 5)])
 
     def test_the_end_of_a_connection_leaves_what_it_has_read_last(self, served: Served) -> None:
         first, last = Asking(served.server.port), Asking(served.server.port)
@@ -384,7 +384,7 @@ class TestLeaving:
             assert served.left == []
 
     def test_an_owner_that_fails_does_not_keep_others_from_being_left(self, served: Served) -> None:
-        def fail_first(left: RoomLeft) -> None:
+        def fail_first(left: ReservationReleased) -> None:
             served.words.append(left)
             if len(served.words) == 1:
                 raise RuntimeError("not that one")

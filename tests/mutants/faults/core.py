@@ -69,7 +69,7 @@ CORE = (
     ),
     *of(
         "core",
-        "services/worker/core/queue/rooms.py",
+        "services/worker/core/queue/reservations.py",
         ("held.memory.unpin(held.node, used=True)", "held.memory.unpin(held.node)"),
         only="test_rules_peers",
     ),

@@ -8,7 +8,7 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/tiers/prefetches.py",
-        ("isinstance(source, Source) and source.room == room:", "isinstance(source, Source):"),
+        ("isinstance(source, KvSource) and source.room == room:", "isinstance(source, KvSource):"),
         ("self._imports.take_over(prefetch.wanted.seq, seq)", "self._imports.leave(prefetch.wanted.seq)"),
         ("return prefetch.wanted.arrived", "return Counter()"),
         ("for asker in [each for each in self._prefetches if each[0] == peer]:", "for asker in ():"),
@@ -25,7 +25,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/rooms.py",
+        "services/worker/core/queue/reservations.py",
         ("held.room == left.room and held.whole", "held.room == left.room"),
         (" and held.opening == left.opening", ""),
         ("            held.memory.unpin(held.node)\n            held.opening,", "            held.opening,"),
@@ -38,9 +38,9 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/queue/lifecycle.py",
-        ("            self._rooms.wait(request.kv.reservation, self._trace.now)\n", "            pass\n"),
+        ("            self._reservations.wait(request.kv.reservation, self._trace.now)\n", "            pass\n"),
         ("count <= request.kv.num_announced or", "count < request.kv.num_announced or"),
-        (" or (request.kv.num_announced and not self._rooms.stands(room))", ""),
+        (" or (request.kv.num_announced and not self._reservations.stands(room))", ""),
         ("        elif request.kv.num_announced:\n", "        elif False:\n"),
         ("        if is_retired(request.namespace):\n", "        if False:\n"),
         ("            self.announce(request)\n        if progress", "            pass\n        if progress"),
@@ -116,7 +116,7 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/queue/lifecycle.py",
-        ("return self._rooms.may_end or (", "return ("),
+        ("return self._reservations.may_end or (", "return ("),
         (
             "request = self._queues.end_import(seq)\n        self._leave_source(request)\n",
             "request = self._queues.end_import(seq)\n",
@@ -131,7 +131,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/rooms.py",
+        "services/worker/core/queue/reservations.py",
         ("        memory.pin(node)\n", ""),
         (
             "        del self._held[held.room.number]\n        held.memory.unpin(held.node, used=True)\n",
@@ -169,32 +169,26 @@ PEERS = (
     *of(
         "peers",
         "services/worker/core/scheduler.py",
-        ("        self.rooms.leave_peer(peer)\n", ""),
-        ("now >= self.rooms.next_look and self.rooms.expire(now)", "now < self.rooms.next_look"),
+        ("        self.reservations.leave_peer(peer)\n", ""),
+        ("now >= self.reservations.next_look and self.reservations.expire(now)", "now < self.reservations.next_look"),
         (
-            " and self.rooms.expire(now):\n            self.queues.batch_is_full = False\n",
-            ":\n            self.rooms.expire(now)\n",
+            " and self.reservations.expire(now):\n            self.queues.batch_is_full = False\n",
+            ":\n            self.reservations.expire(now)\n",
         ),
-        ("            self.rooms.leave_asker((peer, handle))\n", "            pass\n"),
-        ("                self.rooms.done_with(message.source)\n", "                pass\n"),
+        ("            self.reservations.leave_asker((peer, handle))\n", "            pass\n"),
+        ("                self.reservations.done_with(message.source)\n", "                pass\n"),
         only="test_rules_peers",
     ),
     *of(
         "peers",
         "services/worker/core/control.py",
-        (
-            "        scheduler.rooms.end_all()\n        if scheduler.tiers is not None:\n            scheduler.tiers.end_all()",
-            "        if scheduler.tiers is not None:\n            scheduler.tiers.end_all()",
-        ),
-        (
-            "        scheduler.rooms.end_all()\n        if scheduler.tiers is not None:\n            scheduler.tiers.forget",
-            "        if scheduler.tiers is not None:\n            scheduler.tiers.forget",
-        ),
+        ("        scheduler = self._scheduler\n        scheduler.reservations.end_all()", "        scheduler = self._scheduler"),
+        ("scheduler.memory)\n        scheduler.reservations.end_all()", "scheduler.memory)"),
         only="test_rules_peers",
     ),
     *of(
         "peers",
-        "services/worker/core/contracts/rooms.py",
+        "services/worker/core/contracts/reservations.py",
         ('len(name).to_bytes(8, "little") + name', "name"),
         ("self._tokens[self._end : end]", "self._tokens[:end]"),
         (", key=secret, digest_size=PROOF_BYTES", ", digest_size=PROOF_BYTES"),

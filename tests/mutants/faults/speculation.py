@@ -75,7 +75,7 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/exec/step/drafted_steps.py",
-        ("self._guessable[admitted.slot] = admitted.guessed", "self._guessable[admitted.slot] = True"),
+        ("self._guessable[admitted.slot] = admitted.drafted_for", "self._guessable[admitted.slot] = True"),
         ("predicted[step.predicted] = True", "predicted[:] = True"),
         only="test_speculation",
     ),
@@ -89,14 +89,14 @@ SPECULATION = (
     *of(
         "speculation",
         "services/worker/core/decode_planner.py",
-        ("left = np.where(columns.guessable[slots], ", "left = np.where(True, "),
+        ("left = np.where(columns.draftable[slots], ", "left = np.where(True, "),
         only="test_rules_guesses",
     ),
     *of(
         "speculation",
         "services/worker/core/extend_planner.py",
-        ("if self._guesses.hears_few:", "if False:"),
-        ("if guessable[each] and each != slot", "if each != slot"),
+        ("if self._draft_controller.hears_few:", "if False:"),
+        ("if draftable[each] and each != slot", "if each != slot"),
         only="test_rules_guesses",
     ),
     *of(

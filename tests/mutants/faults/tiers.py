@@ -67,7 +67,7 @@ TIERS = (
         "services/worker/core/control.py",
         ("            request.namespace = retired_name(request.namespace, number)\n", "            pass\n"),
         ("            scheduler.tiers.retired(names)\n", "            pass\n"),
-        ("        scheduler.rooms.end_retired()\n", ""),
+        ("        scheduler.reservations.end_retired()\n", ""),
         only="test_rules_salts",
     ),
     *of(
@@ -195,8 +195,8 @@ TIERS = (
         ),
         ("imported = self._tiers is not None and self._tiers.let_go()", "imported = False"),
         (
-            "return self._rooms.may_end or (self._tiers is not None and self._tiers.num_running > 0)",
-            "return self._rooms.may_end",
+            "return self._reservations.may_end or (self._tiers is not None and self._tiers.num_running > 0)",
+            "return self._reservations.may_end",
         ),
         ("            self._tiers.leave(request.seq)\n", "            pass\n"),
         ("left -= found[Tier(tier)]", "pass"),

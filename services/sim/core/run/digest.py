@@ -79,7 +79,7 @@ NAMES: dict[type, dict[str, str | Callable[[Any], object]]] = {
         "stop_token_ids": "stop_token_ids",
         "history": "history",
         "prediction": "prediction",
-        "drafted_for": "guessed",
+        "drafted_for": "drafted_for",
     },
     SamplingParams: {
         "max_new_tokens": "max_new_tokens",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from services.sim.core.run.remote_reads import RemoteReads
 from services.sim.core.trace.script import Script
 from services.worker.core.contracts.plan import BatchPlan, SlotParams, StepResult
-from services.worker.core.contracts.rooms import RoomEvents
+from services.worker.core.contracts.reservations import ReservationEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation, OperationRefused
 from services.worker.exec.contracts.protocol import NO_MASKS, Guesses, Masks, Run
@@ -102,7 +102,7 @@ class SimExecutor:
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
         """Does nothing: operations end by the clock."""
 
-    def rooms(self, events: RoomEvents) -> None:
+    def rooms(self, events: ReservationEvents) -> None:
         assert self._reads is not None, "only workers with remote reads have KV reservations"
         self._reads.rooms(events, self._clock.now)
 

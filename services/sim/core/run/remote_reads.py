@@ -6,7 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, RoomLeft, Source, proof
+from services.worker.core.contracts.reservations import (
+    KvReservation,
+    KvSource,
+    OpenReservation,
+    ReservationEvents,
+    ReservationReleased,
+    proof,
+)
 from services.worker.core.contracts.transfers import Fact, OperationKind, PageOperation, Pull
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 
@@ -44,9 +51,9 @@ class OpenReservations:
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[str, dict[int, OpenRoom]] = {}
+        self._rooms: dict[str, dict[int, OpenReservation]] = {}
 
-    def update(self, address: str, events: RoomEvents) -> None:
+    def update(self, address: str, events: ReservationEvents) -> None:
         rooms = self._rooms.setdefault(address, {})
         for room in events.closed:
             rooms.pop(room.number, None)
@@ -59,7 +66,7 @@ class OpenReservations:
         """Removes the reservations of a dead worker."""
         self._rooms.pop(address, None)
 
-    def find(self, address: str, room: Room) -> OpenRoom | None:
+    def find(self, address: str, room: KvReservation) -> OpenReservation | None:
         """Returns the current state of a reservation, or None if it has ended."""
         opened = self._rooms.get(address, {}).get(room.number)
         return opened if opened is not None and opened.room == room else None
@@ -98,7 +105,7 @@ class RemoteReads:
         wire: Wire,
         page_bytes: int,
         page_size: int,
-        send_release: Callable[[Source, float], None],
+        send_release: Callable[[KvSource, float], None],
     ) -> None:
         """Creates a reader without reads.
 
@@ -120,16 +127,16 @@ class RemoteReads:
         """Number of KV reservations at this worker."""
         return self._reservations.count(self._address)
 
-    def rooms(self, events: RoomEvents, now: float) -> None:
+    def rooms(self, events: ReservationEvents, now: float) -> None:
         self._reservations.update(self._address, events)
         for source in events.left:
             lane = self._lanes.get(source.address)
             self._send_release(source, lane[-1].end if lane else now)
 
-    def release_here(self, room: Room) -> RoomLeft | None:
+    def release_here(self, room: KvReservation) -> ReservationReleased | None:
         """Returns the release of a reservation of this worker, or None if it has ended."""
         opened = self._reservations.find(self._address, room)
-        return None if opened is None else RoomLeft(room, opened.opening)
+        return None if opened is None else ReservationReleased(room, opened.opening)
 
     def begin(self, operations: Sequence[PageOperation], at: float) -> None:
         """Queues reads that begin at `at`, when all steps that were launched before have ended."""

@@ -107,7 +107,7 @@ class SimWorker:
         return self.core.take_output()
 
     def _pass_reservations(self) -> None:
-        events = self.core.take_rooms()
+        events = self.core.take_reservation_events()
         if events is not None:
             self._executor.rooms(events)
 

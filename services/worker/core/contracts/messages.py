@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs, no_tokens
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 
@@ -93,8 +93,8 @@ class Submit:
     batch: int = 0
     weight: float = 1.0
     page_keys: PromptKeys | None = None
-    hand_over: Room | None = None
-    source: Source | None = None
+    hand_over: KvReservation | None = None
+    source: KvSource | None = None
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
 
 
@@ -107,7 +107,7 @@ class Prefetch:
     peer: int
     handle: int
     prompt_ids: NDArray[np.int32]
-    source: Source
+    source: KvSource
     salt: str = ""
     lora: str = ""
     revision: str = ""
@@ -121,7 +121,7 @@ class PagesReady:
     computed of it so far."""
 
     handle: int
-    room: Room
+    room: KvReservation
     num_pages: int
 
 
@@ -179,7 +179,7 @@ class Finish:
     label_logprobs: NDArray[np.float32] | None = None
     field: str = ""
     element: int | None = None  # index of the value of a repeated `field`
-    room: Room | None = None
+    room: KvReservation | None = None
     room_pages: int = 0
 
 

@@ -42,7 +42,7 @@ class SlotParams:
     history: int32[n], prompt and kept output in order, where penalties need counts or the executor drafts for it, else empty.
     stop_token_ids: ids (EOS included, unless ignored) masked until min_new_tokens outputs exist.
     prediction: int32[n], text that the output may turn out to be, for who drafts; empty: nobody has said.
-    guessed: who drafts hears of it: its decode rows may have guesses.
+    drafted_for: whether the decode rows of the slot may have draft tokens.
     """
 
     slot: int
@@ -51,7 +51,7 @@ class SlotParams:
     stop_token_ids: tuple[int, ...]
     history: I32
     prediction: I32 = field(default_factory=no_tokens)
-    guessed: bool = False
+    drafted_for: bool = False
 
 
 @dataclass(frozen=True, slots=True)

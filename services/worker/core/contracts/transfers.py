@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.reservations import KvSource
 
 I32 = NDArray[np.int32]
 NO_PAGES: I32 = np.empty(0, dtype=np.int32)
@@ -49,9 +49,9 @@ class WritePolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Pages of a room, from page `first` on. proof: of the prompt up to the last of them, see rooms.py."""
+    """Pages of a room, from page `first` on. proof: of the prompt up to the last of them, see reservations.py."""
 
-    source: Source
+    source: KvSource
     first: int
     proof: bytes
 

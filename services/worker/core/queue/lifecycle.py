@@ -8,7 +8,7 @@ from __future__ import annotations
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady
-from services.worker.core.contracts.rooms import OpenRoom
+from services.worker.core.contracts.reservations import OpenReservation
 from services.worker.core.contracts.trace import TraceKind, TraceLog
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.contracts.tree_name import is_retired
@@ -22,7 +22,7 @@ from services.worker.core.queue.outputs import Outputs
 from services.worker.core.queue.queues import RequestQueues
 from services.worker.core.queue.request import Phase, Request
 from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.rooms import Rooms
+from services.worker.core.queue.reservations import KvReservations
 from services.worker.core.queue.sessions import SessionTable
 
 MAX_TIER_LOOKUPS = 2  # per wait: at its begin, and before the admission
@@ -42,21 +42,21 @@ class RequestLifecycle:
         columns: SlotColumns,
         counters: Counters,
         sessions: SessionTable,
-        rooms: Rooms,
+        reservations: KvReservations,
         outputs: Outputs,
         trace: TraceLog,
         tiers: OtherTiers | None,
     ) -> None:
         self.config = config  # replaced by Scheduler.reconfigure()
         self._queues, self._memory, self._columns = queues, memory, columns
-        self._counters, self._sessions, self._rooms = counters, sessions, rooms
+        self._counters, self._sessions, self._reservations = counters, sessions, reservations
         self._outputs, self._trace, self._tiers = outputs, trace, tiers
         self._deadlines = Deadlines()
 
     @property
     def pages_may_come_back(self) -> bool:
         """Whether pages may become free without a step: an operation holds some, or a reservation has a time limit."""
-        return self._rooms.may_end or (self._tiers is not None and self._tiers.num_running > 0)
+        return self._reservations.may_end or (self._tiers is not None and self._tiers.num_running > 0)
 
     def enqueue(self, request: Request) -> None:
         """Adds a new request to the waiting queue or to the gate."""
@@ -124,7 +124,7 @@ class RequestLifecycle:
             Whether any were released.
         """
         imported = self._tiers is not None and self._tiers.let_go()
-        return self._rooms.let_go() or imported
+        return self._reservations.let_go() or imported
 
     def admit(self, request: Request, match: Match, now: float) -> Lease:
         """Gives a waiting request a slot. `match` is locked, and the lease takes the lock over."""
@@ -141,7 +141,7 @@ class RequestLifecycle:
         progress.flight_step = -1
         kv.prefix_seen, kv.prefix_passes = -1, 0
         if kv.reservation is not None:
-            self._rooms.go_on(kv.reservation)
+            self._reservations.go_on(kv.reservation)
             self.announce(request)
         if progress.queue_s < 0:
             self._note_first_admission(request, cached, now)
@@ -153,11 +153,11 @@ class RequestLifecycle:
         room, lease = request.kv.reservation, request.kv.lease
         assert room is not None and lease is not None, "who computes for others runs, and has a room"
         count = int(self._memory.slots.num_shared[lease.slot])
-        if count <= request.kv.num_announced or (request.kv.num_announced and not self._rooms.stands(room)):
+        if count <= request.kv.num_announced or (request.kv.num_announced and not self._reservations.stands(room)):
             return
         pages = self._memory.slots.page_table[lease.slot, :count].copy()
-        opened = OpenRoom(room, request.namespace, request.kv.token_key, pages)
-        self._rooms.open(opened, (request.peer, request.handle), lease.node, self._memory)
+        opened = OpenReservation(room, request.namespace, request.kv.token_key, pages)
+        self._reservations.open(opened, (request.peer, request.handle), lease.node, self._memory)
         request.kv.num_announced = count
         self._outputs.add_ready(request.peer, PagesReady(request.handle, room, count))
 
@@ -211,7 +211,7 @@ class RequestLifecycle:
         self._trace.add(request.request_id, kind, len(progress.output_ids))
         request.kv.num_tier_lookups = 0
         if request.kv.reservation is not None:
-            self._rooms.wait(request.kv.reservation, self._trace.now)
+            self._reservations.wait(request.kv.reservation, self._trace.now)
         self._counters.preemptions_total += preempted
         if not preempted:
             self._counters.retractions_total += 1
@@ -233,7 +233,7 @@ class RequestLifecycle:
         if ending.reason is FinishReason.HANDED_OVER:
             room_pages = self._open_room(request, now)
         elif request.kv.num_announced:
-            self._rooms.leave_asker((request.peer, request.handle))
+            self._reservations.leave_asker((request.peer, request.handle))
         self._trace.add(request.request_id, TraceKind.ENDED, len(request.progress.output_ids))
         assert self._adds_up, "who has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
@@ -288,18 +288,18 @@ class RequestLifecycle:
         room, tokens = request.kv.reservation, request.tokens().tobytes()
         assert room is not None, "who is handed over has a room"
         if is_retired(request.namespace):
-            self._rooms.leave_asker((request.peer, request.handle))
+            self._reservations.leave_asker((request.peer, request.handle))
             return 0
         match = self._memory.match(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
         if len(match.pages):
-            opened = OpenRoom(room, request.namespace, tokens, match.pages.copy())
-            self._rooms.open(opened, (request.peer, request.handle), match.node, self._memory)
-            self._rooms.complete(room, now)
+            opened = OpenReservation(room, request.namespace, tokens, match.pages.copy())
+            self._reservations.open(opened, (request.peer, request.handle), match.node, self._memory)
+            self._reservations.complete(room, now)
         return len(match.pages)
 
     def _leave_source(self, request: Request) -> None:
         if request.kv.source is not None:
-            self._rooms.done_with(request.kv.source)
+            self._reservations.done_with(request.kv.source)
             request.kv.source = None
 
     def _context_end(self, request: Request, node: TreeNode | None) -> TreeNode:

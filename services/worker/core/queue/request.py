@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import NOTHING_VERIFIED, SessionTurn, Verified
 from services.worker.core.contracts.plan import RowLogprobs, no_tokens
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.kv.memory import Lease
@@ -67,8 +67,8 @@ class RequestKv:
     cached_from: dict[Tier, int] = field(default_factory=dict)  # num_cached_tokens by the tier that had them
     prefix_seen: int = -1  # largest number of bytes of token_key that were cached while it waited for more; -1: it never waited
     prefix_passes: int = 0  # admission passes that it has waited since then
-    source: Source | None = None  # pages in another worker; None if there are none or they are not needed any more
-    reservation: Room | None = None  # keeps the pages for another worker, which continues the request after its next token
+    source: KvSource | None = None  # pages in another worker; None if there are none or they are not needed any more
+    reservation: KvReservation | None = None  # keeps the pages for the worker that continues after the next token
     num_announced: int = 0  # pages that the reservation has or had
 
 

@@ -14,7 +14,7 @@ class SlotColumns:
 
     epoch: changes whenever the slot is given back, so that a step in flight can tell its rows from later ones. computed,
     committed: tokens whose KV is or will be written by steps planned / committed so far. target: tokens to extend at this
-    admission. planned_out, num_out, sent: output tokens planned / committed / told to the front end. guessable: tokens may be
+    admission. planned_out, num_out, sent: output tokens planned / committed / told to the front end. draftable: tokens may be
     guessed ahead. special: the finish rules need more than stop_ids. masked: sampling needs the grammar's mask. wants_logprobs:
     of outputs. predicted: its client has said a prediction. redundant: the token that the step in flight samples is known already
     and was counted.
@@ -36,7 +36,7 @@ class SlotColumns:
         self.interval = column()
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
-        self.guessable = np.zeros(num_slots, dtype=np.bool_)
+        self.draftable = np.zeros(num_slots, dtype=np.bool_)
         self.special = np.zeros(num_slots, dtype=np.bool_)
         self.masked = np.zeros(num_slots, dtype=np.bool_)
         self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
@@ -62,7 +62,7 @@ class SlotColumns:
         self.handle[slot] = request.handle
         ids = request.stop_token_ids
         params = request.params
-        self.guessable[slot] = params.speculative and params.samples
+        self.draftable[slot] = params.speculative and params.samples
         self.masked[slot] = params.grammar is not None and params.samples
         self.wants_logprobs[slot] = request.wants_logprobs
         self.predicted[slot] = len(request.prediction) > 0

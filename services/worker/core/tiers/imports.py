@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from services.worker.core.contracts.rooms import Prover, Source
+from services.worker.core.contracts.reservations import KvSource, Prover
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull, Tier
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
@@ -190,7 +190,7 @@ class Imports:
                 return place, self._before_coming(rest[:count])
         source = wanted.source
         if source is not None and source.num_pages > first:
-            assert isinstance(source, Source), "a source says where its pages are read"
+            assert isinstance(source, KvSource), "a source says where its pages are read"
             return Place(Tier.PEER, source), self._before_coming(rest[: source.num_pages - first])
         return None, 0
 
@@ -307,7 +307,7 @@ class Imports:
 
 def _prover(wanted: Wanted) -> Prover | None:
     source = wanted.source
-    return Prover(source.room.secret, wanted.tree, wanted.tokens) if isinstance(source, Source) else None
+    return Prover(source.room.secret, wanted.tree, wanted.tokens) if isinstance(source, KvSource) else None
 
 
 def _room_of(wanted: Wanted) -> object:

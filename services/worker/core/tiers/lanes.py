@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.reservations import KvSource
 from services.worker.core.contracts.transfers import Fact, PageOperation, Tier
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Wanted
@@ -19,7 +19,7 @@ class Place:
     """Where pages are read from. source: of a peer."""
 
     tier: Tier
-    source: Source | None = None
+    source: KvSource | None = None
 
     @property
     def lane(self) -> str:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import Asker, Wanted
 from services.worker.core.kv.tree_node import TOKEN_BYTES
@@ -47,11 +47,11 @@ class Prefetches:
             self._prefetches[asker] = prefetch = _Prefetch(wanted)
             self._look(asker, prefetch, memory, now)
 
-    def more(self, asker: Asker, room: Room, num_pages: int, memory: KVMemory, now: float) -> None:
+    def more(self, asker: Asker, room: KvReservation, num_pages: int, memory: KVMemory, now: float) -> None:
         """So many pages of the room can be read by now. Of another room than its own, or of no prefetch, it says nothing."""
         prefetch = self._prefetches.get(asker)
         source = None if prefetch is None else prefetch.wanted.source
-        if prefetch is not None and isinstance(source, Source) and source.room == room:
+        if prefetch is not None and isinstance(source, KvSource) and source.room == room:
             prefetch.wanted.source = replace(source, num_pages=max(num_pages, source.num_pages))
             self._look(asker, prefetch, memory, now)
 

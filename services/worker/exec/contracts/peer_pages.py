@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation
 from services.worker.core.contracts.transfers import I32, Pull
 
 ReadPages = Callable[[I32, memoryview], None]
@@ -40,7 +40,7 @@ class PeerReader(Protocol):
         """Fills `out`, page after page, with so many pages; returns count, or 0 where the room did not stand any more after they
         were read, or nobody answered in time. out: writable, count * page_bytes bytes; undefined where 0 is returned."""
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: KvSource) -> None:
         """Says that nothing more will be read from the room; as far as somebody listens."""
 
     def rates(self) -> Sequence[PeerRate]:
@@ -60,10 +60,10 @@ class RoomServer(Protocol):
     def port(self) -> int:
         """That it listens on."""
 
-    def open(self, room: OpenRoom) -> None:
+    def open(self, room: OpenReservation) -> None:
         """Or, of one that stands, has more of its pages read. Called on the loop's thread; returns at once."""
 
-    def shut(self, rooms: Sequence[Room]) -> None:
+    def shut(self, rooms: Sequence[KvReservation]) -> None:
         """Nobody gets anything that is copied from these rooms later; what was copied before may still be on its way."""
 
     def shut_all(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.contracts.rooms import RoomEvents
+from services.worker.core.contracts.reservations import ReservationEvents
 from services.worker.core.contracts.transfers import Fact, PageOperation
 from services.worker.exec.contracts.operations import Operation
 
@@ -66,7 +66,7 @@ class Executor(Protocol):
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None: ...
 
-    def rooms(self, events: RoomEvents) -> None: ...
+    def rooms(self, events: ReservationEvents) -> None: ...
 
     def apply(self, operation: Operation) -> None: ...
 

@@ -22,7 +22,7 @@ import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from services.worker.core.contracts.rooms import PROOF_BYTES, ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.reservations import PROOF_BYTES, RESERVATION_SECRET_BYTES, KvReservation
 
 VERSION = 1
 DIGEST_BYTES = 32
@@ -30,10 +30,12 @@ MOST_LAYOUT_BYTES = 4096  # that are told; the digest is of all
 MOST_SENTENCE_BYTES = 16384
 _MAGIC = b"RSTKVPGS"
 _HELLO = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, bytes of the layout, digest
-_REQUEST = struct.Struct(f"<B3xIQQ{ROOM_SECRET_BYTES}sI4x{PROOF_BYTES}s")  # kind, first, number, epoch, secret, count, proof
+_REQUEST = struct.Struct(
+    f"<B3xIQQ{RESERVATION_SECRET_BYTES}sI4x{PROOF_BYTES}s"
+)  # kind, first, number, epoch, secret, count, proof
 _ANSWER = struct.Struct("<B7xQ")  # status, bytes of the payload
 _RING = struct.Struct("<I4xQ")  # slots, bytes of a slot
-_ROOM = struct.Struct(f"<QQ{ROOM_SECRET_BYTES}s")
+_ROOM = struct.Struct(f"<QQ{RESERVATION_SECRET_BYTES}s")
 _NO_PROOF = bytes(PROOF_BYTES)
 HELLO_BYTES, REQUEST_BYTES, ANSWER_BYTES, RING_BYTES = _HELLO.size, _REQUEST.size, _ANSWER.size, _RING.size
 
@@ -96,7 +98,7 @@ class Request:
     """first, count: pages, of READ alone, as is proof."""
 
     kind: RequestKind
-    room: Room
+    room: KvReservation
     first: int = 0
     count: int = 0
     proof: bytes = _NO_PROOF
@@ -134,10 +136,10 @@ def objection(hello: Hello, told: bytes | bytearray, layout: PageLayout) -> str:
     return ""
 
 
-def pack_room(room: Room) -> bytes:
+def pack_room(room: KvReservation) -> bytes:
     """All that a reader has to know of it. Raises ValueError for what no frame has room for."""
-    if len(room.secret) != ROOM_SECRET_BYTES:
-        raise ValueError(f"a room's secret has {ROOM_SECRET_BYTES} bytes, not {len(room.secret)}")
+    if len(room.secret) != RESERVATION_SECRET_BYTES:
+        raise ValueError(f"a room's secret has {RESERVATION_SECRET_BYTES} bytes, not {len(room.secret)}")
     try:
         return _ROOM.pack(room.number, room.epoch, room.secret)
     except struct.error as error:
@@ -159,7 +161,7 @@ def parse_request(frame: bytes | bytearray) -> Request:
     """Raises Malformed."""
     kind, first, number, epoch, secret, count, proof = _REQUEST.unpack(frame)
     try:
-        return Request(RequestKind(kind), Room(number, epoch, secret), first, count, proof)
+        return Request(RequestKind(kind), KvReservation(number, epoch, secret), first, count, proof)
     except ValueError as error:
         raise Malformed(f"nothing is asked by {kind}") from error
 

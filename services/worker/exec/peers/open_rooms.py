@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft
+from services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased
 from services.worker.core.contracts.transfers import I32
 from services.worker.exec.contracts.peer_pages import ReadPages
 from services.worker.exec.peers.frames import pack_room
@@ -25,7 +25,7 @@ class StandingRoom:
     left: who reads it wants nothing more, as it is. Of OpenRooms alone but for `room`; one that is shut never stands
     again: a room that is opened anew is another one."""
 
-    room: OpenRoom
+    room: OpenReservation
     key: bytes
     reader: object | None = None
     left: bool = False
@@ -40,7 +40,7 @@ class OpenRooms:
         self._copying = 0
         self._changed = threading.Condition()
 
-    def open(self, room: OpenRoom) -> None:
+    def open(self, room: OpenReservation) -> None:
         """One that stands gets further pages, and may be left once more: who left it, or has read it, knew of no more than it
         had."""
         key = pack_room(room.room)
@@ -50,7 +50,7 @@ class OpenRooms:
             assert len(room.pages) >= len(standing.room.pages), "a room that stands only grows"
             standing.room, standing.reader, standing.left = room, None, False
 
-    def shut(self, rooms: Sequence[Room]) -> None:
+    def shut(self, rooms: Sequence[KvReservation]) -> None:
         """Those that do not stand are passed over."""
         with self._changed:
             for room in rooms:
@@ -62,7 +62,7 @@ class OpenRooms:
             self._standing.clear()
             self._changed.wait_for(lambda: not self._copying)
 
-    def find(self, room: Room) -> StandingRoom | None:
+    def find(self, room: KvReservation) -> StandingRoom | None:
         """None if there is none of this number, epoch and secret."""
         key = pack_room(room)
         with self._changed:
@@ -87,29 +87,29 @@ class OpenRooms:
                 self._changed.notify_all()
         return stands
 
-    def was_read(self, standing: StandingRoom, opened: OpenRoom, reader: object) -> None:
+    def was_read(self, standing: StandingRoom, opened: OpenReservation, reader: object) -> None:
         """opened: as which it was read. reader: by which it was read last."""
         with self._changed:
             if standing.room is opened:
                 standing.reader = reader
 
-    def leave(self, room: Room) -> list[RoomLeft]:
+    def leave(self, room: KvReservation) -> list[ReservationReleased]:
         """The room, if it stands and is not left yet: who names it is taken to know it as it is."""
         standing = self.find(room)
         return self._leave([] if standing is None else [standing])
 
-    def reader_gone(self, reader: object) -> list[RoomLeft]:
+    def reader_gone(self, reader: object) -> list[ReservationReleased]:
         """Rooms that are left with it: which stand, were read by it last as they are, and are not left yet."""
         with self._changed:
             read = [standing for standing in self._standing.values() if standing.reader is reader]
         return self._leave(read)
 
-    def _leave(self, rooms: Sequence[StandingRoom]) -> list[RoomLeft]:
+    def _leave(self, rooms: Sequence[StandingRoom]) -> list[ReservationReleased]:
         with self._changed:
             news = [standing for standing in rooms if self._stands(standing) and not standing.left]
             for standing in news:
                 standing.left = True
-            return [RoomLeft(standing.room.room, standing.room.opening) for standing in news]
+            return [ReservationReleased(standing.room.room, standing.room.opening) for standing in news]
 
     def _stands(self, standing: StandingRoom) -> bool:
         """With the lock. The very same one, not another of its number."""

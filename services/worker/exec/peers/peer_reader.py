@@ -22,7 +22,7 @@ from pathlib import Path
 
 from services.shared import limits
 from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.transfers import Pull
 from services.worker.exec.contracts.peer_pages import PeerRate
 from services.worker.exec.peers import frames
@@ -121,7 +121,7 @@ class TcpPeerReader:
             self._read_bytes[transport] += out.nbytes
         return count
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: KvSource) -> None:
         """Where it is not heard, the room goes with the connection over which it was read, or when its hold is over."""
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._talking_to(source.address) as peer:
@@ -219,7 +219,7 @@ class TcpPeerReader:
         _send_request(connection, request, deadline)
         return _receive_answer(connection, out, deadline, peer.receiver)
 
-    def _stage(self, peer: _Peer, connection: Connection, room: Room, deadline: float) -> bool:
+    def _stage(self, peer: _Peer, connection: Connection, room: KvReservation, deadline: float) -> bool:
         """Has pages come through NIXL from here on, if they may, and it is not known that they do not. False: there is no such
         room. Raises _Unanswered, Unstaged."""
         if self._carrier is None or peer.receiver is not None or peer.has_asked:

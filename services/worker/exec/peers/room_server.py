@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomLeft, proof
+from services.worker.core.contracts.reservations import KvReservation, OpenReservation, ReservationReleased, proof
 from services.worker.core.kv.tree_node import TOKEN_BYTES
 from services.worker.exec.contracts.peer_pages import PeerCounts, ReadPages
 from services.worker.exec.peers import frames
@@ -62,7 +62,7 @@ class TcpRoomServer:
         page_size: int,
         page_bytes: int,
         read_pages: ReadPages,
-        on_left: Callable[[RoomLeft], None],
+        on_left: Callable[[ReservationReleased], None],
         limits: ServerLimits | None = None,
         tls: PeerTls | None = None,
         folder: SocketFolder | None = None,
@@ -102,10 +102,10 @@ class TcpRoomServer:
     def port(self) -> int:
         return self._port
 
-    def open(self, room: OpenRoom) -> None:
+    def open(self, room: OpenReservation) -> None:
         self._rooms.open(room)
 
-    def shut(self, rooms: Sequence[Room]) -> None:
+    def shut(self, rooms: Sequence[KvReservation]) -> None:
         self._rooms.shut(rooms)
 
     def shut_all(self) -> None:
@@ -207,7 +207,7 @@ class TcpRoomServer:
                         sender = staging
                         self._send(connection, Status.OK, staging.told)
 
-    def _staged(self, connection: Connection, room: Room) -> StagingSender | None:
+    def _staged(self, connection: Connection, room: KvReservation) -> StagingSender | None:
         """None, and the reader has been told, where pages go through the connection as before. Raises OSError."""
         if self._rooms.find(room) is None:
             self._refuse(connection, Status.NO_ROOM)
@@ -299,7 +299,7 @@ class TcpRoomServer:
         elif sent < request.count:
             self._count_refused(Status.NO_ROOM.name.lower())  # and the reader has been told
 
-    def _verdict(self, request: Request, room: OpenRoom) -> Status:
+    def _verdict(self, request: Request, room: OpenReservation) -> Status:
         """OK, or why these pages of a room that the reader knows cannot be read. Nothing is made before the sizes are known."""
         end = request.first + request.count
         if request.count * self._layout.page_bytes > max(self._limits.max_read_bytes, self._layout.page_bytes):
@@ -329,7 +329,7 @@ class TcpRoomServer:
             frames.pack_answer(Answer(status, len(payload))) + payload, time.monotonic() + self._limits.send_timeout_s
         )
 
-    def _tell_left(self, rooms: Sequence[RoomLeft]) -> None:
+    def _tell_left(self, rooms: Sequence[ReservationReleased]) -> None:
         for left in rooms:
             try:
                 self._on_left(left)

@@ -188,9 +188,9 @@ class DraftedSteps:
 
     def _tell_given(self, plan: BatchPlan) -> None:
         for admitted in plan.admitted:
-            self._guessable[admitted.slot] = admitted.guessed
+            self._guessable[admitted.slot] = admitted.drafted_for
             self._holders[admitted.slot] += 1
-            if admitted.guessed:
+            if admitted.drafted_for:
                 self._drafter.admit(admitted)
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):

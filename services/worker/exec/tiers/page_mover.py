@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from services.shared.observe.log_fields import fields
-from services.worker.core.contracts.rooms import Source
+from services.worker.core.contracts.reservations import KvSource
 from services.worker.core.contracts.transfers import I32, UNASKED, Deleted, Fact, OperationKind, PageOperation, Selection
 from services.worker.exec.contracts.page_store import PageStore
 from services.worker.exec.contracts.peer_pages import PeerReader
@@ -69,7 +69,7 @@ class _Ask:
 class _Leave:
     """Nothing more is wanted of another worker's room."""
 
-    source: Source
+    source: KvSource
 
 
 Job = _Work | _Delete | _Ask | _Leave
@@ -154,7 +154,7 @@ class PageMover:
         elif done.set_running_or_notify_cancel():
             done.set_result(Deleted(0))
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: KvSource) -> None:
         """Says to another worker that nothing more is wanted of its room; does not wait for it."""
         if self._peers is not None:  # behind what was begun before it
             self._streams.launch(partial(self._passed_leave, source))
@@ -178,7 +178,7 @@ class PageMover:
             if self._log is not None:
                 self._log.close()
 
-    def _passed_leave(self, source: Source) -> None:
+    def _passed_leave(self, source: KvSource) -> None:
         """Where no thread can be had its room ends by itself."""
         self._give(source.address, _Leave(source))
 
@@ -285,7 +285,7 @@ class PageMover:
             done.set_result(deleted)
 
     @staticmethod
-    def _leave(peers: PeerReader, source: Source) -> None:
+    def _leave(peers: PeerReader, source: KvSource) -> None:
         try:
             peers.leave(source)
         except Exception:  # of any kind: its room ends by itself

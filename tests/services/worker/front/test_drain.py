@@ -19,7 +19,7 @@ from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.local.ports import HOST, free_ports
 from services.shared.rpc import grpc_server
 from services.worker.core.contracts.messages import Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, RoomLeft
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, ReservationReleased
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.front.drain import drain
 from tests.services.worker.conftest import Serving, run, serving
@@ -70,7 +70,7 @@ def test_what_is_kept_for_a_reader_is_waited_for() -> None:
             front = FrontEnd(worker.stub)
             await front.hello()
             core = worker.core
-            room = Room(1, 1, bytes(ROOM_SECRET_BYTES))
+            room = KvReservation(1, 1, bytes(RESERVATION_SECRET_BYTES))
             ids = np.arange(40, dtype=np.int32)
             worker.inbox.put(Submit(1, 99, "r", ids, SamplingParams(max_new_tokens=9, ignore_eos=True), hand_over=room))
             async with asyncio.timeout(GUARD_S):
@@ -79,7 +79,7 @@ def test_what_is_kept_for_a_reader_is_waited_for() -> None:
             task = await draining(worker, GUARD_S)
             await asyncio.sleep(0.2)
             assert not task.done() and core.stats().num_rooms == 1
-            worker.inbox.put(RoomLeft(room, worker.executor.open_rooms[1].opening))
+            worker.inbox.put(ReservationReleased(room, worker.executor.open_rooms[1].opening))
             async with asyncio.timeout(GUARD_S):
                 await task
 

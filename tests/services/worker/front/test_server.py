@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.worker.core.contracts.rooms import Room, Source
+from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.exec.fake import hashed_token
 from tests.services.worker.conftest import CONFIG, run, serving
 
@@ -205,13 +205,15 @@ def test_what_is_kept_for_a_request_that_is_refused_is_left(monkeypatch: pytest.
             await until(lambda: len(tiers.prefetches) == 1)
             refused = submit(1, top_p=2.0)
             refused.source.CopyFrom(source)
-            left: list[Source] = []
-            monkeypatch.setattr(worker.core.rooms, "done_with", left.append)
+            left: list[KvSource] = []
+            monkeypatch.setattr(worker.core.reservations, "done_with", left.append)
             await front.send(refused)
             await front.ended(1)
             assert front.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
             await until(lambda: len(tiers.prefetches) == 0 and len(left) == 1)
-            assert left == [Source(Room(9, 5, bytes(16)), "127.0.0.1:1", 1)], "where it has been computed it need not be kept"
+            assert left == [KvSource(KvReservation(9, 5, bytes(16)), "127.0.0.1:1", 1)], (
+                "where it has been computed it need not be kept"
+            )
 
     run(check)
 

@@ -11,7 +11,7 @@ from rootstock.v1 import common_pb2, worker_pb2
 from services.gateway.request.logprobs import LogprobTable, TokenLogprob
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PagesReady, PeerOutput, Verified
 from services.worker.core.contracts.plan import PromptLogprobs, RowLogprobs
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation
 from services.worker.core.contracts.transfers import Tier
 from services.worker.front.wire import InvalidRequest, output_to_pb, ready_from_pb, refusal_to_pb
 
@@ -86,7 +86,7 @@ def test_cached_tokens_by_tier() -> None:
 
 
 def test_who_is_handed_over_says_where_its_pages_are() -> None:
-    room = Room((1 << 63) - 1, 5, b"s" * ROOM_SECRET_BYTES)
+    room = KvReservation((1 << 63) - 1, 5, b"s" * RESERVATION_SECRET_BYTES)
     pb = output_to_pb(PeerOutput(1, finishes=[Finish(1, "r", FinishReason.HANDED_OVER, room=room, room_pages=7)])).finishes[0]
     assert pb.reason == common_pb2.FINISH_REASON_HANDED_OVER
     assert (pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == ((1 << 63) - 1, 5, b"s" * 16, 7)
@@ -102,7 +102,7 @@ def test_what_guesses_by_a_prediction_have_come_to_goes_in_columns() -> None:
 
 
 def test_what_is_computed_of_a_prompt_says_where_it_is() -> None:
-    ready = PagesReady(3, Room(9, 5, b"s" * ROOM_SECRET_BYTES), 7)
+    ready = PagesReady(3, KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), 7)
     (pb,) = output_to_pb(PeerOutput(1, ready=[ready])).ready
     assert (pb.handle, pb.room.room, pb.room.epoch, pb.room.secret, pb.room.pages) == (3, 9, 5, b"s" * 16, 7)
     assert ready_from_pb(pb) == ready

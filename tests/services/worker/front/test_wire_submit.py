@@ -14,7 +14,7 @@ from services.shared import limits
 from services.shared.sampling_defaults import SamplingDefaults
 from services.shared.sampling_parameters import SCALARS, SMALLEST_POSITIVE, Api, Kind, SamplingParameter
 from services.worker.core.contracts.messages import SessionTurn, Submit
-from services.worker.core.contracts.rooms import ROOM_SECRET_BYTES, Room, Source
+from services.worker.core.contracts.reservations import RESERVATION_SECRET_BYTES, KvReservation, KvSource
 from services.worker.core.contracts.sampling import (
     DryParams,
     EmbeddingParams,
@@ -361,16 +361,16 @@ class TestApart:
 
     @staticmethod
     def source(**room: Any) -> worker_pb2.KvSource:
-        values = {"room": 9, "epoch": 5, "secret": b"s" * ROOM_SECRET_BYTES, "pages": 3}
+        values = {"room": 9, "epoch": 5, "secret": b"s" * RESERVATION_SECRET_BYTES, "pages": 3}
         return worker_pb2.KvSource(address="10.0.0.1:7103", room=worker_pb2.KvRoom(**{**values, **room}))
 
     @staticmethod
-    def submit(room: Room | None = None, **fields: Any) -> Submit:
+    def submit(room: KvReservation | None = None, **fields: Any) -> Submit:
         return submit_from_pb(worker_pb2.Submit(handle=1, prompt_ids=PROMPT, **fields), 1, MODEL, 77, room)
 
     def test_a_source_arrives(self) -> None:
         found = self.submit(source=self.source()).source
-        assert found == Source(Room(9, 5, b"s" * ROOM_SECRET_BYTES), "10.0.0.1:7103", 3)
+        assert found == KvSource(KvReservation(9, 5, b"s" * RESERVATION_SECRET_BYTES), "10.0.0.1:7103", 3)
         assert self.submit().source is None
 
     def test_what_is_to_be_read_ahead_arrives(self) -> None:
@@ -401,7 +401,7 @@ class TestApart:
         assert refusal.value.field == field
 
     def test_who_is_to_be_handed_over_has_the_room_that_was_made_for_it(self) -> None:
-        room = Room(1, 2, b"r" * ROOM_SECRET_BYTES)
+        room = KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES)
         assert self.submit(room, hand_over=True).hand_over == room
         assert self.submit(room).hand_over is None
 
@@ -429,5 +429,5 @@ class TestApart:
         if what == "embedding":
             fields = {"sampling": pb.SamplingParams(embedding=pb.Embedding())}
         with pytest.raises(InvalidRequest) as refusal:
-            self.submit(Room(1, 2, b"r" * ROOM_SECRET_BYTES), hand_over=True, **fields)
+            self.submit(KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES), hand_over=True, **fields)
         assert refusal.value.field == "hand_over"

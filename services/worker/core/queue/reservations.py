@@ -13,7 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from services.worker.core.contracts.rooms import OpenRoom, Room, RoomEvents, RoomLeft, Source
+from services.worker.core.contracts.reservations import (
+    KvReservation,
+    KvSource,
+    OpenReservation,
+    ReservationEvents,
+    ReservationReleased,
+)
 from services.worker.core.contracts.tree_name import is_retired
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
@@ -23,7 +29,7 @@ from services.worker.core.kv.tree_node import TreeNode
 class _Held:
     """opening: the last one. until: inf while its request computes. node: where its pages end in the tree."""
 
-    room: Room
+    room: KvReservation
     opening: int
     asker: tuple[int, int]
     node: TreeNode
@@ -32,16 +38,16 @@ class _Held:
     whole: bool
 
 
-class Rooms:
+class KvReservations:
     """hold_s: that a room stands if nobody ends it. next_look: when expire() has something to
     say. expired_total: rooms whose time was over. opened_total: all."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
         self._held: dict[int, _Held] = {}  # by number
-        self._opened: list[OpenRoom] = []
-        self._closed: list[Room] = []
-        self._left: list[Source] = []
+        self._opened: list[OpenReservation] = []
+        self._closed: list[KvReservation] = []
+        self._left: list[KvSource] = []
         self._freed = False
         self._openings = 0
         self.next_look = inf
@@ -55,10 +61,10 @@ class Rooms:
         """There is one whose time runs."""
         return any(held.until < inf for held in self._held.values())
 
-    def stands(self, room: Room) -> bool:
+    def stands(self, room: KvReservation) -> bool:
         return room.number in self._held
 
-    def open(self, opened: OpenRoom, asker: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
+    def open(self, opened: OpenReservation, asker: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
         """With the first pages of a prompt that is being computed; or one that stands, with further ones. node: where its pages
         end in the tree. asker: peer and handle of the request whose room it is."""
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
@@ -74,18 +80,18 @@ class Rooms:
             held.opening, held.node, held.until = self._openings, node, inf
         self._opened.append(replace(opened, opening=self._openings))
 
-    def complete(self, room: Room, now: float) -> None:
+    def complete(self, room: KvReservation, now: float) -> None:
         """The room, which stands, gets no more pages: from here on its time runs, and its reader may end it."""
         held = self._held[room.number]
         held.whole = True
         self._run_out(held, now)
 
-    def wait(self, room: Room, now: float) -> None:
+    def wait(self, room: KvReservation, now: float) -> None:
         """The request of a room that grows, if there is one, has been put back: it may not come to its further pages in time."""
         if (held := self._held.get(room.number)) is not None:
             self._run_out(held, now)
 
-    def go_on(self, room: Room) -> None:
+    def go_on(self, room: KvReservation) -> None:
         """It computes again."""
         if (held := self._held.get(room.number)) is not None:
             held.until = inf
@@ -97,7 +103,7 @@ class Rooms:
             self._end(held)
         return bool(waiting)
 
-    def leave(self, left: RoomLeft) -> None:
+    def leave(self, left: ReservationReleased) -> None:
         """Its reader has left it as it was then. One that has ended is none any more; one that grows may have another reader yet,
         as may one that has been opened again since."""
         held = self._held.get(left.room.number)
@@ -133,15 +139,15 @@ class Rooms:
         for held in [each for each in self._held.values() if is_retired(_tree_of(each.node))]:
             self._end(held)
 
-    def done_with(self, source: Source) -> None:
+    def done_with(self, source: KvSource) -> None:
         """Nothing more is wanted of another worker's room."""
         self._left.append(source)
 
-    def take(self) -> RoomEvents | None:
-        """What has happened since the last call, in the order of RoomEvents."""
+    def take(self) -> ReservationEvents | None:
+        """What has happened since the last call, in the order of ReservationEvents."""
         if not (self._opened or self._closed or self._left):
             return None
-        events = RoomEvents(tuple(self._closed), tuple(self._opened), tuple(self._left))
+        events = ReservationEvents(tuple(self._closed), tuple(self._opened), tuple(self._left))
         self._opened, self._closed, self._left = [], [], []
         return events
 
