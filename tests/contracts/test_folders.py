@@ -11,8 +11,8 @@ OTHER_SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim
 IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
 NEVER = {
     "services.worker.core": (*(f"services.worker.{room}" for room in ROOMS_OF_THE_WORKER if room != "core"), *IO, "torch"),
-    "services.worker.core.kv": ("services.worker.core.queue",),
-    "services.worker.core.contracts": ("services.worker.core.queue", "services.worker.core.kv"),
+    "services.worker.core.kv": ("services.worker.core.requests",),
+    "services.worker.core.contracts": ("services.worker.core.requests", "services.worker.core.kv"),
     "services.worker.exec.models": ("services.worker.exec.sampling",),
     "services.gateway": ("services.worker", "services.tokenizer", "services.detokenizer", "torch", "transformers"),
     "services.tokenizer": ("services.gateway", "services.worker", "services.detokenizer", "torch"),

@@ -20,7 +20,7 @@ from services.worker.core.control import SchedulerControl
 from services.worker.core.invariants import violations
 from services.worker.core.kv.cache_events import CacheEventLog
 from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.queue.finish import first_stop
+from services.worker.core.requests.finish import first_stop
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.fake import (

@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 import pytest
 
-from services.worker.core.committer import Committer
 from services.worker.core.contracts.messages import SessionTurn
-from services.worker.core.decode_planner import DecodePlanner
-from services.worker.core.extend_planner import ExtendPlanner
-from services.worker.core.intake import Intake
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.pools import ReqToTokenPool, TokenToKVPool
 from services.worker.core.kv.radix_cache import RadixCache
-from services.worker.core.prefill_adder import PrefillAdder
-from services.worker.core.queue.grammar_gate import GrammarGate
-from services.worker.core.queue.lifecycle import RequestLifecycle
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.sessions import SessionTable
-from services.worker.core.queue.waiting_queue import WaitingQueue
+from services.worker.core.planning.committer import Committer
+from services.worker.core.planning.decode_planner import DecodePlanner
+from services.worker.core.planning.extend_planner import ExtendPlanner
+from services.worker.core.planning.intake import Intake
+from services.worker.core.planning.prefill_adder import PrefillAdder
+from services.worker.core.planning.step_rows import build_step
+from services.worker.core.requests.grammar_gate import GrammarGate
+from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.sessions import SessionTable
+from services.worker.core.requests.slot_columns import SlotColumns
+from services.worker.core.requests.waiting_queue import WaitingQueue
 from services.worker.core.scheduler import Scheduler
-from services.worker.core.step_rows import build_step
 from tests.core.fake_grammar import spec
 from tests.core.harness import Engine
 from tests.core.seeded_faults import Fault, law_broken

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode
-from services.worker.core.draft_controller import (
+from services.worker.core.planning.draft_controller import (
     CROWDED,
     FEW_HEARD,
     FORGET_AFTER,

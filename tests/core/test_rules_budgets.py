@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from services.worker.core.contracts.plan import ForwardMode
-from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.prefill_adder import AddResult, PrefillAdder, RunningRows, adapted_chunk
+from services.worker.core.planning.decode_planner import NewTokenRatio
+from services.worker.core.planning.prefill_adder import AddResult, PrefillAdder, RunningRows, adapted_chunk
 from tests.core.test_scheduler_basic import make
 
 Row = tuple[int, int, bool]  # output still to come, KV held, ignore_eos

@@ -16,7 +16,7 @@ from services.worker.core.kv.cache_events import BLOCK_TOKENS
 from services.worker.core.kv.memory import PageTableUpdates
 from services.worker.core.kv.radix_cache import RadixCache
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.queue.configured_memory import ORDERS
+from services.worker.core.scheduler import ORDERS
 from tests.core.harness import Engine, chained
 from tests.core.test_scheduler_basic import make
 

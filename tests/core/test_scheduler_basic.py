@@ -9,8 +9,8 @@ import pytest
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.queue.finish import check_finished
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.finish import check_finished
+from services.worker.core.requests.request import Request
 from tests.core.deployed_config import deployed_config
 from tests.core.harness import Engine, LetterDecoder
 

@@ -15,7 +15,7 @@ import torch
 from kernels.reference import layers as reference
 from kernels.reference import sampling as sampling_twin
 from services.worker.core.contracts.plan import RowFault
-from services.worker.core.draft_controller import DraftController
+from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec import build
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 from services.worker.exec.attention.kernel_attention import KernelAttention

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.core import draft_controller
 from services.worker.core.contracts.plan import BatchPlan
-from services.worker.core.draft_controller import DraftController
+from services.worker.core.planning import draft_controller
+from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import Computed
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory

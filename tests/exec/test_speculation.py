@@ -12,7 +12,7 @@ import pytest
 
 from services.worker.core.contracts.plan import I32, SlotParams
 from services.worker.core.contracts.sampling import SamplingParams
-from services.worker.core.draft_controller import DraftController
+from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec.build import DeviceOptions, build_device_executor
 from services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
 from services.worker.exec.contracts.protocol import ExecutorError

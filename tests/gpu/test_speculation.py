@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.draft_controller import DraftController
+from services.worker.core.planning.draft_controller import DraftController
 from services.worker.exec.build import DeviceExecutor
 from services.worker.exec.contracts.operations import ReleaseMemory, ResumeMemory
 from tests.exec.always_guessing import always, now_and_then

@@ -19,13 +19,13 @@ from services.sim.core.run.simulation import Simulation
 from services.sim.core.run.time_models import PRESETS
 from services.sim.core.trace.arrivals import ClosedLoop
 from services.sim.core.trace.trace import read_trace
-from services.worker.core import decode_planner
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, PeerOutput, Verified
 from services.worker.core.contracts.plan import BatchPlan, ForwardMode, SlotParams
 from services.worker.core.contracts.reservations import KvReservation
 from services.worker.core.contracts.sampling import GrammarSpec, SamplingParams
 from services.worker.core.contracts.transfers import Tier
-from services.worker.core.queue.request import Request
+from services.worker.core.planning import decode_planner
+from services.worker.core.requests.request import Request
 from tests.sim.deployed_worker import on_gpu
 
 ROOT = Path(__file__).resolve().parents[2]

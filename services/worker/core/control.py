@@ -18,7 +18,7 @@ from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.contracts.tree_name import is_retired, retired_name, salt_of_tree
 from services.worker.core.invariants import violations
-from services.worker.core.queue.finish import CANCELLED
+from services.worker.core.requests.finish import CANCELLED
 from services.worker.core.scheduler import Scheduler
 
 Tunable = int | float | str | bool

@@ -9,10 +9,10 @@ import numpy as np
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.other_tiers import OtherTiers
 from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request import Phase
-from services.worker.core.queue.sessions import SessionTable
-from services.worker.core.queue.waiting_queue import Kept
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.request import Phase
+from services.worker.core.requests.sessions import SessionTable
+from services.worker.core.requests.waiting_queue import Kept
 
 
 def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, tiers: OtherTiers | None) -> list[str]:

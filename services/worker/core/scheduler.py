@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-from services.worker.core.committer import Committer
-from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.config import EvictionPolicy, SchedulerConfig
 from services.worker.core.contracts.counters import COUNTER_NAMES, Counters, StepStats
 from services.worker.core.contracts.grammar import GrammarBook, Matcher
 from services.worker.core.contracts.messages import (
@@ -27,25 +26,45 @@ from services.worker.core.contracts.reservations import KvSource, ReservationEve
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.contracts.trace import TraceLog
 from services.worker.core.contracts.transfers import Fact, PageOperation
-from services.worker.core.draft_controller import DraftController
+from services.worker.core.contracts.tree_name import is_retired
+from services.worker.core.kv import eviction
+from services.worker.core.kv.backup_queue import BackupQueue
 from services.worker.core.kv.cache_events import CacheEventLog, CacheEvents
+from services.worker.core.kv.eviction import EvictionOrder
+from services.worker.core.kv.memory import KVMemory, KVShape
 from services.worker.core.kv.other_tiers import TierStats
-from services.worker.core.planner import Planner
-from services.worker.core.queue.admission import make_request, refusal, wanted_ahead
-from services.worker.core.queue.configured_memory import configured_memory
-from services.worker.core.queue.finish import CANCELLED, FinishDecision, TextRules, refused
-from services.worker.core.queue.lifecycle import RequestLifecycle
-from services.worker.core.queue.outputs import Outputs
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.reservations import KvReservations
-from services.worker.core.queue.sessions import SessionTable
-from services.worker.core.step_rows import Extend, Step
+from services.worker.core.planning.committer import Committer
+from services.worker.core.planning.draft_controller import DraftController
+from services.worker.core.planning.planner import Planner
+from services.worker.core.planning.step_rows import Extend, Step
+from services.worker.core.requests.admission import make_request, refusal, wanted_ahead
+from services.worker.core.requests.finish import CANCELLED, FinishDecision, TextRules, refused
+from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.outputs import Outputs
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.reservations import KvReservations
+from services.worker.core.requests.sessions import SessionTable
+from services.worker.core.requests.slot_columns import SlotColumns
 from services.worker.core.tiers.page_keys import PageKeys
 from services.worker.core.tiers.tiers import TierLimits, Tiers
 
 TIER_FIELDS = tuple(field.name for field in fields(TierStats))
+
+
+ORDERS: dict[EvictionPolicy, EvictionOrder] = {
+    EvictionPolicy.LRU: eviction.lru,
+    EvictionPolicy.LFU: eviction.lfu,
+    EvictionPolicy.FIFO: eviction.fifo,
+    EvictionPolicy.PRIORITY: eviction.priority,
+}
+
+
+def configured_memory(
+    config: SchedulerConfig, events: CacheEventLog | None = None, backups: BackupQueue | None = None
+) -> KVMemory:
+    shape = KVShape(config.num_pages, config.page_size, config.max_running_requests, config.max_pages_per_request)
+    return KVMemory(shape, ORDERS[config.eviction_policy], config.enable_radix_cache, events, backups, is_retired)
 
 
 class Scheduler:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from services.worker.core.contracts.messages import ErrorCode, Finish, FinishReason, StepOutput
 from services.worker.core.contracts.trace import TraceEvent, TraceKind
-from services.worker.core.step_rows import Extend
+from services.worker.core.planning.step_rows import Extend
 
 if TYPE_CHECKING:
     from services.shared.observe.spans import Span, Tracing

@@ -21,8 +21,8 @@ from services.worker.core.contracts.reservations import ReservationReleased
 from services.worker.core.contracts.trace import TraceEvent
 from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.cache_events import CacheEvents
+from services.worker.core.planning.step_rows import Extend
 from services.worker.core.scheduler import Scheduler
-from services.worker.core.step_rows import Extend
 from services.worker.exec.contracts.protocol import NO_MASKS, Executor, ExecutorError, Guesses, Masks, Run
 from services.worker.loop.barrier import Command, Pace
 from services.worker.loop.commands import PendingCommands

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.shared.hf_tokenizer import HfTokenizer
-from services.worker.core.queue.finish import StopRuleTooExpensive
+from services.worker.core.requests.finish import StopRuleTooExpensive
 from services.worker.text.patterns import compile_pattern
 from services.worker.text.step_meter import StepMeter
 

@@ -25,7 +25,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/reservations.py",
+        "services/worker/core/requests/reservations.py",
         ("held.room == left.room and held.whole", "held.room == left.room"),
         (" and held.opening == left.opening", ""),
         ("            held.memory.unpin(held.node)\n            held.opening,", "            held.opening,"),
@@ -37,7 +37,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/lifecycle.py",
+        "services/worker/core/requests/lifecycle.py",
         ("            self._reservations.wait(request.kv.reservation, self._trace.now)\n", "            pass\n"),
         ("count <= request.kv.num_announced or", "count < request.kv.num_announced or"),
         (" or (request.kv.num_announced and not self._reservations.stands(room))", ""),
@@ -48,7 +48,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/committer.py",
+        "services/worker/core/planning/committer.py",
         ("if request.kv.reservation is not None and not step.plan.sample[row]:", "if False:"),
         only="test_rules_chunks",
     ),
@@ -115,7 +115,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/lifecycle.py",
+        "services/worker/core/requests/lifecycle.py",
         ("return self._reservations.may_end or (", "return ("),
         (
             "request = self._queues.end_import(seq)\n        self._leave_source(request)\n",
@@ -131,7 +131,7 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/reservations.py",
+        "services/worker/core/requests/reservations.py",
         ("        memory.pin(node)\n", ""),
         (
             "        del self._held[held.room.number]\n        held.memory.unpin(held.node, used=True)\n",
@@ -150,19 +150,19 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/worker/core/queue/finish.py",
+        "services/worker/core/requests/finish.py",
         ("and len(request.progress.output_ids) > request.progress.num_given:", ":"),
         only="test_rules_peers",
     ),
     *of(
         "peers",
-        "services/worker/core/queue/request.py",
+        "services/worker/core/requests/request.py",
         ("and self.kv.reservation is None", ""),
         only="test_rules_peers",
     ),
     *of(
         "peers",
-        "services/worker/core/queue/request_columns.py",
+        "services/worker/core/requests/slot_columns.py",
         ("not params.samples or request.kv.reservation is not None", "not params.samples"),
         only="test_rules_peers",
     ),

@@ -81,20 +81,20 @@ SPECULATION = (
     ),
     *of(
         "speculation",
-        "services/worker/core/committer.py",
+        "services/worker/core/planning/committer.py",
         ("                run.note(request, row, walked)", "                pass"),
         ("run.note(requests[i], int(rows[i]), int(walked[i]))", "run.note(requests[i], int(rows[i]), int(counts[i]))"),
         only="test_rules_guesses",
     ),
     *of(
         "speculation",
-        "services/worker/core/decode_planner.py",
+        "services/worker/core/planning/decode_planner.py",
         ("left = np.where(columns.draftable[slots], ", "left = np.where(True, "),
         only="test_rules_guesses",
     ),
     *of(
         "speculation",
-        "services/worker/core/extend_planner.py",
+        "services/worker/core/planning/extend_planner.py",
         ("if self._draft_controller.hears_few:", "if False:"),
         ("if draftable[each] and each != slot", "if each != slot"),
         only="test_rules_guesses",
@@ -129,7 +129,7 @@ SPECULATION = (
     ),
     *of(
         "speculation",
-        "services/worker/core/draft_controller.py",
+        "services/worker/core/planning/draft_controller.py",
         ("self._pauses[slots[paused]] -= 1", "pass"),
         ("if self._misses[slot] >= MISSES and not self._is_in_vain:", "if False:"),
         ("self._misses[slot] = 0 if hits else self._misses[slot] + 1", "self._misses[slot] += 1"),

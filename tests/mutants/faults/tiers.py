@@ -72,7 +72,7 @@ TIERS = (
     ),
     *of(
         "tiers",
-        "services/worker/core/queue/lifecycle.py",
+        "services/worker/core/requests/lifecycle.py",
         ("        if is_retired(request.namespace):\n", "        if False:\n"),
         only="test_rules_salts",
     ),
@@ -185,7 +185,7 @@ TIERS = (
     ),
     *of(
         "tiers",
-        "services/worker/core/queue/lifecycle.py",
+        "services/worker/core/requests/lifecycle.py",
         ("if self._tiers is None or kv.num_tier_lookups >= MAX_TIER_LOOKUPS:", "if self._tiers is None:"),
         ("MAX_TIER_LOOKUPS = 2", "MAX_TIER_LOOKUPS = 1"),
         ("request.kv.num_tier_lookups = 0", "pass"),
@@ -204,7 +204,7 @@ TIERS = (
     ),
     *of(
         "tiers",
-        "services/worker/core/queue/queues.py",
+        "services/worker/core/requests/queues.py",
         ("back=request.progress.num_given > 0 or request.progress.queue_s >= 0)", "back=request.progress.num_given > 0)"),
         only="test_rules_import",
     ),

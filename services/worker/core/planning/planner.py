@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
-from services.worker.core.decode_planner import DecodePlanner
-from services.worker.core.draft_controller import DraftController
-from services.worker.core.extend_planner import ExtendPlanner
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.queue.lifecycle import RequestLifecycle
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.step_rows import NO_DECODES, ExtendRows, Step, build_step
+from services.worker.core.planning.decode_planner import DecodePlanner, NewTokenRatio
+from services.worker.core.planning.draft_controller import DraftController
+from services.worker.core.planning.extend_planner import ExtendPlanner
+from services.worker.core.planning.step_rows import NO_DECODES, ExtendRows, Step, build_step
+from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.slot_columns import SlotColumns
 
 
 class Planner:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.grammar import Reason
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.request import Request
 
 CHARS_PER_TOKEN = 2  # of most text, at least
 REGEX_TAIL_TOKENS = 256  # a stop pattern is sought in so many last tokens,

@@ -10,11 +10,11 @@ import numpy as np
 
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.graph_limits import strides
-from services.worker.core.draft_controller import DraftController
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.radix_cache import Match
 from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.prefill_adder import (
+from services.worker.core.planning.draft_controller import DraftController
+from services.worker.core.planning.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
     NO_ROWS,
     AddResult,
@@ -24,15 +24,13 @@ from services.worker.core.prefill_adder import (
     adapted_chunk,
     paced_chunk,
 )
-from services.worker.core.prefix_gate import PrefixGate
-from services.worker.core.queue.gates import ADMIT, Answer, Gate, PoolGate, Verdict, too_small
-from services.worker.core.queue.lifecycle import RequestLifecycle
-from services.worker.core.queue.policy import due_before, service_order
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.retraction import preemptible, victim_order
-from services.worker.core.step_rows import ExtendRows, Step
+from services.worker.core.planning.step_rows import ExtendRows, Step
+from services.worker.core.requests.gates import ADMIT, Answer, Gate, PoolGate, PrefixGate, Verdict, too_small
+from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.policy import due_before, preemptible, service_order, victim_order
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.slot_columns import SlotColumns
 
 
 class ExtendPlanner:

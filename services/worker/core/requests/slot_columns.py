@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.request import Request
 
 STOP_IDS = 8  # stop token ids that are compared in columns; a request with more is looked at by itself
 

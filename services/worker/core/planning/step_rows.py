@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.plan import I32, BatchPlan, ForwardMode, SlotParams, no_tokens
 from services.worker.core.kv.memory import PageTableUpdates
 from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.queue.request import Request
-from services.worker.core.queue.request_columns import SlotColumns
+from services.worker.core.requests.request import Request
+from services.worker.core.requests.slot_columns import SlotColumns
 
 T = TypeVar("T", bound=np.generic)
 

@@ -20,7 +20,7 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.messages import SessionTurn, Submit
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TreeNode
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.request import Request
 
 I32 = NDArray[np.int32]
 

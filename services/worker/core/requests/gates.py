@@ -1,22 +1,60 @@
-"""The gate of shared prefixes: a request whose uncached prefix a running extend is computing waits, and finds it cached.
+"""Admission gates: checks of a waiting request before its budgets are checked.
 
-So n choices of one prompt compute it once, under every policy. A wait is for one extend and ends when that has committed what
-both share, when it ends or is retracted, and after MAX_PASSES passes in which none of it was committed. Who waits is
-remembered with its extend and not looked at meanwhile: a pass costs nothing for those whose extend has not moved.
+A pass asks the gates in their order until one does not admit the request. WAIT holds the request in the queue: the pass continues
+with the next one, and no pass looks at the held request until its gate frees it (WaitingQueue.free). REJECT ends the request. A
+gate allocates nothing and does not touch the radix tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from services.worker.core.contracts.config import SchedulerConfig
+from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.queue.gates import ADMIT, WAIT, Answer
-from services.worker.core.queue.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD
-from services.worker.core.queue.request import Request
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.waiting_queue import WaitingQueue
+from services.worker.core.requests.finish import FinishDecision
+from services.worker.core.requests.policy import IN_BATCH_DEPRIORITIZE_THRESHOLD
+from services.worker.core.requests.request import Request
+from services.worker.core.requests.slot_columns import SlotColumns
+from services.worker.core.requests.waiting_queue import WaitingQueue
+
+
+class Verdict(enum.Enum):
+    ADMIT = enum.auto()
+    WAIT = enum.auto()
+    REJECT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """ending: with REJECT, what the client is told."""
+
+    verdict: Verdict
+    ending: FinishDecision | None = None
+
+
+ADMIT, WAIT = Answer(Verdict.ADMIT), Answer(Verdict.WAIT)
+Gate = Callable[[Request], Answer]
+
+
+def too_small(config: SchedulerConfig) -> FinishDecision:
+    message = f"the KV pool of {config.num_pages * config.page_size} tokens cannot hold this request, even alone"
+    return FinishDecision(FinishReason.ABORT, error=ErrorCode.OUT_OF_MEMORY, message=message)
+
+
+class PoolGate:
+    """A request that was retracted with more prompt and output than the whole pool has room for can never go on."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._most_bytes = config.num_pages * config.page_size * TOKEN_BYTES
+        self._rejection = Answer(Verdict.REJECT, too_small(config))
+
+    def look(self, request: Request) -> Answer:
+        return ADMIT if len(request.kv.token_key) <= self._most_bytes else self._rejection
+
 
 MAX_PASSES = 8
 
@@ -44,8 +82,12 @@ class _Lead:
 
 
 class PrefixGate:
-    """num_passes: admission passes that have ended. freed: by seq, those whose wait is over and who
-    have not been looked at in a pass over the whole queue since; some may have ended."""
+    """Makes a request wait if a running extend computes its uncached prefix, so that n choices of one prompt compute it once.
+
+    A wait is for one extend. It ends when the extend has committed all that both share, when the extend ends or is retracted, and
+    after MAX_PASSES passes in which none of it was committed. Waiting requests are listed with their extend, so a pass costs
+    nothing for those whose extend has not moved.
+    """
 
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
         self._memory, self._columns, self._waiting = memory, columns, waiting
@@ -54,7 +96,8 @@ class PrefixGate:
         self._leads: dict[int, _Lead] = {}
         self._extends: dict[TreeNode, dict[bytes, list[Request]]] = {}
         self._computing: list[Request] = []  # yet to be listed among the extends
-        self.num_passes = 0
+        self.num_passes = 0  # admission passes that have ended
+        # By seq: requests whose wait is over and that no pass over the whole queue has looked at since. Some may have ended.
         self.freed: dict[int, Request] = {}
 
     @property

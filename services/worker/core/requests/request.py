@@ -16,7 +16,7 @@ from services.worker.core.contracts.reservations import KvReservation, KvSource
 from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import Tier
 from services.worker.core.kv.memory import Lease
-from services.worker.core.queue.shares import Flow, Payer
+from services.worker.core.requests.shares import Flow, Payer
 
 
 class Phase(enum.IntEnum):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.sampling import GrammarSpec
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.request import Request
 
 ASK_AGAIN_S = 0.25  # after a compiler that took no more
 FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together,

@@ -5,6 +5,9 @@ A request that was queued leaves through `end`, which frees everything that it h
 
 from __future__ import annotations
 
+import heapq
+from dataclasses import dataclass
+
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.messages import Finish, FinishReason, PagesReady
@@ -16,16 +19,48 @@ from services.worker.core.kv.memory import KVMemory, Lease
 from services.worker.core.kv.other_tiers import OtherTiers, Wanted
 from services.worker.core.kv.radix_cache import Match
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.queue.deadlines import Deadlines
-from services.worker.core.queue.finish import FinishDecision
-from services.worker.core.queue.outputs import Outputs
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.queue.reservations import KvReservations
-from services.worker.core.queue.sessions import SessionTable
+from services.worker.core.requests.finish import FinishDecision
+from services.worker.core.requests.outputs import Outputs
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.reservations import KvReservations
+from services.worker.core.requests.sessions import SessionTable
+from services.worker.core.requests.slot_columns import SlotColumns
 
 MAX_TIER_LOOKUPS = 2  # per wait: at its begin, and before the admission
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Deadline:
+    """at: absolute. waiting: of waiting for the first admission; else of the request as a whole."""
+
+    at: float
+    seq: int
+    peer: int
+    handle: int
+    waiting: bool
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._heap: list[Deadline] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def watch(self, at: float, seq: int, peer: int, handle: int, waiting: bool) -> None:
+        heapq.heappush(self._heap, Deadline(at, seq, peer, handle, waiting))
+
+    def due(self, now: float) -> list[Deadline]:
+        """Takes out all that are over."""
+        out = []
+        while self._heap and self._heap[0].at <= now:
+            out.append(heapq.heappop(self._heap))
+        return out
+
+    def keep(self, seqs: set[int]) -> None:
+        self._heap = [entry for entry in self._heap if entry.seq in seqs]
+        heapq.heapify(self._heap)
 
 
 class RequestLifecycle:

@@ -1,7 +1,7 @@
-"""Orders waiting requests for admission (docs/design/scheduler.md#policies), with SGLang's thresholds.
+"""The orders of admission and of retraction (docs/design/scheduler.md#policies; thresholds as in SGLang).
 
-Pure functions from the queue and the radix tree to an order; nothing is locked, allocated or touched. With priority
-scheduling every order is one within equal ranks.
+Pure functions of the queue and the radix tree. They lock and allocate nothing. With priority scheduling, an order holds within
+equal ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from services.worker.core.contracts.config import SchedulePolicy, SchedulerConfig
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
-from services.worker.core.queue.request import Request
-from services.worker.core.queue.shares import Flow
-from services.worker.core.queue.waiting_queue import WaitingQueue
+from services.worker.core.requests.request import Request
+from services.worker.core.requests.shares import Flow
+from services.worker.core.requests.waiting_queue import WaitingQueue
 
 IN_BATCH_CHECK_THRESHOLD = 32  # a request with a longer hit is not looked at for in-batch sharing
 IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # tokens shared with an earlier waiting request that let a request stand back
@@ -136,6 +136,22 @@ def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> 
     if not counts:
         return list(requests)
     return sorted(requests, key=lambda r: (-counts.get(r.routing_key, 0), r.routing_key if r.routing_key in counts else ""))
+
+
+def victim_order(request: Request) -> tuple[int, int, int]:
+    """The smallest goes first: least urgent, then least output, then longest prompt."""
+    return -request.rank, len(request.progress.output_ids), -request.num_prompt_tokens
+
+
+def preemption_order(request: Request) -> tuple[int, int]:
+    """The smallest is displaced first: least urgent, then the latest to arrive."""
+    return -request.rank, -request.seq
+
+
+def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Request]) -> list[Request]:
+    """Running requests that `request` may displace, in order: those that are less urgent by more than the threshold."""
+    victims = [r for r in running if r.rank - request.rank > config.priority_preemption_threshold]
+    return sorted(victims, key=preemption_order)
 
 
 # Fair between flows (docs/design/scheduler.md#shares)

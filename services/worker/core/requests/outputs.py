@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.core.contracts.messages import Finish, PagesReady, PeerOutput
 from services.worker.core.contracts.plan import PromptLogprobs
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.request import Request
 
 
 class Outputs:

@@ -11,8 +11,8 @@ from services.worker.core.contracts.plan import no_tokens
 from services.worker.core.contracts.sampling import FORCE_STREAM_INTERVAL
 from services.worker.core.contracts.tree_name import tree_name
 from services.worker.core.kv.other_tiers import Wanted
-from services.worker.core.queue.finish import FinishDecision, refused, tail_tokens
-from services.worker.core.queue.request import Request, RequestKv, RequestProgress
+from services.worker.core.requests.finish import FinishDecision, refused, tail_tokens
+from services.worker.core.requests.request import Request, RequestKv, RequestProgress
 
 _UNLIMITED = 1 << 62
 

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.core.contracts.grammar import GrammarBook
-from services.worker.core.queue.grammar_gate import GrammarGate
-from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.shares import Shares
-from services.worker.core.queue.waiting_queue import WaitingQueue
+from services.worker.core.requests.grammar_gate import GrammarGate
+from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.shares import Shares
+from services.worker.core.requests.waiting_queue import WaitingQueue
 
 
 class RequestQueues:
@@ -38,7 +38,8 @@ class RequestQueues:
         self.extending: list[Request] = []  # EXTEND, in the order of admission
         self.decoding: list[Request] = []  # DECODE, in the order of their last chunks
         self.shares = Shares()
-        self.batch_is_full = False  # no request is admitted until a running one leaves (docs/design/scheduler.md#admission-and-budgets)
+        # No request is admitted until a running one leaves (docs/design/scheduler.md#admission-and-budgets).
+        self.batch_is_full = False
         self._slots: NDArray[np.int64] | None = None
 
     @property

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.plan import BatchPlan, StepResult
-from services.worker.core.draft_controller import DraftController
-from services.worker.core.intake import Intake
 from services.worker.core.kv.memory import KVMemory
 from services.worker.core.kv.tree_node import TOKEN_BYTES
-from services.worker.core.queue.finish import FinishDecision, TextRules, check_fault
-from services.worker.core.queue.lifecycle import RequestLifecycle
-from services.worker.core.queue.outputs import Outputs
-from services.worker.core.queue.request import Phase, Request
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.step_rows import Step
+from services.worker.core.planning.draft_controller import DraftController
+from services.worker.core.planning.intake import Intake
+from services.worker.core.planning.step_rows import Step
+from services.worker.core.requests.finish import FinishDecision, TextRules, check_fault
+from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.outputs import Outputs
+from services.worker.core.requests.request import Phase, Request
+from services.worker.core.requests.slot_columns import SlotColumns
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]

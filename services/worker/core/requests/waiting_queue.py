@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from services.worker.core.queue.request import Request
-from services.worker.core.queue.shares import Flow
+from services.worker.core.requests.request import Request
+from services.worker.core.requests.shares import Flow
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.grammar import Matcher
 from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import StepResult
-from services.worker.core.queue.finish import FinishDecision, TextRules, check_fault, check_finished, refused
-from services.worker.core.queue.request import Request
+from services.worker.core.requests.finish import FinishDecision, TextRules, check_fault, check_finished, refused
+from services.worker.core.requests.request import Request
 
 _OUTSIDE_GRAMMAR = FinishDecision(
     FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the sampled token does not fit the request's grammar"

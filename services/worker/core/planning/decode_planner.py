@@ -1,5 +1,6 @@
-"""Which running requests take their next token in this step, and who is retracted where memory has run out
-(docs/design/scheduler.md#retraction)."""
+"""The decode rows of a step: which running requests take their next token, and which one is retracted if pages have run out
+(docs/design/scheduler.md#retraction).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,49 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.core.contracts.counters import Counters
 from services.worker.core.contracts.plan import VERIFIED_TOKENS
-from services.worker.core.draft_controller import DraftController
 from services.worker.core.kv.memory import KVMemory
-from services.worker.core.new_token_ratio import NewTokenRatio
-from services.worker.core.queue.gates import too_small
-from services.worker.core.queue.lifecycle import RequestLifecycle
-from services.worker.core.queue.queues import RequestQueues
-from services.worker.core.queue.request_columns import SlotColumns
-from services.worker.core.retraction import victim_order
-from services.worker.core.step_rows import NO_DECODES, DecodeRows
+from services.worker.core.planning.draft_controller import DraftController
+from services.worker.core.planning.step_rows import NO_DECODES, DecodeRows
+from services.worker.core.requests.gates import too_small
+from services.worker.core.requests.lifecycle import RequestLifecycle
+from services.worker.core.requests.policy import victim_order
+from services.worker.core.requests.queues import RequestQueues
+from services.worker.core.requests.slot_columns import SlotColumns
+
+INIT_RATIO = 0.7
+MIN_RATIO_FACTOR = 0.14
+DECAY_STEPS = 600
+RETRACT_DECODE_STEPS = 20
+
+
+class NewTokenRatio:
+    """The share of the running requests' remaining output that admission reserves (docs/design/scheduler.md#new_token_ratio).
+
+    It starts high, decays linearly with decode steps to a floor, rises with a retraction, and starts over when idle.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self.rebase(conservativeness)
+
+    def rebase(self, conservativeness: float) -> None:
+        """Starts over with another factor on the initial ratio."""
+        self._init = min(INIT_RATIO * conservativeness, 1.0)
+        self._floor = self._init * MIN_RATIO_FACTOR
+        self._decay = (self._init - self._floor) / DECAY_STEPS
+        self.value = self._init
+        assert 0 <= self._floor <= self._init <= 1, "a share"
+
+    def step(self) -> None:
+        """One decode step went well."""
+        self.value = max(self.value - self._decay, self._floor)
+
+    def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
+        """num_decoded, sum_max_new: outputs so far and at most, summed over the rows that stay; batch_size: their number."""
+        assert num_decoded >= 0 and batch_size > 0, "some rows stay"
+        self.value = min(1.0, (num_decoded + RETRACT_DECODE_STEPS * batch_size) / (sum_max_new + 1))
+
+    def reset(self) -> None:
+        self.value = self._init
 
 
 class DecodePlanner:
