@@ -1,4 +1,4 @@
-"""Every number that the scheduler's decisions depend on. Resolved before the core is made; some may be retuned while it runs."""
+"""The scheduler's configuration: every number that its decisions depend on. Some may be retuned while it runs (control.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.worker.core.contracts.graph_limits import GraphLimits
 from services.worker.core.contracts.transfers import WritePolicy
 
 GB = 10**9
-UNCHUNKED = -1  # of the setting chunked_prefill_size, as 0: prompts are never cut
+UNCHUNKED = -1  # value of the setting chunked_prefill_size that means the same as 0: prompts are never cut
 
 
 class SchedulePolicy(enum.StrEnum):
@@ -34,28 +34,9 @@ class EvictionPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Lengths and budgets are in tokens, pool sizes in pages, times in seconds; 0 switches a limit off where it says so.
-    No field has a default: whoever makes one says each (services/worker/scheduler_config.py for a worker).
+    """Lengths and budgets are in tokens, sizes of pools in pages, times in seconds. No field has a default.
 
-    bos_token_id: what a tokenizer puts before a text, dropped where a session's turn goes on behind another (-1: none).
-    chunked_prefill_size: 0 means that prompts are never cut. adaptive_chunk_rows: decode rows at which chunks are half as
-    long (0: never shorter). adaptive_chunk_s: that decode rows are to wait for a step of theirs at most, see ChunkPace
-    (0: as long as it takes). max_extend_steps: extend steps in a row while decode rows wait (0: any number in that time).
-    prefill_max_requests: extend rows of one step (0: any number). max_prompt_logprob_tokens: prompt tokens of one step
-    whose logprobs may be computed, which bounds their memory.
-    whole_prompts: the model computes each prompt in one row of one step; nothing that cuts one may be switched on.
-    priority_preemption_threshold: a waiting request displaces running ones whose priority is worse by more than this.
-    pooling_reuses_prefix: a vector may be computed from the tokens after a cached prefix alone (last-token pooling).
-    graph_rows, graph_rereads, eager_step_cost: of the executor, see GraphLimits. max_drafts: tokens that it drafts and verifies
-    in a decode row beside the one it computes anyway, 0 for none; speculative_adaptive: as many as pay, and not always the most;
-    drafts_by_model: it computes something of every token of whom it drafts for.
-    host_pages: of the tier in host memory, 0 for no tiers; has_storage: there is one below it; page_bytes: of one page's KV;
-    hicache_write_policy: see WritePolicy. hicache_salt_quota, hicache_storage_salt_quota: GB of the host tier, and of the one
-    below it, that one salt may have, 0 for no limit. reads_peers: requests may come with a source of their KV in another worker.
-    disaggregation_hold_s: that a room stands for such a reader, and that what was read ahead is kept.
-    retract_interval: test hook, retracts one request every so many decode steps (0: never). waiting_timeout_s,
-    running_timeout_s: from arrival, and from first admission (0: none). session_capacity, session_ttl_s: defaults for
-    sessions that name none. random_seed: of the random policy.
+    services/worker/scheduler_config.py makes the configuration of a worker.
     """
 
     num_pages: int
@@ -63,48 +44,48 @@ class SchedulerConfig:
     context_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int
+    bos_token_id: int  # the tokenizer's first token of a text, dropped from later turns of a session; -1: none
     max_running_requests: int
     max_queued_requests: int
     max_prefill_tokens: int
-    chunked_prefill_size: int
-    adaptive_chunk_rows: int
-    adaptive_chunk_s: float
-    max_extend_steps: int
-    prefill_max_requests: int
-    max_prompt_logprob_tokens: int
+    chunked_prefill_size: int  # 0: prompts are never cut
+    adaptive_chunk_rows: int  # decode rows at which chunks have half the size; 0: never
+    adaptive_chunk_s: float  # time limit of the wait of decode rows for their next step, see ChunkPace; 0: no limit
+    max_extend_steps: int  # extend steps in a row while decode rows wait; 0: as many as the time limit allows
+    prefill_max_requests: int  # extend rows of one step; 0: any number
+    max_prompt_logprob_tokens: int  # prompt tokens of one step with logprobs, which bounds their memory
     enable_mixed_chunk: bool
-    whole_prompts: bool
+    whole_prompts: bool  # the model needs each prompt in one row of one step, so no setting that cuts prompts may be on
     enable_radix_cache: bool
     eviction_policy: EvictionPolicy
     schedule_policy: SchedulePolicy
     lpm_fallback_threshold: int
     enable_priority_scheduling: bool
     schedule_low_priority_values_first: bool
-    priority_preemption_threshold: int
+    priority_preemption_threshold: int  # a waiting request displaces running ones whose priority is worse by more than this
     schedule_conservativeness: float
-    pooling_reuses_prefix: bool
+    pooling_reuses_prefix: bool  # a vector may be computed from the tokens after a cached prefix alone (last-token pooling)
     max_sessions: int
-    session_capacity: int
-    session_ttl_s: float
-    waiting_timeout_s: float
-    running_timeout_s: float
-    graph_rows: int
+    session_capacity: int  # default and upper limit of a session's tokens
+    session_ttl_s: float  # default for sessions that name none
+    waiting_timeout_s: float  # from arrival; 0: none
+    running_timeout_s: float  # from the first admission; 0: none
+    graph_rows: int  # of the executor, see GraphLimits; so are the next two
     graph_rereads: int
     eager_step_cost: float
-    max_drafts: int
-    speculative_adaptive: bool
-    drafts_by_model: bool
-    host_pages: int
-    has_storage: bool
-    page_bytes: int
+    max_drafts: int  # draft tokens of a decode row; 0: none
+    speculative_adaptive: bool  # as many draft tokens as pay; otherwise always max_drafts
+    drafts_by_model: bool  # drafting costs work for every token of a request that is drafted for
+    host_pages: int  # of the tier in host memory; 0: no tiers
+    has_storage: bool  # a storage tier lies below it
+    page_bytes: int  # KV of one page
     hicache_write_policy: WritePolicy
-    hicache_salt_quota: float
-    hicache_storage_salt_quota: float
-    reads_peers: bool
-    disaggregation_hold_s: float
-    retract_interval: int
-    random_seed: int
+    hicache_salt_quota: float  # GB of the host tier for one cache salt; 0: no limit
+    hicache_storage_salt_quota: float  # GB of the storage tier for one cache salt; 0: no limit
+    reads_peers: bool  # requests may name a KV source in another worker
+    disaggregation_hold_s: float  # lifetime of a reservation, and of prefetched pages
+    retract_interval: int  # test hook: retract one request every so many decode steps; 0: never
+    random_seed: int  # of the random policy
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1 or self.max_running_requests < 1:
@@ -137,7 +118,7 @@ class SchedulerConfig:
         return GraphLimits(self.graph_rows, self.graph_rereads, self.eager_step_cost)
 
     def rank(self, priority: int) -> int:
-        """Lower is served first. All are equal without priority scheduling."""
+        """Returns the rank of a priority. Lower ranks are served first; all are 0 without priority scheduling."""
         if not self.enable_priority_scheduling:
             return 0
         return priority if self.schedule_low_priority_values_first else -priority

@@ -1,6 +1,6 @@
-"""What the core needs of structured output: matchers made elsewhere, asked by method. No grammar is compiled here.
+"""The core's view of structured output: matchers that other packages make. The core compiles no grammar.
 
-A request with a grammar waits in GATED until a matcher exists; the shell says so by message (Scheduler.grammar_ready).
+A request with a grammar waits in GATED until it has a matcher; the loop reports it by Scheduler.grammar_ready.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from services.worker.core.contracts.sampling import GrammarSpec
 
 
 class Reason(str):
-    """Why a grammar is refused, for the client."""
+    """The reason for refusing a grammar, for the client."""
 
     part: int | None  # index in GrammarSpec.parts; None for the whole grammar
 
@@ -23,36 +23,38 @@ class Reason(str):
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar. Owned by the request from the moment it is given out; the caller of `accept`
-    is its only writer. Survives retraction, as the output does."""
+    """The state of one request in its grammar. The request owns it, and keeps it over a retraction. `accept` alone changes it."""
 
     @property
     def terminated(self) -> bool:
-        """The output is complete and nothing may follow."""
+        """Whether the output is complete and no token may follow."""
         ...
 
     @property
     def fault(self) -> str:
-        """Why it accepts nothing any more, for the client; empty while all is well."""
+        """The reason, for the client, why it accepts no token any more; empty if there is none."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Advances by one sampled token. False: the grammar does not allow it here, or there is a fault."""
+        """Advances by one sampled token. Returns False if the grammar does not allow it here, or after a fault."""
         ...
 
     def take_cost(self) -> float:
-        """Seconds of CPU time spent here since this was last asked."""
+        """Returns the seconds of CPU time that the matcher has used since the last call."""
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens that the grammar leaves no choice about from here on, perhaps none; already accepted on return."""
+        """Accepts and returns the next tokens for which the grammar leaves no choice; perhaps none."""
         ...
 
 
 class GrammarBook(Protocol):
-    """Compiled grammars. Called on the loop's thread; never blocks."""
+    """Compiled grammars. The loop's thread calls it; it never blocks."""
 
     def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
-        """A fresh matcher, or None while the grammar is being compiled: compilation has begun on return, and
-        grammar_ready or grammar_failed follows by message. tenant: whose turn at the compiler it takes."""
+        """Returns a new matcher, or None if the grammar is not compiled.
+
+        In that case the compilation has begun, and grammar_ready or grammar_failed follows by message. The compiler is shared
+        fairly between tenants.
+        """
         ...

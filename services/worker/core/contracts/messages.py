@@ -1,6 +1,6 @@
-"""What the core takes in and gives out, besides plans and results. Plain data.
+"""The core's messages, besides plans and results. Plain data.
 
-A request is named by (peer, handle): peer is the worker's number for a front end's stream, handle that front end's number.
+(peer, handle) names a request: peer is the worker's number for a gateway stream, handle is the gateway's number.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class FinishReason(enum.IntEnum):
     MATCHED_STRING = 3
     ABORT = 4
     MATCHED_REGEX = 5
-    EMBEDDED = 6  # a vector was asked for, and computed
-    HANDED_OVER = 7  # another worker goes on with it
-    SCORED = 8  # log probabilities behind the prompt were asked for, and computed
+    EMBEDDED = 6  # the request wanted a vector, which is computed
+    HANDED_OVER = 7  # another worker continues the request
+    SCORED = 8  # the request wanted log probabilities after its prompt, which are computed
 
 
 class ErrorCode(enum.IntEnum):
@@ -42,22 +42,18 @@ class ErrorCode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """Where in a session a request goes on. parent: request id of an earlier turn, "" for the session's start (its first
-    turn's, where there is one and nothing is replaced: the latest turn). offset: tokens of the parent's context that are
-    kept, -1 for all. replace: the parent's later turns are forgotten. drop_previous_output: of the parent only its prompt counts.
-    """
+    """Where a request continues a session."""
 
     session_id: str
-    parent: str = ""
-    offset: int = -1
-    replace: bool = False
-    drop_previous_output: bool = False
+    parent: str = ""  # request id of an earlier turn; empty for the latest turn, or for the start of a new session
+    offset: int = -1  # tokens of the parent's context to keep; -1 for all
+    replace: bool = False  # forget the parent's later turns
+    drop_previous_output: bool = False  # keep only the parent's prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """Keys of a prompt's whole pages, for tiers of KV, in the tree of this name: where it is another one's by now, they count for
-    nothing."""
+    """Page keys of a prompt's whole pages, for tiers of KV. They are ignored if the tree has another name by now."""
 
     tree: str
     keys: tuple[bytes, ...]
@@ -65,50 +61,40 @@ class PromptKeys:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """prompt_ids: int32[n], n >= 1; in a session, what this turn adds. timeout_s: from arrival to the last token, 0 for none.
-    salt, lora: cache namespace. routing_key: requests of one key share a cache elsewhere; the routing-key policy groups them.
-    output_ids: output that the request has already, sampled elsewhere; it goes on after it as a retracted request does.
-    revision: of the weights that it is for, "" for any. tenant: whose it is, b"" for nobody in particular; weight: of its share,
-    above 0. batch: of prompts of this peer that came together, 0 for one that came alone. page_keys: made by whoever read the
-    message; None: the core makes those that it needs. hand_over: the request ends with its next token, if that does not end it
-    anyway, and its pages are kept in this room. source: where they can be read, None for nowhere. Neither in a session nor for an
-    embedding or a score. prediction: int32[n], text that the output may turn out to be: for guesses, and for nothing else.
-    """
+    """A new request."""
 
     peer: int
     handle: int
     request_id: str
-    prompt_ids: NDArray[np.int32]
+    prompt_ids: NDArray[np.int32]  # int32[n], n >= 1; in a session, the tokens that this turn adds
     params: SamplingParams
     stream: bool = True
-    salt: str = ""
+    salt: str = ""  # cache salt, a part of the cache namespace
     priority: int = 0
-    timeout_s: float = 0.0
-    lora: str = ""
-    routing_key: str = ""
-    session: SessionTurn | None = None
-    output_ids: tuple[int, ...] = ()
-    revision: str = ""
-    tenant: bytes = b""
-    batch: int = 0
-    weight: float = 1.0
-    page_keys: PromptKeys | None = None
-    hand_over: KvReservation | None = None
-    source: KvSource | None = None
-    prediction: NDArray[np.int32] = field(default_factory=no_tokens)
+    timeout_s: float = 0.0  # from arrival to the last token; 0 for none
+    lora: str = ""  # adapter, a part of the cache namespace
+    routing_key: str = ""  # requests with the same routing key are a group of the routing-key policy
+    session: SessionTurn | None = None  # not with output_ids, hand_over or source
+    output_ids: tuple[int, ...] = ()  # output that another worker sampled; the request continues as a retracted one does
+    revision: str = ""  # revision of the weights that the request is for; empty for any
+    tenant: bytes = b""  # empty for none
+    batch: int = 0  # number of a batch of this peer's prompts; 0 for a prompt that came alone
+    weight: float = 1.0  # weight of the tenant's share, above 0
+    page_keys: PromptKeys | None = None  # made by the reader of the message; None: the core makes the keys that it needs
+    hand_over: KvReservation | None = None  # keeps the pages; the request ends with its next token
+    source: KvSource | None = None  # pages in another worker
+    prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # int32[n], probable output; used for draft tokens alone
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Pages of a prompt that another worker computes just now, to be read before the request comes that goes on with it, under
-    this handle. prompt_ids: int32[n], n >= 1. salt, lora, revision, page_keys, priority: as of a Submit. source: with the pages
-    that can be read."""
+    """Pages of a prompt that another worker is computing, to be read before the request with this handle arrives."""
 
     peer: int
     handle: int
-    prompt_ids: NDArray[np.int32]
-    source: KvSource
-    salt: str = ""
+    prompt_ids: NDArray[np.int32]  # int32[n], n >= 1
+    source: KvSource  # with the number of pages that can be read now
+    salt: str = ""  # this field and the following ones are those of Submit
     lora: str = ""
     revision: str = ""
     page_keys: PromptKeys | None = None
@@ -117,8 +103,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class PagesReady:
-    """Of the prompt of this handle so many pages, from its first on, can be read from the room: what a prefill worker has
-    computed of it so far."""
+    """The number of first pages of a prompt that a prefill worker has computed, and that can be read from the reservation."""
 
     handle: int
     room: KvReservation
@@ -127,18 +112,17 @@ class PagesReady:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Of a request: decode rows that verified guesses, the guesses in them, and those that were right. predicted,
-    right_predicted: those of both that were of the request's prediction."""
+    """Results of verifying one request's draft tokens."""
 
-    rows: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    predicted: int = 0
-    right_predicted: int = 0
+    rows: int = 0  # decode rows with draft tokens
+    drafted: int = 0  # draft tokens in these rows
+    accepted: int = 0  # accepted ones
+    predicted: int = 0  # draft tokens that came from the request's prediction
+    right_predicted: int = 0  # accepted ones of these
 
     def and_row(self, drafted: int, accepted: int, predicted: bool = False) -> Verified:
-        """predicted: its guesses were of the prediction."""
-        assert 0 <= accepted <= drafted, "what is accepted was guessed"
+        """Returns the results with one more row. predicted: whether its draft tokens came from the prediction."""
+        assert 0 <= accepted <= drafted, "an accepted token was drafted"
         of_prediction = (drafted, accepted) if predicted else (0, 0)
         return Verified(
             self.rows + 1,
@@ -154,65 +138,55 @@ NOTHING_VERIFIED = Verified()
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A request's one terminal output. queue_s: from arrival to first admission, or to the end if there was none.
-    cached_from: cached_tokens by the tier that they were in, empty where there is one.
-    matched_stop: the stop string or the stop pattern. embedding: float32[dimensions] with EMBEDDED. label_logprobs:
-    float32[labels] with SCORED, see ScoreParams. field: with
-    INVALID_ARGUMENT what is at fault, "" for nothing in particular; message says why, without the field's name, which
-    goes before it on the wire. room, room_pages: with HANDED_OVER, where so many whole pages of it are kept; None: nowhere."""
+    """The one terminal output of a request."""
 
     handle: int
     request_id: str
     reason: FinishReason
-    matched_stop: str = ""
+    matched_stop: str = ""  # the stop string or stop pattern
     matched_token: int = -1
     error: ErrorCode = ErrorCode.NONE
-    message: str = ""
+    message: str = ""  # reason of an error, without the field's name, which goes before it on the wire
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    cached_from: dict[Tier, int] = field(default_factory=dict)
+    cached_from: dict[Tier, int] = field(default_factory=dict)  # cached_tokens by tier; empty if the device is the only one
     completion_tokens: int = 0
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # from arrival to the first admission, or to the end if there was none
     retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    embedding: NDArray[np.float32] | None = None
-    label_logprobs: NDArray[np.float32] | None = None
-    field: str = ""
+    embedding: NDArray[np.float32] | None = None  # float32[dimensions] with EMBEDDED
+    label_logprobs: NDArray[np.float32] | None = None  # float32[labels] with SCORED, see ScoreParams
+    field: str = ""  # invalid field of the request with INVALID_ARGUMENT; empty if there is no single one
     element: int | None = None  # index of the value of a repeated `field`
-    room: KvReservation | None = None
+    room: KvReservation | None = None  # with HANDED_OVER, keeps room_pages whole pages; None: no pages are kept
     room_pages: int = 0
 
 
 @dataclass(slots=True)
 class PeerOutput:
-    """One step's news for one front end: parallel columns. handles[i] got counts[i] new tokens; tokens is flat.
-
-    logprobs: (handle, values of each of that row's new tokens), for rows whose request wants them. prompt_logprobs:
-    (handle, values) of the next prompt tokens, in order of position. predicted: (handle, what its guesses have come to up to
-    these tokens), for requests with a prediction. ready: of prompts that are still computed.
-    """
+    """The news of one step for one gateway, in parallel columns: handles[i] got counts[i] new tokens."""
 
     peer: int
     handles: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # flat
     finishes: list[Finish] = field(default_factory=list)
-    logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
-    predicted: list[tuple[int, Verified]] = field(default_factory=list)
-    ready: list[PagesReady] = field(default_factory=list)
+    logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)  # (handle, logprobs of its new tokens)
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)  # (handle, next positions), in order
+    predicted: list[tuple[int, Verified]] = field(default_factory=list)  # (handle, results so far), if it has a prediction
+    ready: list[PagesReady] = field(default_factory=list)  # of prompts that are not computed completely
 
 
 class PauseMode(enum.StrEnum):
-    """What a pause does to requests that are here. New ones wait until it ends, whatever the mode."""
+    """What a pause does with the present requests. New requests wait until the pause ends."""
 
     ABORT = "abort"  # they end
-    RETRACT = "retract"  # running ones give their memory back and wait; their cached prefixes may be flushed
-    IN_PLACE = "in_place"  # they keep their memory and go on where they were
+    RETRACT = "retract"  # running ones free their memory and wait; their cached prefixes may be flushed
+    IN_PLACE = "in_place"  # they keep their memory and continue after the pause
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One message for each front end that has news."""
+    """One message for each gateway that has news."""
 
     peers: tuple[PeerOutput, ...]

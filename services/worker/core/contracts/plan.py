@@ -1,7 +1,7 @@
-"""What goes between the scheduler core and an executor: a BatchPlan out, a StepResult back. Columns, not row objects.
+"""The messages between the scheduler core and an executor: BatchPlan and StepResult. Columns, not row objects.
 
-Both are immutable once built. Arrays are numpy, int32 unless said otherwise, and belong to the plan: the executor may
-read them from its own thread until the step's result has been committed.
+Both are immutable once built. Arrays are numpy int32 unless a comment says otherwise, and belong to the plan. The executor may
+read them from its own thread until the step's result is committed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
-VERIFIED_TOKENS = 16  # of a decode step, up to which it is bound by reading weights: guesses beside few rows cost little
+VERIFIED_TOKENS = 16  # tokens of a decode step up to which reading the weights bounds it, so that draft tokens cost little
 NO_STEP = 0  # steps are numbered from 1
 _NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 
 
 def no_tokens() -> I32:
-    """None, for nobody to write to."""
+    """Returns a shared empty array, which must not be written to."""
     return _NO_TOKENS
 
 
@@ -36,67 +36,52 @@ class ForwardMode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotParams:
-    """What the executor keeps on its device for a slot from the step that admits it until the slot is admitted again.
-
-    num_prompt_tokens: of the user's prompt, without output kept over a retraction.
-    history: int32[n], prompt and kept output in order, where penalties need counts or the executor drafts for it, else empty.
-    stop_token_ids: ids (EOS included, unless ignored) masked until min_new_tokens outputs exist.
-    prediction: int32[n], text that the output may turn out to be, for who drafts; empty: nobody has said.
-    drafted_for: whether the decode rows of the slot may have draft tokens.
-    """
+    """What the executor keeps on its device for a slot, from the step that admits it until the slot is admitted again."""
 
     slot: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of the user's prompt, without output that was kept over a retraction
     params: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    history: I32
-    prediction: I32 = field(default_factory=no_tokens)
-    drafted_for: bool = False
+    stop_token_ids: tuple[int, ...]  # masked until min_new_tokens outputs exist; EOS included unless it is ignored
+    history: I32  # int32[n], prompt and kept output; empty unless penalties need counts or the slot is drafted for
+    prediction: I32 = field(default_factory=no_tokens)  # int32[n], probable output, for the drafter
+    drafted_for: bool = False  # whether the decode rows of the slot may have draft tokens
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step. Rows: extend rows first (num_extend of them), then decode rows.
+    """One step. The first num_extend rows are extend rows, the others decode rows.
 
-    slots, starts, num_tokens: [rows]; row r computes positions starts[r] .. starts[r] + num_tokens[r] - 1 of its sequence.
-    input_ids: tokens of the extend rows, flat, in row order. The one input token of a decode row is gathered by the
-        executor from FutureMap[slot], where the step before (or an earlier one) has left it.
-    sample: bool[rows]; False for a chunk that is not its request's last. The executor samples none of these rows whose request
-        does not sample (SamplingParams.samples).
-    mask_rows: rows, of those with sample set, whose grammar's mask must be given to the executor's sample().
-    prompt_logprob_rows: extend rows that give logprobs of prompt tokens; in parallel, prompt_logprob_offsets: index into the
-        row's tokens of the first that predicts a wanted one (token i of a row predicts token i + 1 of its sequence), and
-        prompt_logprob_nexts: the prompt token after the row's last, -1 where that one is not part of the prompt.
-    admitted: parameters of slots that begin with this step; they hold for later steps too.
-    drafts: [rows], empty unless the executor drafts: how many tokens it may guess behind the input token of a decode row and
-        verify with it. Such a row computes num_tokens = 1 + drafts positions, of which the first is known to the executor alone:
-        what the step before it accepted is not committed yet. starts is then the last position that it can be.
-    table_slots, table_firsts, table_counts: [updates]; table_pages: flat. For update u, logical pages
-        firsts[u] .. firsts[u] + counts[u] - 1 of slot slots[u] become the next counts[u] ids of table_pages.
-        Applied before the forward pass, in any order: no two of them name the same place. A slot's table is stale beyond what
-        its rows cover.
-    operations: that begin once all steps launched before have ended, beside this one. A plan that has nothing else is IDLE, is
-        not launched, and has no result.
+    Row r computes the positions starts[r] to starts[r] + num_tokens[r] - 1 of its sequence. Update u of the page tables sets
+    the logical pages table_firsts[u] to table_firsts[u] + table_counts[u] - 1 of the slot table_slots[u] to the next
+    table_counts[u] ids of table_pages. The updates are applied before the forward pass, in any order, because no two have the
+    same entry. A slot's table is stale beyond the pages that its rows cover.
     """
 
     step_id: int
     mode: ForwardMode
     num_extend: int
-    slots: I32
+    slots: I32  # [rows]
+    # [rows]; for a row with draft tokens the last position that it can start at, because the step before it is not committed.
     starts: I32
-    num_tokens: I32
+    num_tokens: I32  # [rows]
+    # Tokens of the extend rows, flat, in row order. A decode row takes its one input token from FutureMap[slot].
     input_ids: I32
+    # bool[rows]; False for a chunk that is not its request's last. Rows whose request does not sample are not sampled either.
     sample: NDArray[np.bool_]
-    mask_rows: I32
-    prompt_logprob_rows: I32
-    prompt_logprob_offsets: I32
-    prompt_logprob_nexts: I32
-    admitted: tuple[SlotParams, ...]
-    table_slots: I32
-    table_firsts: I32
-    table_counts: I32
-    table_pages: I32
+    mask_rows: I32  # rows with sample set that need a grammar mask in the executor's sample()
+    prompt_logprob_rows: I32  # extend rows that give logprobs of prompt tokens
+    prompt_logprob_offsets: I32  # in parallel: index in the row of the first token that predicts a wanted one
+    prompt_logprob_nexts: I32  # in parallel: the prompt token after the row's last one; -1 if the prompt ends there
+    admitted: tuple[SlotParams, ...]  # parameters of slots that begin with this step; they hold for later steps too
+    table_slots: I32  # [updates]
+    table_firsts: I32  # [updates]
+    table_counts: I32  # [updates]
+    table_pages: I32  # flat
+    # [rows], empty unless the executor drafts: draft tokens of a decode row, which then computes 1 + drafts positions. The
+    # executor alone knows the first one.
     drafts: I32 = field(default_factory=no_tokens)
+    # Operations that begin once all steps launched before have ended. A plan of operations alone is IDLE: it is not launched
+    # and has no result.
     operations: tuple[PageOperation, ...] = ()
 
     @property
@@ -105,7 +90,7 @@ class BatchPlan:
 
 
 def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
-    """Of no step."""
+    """Returns a plan with operations and without rows."""
     none, no_rows = no_tokens(), np.empty(0, dtype=np.bool_)
     columns = (none, none, none, none, no_rows, none, none, none, none, (), none, none, none, none, none)
     return BatchPlan(NO_STEP, ForwardMode.IDLE, 0, *columns, operations)
@@ -113,44 +98,38 @@ def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log probabilities (natural, fp32, of the raw logits) of one sampled token: its own, the top ones in falling order, and
-    those of params.logprob_token_ids in their order."""
+    """Log probabilities of one output token: natural, fp32, of the raw logits."""
 
-    sampled: float
+    sampled: float  # of the sampled token
     top_ids: tuple[int, ...]
-    top: tuple[float, ...]
-    chosen: tuple[float, ...] = ()
+    top: tuple[float, ...]  # of top_ids, falling
+    chosen: tuple[float, ...] = ()  # of params.logprob_token_ids, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The same for n consecutive prompt tokens. values: float32[n]; top_ids: int32[n, k]; top: float32[n, k], falling;
-    chosen: float32[n, m]. The last row predicts prompt_logprob_nexts, and is left out where that is -1."""
+    """Log probabilities of n consecutive prompt tokens. The token prompt_logprob_nexts has no entry if it is -1."""
 
-    values: NDArray[np.float32]
-    top_ids: I32
-    top: NDArray[np.float32]
-    chosen: NDArray[np.float32]
+    values: NDArray[np.float32]  # [n]
+    top_ids: I32  # [n, k]
+    top: NDArray[np.float32]  # [n, k], falling
+    chosen: NDArray[np.float32]  # [n, m]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """tokens: int32[rows], meaningful where plan.sample and the request samples; with counts (int32[rows], 1 at least) flat, so
-    many of each row: drafted ones that were sampled too, and the first that was not drafted; drafted: int32[rows], guesses that
-    each row had, no more than planned; predicted: bool[rows], whether these are of its request's prediction, None where none
-    are. faults: row -> fault, of its last token. logprobs: place in tokens -> values, prompt_logprobs: row -> values, where
-    asked. embeddings: row -> float32[dimensions], for rows with sample set whose request wants a vector. label_logprobs: row ->
-    float32[labels], for rows with sample set whose request wants a score, see ScoreParams. seconds: that the executor worked on
-    it, waiting left out; 0 where nobody has measured it."""
+    """What one step computed. Dictionaries have the row as key, and entries for the rows that want the value."""
 
     step_id: int
+    # [rows], meaningful where plan.sample is set and the request samples. With `counts` it is flat: counts[r] tokens of row r,
+    # which are the accepted draft tokens and the first sampled token that was not drafted.
     tokens: I32
-    faults: dict[int, RowFault] = field(default_factory=dict)
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    faults: dict[int, RowFault] = field(default_factory=dict)  # of the row's last token
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by index in tokens
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    counts: I32 | None = None
-    drafted: I32 | None = None
-    predicted: NDArray[np.bool_] | None = None
-    seconds: float = 0.0
+    embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[dimensions]
+    label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[labels], see ScoreParams
+    counts: I32 | None = None  # [rows], 1 or more
+    drafted: I32 | None = None  # [rows], draft tokens of each row, at most the planned number
+    predicted: NDArray[np.bool_] | None = None  # bool[rows], draft tokens came from the prediction; None if none did
+    seconds: float = 0.0  # that the executor worked on the step, waiting excluded; 0 if it was not measured

@@ -1,4 +1,4 @@
-"""A request's way through the scheduler, for whoever asks why it was slow: the last events of all requests, in one ring."""
+"""The last events of all requests in one ring, to find out why a request was slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_EVENTS = 16384
 
 
 class TraceKind(enum.StrEnum):
-    """What `detail` holds stands behind each."""
+    """Kinds of events, with the meaning of `detail`."""
 
     QUEUED = "queued"  # prompt tokens
     GATED = "gated"  # prompt tokens; the grammar is being compiled
@@ -28,20 +28,20 @@ class TraceKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """at: on the loop's clock, in seconds."""
+    """One step of a request through the scheduler."""
 
-    at: float
+    at: float  # seconds on the loop's clock
     request_id: str
     kind: TraceKind
     detail: int
 
 
 class TraceLog:
-    """now: set by the scheduler before anything can happen. Single writer: RequestLifecycle."""
+    """The ring of events. RequestLifecycle writes it."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self._count = 0  # of all events since the start
+        self.now = 0.0  # time of the next events; the scheduler sets it at each call
+        self._count = 0  # number of events since the start
         self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
 
     def add(self, request_id: str, kind: TraceKind, detail: int) -> None:
@@ -49,11 +49,11 @@ class TraceLog:
         self._count += 1
 
     def of(self, request_id: str) -> list[TraceEvent]:
-        """Oldest first; empty for a request that is unknown, or whose events have left the ring."""
+        """Returns the events of a request that are in the ring, oldest first."""
         return [event for event in self._events if event.request_id == request_id]
 
     def since(self, count: int) -> tuple[int, list[TraceEvent]]:
-        """How many there have been, and those after the first `count`, oldest first, as far as they are in the ring."""
+        """Returns the number of all events, and those after the first `count` that are in the ring, oldest first."""
         assert 0 <= count <= self._count, "more events than there were"
         latest = list(islice(reversed(self._events), self._count - count))
         return self._count, latest[::-1]

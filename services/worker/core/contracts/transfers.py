@@ -1,9 +1,10 @@
-"""Operations on pages beside the forward stream, and the facts that they end in (docs/design/scheduler.md#operations-and-facts).
+"""Operations that move pages beside the forward stream, and the facts that they end in
+(docs/design/scheduler.md#operations-and-facts).
 
-A plan carries operations; the executor begins each once every step launched before that plan has ended, and gives exactly one
-fact of it, whatever becomes of it. Pages of the device that an operation writes are quarantined until then, pages that it reads
-are pinned. Of a load from the host the fact may come before its last bytes: what is launched from then on waits for them, on the
-device, where it comes to them. Columns are numpy int32, parallel to `keys` where they are not empty.
+A plan carries operations. The executor begins an operation once every step launched before that plan has ended, and reports
+exactly one fact of it. Device pages that an operation writes are quarantined until then; pages that it reads are pinned. The
+fact of a load from the host may come before its last bytes; later steps then wait for these on the device. Columns are numpy
+int32, parallel to `keys` unless they are empty.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from services.worker.core.contracts.reservations import KvSource
 
 I32 = NDArray[np.int32]
 NO_PAGES: I32 = np.empty(0, dtype=np.int32)
-EARLY_S = 0.02  # that a load may still take, as far as is known, when its fact comes: what else a step computes may wait as long
-UNASKED = -1  # in place of an operation's number: news of a store that nobody asked for
+EARLY_S = 0.02  # expected rest of a load at which its fact is reported early, because a step may wait so long
+UNASKED = -1  # op_id of a fact that reports changes of a storage and ends no operation
 
 
 class Tier(enum.StrEnum):
-    """Where KV is kept. Named as in SGLang's cached_tokens_details, which has no peers."""
+    """A place of KV. The names are those of SGLang's cached_tokens_details, which has no peers."""
 
     DEVICE = "device"
     HOST = "host"
@@ -40,46 +41,43 @@ class OperationKind(enum.IntEnum):
 
 
 class WritePolicy(enum.StrEnum):
-    """Which cached pages are copied down the tiers (SGLang's --hicache-write-policy)."""
+    """The cached pages that are copied down the tiers (SGLang's --hicache-write-policy)."""
 
-    WRITE_BACK = "write_back"  # those that nobody uses any more, the coldest first, ahead of their eviction
-    WRITE_THROUGH = "write_through"  # all, as soon as they are computed
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # those that are hit again
+    WRITE_BACK = "write_back"  # unused pages, the coldest first, before their eviction
+    WRITE_THROUGH = "write_through"  # all pages, as soon as they are computed
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # pages with a further hit
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Pages of a room, from page `first` on. proof: of the prompt up to the last of them, see reservations.py."""
+    """The pages of a reservation that a PULL reads."""
 
     source: KvSource
-    first: int
-    proof: bytes
+    first: int  # first page of the reservation to read
+    proof: bytes  # of the prompt up to the last page, see reservations.py
 
 
 @dataclass(frozen=True, slots=True)
 class KeptBlock:
-    """A block of the prefix index that pages below the device have the tokens of. weights: bytes[8], that computed them; its name
-    is of these. keys: of its pages, in order."""
+    """A block of the prefix index whose tokens are in pages below the device."""
 
     name: bytes
-    weights: bytes
-    keys: tuple[bytes, ...]
+    weights: bytes  # bytes[8], digest of the weights that computed it
+    keys: tuple[bytes, ...]  # of its pages, in order
 
 
 @dataclass(frozen=True, slots=True)
 class PageOperation:
-    """keys: one for each page, consecutive in one prompt. pages: of the device, empty for STORE. host_pages: empty for FETCH and
-    PULL. group: the cache group whose pages these are. pull: with PULL alone, what is read. blocks: with STORE alone, those that
-    end in these pages, to be told again after a restart."""
+    """A copy of consecutive pages of one prompt."""
 
     op_id: int
     kind: OperationKind
-    keys: tuple[bytes, ...]
-    pages: I32
-    host_pages: I32
-    group: int = 0
-    pull: Pull | None = None
-    blocks: tuple[KeptBlock, ...] = ()
+    keys: tuple[bytes, ...]  # one for each page
+    pages: I32  # of the device; empty for STORE
+    host_pages: I32  # empty for FETCH and PULL
+    group: int = 0  # cache group of the pages
+    pull: Pull | None = None  # with PULL alone
+    blocks: tuple[KeptBlock, ...] = ()  # with STORE alone: blocks that end in these pages, reported again after a restart
 
     def __post_init__(self) -> None:
         assert (self.pull is not None) == (self.kind is OperationKind.PULL), "a pull says where from"
@@ -90,11 +88,10 @@ class PageOperation:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Pages that are to go. tag: of their salt; None: of any. older_than_s: that were written so long ago or longer, by the wall
-    clock; None: whenever they were."""
+    """Pages to delete."""
 
-    tag: bytes | None = None
-    older_than_s: float | None = None
+    tag: bytes | None = None  # tag of their salt; None: any
+    older_than_s: float | None = None  # least age by the wall clock; None: any
 
 
 ALL = Selection()
@@ -102,24 +99,21 @@ ALL = Selection()
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What a deletion came to. pages: that are gone. dropped: keys that were held here and are not. pending: why some are still
-    there, "" if none is."""
+    """The result of a deletion."""
 
-    pages: int
-    dropped: tuple[bytes, ...] = ()
-    pending: str = ""
+    pages: int  # deleted pages
+    dropped: tuple[bytes, ...] = ()  # deleted keys that this worker held
+    pending: str = ""  # why some pages are still there; empty if none is
 
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """Of a storage, as its owner last saw it. num_bytes: of its pages, with what is kept beside them. num_salts: with a page in
-    it. over_quota_pages, deleted_pages: that went since it was opened because their salt had more than it may, and because
-    somebody asked for it."""
+    """The state of a storage when its owner looked at it last."""
 
-    num_bytes: int = 0
-    num_salts: int = 0
-    over_quota_pages: int = 0
-    deleted_pages: int = 0
+    num_bytes: int = 0  # of its pages and their metadata
+    num_salts: int = 0  # salts with a page in it
+    over_quota_pages: int = 0  # pages that went since it was opened because their salt had its whole quota
+    deleted_pages: int = 0  # pages that were deleted on demand since it was opened
 
 
 NO_USE = StorageUse()
@@ -127,18 +121,14 @@ NO_USE = StorageUse()
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What an operation has come to. count: pages from its beginning that were moved, all of them whole; 0: it failed. Of a
-    store: that the storage has now, whoever brought them. seconds: that moving them took. stored, dropped: keys that the storage
-    holds now and did not, and the other way about. blocks: that the storage's pages were said to be of, before its start.
-    use: of the storage then, where that may have changed. early: of a load from the host, whose last bytes are on their way;
-    behind it comes one that says when they are there, with loaded: its pages, and the seconds that it took."""
+    """The result of an operation, or changes of a storage (op_id UNASKED)."""
 
     op_id: int
-    count: int = 0
-    seconds: float = 0.0
-    stored: tuple[bytes, ...] = ()
-    dropped: tuple[bytes, ...] = ()
-    use: StorageUse | None = None
-    blocks: tuple[KeptBlock, ...] = ()
-    early: bool = False
-    loaded: tuple[int, float] | None = None
+    count: int = 0  # pages from the beginning that were moved whole; of a STORE, pages that the storage has now
+    seconds: float = 0.0  # time that moving them took
+    stored: tuple[bytes, ...] = ()  # keys that the storage has gained
+    dropped: tuple[bytes, ...] = ()  # keys that the storage has lost
+    use: StorageUse | None = None  # if it may have changed
+    blocks: tuple[KeptBlock, ...] = ()  # blocks of the storage's pages, as recorded before the worker's start
+    early: bool = False  # the last bytes of a load are on their way; a later fact with `loaded` reports their arrival
+    loaded: tuple[int, float] | None = None  # pages and seconds of the oldest early load, which is complete now

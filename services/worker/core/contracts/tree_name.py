@@ -1,8 +1,7 @@
-"""The name of a tree of cached prefixes: the revision of the weights that computed its KV, and the requests' namespace.
+"""The name of a tree of cached prefixes: the revision of the weights that computed its KV, and the requests' cache namespace.
 
-With the revision in it no request ever finds a page of other weights, whatever becomes of the tree when weights are replaced.
-A tree whose salt was deleted is retired: it goes on under a name of its own for the requests that were here before, and nothing
-of it is kept in other tiers.
+The revision keeps requests away from pages of other weights, even if the tree outlives a replacement of the weights. The tree
+of a deleted salt is retired: requests that were present keep it under a name of its own, and no other tier stores its pages.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ _RETIRED = "retired-"  # no digest begins so
 
 
 def tree_name(revision: str, namespace: str) -> str:
-    """revision: "" where weights have no name; a tree is then named by its namespace alone."""
+    """Returns the name. If the revision is empty, it is the namespace alone."""
     assert _END not in revision, "a digest has one line"
     return f"{revision}{_END}{namespace}" if revision else namespace
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """(revision, namespace) of a name with a revision."""
+    """Returns (revision, namespace) of a name with a revision."""
     revision, _, namespace = name.partition(_END)
     return revision, namespace
 
 
 def salt_of_tree(name: str) -> str:
-    """The cache salt of its requests, "" for none; also of a tree that is retired."""
+    """Returns the cache salt of a tree, which may be retired; empty for none."""
     return salt_of(_namespace_of(name))
 
 
 def retired_name(name: str, number: int) -> str:
-    """number: of the deletion, so that no other tree is called the same."""
+    """Returns the name of a retired tree. number: of the deletion, which makes the name unique."""
     assert not is_retired(name), "a tree is retired once"
     return f"{_RETIRED}{number}{_END}{_namespace_of(name)}"
 
