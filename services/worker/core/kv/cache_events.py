@@ -1,8 +1,8 @@
-"""What the prefix index is told: blocks that became cached here, blocks that went to another tier or for good, everything gone.
+"""The events for the prefix index: blocks that became cached here, blocks that left for another tier or for good, and resets.
 
-A block is BLOCK_TOKENS tokens, full blocks only, named by a hash chained over its prefix; token ids leave the worker in
-no form. On the device a block belongs to the tree edge that holds its last token, and goes with it: eviction takes suffixes
-first. What the tiers below it have is said by KeptBlocks.
+A block has BLOCK_TOKENS tokens and is named by a hash that is chained over its prefix, so no token ids leave the worker. Only
+full blocks have names. On the device a block belongs to the tree edge that holds its last token, and leaves with it, because
+eviction takes suffixes first. KeptBlocks reports the blocks of the tiers below.
 """
 
 from __future__ import annotations
@@ -16,50 +16,47 @@ from services.shared.index.block_tier import BlockTier
 from services.worker.core.kv.tree_node import TreeNode
 
 BLOCK_TOKENS = 64
-MOST_TOLD = 4096  # changes that are told at once
+MOST_TOLD = 4096  # changes per message
 _TOKEN_BYTES = 4
 
 BlockHasher = Callable[[bytes, bytes], bytes]
-"""(hash of the block before, or a root's; the block's tokens as little-endian int32) -> the block's hash."""
+"""Makes a block's hash from the hash of the block before (or of the root) and the block's tokens as little-endian int32."""
 
 RootHasher = Callable[[str], bytes]
-"""A namespace (cache salt, adapter) -> what the first block of a prompt is chained to."""
+"""Makes the hash that the first block of a prompt is chained to, from the namespace (cache salt, adapter)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """`cleared` holds first. Then each hash stands in one of the others at most, by where the block is: stored on the device,
-    host and storage in the tiers below it and not on the device any more, removed nowhere. A hash that came and went is in
-    none."""
+    """Changes of the cached blocks. Each hash is in at most one of the tuples, by the present place of the block."""
 
-    cleared: bool
-    stored: tuple[bytes, ...]
-    removed: tuple[bytes, ...]
-    host: tuple[bytes, ...] = ()
-    storage: tuple[bytes, ...] = ()
+    cleared: bool  # all earlier events are void; applies before the others
+    stored: tuple[bytes, ...]  # on the device
+    removed: tuple[bytes, ...]  # in no tier
+    host: tuple[bytes, ...] = ()  # in the host tier and not on the device
+    storage: tuple[bytes, ...] = ()  # in the storage tier and not above it
 
 
 class CacheEventLog:
-    """Written by the radix tree and KeptBlocks, taken by the worker's publisher once per step. tells_storage: what the storage
-    has is this worker's alone, so that it says something about where a request had best go."""
+    """The changes that the index has not received. The radix tree and KeptBlocks write them, the publisher takes them."""
 
     def __init__(self, page_size: int, block_hash: BlockHasher, root_hash: RootHasher, tells_storage: bool = True) -> None:
-        self.tells_storage = tells_storage
+        self.tells_storage = tells_storage  # the storage belongs to this worker alone, so its blocks matter for routing
         self._page_size = page_size
         self._block_hash = block_hash
         self._root_hash = root_hash
         self._cleared = False
-        self._held: Counter[bytes] = Counter()  # edges that hold a block: more than one where pages are larger than blocks
-        self._below: dict[bytes, BlockTier] = {}  # blocks that are whole in the tiers below, and in which
-        self._changed: dict[bytes, BlockTier | None] = {}  # what was told last of blocks that have changed since, None: nothing
+        self._held: Counter[bytes] = Counter()  # edges that hold a block; more than one if pages are larger than blocks
+        self._below: dict[bytes, BlockTier] = {}  # blocks that the tiers below have completely, with their slowest tier
+        self._changed: dict[bytes, BlockTier | None] = {}  # changed blocks, with the tier in the last message; None: in no tier
 
     @property
     def has_more(self) -> bool:
-        """There is more to be told than was taken."""
+        """Whether changes are left after take()."""
         return self._cleared or bool(self._changed)
 
     def stored(self, node: TreeNode) -> None:
-        """Names the blocks that end in a new edge."""
+        """Names the blocks that end in a new edge, and records them."""
         parent = node.parent
         assert parent is not None
         begin = parent.depth * self._page_size
@@ -86,7 +83,7 @@ class CacheEventLog:
             del self._held[name]
 
     def below(self, name: bytes, tier: BlockTier | None) -> None:
-        """The slowest tier below the device that a page of the block lies in; None: they do not have all of it."""
+        """Records the slowest tier below the device that has a page of the block; None if they do not have all pages."""
         if self._below.get(name) is tier:
             return
         self._changes(name)
@@ -96,22 +93,22 @@ class CacheEventLog:
             self._below[name] = tier
 
     def tier_below(self, name: bytes) -> BlockTier | None:
-        """As below() was last told."""
+        """Returns the tier in the last call of below() for the block."""
         return self._below.get(name)
 
     def cleared(self) -> None:
-        """The device has nothing any more. What is below it is told anew."""
+        """Records that the device has no blocks. The blocks of the tiers below are reported again."""
         self._held.clear()
         self._begin_anew()
 
     def flushed(self) -> None:
-        """Much may have gone at once. Where that is more than what is left, everything told is void and the rest told again."""
+        """Reports the remaining blocks after a reset instead of the removed ones, if those are more."""
         gone = sum(before is not None and self._tier(name) is None for name, before in self._changed.items())
         if gone > len(self._held.keys() | self._below.keys()):
             self._begin_anew()
 
     def split(self, names: tuple[bytes, ...], upper_depth: int, lower_depth: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Which of an edge's blocks end in its upper part (down to page upper_depth) and which in its lower one."""
+        """Returns the blocks that end in the upper part of an edge (down to page upper_depth), and those of the lower part."""
         size = self._page_size
         below = lower_depth * size // BLOCK_TOKENS - upper_depth * size // BLOCK_TOKENS
         cut = len(names) - below
@@ -119,7 +116,7 @@ class CacheEventLog:
         return names[:cut], names[cut:]
 
     def take(self) -> CacheEvents | None:
-        """What has happened since the last call: of very much the first part. None: nothing."""
+        """Returns the changes since the last call, at most MOST_TOLD of them; None if there are none."""
         told: dict[BlockTier | None, list[bytes]] = {BlockTier.DEVICE: [], BlockTier.HOST: [], BlockTier.STORAGE: [], None: []}
         count = 0
         for name in list(islice(self._changed, MOST_TOLD)):
@@ -139,7 +136,7 @@ class CacheEventLog:
         return BlockTier.DEVICE if name in self._held else self._below.get(name)
 
     def _changes(self, name: bytes) -> None:
-        """Called before it does."""
+        """Records the tier of a block that is about to change."""
         if name not in self._changed:
             self._changed[name] = self._tier(name)
 
@@ -148,7 +145,7 @@ class CacheEventLog:
         self._changed = dict.fromkeys([*self._held, *self._below])
 
     def _tokens_before(self, node: TreeNode, count: int) -> bytes:
-        """The last `count` tokens of the path to `node`."""
+        """Returns the last `count` tokens of the path to `node`."""
         parts: list[bytes] = []
         need = count * _TOKEN_BYTES
         walk: TreeNode | None = node

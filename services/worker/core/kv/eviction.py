@@ -1,5 +1,7 @@
-"""Which cached pages go first: a node's place in the order of eviction, per policy. Lower goes first. What sessions hold goes
-last, unless it can be had back from another tier."""
+"""The orders of eviction, one per policy. A node with a lower key is evicted first.
+
+Nodes that sessions hold are last, unless another tier has them.
+"""
 
 from __future__ import annotations
 

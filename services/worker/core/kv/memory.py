@@ -1,9 +1,9 @@
-"""KV memory of one cache group: pages, slots and the radix tree under one owner, and the lease that a request holds.
+"""The KV memory of one cache group: pages, slots and the radix tree, and the lease that a running request holds.
 
-Every page is in exactly one state: free, leased by one slot, cached in the tree, or quarantined, while an operation beside the
-forward stream writes it; free + leased + cached + quarantined = total. A page that is freed may be given out again at once: one
-forward stream orders all steps (docs/design/scheduler.md#steps-and-streams), and operations begin after the steps before them.
-Writes to page tables are recorded and handed to the next plan by `take_table_updates`.
+Every page is free, leased by one slot, cached in the tree, or quarantined while an operation beside the forward stream writes
+it; free + leased + cached + quarantined = total. A freed page may be allocated again at once, because one forward stream orders
+all steps (docs/design/scheduler.md#steps-and-streams) and operations begin after the steps before them. Writes to page tables
+are recorded, and `take_table_updates` gives them to the next plan.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ _EMPTY: I32 = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What a running request holds: a slot, the pages in the slot's table row, and a lock on `node`, the shared part's end.
-    rank: how urgent the request is, for what it leaves in the cache. page_keys: of the first pages of its tokens, those that are
-    known."""
+    """The memory of a running request: a slot, the pages in its table row, and a lock on `node`."""
 
     slot: int
-    node: TreeNode
-    rank: int = 0
-    page_keys: tuple[bytes, ...] = ()
+    node: TreeNode  # end of the part of the pages that the tree has
+    rank: int = 0  # rank of the request, which its cached pages get
+    page_keys: tuple[bytes, ...] = ()  # known names of the first pages
 
 
 @dataclass(frozen=True, slots=True)
 class PageTableUpdates:
-    """The four table columns of a BatchPlan."""
+    """The four columns of page table updates in a BatchPlan."""
 
     slots: I32
     firsts: I32
@@ -50,7 +48,7 @@ class PageTableUpdates:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """num_pages of page_size tokens; num_slots with a table of pages_per_slot each."""
+    """The sizes of the pools. page_size is in tokens."""
 
     num_pages: int
     page_size: int
@@ -59,8 +57,10 @@ class KVShape:
 
 
 class KVMemory:
-    """order: of eviction. enable_radix_cache: whether anything is shared. events: told of what is cached; None: nobody.
-    backups, is_retired: see RadixCache. quarantined: pages that operations write."""
+    """The owner of the pages, the slots and the radix tree.
+
+    RequestLifecycle and the planners call it. Sessions hold paths of the tree, reservations and imports pin them.
+    """
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class KVMemory:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be allocated now: free ones and those that eviction would free."""
+        """Pages that could be allocated now: free and evictable ones."""
         return self.pages.num_free + self.tree.num_evictable
 
     @property
@@ -101,7 +101,7 @@ class KVMemory:
         return self.pages.num_pages - self.pages.num_free - self.tree.num_pages - len(self.quarantined)
 
     def match(self, namespace: str, key: bytes, limit: int) -> Match:
-        """The longest hit of at most `limit` tokens that leaves at least one token of `key` to compute. Allocates nothing."""
+        """Returns the longest hit of at most `limit` tokens that leaves at least one token of `key` to compute."""
         return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
@@ -163,7 +163,7 @@ class KVMemory:
         return min(num_tokens, int(self.slots.num_pages[slot]) * self.page_size)
 
     def grow_each(self, slots: I32) -> None:
-        """One more page for each of `slots` (int32[n], distinct). Asks for no more than num_available."""
+        """Allocates one more page for each of `slots` (int32[n], distinct), which are at most num_available."""
         assert len(slots) <= self.num_available, "pages for rows that were not counted"
         pages = self._alloc(len(slots))
         firsts = self.slots.num_pages[slots]
@@ -174,9 +174,10 @@ class KVMemory:
         self._num_updates += len(slots)
 
     def publish(self, lease: Lease, key: bytes) -> None:
-        """Puts the whole pages of `key`, whose KV is computed, into the tree, so that others share them from now on.
+        """Moves the whole pages of `key`, whose KV is computed, into the tree, where other requests find them.
 
-        Pages that another request has put there meanwhile are freed and the slot's table points at the tree's.
+        If the tree has got some of these pages from another request, the slot's own ones are freed and its table gets the
+        tree's.
         """
         slot = lease.slot
         shared = int(self.slots.num_shared[slot])
@@ -202,15 +203,18 @@ class KVMemory:
             self._record(slot, shared + first, theirs[first:])
 
     def hold(self, node: TreeNode) -> None:
-        """Asks for the path to `node` to be evicted after everything that nobody holds."""
+        """Makes eviction take the path to `node` after all paths without a hold."""
         self.tree.hold(node)
 
     def unhold(self, node: TreeNode) -> None:
         self.tree.unhold(node)
 
     def release(self, lease: Lease, key: bytes) -> None:
-        """Ends the lease: publishes `key` (may be empty), frees the rest, gives the slot back. lease.node stays the end of
-        what was published, valid until the next call that may evict, unless it is held."""
+        """Ends the lease: publishes `key`, which may be empty, and frees the other pages and the slot.
+
+        lease.node is then the end of the published pages. It is valid until the next call that may evict, or as long as it is
+        held.
+        """
         self.publish(lease, key)
         slot = lease.slot
         shared, have = int(self.slots.num_shared[slot]), int(self.slots.num_pages[slot])
@@ -227,33 +231,46 @@ class KVMemory:
     # Operations beside the forward stream
 
     def pin(self, node: TreeNode) -> None:
-        """Keeps the path to `node`: an operation reads its pages, or somebody who waits is to find it."""
+        """Locks the path to `node` for an operation that reads its pages, or for a waiting request."""
         self._num_pins += 1
         self.tree.lock(node)
 
     def unpin(self, node: TreeNode, used: bool = False) -> None:
-        """used: see RadixCache.unlock."""
+        """Undoes one pin(). used: see RadixCache.unlock."""
         assert self._num_pins > 0, "unpin without pin"
         self._num_pins -= 1
         self.tree.unlock(node, used=used)
 
     def quarantine(self, count: int) -> I32:
-        """int32[count]: pages that an operation is to write. Asks for no more than num_available."""
+        """Allocates pages that an operation will write, as int32[count]. `count` is at most num_available."""
         assert 0 < count <= self.num_available, "pages for an operation that were not counted"
         pages = self._alloc(count)
         self.quarantined.update(pages.tolist())
         return pages
 
     def free_quarantined(self, pages: I32) -> None:
-        """Their operation has ended, and nothing in them counts."""
+        """Frees quarantined pages whose operation has failed."""
         self._leave_quarantine(pages)
         self.pages.free(pages)
 
     def publish_quarantined(
         self, node: TreeNode, key: bytes, pages: I32, rank: int, page_keys: tuple[bytes, ...], backed: bool
     ) -> TreeNode:
-        """Their operation has ended: they hold the KV of the tokens `key` behind `node`, which is pinned. Returns where these
-        end in the tree; pages that it has already are freed. backed: they are kept where they came from."""
+        """Puts quarantined pages into the tree below `node`, which is pinned: they have the KV of the tokens `key`.
+
+        Pages that the tree has already are freed.
+
+        Args:
+            node: the pinned node before the tokens.
+            key: the tokens as bytes.
+            pages: the written pages.
+            rank: rank of the request that wanted them.
+            page_keys: names of the pages.
+            backed: whether the tier that they came from keeps them.
+
+        Returns:
+            The node at the end of the tokens.
+        """
         self._leave_quarantine(pages)
         end, theirs = self.tree.insert(node, key, pages, rank, page_keys)
         if backed:
@@ -266,17 +283,19 @@ class KVMemory:
         self.quarantined.difference_update(pages.tolist())
 
     def flush(self) -> int:
-        """Forgets everything that nobody uses; returns the number of pages."""
+        """Evicts everything that is not locked. Returns the number of pages."""
         return self._evict(self.tree.num_evictable, needed=False)
 
     def forget(self, node: TreeNode) -> None:
-        """And what it hung on, as far as nobody uses that."""
+        """Drops a node and its ancestors as far as they are unlocked leaves."""
         for pages in self.tree.forget(node):
             self.pages.free(pages)
 
     def take_table_updates(self) -> PageTableUpdates:
-        """What was written since the last call to page tables of slots that are leased. No two of them name the same entry: they
-        may be applied in any order."""
+        """Returns the writes to page tables of leased slots since the last call.
+
+        No two of them have the same entry, so they may be applied in any order.
+        """
         self._gather_runs()
         if not self._updates:
             return PageTableUpdates(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
@@ -289,7 +308,7 @@ class KVMemory:
         return self._without_ended(updates) if self._ended else updates
 
     def _without_ended(self, updates: PageTableUpdates) -> PageTableUpdates:
-        """What was written for leases that have ended is nobody's: whoever has such a slot by now has written its own."""
+        """Drops the writes of leases that have ended. A later lease of the same slot has made its own writes."""
         slots, counts = updates.slots, updates.counts
         until = np.zeros(len(self.slots.num_pages), dtype=np.int64)
         until[list(self._ended)] = list(self._ended.values())

@@ -1,4 +1,4 @@
-"""What the queue asks of the tiers below the pool, and what it says of a prompt (implemented in core/tiers)."""
+"""The interface between the queues and the tiers below the pool; core/tiers implements it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Asker = tuple[int, int]
 
 
 class PeerSource(Protocol):
-    """Of pages in another worker."""
+    """Pages in another worker."""
 
     @property
     def room(self) -> object:
-        """Equal where it is the same one."""
+        """The reservation; equal for equal reservations."""
 
     @property
     def address(self) -> str: ...
@@ -30,26 +30,23 @@ class PeerSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A prompt of a request: the tree that it is matched in, its tokens as bytes, how many pages of it a hit may cover. keys: of
-    its first pages; more are made as they are needed. rank: see TreeNode. arrived: pages that came while it waited, by tier.
-    let_go: it does not wait for more. source: another worker that has its first pages. ahead: they are read before its request
-    comes."""
+    """A prompt whose pages other tiers are searched for."""
 
-    seq: int
-    tree: str
+    seq: int  # number of the request or prefetch
+    tree: str  # name of the tree that it is matched in
     tokens: bytes
-    limit: int
-    rank: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    arrived: Counter[str] = field(default_factory=Counter)
-    let_go: bool = False
-    source: PeerSource | None = None
-    ahead: bool = False
+    limit: int  # pages that a hit may cover
+    rank: int = 0  # see TreeNode
+    keys: list[bytes] = field(default_factory=list)  # of the first pages; more are made when they are needed
+    arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while it waited, by tier
+    let_go: bool = False  # it waits for no further pages
+    source: PeerSource | None = None  # another worker that has the first pages
+    ahead: bool = False  # it is read before its request arrives
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Gauges as they are now, then counters since the start: see StepStats, where each stands by the same name."""
+    """Gauges, then counters since the start. StepStats has and explains a field of each name."""
 
     host_pages: int
     host_pages_used: int
@@ -83,43 +80,49 @@ class TierStats:
 
 
 class OtherTiers(Protocol):
-    """queue: what the tree offers for copies. num_running: operations under way that read or write the device's pages.
-    num_quarantined: pages that these write."""
+    """The tiers below the device, as the queues see them."""
 
     @property
-    def queue(self) -> BackupQueue: ...
+    def queue(self) -> BackupQueue:
+        """Nodes that the tree offers for copies."""
 
     @property
-    def num_running(self) -> int: ...
+    def num_running(self) -> int:
+        """Operations under way that read or write the device's pages."""
 
     @property
-    def num_quarantined(self) -> int: ...
+    def num_quarantined(self) -> int:
+        """Pages that these operations write."""
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Whether more of the prompt than the tree has is elsewhere, and sooner here than computed: the request waits, then."""
+        """Begins an import if other tiers have more of the prompt than the tree, and reading is faster than computing.
+
+        Returns:
+            Whether the request waits for the import.
+        """
 
     def waiting(self) -> set[int]:
-        """Those that wait, by seq."""
+        """Returns the numbers of the requests that wait for imports."""
 
     def admitted(self, seq: int, keys: list[bytes], hit: int) -> None:
-        """The request begins, with so many pages of its prompt from the tree. keys: of its first pages."""
+        """Ends the pins of a request that is admitted with `hit` pages from the tree. keys: of its first pages."""
 
     def leave(self, seq: int) -> None:
-        """The request has ended: what was kept for it is not any more."""
+        """Ends the pins and the wait of a request that has ended."""
 
     def take_prefetched(self, asker: Asker, seq: int) -> Counter[str]:
-        """The request has come: what was read ahead for it is kept for it. Returns the pages that came, by tier."""
+        """Passes the prefetched pages to the request, which has arrived. Returns their number by tier."""
 
     def let_go(self) -> bool:
-        """Pages are wanted by who runs: what is pinned for who waits may go. Whether there was anything."""
+        """Releases the pins of waiting requests, because running ones need pages. Returns whether there were any."""
 
     def retired(self, names: Collection[str]) -> None:
-        """Trees whose salt was deleted, by the names that they had."""
+        """Ends the imports of trees whose salt was deleted, by their former names."""
 
     def forget_tree(self) -> None:
-        """The device's pages are given up. Only while no operation runs."""
+        """Forgets everything about the device's pages, which are reset. No operation may run."""
 
     def stats(self) -> TierStats: ...
 
     def violations(self) -> list[str]:
-        """For checks."""
+        """Returns one sentence per broken invariant, for checks."""

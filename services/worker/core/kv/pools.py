@@ -1,6 +1,7 @@
-"""The two pools of the field: TokenToKVPool gives out pages of KV, ReqToTokenPool gives out slots, each with a page table row.
+"""The pools of pages and slots, named as in SGLang.
 
-Ids only; the tensors behind them are the executor's. Single owner: KVMemory.
+TokenToKVPool allocates pages of KV, ReqToTokenPool allocates slots with a page table each. They hold ids; the executor owns the
+tensors. KVMemory is their only owner.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ I32 = NDArray[np.int32]
 
 
 class TokenToKVPool:
-    """Free pages as a stack. A page is either in here or with whoever allocated it."""
+    """A stack of free pages."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -20,7 +21,7 @@ class TokenToKVPool:
         self.num_free = num_pages
 
     def alloc(self, count: int) -> I32:
-        """int32[count]. Asks for no more than num_free."""
+        """Allocates pages and returns them as int32[count]. `count` is at most num_free."""
         assert 0 <= count <= self.num_free, "allocation beyond the pool"
         self.num_free -= count
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
@@ -32,15 +33,15 @@ class TokenToKVPool:
         self.num_free = end
 
     def free_pages(self) -> I32:
-        """int32[num_free], a copy. For checks."""
+        """Returns a copy of the free pages as int32[num_free], for checks."""
         return self._stack[: self.num_free].copy()
 
 
 class ReqToTokenPool:
     """Slots and their page tables.
 
-    page_table: int32[slots, pages per request]; row s is meaningful for its first num_pages[s] entries, of which the
-    first num_shared[s] belong to the radix tree and the rest to the slot's lease.
+    Row s of page_table (int32[slots, pages per request]) is valid for its first num_pages[s] entries. The first num_shared[s]
+    of these pages belong to the radix tree, the others to the slot's lease.
     """
 
     def __init__(self, num_slots: int, pages_per_request: int) -> None:

@@ -1,9 +1,8 @@
-"""The radix tree over pages of KV: which tokens' KV lies in which page, shared between requests (SGLang's RadixCache).
+"""The radix tree over pages of KV: it maps token prefixes to pages and shares them between requests (SGLang's RadixCache).
 
-Keys are int32 token ids as bytes, cut at page boundaries, one tree per namespace. A node's page is *cached*: shared,
-pinned while lock_ref > 0 on the node, evictable at zero. Locks are counted along the whole path to the root, so an
-unlocked node has no locked descendant. A hold is a wish, counted in the same way: held nodes are evicted after all others.
-Recency is a counter. Single owner: KVMemory.
+Keys are int32 token ids as bytes, cut at page boundaries. Each namespace has its own tree. A cached page is pinned while its
+node has a lock, and evictable otherwise. Locks and holds are counted along the whole path to the root, so an unlocked node has
+no locked descendant. Held nodes are evicted after all others. The clock of recency is a counter. KVMemory is the only owner.
 """
 
 from __future__ import annotations
@@ -21,22 +20,20 @@ from services.worker.core.kv.eviction import EvictionKey, EvictionOrder, lru
 from services.worker.core.kv.tree_node import TOKEN_BYTES, TreeNode
 
 I32 = NDArray[np.int32]
-STALE_ENTRIES = 64  # of the eviction queue, beyond one for each node, before they are swept
+STALE_ENTRIES = 64  # stale entries of the eviction queue, besides one per node, at which they are removed
 _NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix hit. pages: int32[n], to be read only, valid until the next call that may evict, unless `node` is locked."""
+    """A prefix hit. It is valid until the next call that may evict, or as long as `node` is locked. `pages` is read-only."""
 
     node: TreeNode
     pages: I32
 
 
 class RadixCache:
-    """order: which unlocked leaf goes first. events: told of blocks that come and go; None: nobody listens, nothing is hashed.
-    backups: told of what could be copied down the tiers; None: there is one tier. is_retired: whether a namespace is called as
-    those that retire() has renamed. num_locks: paths that are locked."""
+    """The trees of all namespaces, and the queue of evictable leaves."""
 
     def __init__(
         self,
@@ -46,24 +43,33 @@ class RadixCache:
         backups: BackupQueue | None = None,
         is_retired: Callable[[str], bool] = lambda name: False,
     ) -> None:
+        """Starts empty.
+
+        Args:
+            page_size: tokens of a page.
+            order: order of eviction of unlocked leaves.
+            events: log of blocks that appear and disappear; None: blocks are not hashed.
+            backups: queue of nodes to copy down the tiers; None without tiers.
+            is_retired: whether a name is one that retire() gives.
+        """
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = order
         self._events = events
         self._backups = backups
         self._is_retired = is_retired
         self._roots: dict[str, TreeNode] = {}
-        self._empty_roots: list[TreeNode] = []  # that may have to go
-        self._retired: list[TreeNode] = []  # roots; nobody new finds what is below
+        self._empty_roots: list[TreeNode] = []  # roots that may be empty
+        self._retired: list[TreeNode] = []  # roots whose pages no new request finds
         self._clock = 0
         self._seq = 0
         self._leaves: list[tuple[EvictionKey, int, TreeNode]] = []
         self.num_nodes = 0
         self.num_pages = 0
         self.num_evictable = 0
-        self.num_locks = 0
+        self.num_locks = 0  # locked paths
 
     def root(self, namespace: str) -> TreeNode:
-        """The namespace's root; made on first use. Holds no pages and is never evicted."""
+        """Returns the root of a namespace, which is made on first use. It has no pages and is never evicted."""
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
@@ -73,20 +79,24 @@ class RadixCache:
         return node
 
     def forget_empty(self) -> None:
-        """Forgets namespaces with nothing in them, so that salts do not pile up. Only while nobody has a root in hand that he
-        has neither locked nor held: of two roots of one namespace, one's pages would be lost."""
+        """Forgets empty namespaces, so that they do not accumulate.
+
+        The caller must have no root that is neither locked nor held: a second root of the namespace would lose its pages.
+        """
         for root in self._empty_roots:
             if _is_empty(root) and self._roots.get(name := root.key.decode()) is root:
                 del self._roots[name]
         self._empty_roots.clear()
 
     def names(self) -> list[str]:
-        """Of all namespaces."""
+        """Returns the names of all namespaces."""
         return list(self._roots)
 
     def retire(self, namespace: str, name: str) -> None:
-        """Gives what is in a namespace, if there is anything, another name, see tree_name.py: who asks for the namespace finds
-        nothing, and what nobody uses any more goes with the next forget_retired(), held or not."""
+        """Renames a namespace (see tree_name.py), so that later requests find nothing in it.
+
+        The next forget_retired() drops its unlocked nodes, held or not.
+        """
         root = self._roots.pop(namespace, None)
         if root is None:
             return
@@ -101,7 +111,7 @@ class RadixCache:
         return bool(self._retired)
 
     def forget_retired(self) -> list[I32]:
-        """Drops what nobody uses in namespaces that are retired. Returns its pages."""
+        """Drops the unlocked nodes of retired namespaces. Returns their pages."""
         freed: list[I32] = []
         for root in self._retired:
             for leaf in _leaves_below(root):
@@ -110,15 +120,17 @@ class RadixCache:
         return freed
 
     def match(self, namespace: str, key: bytes, end: int | None = None) -> Match:
-        """The longest cached prefix of `key`, or of its first `end` bytes, by whole pages. May split a node and touches recency;
-        allocates no page."""
+        """Returns the longest cached prefix of `key`, or of its first `end` bytes, in whole pages.
+
+        May split a node, and sets the recency of the path. Allocates no page.
+        """
         node, _, parts = self._walk(self.root(namespace), key, len(key) if end is None else min(end, len(key)))
         pages = _joined(parts)
         assert len(pages) == node.depth, "a path has as many pages as its end is deep"
         return Match(node, pages)
 
     def count_hit(self, node: TreeNode) -> None:
-        """A request is admitted on the path from the root to `node`."""
+        """Counts an admission on the path from the root to `node`."""
         if self._backups is not None:
             self._backups.hit(node)
         walk: TreeNode | None = node
@@ -127,7 +139,7 @@ class RadixCache:
             walk = walk.parent
 
     def peek(self, namespace: str, key: bytes, end: int | None = None) -> tuple[TreeNode | None, int]:
-        """The node where such a match would end, perhaps inside it, and the pages matched. Changes nothing."""
+        """Returns the node in which match() would end, and the number of its pages. Changes nothing."""
         node, num_pages, at = self._roots.get(namespace), 0, 0
         end = len(key) if end is None else min(end, len(key))
         while node is not None and at + self._page_bytes <= end and (child := node.children.get(key[at : at + self._page_bytes])):
@@ -141,11 +153,18 @@ class RadixCache:
     def insert(
         self, node: TreeNode, key: bytes, pages: I32, rank: int = 0, page_keys: tuple[bytes, ...] = ()
     ) -> tuple[TreeNode, I32]:
-        """Puts the tokens `key` with their `pages` below `node`, for a request of this rank. The whole path counts as used.
-        page_keys: of the first of these pages, where they are known.
+        """Puts the tokens `key` with their pages below `node`, and sets the recency of the whole path.
 
-        Returns the node at their end and int32[n], the tree's pages for them: equal to `pages` where the tree took
-        those over, different where it had others already (the caller keeps and frees its own there).
+        Args:
+            node: the node before the tokens.
+            key: the tokens as bytes, in whole pages.
+            pages: int32[n], their pages.
+            rank: rank of the request.
+            page_keys: names of the first pages, as far as they are known.
+
+        Returns:
+            The node at the end of the tokens, and the tree's pages for them as int32[n]. A page differs from that in `pages` if
+            the tree had it already; the caller still owns its own page then.
         """
         assert len(key) == len(pages) * self._page_bytes, "a page for every page of tokens"
         end = node.depth + len(pages)
@@ -177,7 +196,7 @@ class RadixCache:
         assert self.num_evictable >= 0, "more pages were locked than are in the tree"
 
     def unlock(self, node: TreeNode, used: bool = True) -> None:
-        """used: by a request, which made or read what is there."""
+        """Undoes one lock(). used: whether a request made or read the pages, so that they may be backed up."""
         self.num_locks -= 1
         if self._backups is not None and used and node.lock_ref == 1:
             self._backups.unlocked(node)
@@ -194,7 +213,7 @@ class RadixCache:
         assert self.num_evictable <= self.num_pages, "more pages are evictable than are in the tree"
 
     def hold(self, node: TreeNode) -> None:
-        """Asks to keep the path from the root to `node`; undone by one `unhold` of the same node, evicted or not."""
+        """Makes eviction take this path last, until one unhold() of the same node, which may be evicted by then."""
         walk: TreeNode | None = node
         while walk is not None:
             walk.holds += 1
@@ -206,23 +225,23 @@ class RadixCache:
             assert walk.holds > 0, "unhold without hold"
             walk.holds -= 1
             if walk.holds == 0:
-                walk.entry = 0  # its place in the queue is one of a held node
+                walk.entry = 0  # its entry in the queue has the key of a held node
                 self._queue(walk)
             root, walk = walk, walk.parent
         self._may_be_empty(root)
 
     def mark_backed(self, node: TreeNode) -> None:
-        """All of it can be had back from another tier."""
+        """Records that another tier has the whole node."""
         if self._backups is not None:
             self._backups.marked(node)
         if not node.backed:
             node.backed = True
             if node.holds:
-                node.entry = 0  # as above: it goes earlier now
+                node.entry = 0  # it is evicted earlier now
                 self._queue(node)
 
     def forget(self, node: TreeNode) -> list[I32]:
-        """Drops it, and then what it hung on, as far as nobody uses that. Returns their pages."""
+        """Drops a node and then its ancestors, as far as they are unlocked leaves. Returns their pages."""
         freed: list[I32] = []
         while self._is_evictable(node):
             assert node.parent is not None
@@ -232,8 +251,15 @@ class RadixCache:
         return freed
 
     def evict(self, num_pages: int, needed: bool = True) -> list[I32]:
-        """Drops unlocked leaves in the order until `num_pages` are given back, or none is left. Returns their pages. needed: by
-        somebody; else they are to be forgotten."""
+        """Drops unlocked leaves in the order of eviction until `num_pages` are dropped or none is left.
+
+        Args:
+            num_pages: wanted pages.
+            needed: whether other data needs the pages, so that pages without a copy count as lost.
+
+        Returns:
+            The dropped pages.
+        """
         freed: list[I32] = []
         count = 0
         while count < num_pages and self._leaves:
@@ -252,7 +278,7 @@ class RadixCache:
         return freed
 
     def nodes(self) -> list[TreeNode]:
-        """Every node but the roots, parents first. For checks."""
+        """Returns every node but the roots, parents first, for checks."""
         out: list[TreeNode] = []
         stack = list(self._roots.values())
         while stack:
@@ -263,8 +289,11 @@ class RadixCache:
         return out
 
     def _walk(self, node: TreeNode, key: bytes, end: int) -> tuple[TreeNode, int, list[I32]]:
-        """Down from `node` along the first `end` bytes of `key` as far as whole pages agree, splitting where they stop: the last
-        node, the bytes that were used, and the pages passed."""
+        """Descends from `node` along the first `end` bytes of `key` as far as whole pages agree, and splits the node there.
+
+        Returns:
+            The last node, the number of matched bytes, and the pages on the way.
+        """
         self._clock += 1
         pages: list[I32] = []
         at = 0
@@ -278,14 +307,14 @@ class RadixCache:
         return node, at, pages
 
     def _common_pages(self, edge: bytes, key: bytes, at: int, end: int) -> int:
-        """Whole pages that `edge` and key[at:end] share, which is not the whole edge; the first one is known to be equal."""
+        """Returns the number of equal first pages of `edge` and key[at:end]. The first page is equal; the whole edge is not."""
         n = min(len(edge), end - at) // TOKEN_BYTES
         differ = np.frombuffer(edge, np.int32, n) != np.frombuffer(key, np.int32, n, at)
         first = int(differ.argmax()) if differ.any() else n
         return first * TOKEN_BYTES // self._page_bytes
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
-        """Cuts `node` after num_pages; returns the new upper part. The lower part stays the same object: leases point at it."""
+        """Cuts a node after num_pages and returns the new upper part. Leases keep pointing at the lower part."""
         cut = num_pages * self._page_bytes
         parent = node.parent
         assert parent is not None and 0 < num_pages < len(node.pages), "a cut lies inside its edge"
@@ -346,8 +375,11 @@ class RadixCache:
         return node.parent is not None and not node.gone and node.lock_ref == 0 and not node.children
 
     def _queue(self, node: TreeNode) -> None:
-        """Every evictable leaf has exactly one valid entry in the heap. A key only rises while the entry stands (evict()
-        mends that); what lowers it sets entry to 0 and queues again."""
+        """Adds a leaf to the eviction queue if it is evictable and has no valid entry.
+
+        Every evictable leaf has exactly one valid entry. While it stands, the leaf's key may rise, which evict() corrects. Code
+        that lowers the key sets `entry` to 0 and queues the leaf again.
+        """
         if not node.entry and self._is_evictable(node):
             self._seq += 1
             node.entry = self._seq
@@ -359,7 +391,7 @@ class RadixCache:
 
 
 def _joined(parts: list[I32]) -> I32:
-    """May be one of the parts itself."""
+    """Returns the concatenation, which may be one of the parts itself."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else _NO_PAGES

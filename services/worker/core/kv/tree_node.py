@@ -1,4 +1,4 @@
-"""An edge of the radix tree, and what is known of it. Written by RadixCache; `blocks` by CacheEventLog."""
+"""An edge of the radix tree and its state. RadixCache writes it; CacheEventLog writes `blocks`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,22 @@ TOKEN_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """key: the tokens of this edge (a root's: its namespace); pages: int32[len(key) / page bytes]; depth: pages from the
-    root to this node's end. hits: admissions that went through. born, stamp: when made and when last used. rank: of the most
-    urgent request that brought it, lower is more urgent. blocks: hashes of the blocks whose last token lies in this edge.
-    page_keys: of its first pages, all of them where they were asked for. offered: it waits to be copied down the tiers; backed:
-    it was, as a whole. entry: number of its entry in the eviction queue, 0 for none. gone: evicted; `parent` stays, for holds to
-    be taken back.
-    """
+    """A node with the edge that leads to it."""
 
-    parent: TreeNode | None
-    key: bytes
-    pages: I32
-    depth: int
+    parent: TreeNode | None  # None for a root; stays after the eviction, so that holds can be taken back
+    key: bytes  # the edge's tokens; of a root, the namespace
+    pages: I32  # int32[len(key) / bytes of a page]
+    depth: int  # pages from the root to the end of this node
     children: dict[bytes, TreeNode] = field(default_factory=dict)
-    lock_ref: int = 0
-    holds: int = 0
-    hits: int = 0
-    born: int = 0
-    stamp: int = 0
-    rank: int = 0
-    blocks: tuple[bytes, ...] = ()
-    page_keys: tuple[bytes, ...] = ()
-    offered: bool = False
-    backed: bool = False
-    entry: int = 0
-    gone: bool = False
+    lock_ref: int = 0  # locks on this node or below it
+    holds: int = 0  # holds of sessions on this node or below it
+    hits: int = 0  # admissions on a path through this node
+    born: int = 0  # clock of the tree when the node was made
+    stamp: int = 0  # clock of the tree at the last use
+    rank: int = 0  # lowest, and so most urgent, rank of the requests that brought it
+    blocks: tuple[bytes, ...] = ()  # hashes of the blocks whose last token is in this edge
+    page_keys: tuple[bytes, ...] = ()  # of the first pages; of all pages once they were needed
+    offered: bool = False  # it is in the backup queue
+    backed: bool = False  # another tier has the whole node
+    entry: int = 0  # number of its valid entry in the eviction queue; 0 for none
+    gone: bool = False  # it was evicted
