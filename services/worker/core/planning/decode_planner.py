@@ -37,7 +37,7 @@ class NewTokenRatio:
         self.rebase(conservativeness)
 
     def rebase(self, conservativeness: float) -> None:
-        """Starts over with another factor on the initial ratio."""
+        """Starts over with another factor of the initial ratio."""
         self._init = min(INIT_RATIO * conservativeness, 1.0)
         self._floor = self._init * MIN_RATIO_FACTOR
         self._decay = (self._init - self._floor) / DECAY_STEPS
@@ -45,11 +45,17 @@ class NewTokenRatio:
         assert 0 <= self._floor <= self._init <= 1, "a share"
 
     def step(self) -> None:
-        """One decode step went well."""
+        """Lowers the ratio after a decode step without retraction."""
         self.value = max(self.value - self._decay, self._floor)
 
     def raise_on_retract(self, num_decoded: int, batch_size: int, sum_max_new: int) -> None:
-        """num_decoded, sum_max_new: outputs so far and at most, summed over the rows that stay; batch_size: their number."""
+        """Raises the ratio after a retraction.
+
+        Args:
+            num_decoded: output tokens of the remaining rows.
+            batch_size: number of these rows.
+            sum_max_new: largest number of output tokens that they may have.
+        """
         assert num_decoded >= 0 and batch_size > 0, "some rows stay"
         self.value = min(1.0, (num_decoded + RETRACT_DECODE_STEPS * batch_size) / (sum_max_new + 1))
 
@@ -79,11 +85,11 @@ class DecodePlanner:
 
     @property
     def num_candidates(self) -> int:
-        """Rows that have output to come."""
+        """Number of decoding rows that may have further output."""
         return len(self._candidates()[0].requests)
 
     def plan(self, now: float, flight_step: int, step_id: int) -> DecodeRows:
-        """Rows that take a decode step, each with room for its token. May retract, and end a request alone."""
+        """Returns the rows of a decode step, with a page for each token. May retract requests, or end the last one."""
         self._retract_for_test(flight_step, step_id)
         before = self._counters.retractions_total
         rows, need = self._make_room(now, flight_step, step_id)
@@ -103,7 +109,7 @@ class DecodePlanner:
         return rows
 
     def _candidates(self) -> tuple[DecodeRows, NDArray[np.int32]]:
-        """Decode rows that still have output to come, and the slots among them that need one more page."""
+        """Returns the decoding rows that may have further output, and those of their slots that need one more page."""
         columns = self._columns
         slots = self._queues.decoding_slots()
         requests = list(self._queues.decoding)
@@ -117,8 +123,11 @@ class DecodePlanner:
         return DecodeRows(requests, slots), need.astype(np.int32)
 
     def _with_drafts(self, rows: DecodeRows, draft_controller: DraftController) -> DecodeRows:
-        """The rows, each with as many drafts as pay, as its output may still have tokens and the step has room for, and pages for
-        them; none for who wants no guesses. None where that would take pages from others: drafts are guesses."""
+        """Returns the rows with draft tokens, and allocates their pages.
+
+        A row gets at most the number that pays, that its remaining output allows, and that the step allows. If the free pages
+        do not suffice, no row gets any: drafts evict no pages.
+        """
         columns, slots = self._columns, rows.slots
         most = min(self.config.max_drafts, max(0, VERIFIED_TOKENS // len(slots) - 1))
         left = np.where(columns.draftable[slots], columns.max_new[slots] - columns.planned_out[slots], 0)
@@ -135,10 +144,10 @@ class DecodePlanner:
         return replace(rows, drafts=drafts.astype(np.int32))
 
     def _make_room(self, now: float, flight_step: int, step_id: int) -> tuple[DecodeRows, NDArray[np.int32]]:
-        """The rows of the next decode step and the slots that get a page, after retracting until those pages are there.
+        """Returns the rows of the next decode step and the slots that get a page. Retracts requests until the pages suffice.
 
-        Extends are among the victims. The last row stays: it waits while a step or an operation is under way, for that may
-        free something, and is ended if nothing can.
+        Extending requests may be retracted too. The last row is not: it waits while a step or an operation may free pages, and
+        ends with an error otherwise.
         """
         while True:
             rows, need = self._candidates()

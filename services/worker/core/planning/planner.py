@@ -1,7 +1,8 @@
-"""Decides what the next step runs: extends first, else decodes; both where they share a step
+"""The plan of a step: extends first, otherwise decodes, or both if they share a step
 (docs/design/scheduler.md#which-rows-a-step-has).
 
-Sees lengths only, never the tokens of the step in flight. Advances `computed` and `planned_out`; commit follows later.
+A plan uses lengths alone, never the tokens of the step in flight. It advances `computed` and `planned_out`; the commit follows
+later.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Planner:
         self._extends_in_a_row = 0
 
     def rest(self) -> None:
-        """Nobody runs or waits."""
+        """Resets what depends on recent load, because the worker is idle."""
         self.ratio.reset()
         if self._draft_controller is not None:
             self._draft_controller.rest()
@@ -56,18 +57,18 @@ class Planner:
         self.config = self.extends.config = self._decodes.config = config
 
     def plan(self, now: float, flight: Step | None) -> Step | None:
-        """The next step, or None where nothing can run before the step in flight is committed."""
+        """Returns the next step; None if nothing can run before the step in flight is committed."""
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
         assert flight_step < self._step_id, "steps are numbered in the order of their plans"
         self.extends.preempt(self.ratio.value, flight, self._step_id)
         if self._decodes_are_due() and (step := self._decode_only(now, flight_step)):
             return step
-        # Rows that decoded before and extend again have others beside them, which a step of extends alone would hold up.
+        # Requests that extend again after decoding share a step with decodes, which a step of extends alone would delay.
         shared = self.config.enable_mixed_chunk or any(r.progress.output_ids for r in self._queues.extending)
         before = self._counters.retractions_total
         decodes = self._decodes.plan(now, flight_step, self._step_id) if shared else NO_DECODES
-        # What this plan has retracted must not come back in it: its token in flight is still to be committed.
+        # A request that this plan retracts is not admitted in it, because its token in flight is not committed.
         may_admit = self._counters.retractions_total == before
         extends = self.extends.plan(
             now, self.ratio.value, decodes.num_tokens if decodes.requests else 0, flight, self._step_id, may_admit

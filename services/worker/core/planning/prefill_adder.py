@@ -1,7 +1,7 @@
-"""PrefillAdder: how much more may be extended in the step that is being planned (docs/design/scheduler.md#admission-and-budgets).
+"""The budgets of the step that is being planned (docs/design/scheduler.md#admission-and-budgets).
 
-Budgets in tokens: total (KV that admitted requests may come to need), input (tokens of this step), chunk (where prompts
-are cut), logprob (prompt tokens whose logprobs are computed). It answers; the scheduler acts. Made anew for every pass.
+The budgets are in tokens: total (KV that admitted requests may need), input (tokens of this step), chunk (size at which prompts
+are cut), logprob (prompt tokens with logprobs). The planner asks and acts. Each pass makes a new PrefillAdder.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 CLIP_MAX_NEW_TOKENS = 4096
-MIN_CHUNK_SHARE = 8  # however many rows decode, a chunk keeps one part in so many of its full size
-MIN_PACED_SHARE = 32  # and however slow it is
-FADES = 0.7  # of what steps took before, with each further one
-OUTLIER = 4.0  # times what steps took before that one counts as, at most
+MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size, for any number of decode rows
+MIN_PACED_SHARE = 32  # a paced chunk has at least 1/32 of its full size
+FADES = 0.7  # factor of older times with each new one
+OUTLIER = 4.0  # a time counts as at most this multiple of the average
 BUCKETS = 32
-MOST_TOKENS = 1 << 30  # of a step, whatever time it has
+MOST_TOKENS = 1 << 30  # limit of the tokens of a step
 
 
 class AddResult(enum.IntEnum):
     CONTINUE = 0
-    NO_TOKEN = 1  # the KV pool is spoken for: batch_is_full
-    OTHER = 2  # this step has enough
+    NO_TOKEN = 1  # the KV pool is exhausted: batch_is_full
+    OTHER = 2  # a budget of this step is exhausted
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRows:
-    """Columns of running requests. remaining: int64[n], output tokens still to come at most; held: int64[n], tokens of KV that
-    finishing gives back; ignore_eos: bool[n]."""
+    """Columns of running requests."""
 
-    remaining: NDArray[np.int64]
-    held: NDArray[np.int64]
-    ignore_eos: NDArray[np.bool_]
+    remaining: NDArray[np.int64]  # [n], largest number of output tokens that may follow
+    held: NDArray[np.int64]  # [n], tokens of KV that become free when the request ends
+    ignore_eos: NDArray[np.bool_]  # [n]
 
 
 NO_ROWS = RunningRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_))
 
 
 def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, half_at: int) -> int:
-    """The chunk size beside `num_decoding` rows that wait for their next token: half at `half_at` of them (0: never less).
-    Whole pages, one at least; 0 stays 0."""
+    """Returns the chunk size while `num_decoding` rows wait for their next token: half of the full size at `half_at` rows.
+
+    The size is in whole pages, at least one. If the full size or `half_at` is 0, it is the full size.
+    """
     if not chunked_prefill_size or not half_at:
         return chunked_prefill_size
     size = max(chunked_prefill_size * half_at // (half_at + num_decoding), chunked_prefill_size // MIN_CHUNK_SHARE)
@@ -51,18 +52,25 @@ def adapted_chunk(chunked_prefill_size: int, page_size: int, num_decoding: int, 
 
 
 class ChunkPace:
-    """How many tokens a step may extend while rows decode, so that they wait no longer than they are to for their next one; by
-    what steps have taken lately. A step takes what one of its decode rows alone takes, or of the fewest rows where it has none,
-    and a time for each extended token, which grows with the prompts' contexts and follows them. Times are between the commits
-    that the caller names, so the same calls give the same chunks."""
+    """Sizes chunks so that decode rows wait at most a given time for their next token, by the recent times of steps.
+
+    The time of a step is that of its decode rows alone (of the fewest known rows if it has none) plus a time per extended
+    token. The time per token follows the prompts' contexts. The caller gives the times, so the same calls give the same chunks.
+    """
 
     def __init__(self) -> None:
-        self._extended = self._seconds = 0.0  # of steps lately, by how late; large ones say more than small ones
-        self._decode_s = [0.0] * BUCKETS  # of a step of decode rows alone, by the bit length of their number; 0: nobody knows
+        self._extended = self._seconds = 0.0  # faded sums over recent steps, so that larger steps weigh more
+        self._decode_s = [0.0] * BUCKETS  # of steps of decode rows alone, by the bit length of their number; 0: unknown
 
     def took(self, extended: int, rows: int, seconds: float, least: int) -> None:
-        """A step has extended so many tokens, beside so many decode rows. least: of fewer tokens it says nothing of what one
-        takes."""
+        """Records the time of a step.
+
+        Args:
+            extended: tokens that it extended.
+            rows: its decode rows.
+            seconds: its time; 0 if unknown.
+            least: smallest number of extended tokens at which the time per token is updated.
+        """
         assert extended >= 0 and rows >= 0, "counts of a step"
         if seconds <= 0:
             return
@@ -78,35 +86,42 @@ class ChunkPace:
 
     @property
     def is_known(self) -> bool:
-        """What a token takes."""
+        """Whether the time per token is known."""
         return self._extended > 0
 
     def steps(self, within_s: float, decoding: int, size: int) -> int:
-        """Of so many tokens each, or somewhat fewer, that come to within_s with a step of so many decode rows; 1 at least. What a
-        token takes is known."""
+        """Returns the number of extend steps of `size` tokens that fit into within_s besides one decode step; at least 1.
+
+        The time per token must be known.
+        """
         step_s = size * self._seconds / self._extended + self._least_s()
         return max(math.ceil(min((within_s - self._alone_s(decoding)) / step_s, MOST_TOKENS)), 1)
 
     def tokens(self, within_s: float, decoding: int, steps: int) -> int:
-        """Of each of so many steps, 0 for the one that the decode rows have, so that all come to within_s. What a token takes is
-        known. Where decode rows take most of that, as long as they do, and within_s at most: shorter chunks would come to little
-        but more steps."""
+        """Returns the tokens of each of `steps` extend steps, so that these and one decode step fit into within_s.
+
+        steps is 0 if the extends share the step of the decode rows. If the decode rows need most of the time, the extends get
+        as much time as they do, at most within_s, because shorter chunks would only make more steps. The time per token must be
+        known.
+        """
         alone = self._alone_s(decoding)
         left = max(within_s - alone - steps * self._least_s(), min(alone, within_s))
         return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
 
     def _alone_s(self, rows: int) -> float:
-        """Of no more rows than that, as far as it is known."""
+        """Returns the time of a step of at most so many decode rows; 0 if unknown."""
         return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
 
     def _least_s(self) -> float:
-        """What a step takes that does as good as nothing, as far as it is known."""
+        """Returns the least time of a step; 0 if unknown."""
         return min((seconds for seconds in self._decode_s if seconds), default=0.0)
 
 
 def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
-    """The chunk size where a step may extend so many tokens. Whole pages; one part in so many of the full size, and one page, at
-    least; 0 stays 0."""
+    """Returns the chunk size of a step for so many tokens: whole pages, and at least 1/MIN_PACED_SHARE of the full size.
+
+    It is 0 if the full size is 0.
+    """
     if not chunked_prefill_size:
         return 0
     size = min(max(tokens, chunked_prefill_size // MIN_PACED_SHARE), chunked_prefill_size)
@@ -114,9 +129,11 @@ def paced_chunk(chunked_prefill_size: int, page_size: int, tokens: int) -> int:
 
 
 class PrefillAdder:
-    """chunked_prefill_size: 0 if prompts are not cut. num_decode_rows: decode rows that ride along in this step; they take
-    from the input and chunk budgets, which keep one page at least, so that no number of decodes starves an extend. set_aside:
-    tokens of KV for rows that are yet to be added."""
+    """The remaining budgets of one step.
+
+    Decode rows of the same step take from the input and chunk budgets. These keep at least one page, so that decodes never
+    starve extends.
+    """
 
     def __init__(
         self,
@@ -142,11 +159,13 @@ class PrefillAdder:
         self._requests_left = max_requests or None
         self._pending = 0
         self._empty = True
-        self.set_aside = 0
+        self.set_aside = 0  # tokens of KV for rows that will be added later
 
     def chunk(self, start: int, remaining: int, logprobs: bool) -> int:
-        """Tokens of an extend at `start` that this step takes: all that remain, or a page-aligned part, or 0. logprobs:
-        those of the extended tokens are wanted, so they are cut to that budget too."""
+        """Returns the tokens of an extend at `start` that this step takes: all remaining ones, a page-aligned part, or 0.
+
+        logprobs: whether the logprob budget limits them too.
+        """
         assert start >= 0 and remaining > 0, "an extend with nothing left to compute"
         if self._requests_left == 0:
             return 0
@@ -180,7 +199,7 @@ class PrefillAdder:
         return (AddResult.CONTINUE, count) if count > 0 else (AddResult.OTHER, 0)
 
     def added(self, count: int, remaining: int, max_new: int, ignore_eos: bool, logprobs: bool) -> None:
-        """`count` tokens went into the plan; `remaining` stay to be extended. The KV of `count` is already allocated."""
+        """Takes `count` planned tokens from the budgets. `remaining` are left to extend. The KV of `count` is allocated."""
         assert count > 0 and remaining >= 0, "a row computes a token, and no more than are left"
         self._empty = False
         self._input -= count
@@ -200,8 +219,10 @@ class PrefillAdder:
         return self._input <= 0 or (self._chunk is not None and self._chunk <= 0) or self._requests_left == 0
 
     def _fits_until_finishes(self, available: int, extend: int, max_new: int) -> bool:
-        """Plays all rows forward: when each finishes (those that may stop early: after `ratio` of what they could still
-        give) it returns its KV; at no such moment may the rest have grown beyond what is free."""
+        """Simulates all rows until they finish, and returns whether the KV suffices at each finish.
+
+        A row that may stop early counts as finished after the new-token ratio of its remaining output.
+        """
         running = self._rows
         left = np.where(running.ignore_eos, running.remaining, (running.remaining * self._ratio).astype(np.int64))
         added = [(more if ignores else int(more * self._ratio), held) for more, held, ignores in self._added]

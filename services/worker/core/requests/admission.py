@@ -1,4 +1,4 @@
-"""From a message to a request: what is refused at the door, and the defaults that depend on the worker."""
+"""From a Submit message to a Request: the refusals of requests that can never run, and the defaults of the worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLIMITED = 1 << 62
 
 
 def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> FinishDecision | None:
-    """Why a request can never run here."""
+    """Returns the ending of a request that can never run here; None if it can."""
     length, given = len(message.prompt_ids), len(message.output_ids)
     outputs = message.params.max_new_tokens if message.params.samples else 0
     if length < 1:
@@ -43,8 +43,17 @@ def refusal(message: Submit, config: SchedulerConfig, offers_grammars: bool) -> 
 
 
 def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float, revision: str = "") -> Request:
-    """With output from elsewhere it is as if retracted here: that output is kept and was sent, and the prompt's logprobs too.
-    revision: of the weights that compute it."""
+    """Makes a request from a message that refusal() accepts.
+
+    A request with given output is like a retracted one: the output and the logprobs of the prompt count as sent.
+
+    Args:
+        message: the message.
+        seq: number of the request.
+        config: the configuration.
+        now: time of arrival.
+        revision: revision of the weights that compute it.
+    """
     params, given = message.params, len(message.output_ids)
     if given and params.prompt_logprobs_from >= 0:
         params = replace(params, prompt_logprobs_from=-1)
@@ -89,7 +98,7 @@ def make_request(message: Submit, seq: int, config: SchedulerConfig, now: float,
 
 
 def wanted_ahead(message: Prefetch, seq: int, config: SchedulerConfig, revision: str) -> Wanted:
-    """What its request will look for. Of a prompt that no request can have here no page is wanted."""
+    """Makes the search of a prefetch. It wants no page of a prompt that is too long for a request."""
     namespace = _namespace(message, revision)
     fits = len(message.prompt_ids) < config.context_len
     tokens = message.prompt_ids.tobytes() if fits else b""

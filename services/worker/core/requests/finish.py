@@ -1,10 +1,16 @@
-"""When a request ends: decided here and nowhere else. The first of these that holds is the reason:
+"""The decision when a request ends. The first of these conditions that holds is the reason:
 
-abort (not here: an aborted request has left before its next token is looked at) · a fault of the row, or a token outside the
-vocabulary · a token that the grammar refuses · length · grammar complete · stop token ids and EOS · stop string · stop regex ·
-the hand-over to another worker.
-That is SGLang's check_finished but for its vocabulary boundary, which comes before length here: what is no token is no output
-(docs/design/scheduler.md#finish-order).
+1. a fault of the row, or a token outside of the vocabulary
+2. a token that the grammar refuses
+3. length
+4. the grammar is complete
+5. stop token ids and EOS
+6. stop string
+7. stop regex
+8. the hand-over to another worker
+
+An abort is decided elsewhere, before the next token is looked at. The order is that of SGLang's check_finished, except that its
+vocabulary boundary comes after length: a result that is no token is no output here (docs/design/scheduler.md#finish-order).
 """
 
 from __future__ import annotations
@@ -21,30 +27,30 @@ from services.worker.core.contracts.messages import ErrorCode, FinishReason
 from services.worker.core.contracts.plan import RowFault
 from services.worker.core.requests.request import Request
 
-CHARS_PER_TOKEN = 2  # of most text, at least
-REGEX_TAIL_TOKENS = 256  # a stop pattern is sought in so many last tokens,
-REGEX_TAIL_CHARS = 1024  # and at most so many characters
+CHARS_PER_TOKEN = 2  # lower limit for most text
+REGEX_TAIL_TOKENS = 256  # last output tokens that stop patterns are searched in
+REGEX_TAIL_CHARS = 1024  # limit of their characters
 
 
 class StopRuleTooExpensive(Exception):
-    """A stop rule cannot be held to any longer; the message is for the client."""
+    """A stop rule takes too long. The request ends with this message to the client."""
 
 
 class TextRules(Protocol):
-    """What the stop rules need to know of text. Pure."""
+    """Text functions for the stop rules. They are pure."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of the last output ids of a request; may have U+FFFD at its edges."""
+        """Returns the text of a request's last output ids. It may have U+FFFD at its ends."""
         ...
 
     def search(self, pattern: str, text: str) -> bool:
-        """Whether the pattern, which was checked when its request came in, matches anywhere. Raises StopRuleTooExpensive."""
+        """Returns whether the pattern, which was checked at submission, matches anywhere. Raises StopRuleTooExpensive."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishDecision:
-    """As in Finish."""
+    """How a request ends. The fields are those of Finish."""
 
     reason: FinishReason
     matched_stop: str = ""
@@ -67,7 +73,7 @@ def refused(message: str, field: str = "", error: ErrorCode = ErrorCode.INVALID_
 
 
 def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDecision | None:
-    """The vocabulary boundary: a result that is no token ends its request with an error and adds nothing to its output."""
+    """Returns the error of a row fault or of a token outside of the vocabulary; None if there is none."""
     if fault is RowFault.NAN_LOGITS:
         return FinishDecision(
             FinishReason.ABORT, error=ErrorCode.INTERNAL, message="the model's logits for this request were not finite"
@@ -89,7 +95,7 @@ def check_fault(token: int, vocab_size: int, fault: RowFault | None) -> FinishDe
 
 
 def check_finished(request: Request, rules: TextRules, grammar_done: bool = False) -> FinishDecision | None:
-    """Looks at the newest of request.output_ids. None: it goes on."""
+    """Returns the ending after the newest output token; None if the request continues."""
     ending = _answer_ends(request, rules, grammar_done)
     if ending is None and request.kv.reservation is not None and len(request.progress.output_ids) > request.progress.num_given:
         return _HANDED_OVER
@@ -112,7 +118,7 @@ def _answer_ends(request: Request, rules: TextRules, grammar_done: bool) -> Fini
 
 
 def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
-    """One request's undecodable output is that request's error; the others of its step go on."""
+    """Searches stop strings and patterns. An exception ends this request alone; the others of the step continue."""
     params = request.params
     try:
         matched = first_stop(_tail_text(request, rules), params.stop) if params.stop else None
@@ -131,8 +137,10 @@ def _check_text(request: Request, rules: TextRules) -> FinishDecision | None:
 
 
 def _tail_text(request: Request, rules: TextRules) -> str:
-    """Enough of the output's end to hold any stop string that the newest token completes. Tokens give few characters or many,
-    special ones none, so a first guess is made longer until it suffices."""
+    """Returns enough of the output's end to contain any stop string that the newest token completes.
+
+    Tokens give any number of characters, and special ones none. The estimate is doubled until it suffices.
+    """
     ids, count, skip = request.progress.output_ids, request.tail_tokens, request.params.skip_special_tokens
     enough = max(map(len, request.params.stop)) + len(rules.decode(ids[-1:], skip)) + 4  # a cut character
     text = rules.decode(ids[-count:], skip)
@@ -157,5 +165,5 @@ def first_stop(text: str, stops: Sequence[str]) -> str | None:
 
 
 def tail_tokens(stops: Sequence[str]) -> int:
-    """How many last tokens are likely to hold any of the stop strings: a first guess."""
+    """Estimates the number of last tokens that contain any of the stop strings."""
     return max((len(stop) for stop in stops), default=0) // CHARS_PER_TOKEN + 4

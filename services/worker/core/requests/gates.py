@@ -1,8 +1,8 @@
 """Admission gates: checks of a waiting request before its budgets are checked.
 
-A pass asks the gates in their order until one does not admit the request. WAIT holds the request in the queue: the pass continues
-with the next one, and no pass looks at the held request until its gate frees it (WaitingQueue.free). REJECT ends the request. A
-gate allocates nothing and does not touch the radix tree.
+A pass asks the gates in their order until one does not admit the request. WAIT holds the request in the queue: the pass
+continues with the next one, and no pass looks at the held request until its gate frees it (WaitingQueue.free). REJECT ends the
+request. A gate allocates nothing and does not touch the radix tree.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """ending: with REJECT, what the client is told."""
+    """The answer of a gate."""
 
     verdict: Verdict
-    ending: FinishDecision | None = None
+    ending: FinishDecision | None = None  # with REJECT
 
 
 ADMIT, WAIT = Answer(Verdict.ADMIT), Answer(Verdict.WAIT)
@@ -46,7 +46,7 @@ def too_small(config: SchedulerConfig) -> FinishDecision:
 
 
 class PoolGate:
-    """A request that was retracted with more prompt and output than the whole pool has room for can never go on."""
+    """Rejects a retracted request whose prompt and output have become larger than the whole pool."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._most_bytes = config.num_pages * config.page_size * TOKEN_BYTES
@@ -61,32 +61,31 @@ MAX_PASSES = 8
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """limit: bytes of its key that a hit may cover. since: the pass from which fruitless ones count."""
+    """A request that waits for an extend."""
 
     request: Request
-    limit: int
-    since: int
+    limit: int  # bytes of its token key that a hit may cover
+    since: int  # pass from which passes without progress count
 
 
 @dataclass(slots=True, eq=False)
 class _Lead:
-    """An extend that others wait for: the request, its slot and the slot's epoch. committed: bytes of its key, in whole pages,
-    when last looked at. due: no wait is over before this pass if nothing moves."""
+    """An extend that other requests wait for."""
 
     request: Request
     slot: int
-    epoch: int
-    committed: int
-    due: int
+    epoch: int  # of the slot
+    committed: int  # bytes of its token key, in whole pages, at the last look
+    due: int  # first pass in which a wait may end without progress
     waits: list[_Wait] = field(default_factory=list)
 
 
 class PrefixGate:
     """Makes a request wait if a running extend computes its uncached prefix, so that n choices of one prompt compute it once.
 
-    A wait is for one extend. It ends when the extend has committed all that both share, when the extend ends or is retracted, and
-    after MAX_PASSES passes in which none of it was committed. Waiting requests are listed with their extend, so a pass costs
-    nothing for those whose extend has not moved.
+    A wait is for one extend. It ends when the extend has committed all that both share, when the extend ends or is retracted,
+    and after MAX_PASSES passes in which none of it was committed. Waiting requests are listed with their extend, so a pass
+    costs nothing for those whose extend has not moved.
     """
 
     def __init__(self, page_size: int, memory: KVMemory, columns: SlotColumns, waiting: WaitingQueue) -> None:
@@ -105,24 +104,28 @@ class PrefixGate:
         return bool(self._leads or self.freed)
 
     def begin(self, computing: Iterable[Request]) -> None:
-        """Before any request is looked at: frees those whose wait is over. computing: requests with extend rows in the
-        uncommitted step, those that have begun and go on, and those with rows in the step being planned; twice does no harm."""
+        """Begins a pass, and frees the requests whose wait is over.
+
+        Args:
+            computing: requests that extend: in the uncommitted step, in the step that is being planned, or between chunks. A
+                request may occur twice.
+        """
         self._extends.clear()
         self._computing = list(computing)
         for lead in list(self._leads.values()):
             self._follow(lead)
 
     def end_pass(self) -> None:
-        """Every request that was to be looked at in this plan has been."""
+        """Ends a pass."""
         self.num_passes += 1
 
     def note(self, request: Request) -> None:
-        """The request has got an extend row."""
+        """Records that the request has got an extend row."""
         self.freed.pop(request.seq, None)
         self._computing.append(request)
 
     def look(self, request: Request) -> Answer:
-        """WAIT if an extend computes enough of the request's prefix beyond its hit."""
+        """Returns WAIT if an extend computes enough of the request's prefix beyond its hit."""
         if self._computing:
             self._list_extends()
         if not self._extends:
@@ -148,7 +151,7 @@ class PrefixGate:
         return WAIT
 
     def _list_extends(self) -> None:
-        """By the node where each one's own hit ends: what lies behind it, it computes."""
+        """Lists the extends by the node where their own hits end, because they compute the tokens after it."""
         for request in self._computing:
             if request.kv.lease is not None:
                 node = request.kv.lease.node
@@ -159,8 +162,10 @@ class PrefixGate:
         self._computing.clear()
 
     def _extend_of(self, node: TreeNode | None, key: bytes, hit: int, end: int) -> Request | None:
-        """An extend whose key begins with key[:end]. The hit ends after `hit` bytes, at `node` or inside it; such an extend hangs
-        on its path, where its own hit ends."""
+        """Returns an extend whose token key begins with key[:end]; None if there is none.
+
+        The hit of the request ends after `hit` bytes, at `node` or inside it. The extend is listed at a node of that path.
+        """
         while node is not None:
             at = node.depth * self._page_bytes
             if at <= hit and (extends := self._extends.get(node)):
@@ -181,8 +186,7 @@ class PrefixGate:
         return int(self._columns.committed[slot]) * TOKEN_BYTES // self._page_bytes * self._page_bytes
 
     def _follow(self, lead: _Lead) -> None:
-        """Frees those of the extend's followers whose wait is over: they share no more with what it has yet to commit, or have
-        waited in vain for too long."""
+        """Frees the requests that share nothing with the extend's uncommitted tokens, or waited too long without progress."""
         if lead.request.kv.lease is None or self._columns.epoch[lead.slot] != lead.epoch:
             self._free_all(lead)
             return
@@ -213,7 +217,7 @@ class PrefixGate:
         del self._leads[lead.request.seq]
 
     def _free(self, wait: _Wait) -> None:
-        """Unless the request has left the queue meanwhile."""
+        """Ends a wait, and frees the request if it is still in the queue."""
         wait.request.kv.prefix_passes = self.num_passes - wait.since
         if wait.request.held:
             self._waiting.free(wait.request)

@@ -1,5 +1,7 @@
-"""Requests that have to wait for their grammar: it is being compiled, or its matcher has yet to follow output from elsewhere.
-They stand beside the waiting queue and hold nobody up."""
+"""The requests that wait for their grammar: it is being compiled, or its matcher must follow output from another worker.
+
+They are not in the waiting queue and delay no other request.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +11,29 @@ from services.worker.core.contracts.grammar import GrammarBook
 from services.worker.core.contracts.sampling import GrammarSpec
 from services.worker.core.requests.request import Request
 
-ASK_AGAIN_S = 0.25  # after a compiler that took no more
-FOLLOW_TOKENS = 1024  # that matchers follow in one turn, of all requests together,
-FOLLOW_S = 0.01  # unless it has taken so long before,
-FOLLOW_AT_ONCE = 32  # looked at after so many
+ASK_AGAIN_S = 0.25  # seconds until a full compiler is asked again
+FOLLOW_TOKENS = 1024  # limit of the tokens that all matchers follow in one turn
+FOLLOW_S = 0.01  # limit of the CPU seconds of that
+FOLLOW_AT_ONCE = 32  # tokens between two checks of the limits
 
 
 class GrammarGate:
-    """book: None where the worker offers no structured output."""
+    """The waiting requests, by grammar, and those whose matchers follow given output."""
 
     def __init__(self, book: GrammarBook | None, follow_tokens: int = FOLLOW_TOKENS) -> None:
-        self._book = book
+        self._book = book  # None if the worker offers no structured output
         self._follow_tokens = follow_tokens
         self._waiting: dict[GrammarSpec, dict[int, Request]] = {}
         self._following: dict[int, Request] = {}
-        self._put_off: dict[GrammarSpec, float] = {}  # until when
+        self._put_off: dict[GrammarSpec, float] = {}  # times at which the compiler is asked again
         self._size = 0
-        self.num_tokens = 0  # of prompts and outputs
+        self.num_tokens = 0  # prompt and output tokens of the waiting requests
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order that counts."""
+        """Yields the requests in any order."""
         for waiting in self._waiting.values():
             yield from waiting.values()
         yield from self._following.values()
@@ -41,8 +43,11 @@ class GrammarGate:
         return self._book is not None
 
     def admits(self, request: Request) -> bool:
-        """Gives the request its matcher. False: the grammar is not there yet, or output is to be followed; the caller lets the
-        request `wait`."""
+        """Gives the request its matcher, if it has a grammar.
+
+        Returns:
+            False if the grammar is not compiled, or if the matcher must follow given output. The caller then calls wait().
+        """
         spec = request.params.grammar
         if spec is None:
             return True
@@ -64,7 +69,7 @@ class GrammarGate:
             self._unlist(request)
 
     def compiled(self, spec: GrammarSpec) -> list[Request]:
-        """Those that waited for it and may go; the caller lets them `leave`."""
+        """Returns the requests that may leave because their grammar is compiled. The caller calls leave() for each."""
         free = []
         for request in self.waiting_for(spec):
             if self.admits(request):
@@ -75,18 +80,18 @@ class GrammarGate:
         return free
 
     def waiting_for(self, spec: GrammarSpec) -> list[Request]:
-        """In order of arrival."""
+        """Returns the requests that wait for the grammar, in order of arrival."""
         return list(self._waiting.get(spec, {}).values())
 
     def put_off(self, spec: GrammarSpec, now: float) -> list[Request]:
-        """The compiler takes no more. Those that can be turned away; the others have output already, and wait on."""
+        """Postpones a grammar because the compiler is full. Returns the requests to refuse, which have no output yet."""
         waiting = self.waiting_for(spec)
         if any(request.progress.num_given for request in waiting):
             self._put_off[spec] = now + ASK_AGAIN_S
         return [request for request in waiting if not request.progress.num_given]
 
     def ask_again(self, now: float) -> list[Request]:
-        """For grammars that were put off. Those that may go; the caller lets them `leave`."""
+        """Asks for postponed grammars again. Returns the requests that may leave. The caller calls leave() for each."""
         if not self._put_off:
             return []
         due = [spec for spec, until in self._put_off.items() if until <= now]
@@ -95,8 +100,13 @@ class GrammarGate:
         return [request for spec in due for request in self.compiled(spec)]
 
     def follow(self) -> list[Request]:
-        """Lets matchers follow given output up to its last token, or up to one that does not fit. Those that are through may
-        go; the caller lets them `leave`. What it costs is no step's cost: it is taken off the matchers."""
+        """Lets matchers follow given output up to its last token, or up to a token that does not fit.
+
+        The CPU time is taken from the matchers, so that it does not count as the time of a step.
+
+        Returns:
+            The requests whose matchers have finished. The caller calls leave() for each.
+        """
         if not self._following:
             return []
         free = []
@@ -130,7 +140,7 @@ class GrammarGate:
 
 
 def _follow(request: Request, end: int) -> tuple[bool, float]:
-    """Up to output token `end`: whether all fit, and seconds of CPU time."""
+    """Follows up to output token `end`. Returns whether all tokens fit, and the seconds of CPU time."""
     matcher = request.matcher
     assert matcher is not None
     assert end < len(request.progress.output_ids), "a matcher takes the last token when it is committed"

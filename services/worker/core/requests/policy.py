@@ -27,12 +27,12 @@ IN_BATCH_DEPRIORITIZE_THRESHOLD = 32  # tokens shared with an earlier waiting re
 
 @dataclass(frozen=True, slots=True)
 class _Hit:
-    """num_tokens of the request are cached; node: where the hit ends. later: another one will compute its prefix."""
+    """The prefix hit of a waiting request."""
 
     request: Request
-    node: TreeNode | None
+    node: TreeNode | None  # end of the hit
     num_tokens: int
-    later: bool
+    later: bool  # another waiting request will compute its prefix
 
 
 def service_order(
@@ -43,8 +43,11 @@ def service_order(
     random: np.random.Generator,
     several: bool,
 ) -> Iterator[Request]:
-    """Of those that no gate holds. Lazily, for a caller that may take out or hold the one it has before it asks for the next.
-    several: there are flows that may have to share; the policy then orders each one's requests."""
+    """Yields the waiting requests that no gate holds, in the policy's order.
+
+    The caller may remove or hold a request before it takes the next one. several: whether several flows share the worker; the
+    policy then orders the requests of each flow.
+    """
     policy = effective_policy(config, len(queue))
     if policy is SchedulePolicy.FCFS:
         return in_fair_turn(queue) if several else queue.in_turn()
@@ -68,7 +71,7 @@ def service_order(
 
 
 def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolicy:
-    """lpm costs a match per waiting request, so a long queue is served first come, first served."""
+    """Returns the policy in effect. lpm costs one match per waiting request, so a long queue is served in order of arrival."""
     if config.schedule_policy is SchedulePolicy.LPM and num_waiting > config.lpm_fallback_threshold:
         return SchedulePolicy.FCFS
     if not config.enable_radix_cache and config.schedule_policy in (SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT):
@@ -77,8 +80,10 @@ def effective_policy(config: SchedulerConfig, num_waiting: int) -> SchedulePolic
 
 
 def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
-    """In-batch prefix caching: of requests that share an uncached prefix the first computes it, the others stand back
-    and find it cached."""
+    """Returns the hits of the requests, for in-batch prefix caching: the first request of an uncached prefix computes it.
+
+    The other requests of this prefix are marked as later.
+    """
     first_of: set[tuple[str, bytes]] = set()
     hits = []
     cut = IN_BATCH_DEPRIORITIZE_THRESHOLD * TOKEN_BYTES
@@ -94,8 +99,10 @@ def _hits(requests: Sequence[Request], memory: KVMemory) -> list[_Hit]:
 
 
 def _by_dfs_weight(hits: Sequence[_Hit]) -> list[Request]:
-    """Depth first through the radix tree, into the branch with the most waiting requests first; a node's own requests come
-    after those below it. Requests that stand back, and those without a hit, are last."""
+    """Orders requests depth first through the radix tree, beginning with the branch that has the most waiting requests.
+
+    The requests of a node come after those below it. Later requests, and requests without a hit, are last.
+    """
     own: dict[TreeNode, list[Request]] = defaultdict(list)
     weight: Counter[TreeNode] = Counter()
     children: dict[TreeNode, list[TreeNode]] = defaultdict(list)
@@ -120,7 +127,7 @@ def _by_dfs_weight(hits: Sequence[_Hit]) -> list[Request]:
 def _add_weight(
     node: TreeNode, weight: Counter[TreeNode], children: dict[TreeNode, list[TreeNode]], roots: list[TreeNode]
 ) -> None:
-    """One more request at `node`, and at all above it."""
+    """Counts a request at `node` and at its ancestors."""
     walk: TreeNode | None = node
     while walk is not None:
         seen = walk in weight
@@ -131,7 +138,7 @@ def _add_weight(
 
 
 def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> list[Request]:
-    """Keys that run already come first, the most frequent one in front; the rest in order of arrival."""
+    """Orders requests by the number of running requests of their routing key; requests of other keys follow by arrival."""
     counts = Counter(r.routing_key for r in running if r.routing_key)
     if not counts:
         return list(requests)
@@ -139,17 +146,17 @@ def _by_routing_key(requests: Sequence[Request], running: Sequence[Request]) -> 
 
 
 def victim_order(request: Request) -> tuple[int, int, int]:
-    """The smallest goes first: least urgent, then least output, then longest prompt."""
+    """Returns the sort key of retraction. The smallest is first: least urgent, then least output, then longest prompt."""
     return -request.rank, len(request.progress.output_ids), -request.num_prompt_tokens
 
 
 def preemption_order(request: Request) -> tuple[int, int]:
-    """The smallest is displaced first: least urgent, then the latest to arrive."""
+    """Returns the sort key of preemption. The smallest is first: least urgent, then latest arrival."""
     return -request.rank, -request.seq
 
 
 def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Request]) -> list[Request]:
-    """Running requests that `request` may displace, in order: those that are less urgent by more than the threshold."""
+    """Returns the running requests that `request` may displace, in order: less urgent by more than the threshold."""
     victims = [r for r in running if r.rank - request.rank > config.priority_preemption_threshold]
     return sorted(victims, key=preemption_order)
 
@@ -158,7 +165,7 @@ def preemptible(config: SchedulerConfig, request: Request, running: Sequence[Req
 
 
 def fairly(requests: Iterable[Request]) -> Iterator[Request]:
-    """requests: by rank. Whose turn it is, is looked at anew after each: the one before it may have been planned meanwhile."""
+    """Yields requests that are sorted by rank, fairly between flows. The turns are compared again after each request."""
     for _, alike in groupby(requests, key=lambda r: r.rank):
         flows: dict[Flow, list[Request]] = {}
         for request in alike:
@@ -168,7 +175,7 @@ def fairly(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
-    """As WaitingQueue.in_turn, but fair among those that have never run."""
+    """Yields what WaitingQueue.in_turn() yields, but fairly between the flows of requests that never ran."""
     for rank in queue.ranks():
         back, flows = queue.back(rank), queue.flows(rank)
         yield from [request for request in back if not request.held]
@@ -176,7 +183,7 @@ def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
 
 
 def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
-    """Those who are more urgent than `first`, which has begun, and those as urgent whose turn is before its."""
+    """Yields the waiting requests that are more urgent than the extending request `first`, or as urgent with an earlier turn."""
     assert first.flow is not None, "who extends has prompt tokens to be planned"
     for rank in queue.ranks():
         if rank > first.rank:
@@ -191,7 +198,7 @@ def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
 
 
 def _merged(flows: dict[Flow, list[Request]]) -> Iterator[Request]:
-    """Flows of equal turns in their order here. Held requests are passed over."""
+    """Merges flows by turn; flows of equal turns keep their order. Skips held requests."""
     if len(flows) == 1:
         yield from [request for requests in flows.values() for request in requests if not request.held]
         return

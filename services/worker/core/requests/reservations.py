@@ -1,11 +1,12 @@
-"""The rooms of this worker, and those of others that its requests were to be read from.
+"""The KV reservations of this worker, and the KV sources that its requests need no more.
 
-A room is a pin on the pages of a prompt, and holds no slot. It opens with the first pages of a prompt that are computed, grows
-with further ones, and is *whole* once the prompt is. It ends when its reader or its front end has left, when its time is over, or
-when the device's pages are given up; what is pinned by nobody else may be evicted then. One that has ended while it grew opens
-once more, whole. One that still grows is not ended by readers, but with its request; its time runs, and its pins are wishes, only
-while that waits. A reader's word is of the room as that reader knew it: where it has been opened again, or has grown, meanwhile,
-the word ends nothing. Single owner: RequestLifecycle.
+A reservation pins the pages of a prompt and holds no slot. It opens with the first computed pages and grows with further ones.
+It is whole when its prompt is computed.
+
+It ends when its reader or its gateway has left, when its time is over, or when the device's pages are reset. If it ends while
+it grows, it opens once more, whole. While it grows, a reader cannot end it; its request does. Its time runs, and its pins may
+be released, only while that request waits. A reader's release names the opening that the reader knows, and has no effect after
+a later opening. RequestLifecycle is the owner.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from services.worker.core.kv.tree_node import TreeNode
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """opening: the last one. until: inf while its request computes. node: where its pages end in the tree."""
+    """An open reservation."""
 
     room: KvReservation
-    opening: int
-    asker: tuple[int, int]
-    node: TreeNode
+    opening: int  # number of the last opening
+    asker: tuple[int, int]  # peer and handle of its request
+    node: TreeNode  # end of its pages in the tree
     memory: KVMemory
-    until: float
+    until: float  # end of its time; inf while its request computes
     whole: bool
 
 
 class KvReservations:
-    """hold_s: that a room stands if nobody ends it. next_look: when expire() has something to
-    say. expired_total: rooms whose time was over. opened_total: all."""
+    """The open reservations, by number, and the events for the executor."""
 
     def __init__(self, hold_s: float) -> None:
+        """Starts empty. hold_s: seconds for which a reservation stands if no reader ends it."""
         self._hold_s = hold_s
         self._held: dict[int, _Held] = {}  # by number
         self._opened: list[OpenReservation] = []
@@ -50,23 +51,30 @@ class KvReservations:
         self._left: list[KvSource] = []
         self._freed = False
         self._openings = 0
-        self.next_look = inf
-        self.opened_total = self.expired_total = 0
+        self.next_look = inf  # time from which expire() has something to do
+        self.opened_total = 0
+        self.expired_total = 0  # reservations whose time was over
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def may_end(self) -> bool:
-        """There is one whose time runs."""
+        """Whether the time of a reservation runs."""
         return any(held.until < inf for held in self._held.values())
 
     def stands(self, room: KvReservation) -> bool:
         return room.number in self._held
 
     def open(self, opened: OpenReservation, asker: tuple[int, int], node: TreeNode, memory: KVMemory) -> None:
-        """With the first pages of a prompt that is being computed; or one that stands, with further ones. node: where its pages
-        end in the tree. asker: peer and handle of the request whose room it is."""
+        """Opens a reservation with the first pages of a prompt, or adds further pages to an open one.
+
+        Args:
+            opened: the reservation with all of its pages.
+            asker: peer and handle of its request.
+            node: end of its pages in the tree.
+            memory: the owner of the pages.
+        """
         assert node.depth == len(opened.pages) > 0, "a room has the pages up to its node"
         memory.pin(node)
         self._openings += 1
@@ -81,47 +89,49 @@ class KvReservations:
         self._opened.append(replace(opened, opening=self._openings))
 
     def complete(self, room: KvReservation, now: float) -> None:
-        """The room, which stands, gets no more pages: from here on its time runs, and its reader may end it."""
+        """Marks an open reservation as whole. From now on its time runs, and its reader may end it."""
         held = self._held[room.number]
         held.whole = True
         self._run_out(held, now)
 
     def wait(self, room: KvReservation, now: float) -> None:
-        """The request of a room that grows, if there is one, has been put back: it may not come to its further pages in time."""
+        """Starts the time of a growing reservation, if it is open, because its request was retracted."""
         if (held := self._held.get(room.number)) is not None:
             self._run_out(held, now)
 
     def go_on(self, room: KvReservation) -> None:
-        """It computes again."""
+        """Stops the time of a growing reservation, because its request computes again."""
         if (held := self._held.get(room.number)) is not None:
             held.until = inf
 
     def let_go(self) -> bool:
-        """Pages are wanted by who computes: rooms of prompts that wait are ended. Whether there were any."""
+        """Ends the reservations of waiting prompts, because running ones need pages. Returns whether there were any."""
         waiting = [held for held in self._held.values() if not held.whole and held.until < inf]
         for held in waiting:
             self._end(held)
         return bool(waiting)
 
     def leave(self, left: ReservationReleased) -> None:
-        """Its reader has left it as it was then. One that has ended is none any more; one that grows may have another reader yet,
-        as may one that has been opened again since."""
+        """Ends a whole reservation that its reader has released, unless it was opened again since.
+
+        A growing one may still get another reader.
+        """
         held = self._held.get(left.room.number)
         if held is not None and held.room == left.room and held.whole and held.opening == left.opening:
             self._end(held)
 
     def leave_asker(self, asker: tuple[int, int]) -> None:
-        """The request has gone, and nobody will read."""
+        """Ends the reservations of a request that has gone, because there will be no reader."""
         for held in [each for each in self._held.values() if each.asker == asker]:
             self._end(held)
 
     def leave_peer(self, peer: int) -> None:
-        """A front end is gone, and with it who would have read."""
+        """Ends the reservations of a gateway that has gone, because there will be no reader."""
         for held in [each for each in self._held.values() if each.asker[0] == peer]:
             self._end(held)
 
     def expire(self, now: float) -> bool:
-        """Ends those whose time is over. Whether pages may have become evictable since the last call."""
+        """Ends reservations whose time is over. Returns whether pages may have become evictable since the last call."""
         for held in [each for each in self._held.values() if each.until <= now]:
             self._end(held)
             self.expired_total += 1
@@ -130,21 +140,21 @@ class KvReservations:
         return freed
 
     def end_all(self) -> None:
-        """The device's pages are given up, or hold what counts no more."""
+        """Ends all reservations, because the device's pages are reset or invalid."""
         for held in list(self._held.values()):
             self._end(held)
 
     def end_retired(self) -> None:
-        """What is in trees that are retired counts no more: others would find it again with whoever came to read it."""
+        """Ends the reservations in retired trees. A reader would otherwise spread the deleted pages again."""
         for held in [each for each in self._held.values() if is_retired(_tree_of(each.node))]:
             self._end(held)
 
     def done_with(self, source: KvSource) -> None:
-        """Nothing more is wanted of another worker's room."""
+        """Records that this worker needs nothing more of a reservation in another worker."""
         self._left.append(source)
 
     def take(self) -> ReservationEvents | None:
-        """What has happened since the last call, in the order of ReservationEvents."""
+        """Returns the events since the last call; None if there are none."""
         if not (self._opened or self._closed or self._left):
             return None
         events = ReservationEvents(tuple(self._closed), tuple(self._opened), tuple(self._left))
@@ -156,7 +166,7 @@ class KvReservations:
         self.next_look = min(self.next_look, held.until)
 
     def _end(self, held: _Held) -> None:
-        """Its request may have ended before it, and offered the host nothing of what was in it."""
+        """Ends a reservation and unpins its pages as used: its request may have ended without offering them for a copy."""
         self._freed = True
         self.next_look = -inf
         del self._held[held.room.number]
@@ -166,7 +176,7 @@ class KvReservations:
 
 
 def _tree_of(node: TreeNode) -> str:
-    """The name of the tree that it is in."""
+    """Returns the name of the tree of a node."""
     while node.parent is not None:
         node = node.parent
     return node.key.decode()

@@ -1,9 +1,8 @@
-"""Sessions: conversations whose turns build on each other, with their KV kept between turns.
+"""Sessions: conversations whose turns build on each other, with their KV cached between turns.
 
-A turn is a finished request's whole context, prompt and output, kept as what it adds to the turn it builds on. Later turns
-append to one, or branch from any. A turn that is cut off (abort, timeout, fault) leaves the session as it was. A turn holds
-its path in the radix tree: held pages are evicted after all others, so a session costs nobody admission, and what was
-evicted is computed again.
+A turn is a finished request's whole context, prompt and output, stored as the tokens that it adds to its parent turn. Later
+turns append to a turn, or branch from any. An aborted turn leaves the session unchanged. A turn holds its path in the radix
+tree: held pages are evicted after all others, so sessions delay no admission, and evicted pages are computed again.
 
     open ──► turn ──► turn ──► …      closed by message, or ttl_s after the last turn's end
                └────► turn            (a session with a running turn does not expire)
@@ -27,14 +26,13 @@ I32 = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """Its context is the first `kept` tokens of the parent's, then `added`. num_prompt_tokens: of the whole context.
-    node: where its cached part ends, held."""
+    """A finished turn. Its context is the first `kept` tokens of the parent's context and then `added`."""
 
     parent: _Turn | None
     kept: int
     added: I32
-    num_prompt_tokens: int
-    node: TreeNode
+    num_prompt_tokens: int  # of the whole context
+    node: TreeNode  # end of its cached part, held
 
     def context(self) -> I32:
         parts: list[I32] = []
@@ -50,24 +48,23 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """An unfinished turn. reserved: tokens that it may come to add to its parent's."""
+    """An unfinished turn."""
 
     parent: _Turn | None
-    reserved: int
+    reserved: int  # largest number of tokens that it may add
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """turns: by request id, oldest first. expires: absolute, while nothing runs. running: unfinished turns, by request id.
-    num_tokens: that turns have added. number: unique, unlike the name."""
+    """An open session."""
 
-    number: int
-    capacity: int
+    number: int  # unique, unlike the name
+    capacity: int  # limit of the tokens of all turns
     ttl_s: float
-    expires: float
-    turns: dict[str, _Turn] = field(default_factory=dict)
-    running: dict[str, _Running] = field(default_factory=dict)
-    num_tokens: int = 0
+    expires: float  # absolute time; valid while no turn runs
+    turns: dict[str, _Turn] = field(default_factory=dict)  # by request id, oldest first
+    running: dict[str, _Running] = field(default_factory=dict)  # unfinished turns, by request id
+    num_tokens: int = 0  # tokens that turns have added
 
     @property
     def room(self) -> int:
@@ -75,15 +72,15 @@ class _Session:
 
 
 class SessionTable:
-    """All sessions of a worker and what they hold in the tree. num_tokens: over all of them."""
+    """All sessions of a worker, and their holds in the radix tree."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._sessions: dict[str, _Session] = {}
         self._next_number = 0
-        self._first_expiry = float("inf")  # no session expires before
-        self._forgotten: set[str] = set()  # names of those that close_all has closed last
-        self.num_tokens = 0
+        self._first_expiry = float("inf")  # no session expires earlier
+        self._forgotten: set[str] = set()  # names of the sessions that the last close_all() closed
+        self.num_tokens = 0  # tokens of all sessions
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -92,8 +89,17 @@ class SessionTable:
         return session_id in self._sessions
 
     def open(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
-        """Returns why it could not be opened, "" if it was. capacity (tokens), ttl_s: 0 for the configured default, which
-        capacity cannot exceed."""
+        """Opens a session.
+
+        Args:
+            session_id: its name.
+            capacity: limit in tokens; 0 for the configured one, which is also the largest.
+            ttl_s: lifetime after the last turn; 0 for the configured one.
+            now: present time.
+
+        Returns:
+            The reason why it could not be opened; empty if it is open.
+        """
         if not session_id:
             return "a session has an id"
         if session_id in self._sessions:
@@ -109,7 +115,7 @@ class SessionTable:
         return ""
 
     def close(self, session_id: str, memory: KVMemory) -> bool:
-        """Forgets the session; its running turns end as they would, and are not kept. False: there is none."""
+        """Forgets a session. Its running turns continue and are not stored. Returns False if there is no such session."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
@@ -120,7 +126,7 @@ class SessionTable:
         return True
 
     def close_all(self, memory: KVMemory) -> None:
-        """The memory is given up. Their later turns are told so."""
+        """Closes all sessions, because the memory is reset. The refusal of their later turns names this reason."""
         self._forgotten = set(self._sessions) or self._forgotten
         for session_id in list(self._sessions):
             self.close(session_id, memory)
@@ -134,8 +140,10 @@ class SessionTable:
         self._first_expiry = min(waiting, default=float("inf"))
 
     def resolve(self, message: Submit) -> Submit | str:
-        """The message with its whole prompt in place of what the turn adds, and max_new_tokens within what context and session
-        have room for; or why the turn cannot run."""
+        """Returns the message with the whole prompt, and with max_new_tokens limited by the context and the session's capacity.
+
+        If the turn cannot run, returns the reason instead.
+        """
         turn = message.session
         assert turn is not None
         session = self._sessions.get(turn.session_id)
@@ -162,7 +170,7 @@ class SessionTable:
         return replace(message, prompt_ids=prompt, params=params, session=replace(turn, parent=parent, offset=offset))
 
     def begin(self, request: Request) -> None:
-        """A resolved turn is queued: reserves what it may come to add."""
+        """Reserves the tokens that a resolved turn may add, because it is queued."""
         turn = request.session
         assert turn is not None
         session = self._sessions[turn.session_id]
@@ -173,9 +181,10 @@ class SessionTable:
         session.running[request.request_id] = _Running(session.turns.get(turn.parent), reserved)
 
     def end(self, request: Request, node: TreeNode | None, memory: KVMemory, now: float) -> None:
-        """A turn has ended; node: the end of its cached context if it is complete, else None.
+        """Stores a turn that has ended. node: end of its cached context; None if the turn was aborted and is not stored.
 
-        Where another turn has replaced its parent meanwhile, all of its context is its own; it is kept if there is room for that.
+        Where another turn has replaced its parent meanwhile, all of its context is its own; it is kept if there is room for
+        that.
         """
         turn = request.session
         assert turn is not None
@@ -199,19 +208,19 @@ class SessionTable:
         self._count(session, len(added))
 
     def held_nodes(self) -> list[TreeNode]:
-        """One entry for each hold. For checks."""
+        """Returns the node of each hold, for checks."""
         return [turn.node for session in self._sessions.values() for turn in session.turns.values()]
 
     def running_turns(self) -> set[tuple[int, str]]:
-        """(session's number, request id) of each unfinished turn. For checks."""
+        """Returns (number of the session, request id) of each unfinished turn, for checks."""
         return {(session.number, rid) for session in self._sessions.values() for rid in session.running}
 
     def overfull(self) -> bool:
-        """A session has more than it may. For checks."""
+        """Whether a session has more tokens than its capacity, for checks."""
         return any(session.num_tokens > session.capacity for session in self._sessions.values())
 
     def count_tokens(self) -> int:
-        """num_tokens, counted anew. For checks."""
+        """Counts the tokens of all sessions, for checks."""
         return sum(len(turn.added) for session in self._sessions.values() for turn in session.turns.values())
 
     def _kept(self, parent: _Turn, turn: SessionTurn) -> I32:

@@ -1,56 +1,57 @@
-"""Whose prompt tokens are computed next where several have some: each tenant gets its share by weight, and within a tenant each
-batch; its requests that came alone count as one batch together.
+"""Fair shares of prompt tokens: each tenant gets its share by weight, and within a tenant each batch; single requests of a tenant
+count as one batch.
 
-Start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels: the least virtual start goes first, and what
-is planned, a chunk at a time, moves it on. Who comes back begins at the virtual time, so nobody saves up a share; who was served
-alone is at most a chunk behind it. Outputs are not counted: who admits requests to this worker weighs those.
+This is start-time fair queueing (Goyal, Vin, Cheng, 1996) over prompt tokens, in two levels. The flow with the least virtual
+start is next, and planned tokens, a chunk at a time, move it on. A flow that returns begins at the virtual time, so an idle
+flow saves up no share; a flow that was served alone is at most one chunk behind. Outputs are not counted, because the admission
+to this worker weighs them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Payer = tuple[bytes, int, int]  # tenant; peer and batch, 0 and 0 for requests that came alone
+Payer = tuple[bytes, int, int]  # tenant, peer and batch; peer and batch are 0 for single requests
 MAX_TENANTS = 2048
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """start: virtual, in tokens by weight. now: the virtual time of its flows. num_flows: those that have requests."""
+    """A tenant with its flows."""
 
     name: bytes
-    start: float
+    start: float  # virtual start, in tokens divided by weight
     weight: float = 1.0
-    now: float = 0.0
-    num_flows: int = 0
-    flows: dict[Payer, Flow] = field(default_factory=dict)  # and the one of single requests, whether it has or not
+    now: float = 0.0  # virtual time of its flows
+    num_flows: int = 0  # flows with requests
+    flows: dict[Payer, Flow] = field(default_factory=dict)  # with requests; the flow of single requests stays without any
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """num_pending: its requests that have prompt tokens yet to be planned."""
+    """The requests of one batch, or the single requests of one tenant."""
 
     payer: Payer
     tenant: Tenant
-    start: float
-    num_pending: int = 0
+    start: float  # virtual start within the tenant
+    num_pending: int = 0  # requests with prompt tokens that are not planned
 
     @property
     def turn(self) -> tuple[float, float]:
-        """The least is next. What is charged to others never makes it less."""
+        """Sort key: the flow with the least turn is next. Charges of other flows never lower it."""
         return self.tenant.start, self.start
 
 
 class Shares:
-    """num_flows: those that have prompt tokens yet to be planned, of all tenants."""
+    """The flows of all tenants, and the virtual time."""
 
     def __init__(self) -> None:
-        self.num_flows = 0
+        self.num_flows = 0  # flows with prompt tokens that are not planned
         self._tenants: dict[bytes, Tenant] = {}
         self._now = 0.0
 
     def enter(self, payer: Payer, weight: float) -> Flow:
-        """A request has prompt tokens to be planned. weight: of its tenant, from now on."""
+        """Adds a request with prompt tokens to its flow, and returns the flow. weight: the tenant's weight from now on."""
         tenant = self._tenants.get(payer[0]) or self._tenant(payer[0])
         tenant.weight = weight
         flow = tenant.flows.get(payer)
@@ -65,7 +66,7 @@ class Shares:
         return flow
 
     def leave(self, flow: Flow) -> None:
-        """All of a request's prompt tokens are planned, or it has ended."""
+        """Removes a request from its flow, because its prompt tokens are planned or it has ended."""
         flow.num_pending -= 1
         assert flow.num_pending >= 0, "a request leaves a flow that it is not in"
         if not flow.num_pending:
@@ -76,7 +77,7 @@ class Shares:
             assert self.num_flows >= flow.tenant.num_flows >= 0, "each flow is one tenant's"
 
     def charge(self, flow: Flow, tokens: int) -> None:
-        """tokens: of a prompt, planned just now."""
+        """Charges newly planned prompt tokens to a flow."""
         assert tokens > 0 and flow.num_pending > 0, "only who has something to compute is charged"
         tenant = flow.tenant
         self._now = max(self._now, tenant.start)
@@ -85,16 +86,16 @@ class Shares:
         flow.start += tokens
 
     def pending(self) -> dict[Payer, int]:
-        """Requests of each flow that have prompt tokens yet to be planned. For checks."""
+        """Returns the number of pending requests of each flow that has any, for checks."""
         flows = [flow for tenant in self._tenants.values() for flow in tenant.flows.values()]
         return {flow.payer: flow.num_pending for flow in flows if flow.num_pending}
 
     def _last(self, tenant: Tenant) -> float:
-        """A batch comes after the tenant's others: however many follow each other, none of them waits for more than its round."""
+        """Returns the start of a new batch, which is after the tenant's other flows, so that new batches cannot delay them."""
         return max((flow.start for flow in tenant.flows.values() if flow.num_pending), default=tenant.now)
 
     def _tenant(self, name: bytes) -> Tenant:
-        if len(self._tenants) >= MAX_TENANTS:  # who has nothing to compute is forgotten, with a chunk that it may be behind
+        if len(self._tenants) >= MAX_TENANTS:  # forgets tenants without requests, and the chunk that they may be behind
             self._tenants = {each.name: each for each in self._tenants.values() if each.num_flows}
         tenant = self._tenants[name] = Tenant(name, self._now)
         return tenant

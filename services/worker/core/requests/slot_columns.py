@@ -1,4 +1,4 @@
-"""What the scheduler knows of running requests, in columns by slot, so that a step over many rows is a few array operations."""
+"""The state of running requests in columns by slot, so that a step over many rows takes a few array operations."""
 
 from __future__ import annotations
 
@@ -6,47 +6,39 @@ import numpy as np
 
 from services.worker.core.requests.request import Request
 
-STOP_IDS = 8  # stop token ids that are compared in columns; a request with more is looked at by itself
+STOP_IDS = 8  # stop token ids per slot in the column; a request with more is checked alone
 
 
 class SlotColumns:
-    """Arrays of length num_slots. A row is meaningful while its slot is leased.
-
-    epoch: changes whenever the slot is given back, so that a step in flight can tell its rows from later ones. computed,
-    committed: tokens whose KV is or will be written by steps planned / committed so far. target: tokens to extend at this
-    admission. planned_out, num_out, sent: output tokens planned / committed / told to the front end. draftable: tokens may be
-    guessed ahead. special: the finish rules need more than stop_ids. masked: sampling needs the grammar's mask. wants_logprobs:
-    of outputs. predicted: its client has said a prediction. redundant: the token that the step in flight samples is known already
-    and was counted.
-    """
+    """Arrays of length num_slots. A row is valid while its slot is leased."""
 
     def __init__(self, num_slots: int) -> None:
         def column() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
             return np.zeros(num_slots, dtype=np.int64)
 
-        self.epoch = column()
-        self.computed = column()
-        self.committed = column()
-        self.target = column()
-        self.planned_out = column()
-        self.num_out = column()
-        self.sent = column()
+        self.epoch = column()  # rises when the slot is freed, so that a step in flight can tell its rows from later ones
+        self.computed = column()  # tokens whose KV the planned steps have written or will write
+        self.committed = column()  # tokens whose KV the committed steps have written
+        self.target = column()  # tokens to extend at this admission
+        self.planned_out = column()  # planned output tokens
+        self.num_out = column()  # committed output tokens
+        self.sent = column()  # output tokens in messages to the gateway
         self.max_new = column()
         self.min_new = column()
         self.interval = column()
         self.peer = column()
         self.handle = np.zeros(num_slots, dtype=np.uint64)
-        self.draftable = np.zeros(num_slots, dtype=np.bool_)
-        self.special = np.zeros(num_slots, dtype=np.bool_)
-        self.masked = np.zeros(num_slots, dtype=np.bool_)
-        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
-        self.predicted = np.zeros(num_slots, dtype=np.bool_)
+        self.draftable = np.zeros(num_slots, dtype=np.bool_)  # may get draft tokens
+        self.special = np.zeros(num_slots, dtype=np.bool_)  # the finish rules need more than stop_ids
+        self.masked = np.zeros(num_slots, dtype=np.bool_)  # sampling needs the mask of the grammar
+        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)  # of output tokens
+        self.predicted = np.zeros(num_slots, dtype=np.bool_)  # the client has sent a prediction
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
-        self.redundant = np.zeros(num_slots, dtype=np.bool_)
+        self.redundant = np.zeros(num_slots, dtype=np.bool_)  # the token that the step in flight samples is known and counted
         self.stop_ids = np.full((num_slots, STOP_IDS), -1, dtype=np.int64)
 
     def begin(self, slot: int, request: Request, num_cached: int) -> None:
-        """Fills the slot's row for a request that is being admitted with `num_cached` tokens of KV."""
+        """Fills the row of a request that is admitted with `num_cached` tokens of KV."""
         outputs = len(request.progress.output_ids)
         target = request.num_prompt_tokens + outputs
         assert 0 <= num_cached < target, "whoever is admitted has a token to compute"
@@ -76,7 +68,7 @@ class SlotColumns:
             self.stop_ids[slot, : min(len(ids), STOP_IDS)] = ids[:STOP_IDS]
 
     def drop_flight(self, slot: int) -> None:
-        """What a step in flight computes for the slot does not count."""
+        """Makes commit ignore the rows of the slot in a step in flight."""
         self.epoch[slot] += 1
         self.computed[slot] = self.committed[slot]
         self.planned_out[slot] = self.num_out[slot]

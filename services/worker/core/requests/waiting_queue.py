@@ -1,7 +1,7 @@
-"""Requests that wait for their first or next admission. Single owner: RequestQueues.
+"""The requests that wait for their first or next admission. RequestQueues is the owner.
 
-Order of service where no policy says otherwise: by rank, within a rank those that lost their lease first, then by arrival.
-A request that an admission gate makes wait is held: it keeps its place and is passed over until the gate frees it.
+Without another policy, the order of service is by rank; within a rank, requests that lost their lease come first, then by
+arrival. A request that an admission gate holds keeps its position, and passes skip it until the gate frees it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from services.worker.core.requests.shares import Flow
 
 @dataclass(slots=True)
 class _Rank:
-    """Requests of one rank. fresh: by seq, in order of arrival; flows: the same by flow. back: those that have run before, by
-    arrival."""
+    """The requests of one rank."""
 
-    fresh: dict[int, Request] = field(default_factory=dict)
-    flows: dict[Flow, dict[int, Request]] = field(default_factory=dict)
-    back: list[Request] = field(default_factory=list)
+    fresh: dict[int, Request] = field(default_factory=dict)  # requests that never ran, by seq, in order of arrival
+    flows: dict[Flow, dict[int, Request]] = field(default_factory=dict)  # the same requests, by flow
+    back: list[Request] = field(default_factory=list)  # requests that ran before, by arrival
 
 
 @dataclass(slots=True)
 class Kept:
-    """What held requests will need: so many slots, and tokens of KV at most."""
+    """What held requests will need."""
 
     slots: int = 0
-    tokens: int = 0
+    tokens: int = 0  # upper limit of their KV
 
     def add(self, slots: int, tokens: int) -> None:
         self.slots += slots
@@ -37,23 +36,23 @@ class Kept:
 
 
 class WaitingQueue:
-    """num_held: requests that gates make wait."""
+    """The waiting requests, by rank."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._order: list[int] = []
         self._size = 0
         self._kept: dict[int, Kept] = {}  # by rank
-        self.num_held = 0
-        self.num_tokens = 0  # of prompts and outputs, as they were when they came
-        self._have_run: set[int] = set()  # by number
+        self.num_held = 0  # requests that gates hold
+        self.num_tokens = 0  # prompt and output tokens, counted when the requests were added
+        self._have_run: set[int] = set()  # numbers of the requests that have run on this worker
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def num_retracted(self) -> int:
-        """Those that have run here before: not those that began elsewhere."""
+        """Waiting requests that have run on this worker before."""
         return len(self._have_run)
 
     def add(self, request: Request, back: bool = False) -> None:
@@ -97,7 +96,7 @@ class WaitingQueue:
             self._order = sorted(self._ranks)
 
     def hold(self, request: Request, tokens: int) -> None:
-        """A gate makes it wait. tokens: of KV, 1 or more, all that it may come to hold."""
+        """Holds a request for a gate. tokens: upper limit of its KV, 1 or more."""
         assert tokens > 0 and not request.held, "a request is held once"
         kept = self._kept.get(request.rank)
         if kept is None:
@@ -108,7 +107,7 @@ class WaitingQueue:
         assert self.num_held <= self._size, "only requests of the queue are held"
 
     def free(self, request: Request) -> None:
-        """It may be looked at again."""
+        """Lets the next pass look at a held request again."""
         assert request.held > 0, "a request is freed that no gate holds"
         kept = self._kept[request.rank]
         kept.add(-1, -request.held)
@@ -120,47 +119,47 @@ class WaitingQueue:
         self.num_held -= 1
 
     def kept_from(self, rank: int) -> Kept:
-        """What held requests that are more urgent than `rank` will need."""
+        """Returns what held requests that are more urgent than `rank` will need."""
         if not self.num_held or rank == self._order[0]:
             return Kept()
         above = [kept for each, kept in self._kept.items() if each < rank]
         return Kept(sum(kept.slots for kept in above), sum(kept.tokens for kept in above))
 
     def kept_by_rank(self) -> dict[int, Kept]:
-        """For checks."""
+        """Returns what held requests will need, by rank, for checks."""
         return {rank: replace(kept) for rank, kept in self._kept.items()}
 
     def last_fresh(self) -> Request | None:
-        """Of those that have never run, the one that would be served after all others."""
+        """Returns the last request in the order of service that never ran; None if there is none."""
         for rank in reversed(self._order):
             if fresh := self._ranks[rank].fresh:
                 return next(reversed(fresh.values()))
         return None
 
     def __iter__(self) -> Iterator[Request]:
-        """In order of service, held ones too. The queue must not change meanwhile."""
+        """Yields all requests in order of service, held ones included. The queue must not change meanwhile."""
         for rank in self._order:
             yield from self._ranks[rank].back
             yield from self._ranks[rank].fresh.values()
 
     def ranks(self) -> tuple[int, ...]:
-        """The most urgent first."""
+        """Returns the ranks of the waiting requests, the most urgent first."""
         return tuple(self._order)
 
     def back(self, rank: int) -> list[Request]:
-        """A copy: those of the rank that have run before, by arrival, held ones too."""
+        """Returns the requests of the rank that ran before, by arrival, held ones included."""
         return list(self._ranks[rank].back)
 
     def flows(self, rank: int) -> dict[Flow, list[Request]]:
-        """A copy: those of the rank that have never run, by arrival, held ones too."""
+        """Returns the requests of the rank that never ran, by flow and arrival, held ones included."""
         return {flow: list(requests.values()) for flow, requests in self._ranks[rank].flows.items()}
 
     def eligible(self) -> list[Request]:
-        """In order of service, without those held."""
+        """Returns the requests that are not held, in order of service."""
         return [request for request in self if not request.held] if self.num_held else list(self)
 
     def first(self) -> Request | None:
-        """Of those that are not held."""
+        """Returns the first request in order of service that is not held; None if there is none."""
         for rank in self._order:
             mine = self._ranks[rank]
             for request in mine.back:
@@ -172,7 +171,7 @@ class WaitingQueue:
         return None
 
     def in_turn(self) -> Iterator[Request]:
-        """The same as eligible(), lazily, for a caller that takes out or holds the one it has before it asks for the next."""
+        """Yields what eligible() returns. The caller may remove or hold a request before it takes the next one."""
         while not self.num_held and (request := self.first()) is not None:
             yield request
         if self.num_held == self._size:
@@ -189,7 +188,7 @@ class WaitingQueue:
 
 
 def _with(requests: dict[int, Request], request: Request) -> dict[int, Request]:
-    """The same dictionary, in order of arrival: another one where the request has waited elsewhere meanwhile."""
+    """Adds the request. Returns the dictionary in order of arrival: a new one if the request arrived before the last one."""
     came_back = bool(requests) and next(reversed(requests)) > request.seq
     requests[request.seq] = request
     return dict(sorted(requests.items())) if came_back else requests
