@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.sim.core.run.remote_reads import READ_TIMEOUT_S, OpenReservations, RemoteReads, Wire
-from services.worker.core.contracts.reservations import OpenReservation, KvReservation, ReservationEvents, KvSource, proof
+from services.worker.core.contracts.reservations import KvReservation, KvSource, OpenReservation, ReservationEvents, proof
 from services.worker.core.contracts.transfers import NO_PAGES, Fact, OperationKind, PageOperation, Pull
 
 PAGE_SIZE, PAGE_BYTES = 4, 1000

@@ -1,4 +1,4 @@
-"""What must hold between any two calls of the scheduler. Tests check it after every step, the worker when it is idle."""
+"""The invariants between any two calls of the scheduler. Tests check them after every step, the worker when it is idle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def violations(queues: RequestQueues, memory: KVMemory, sessions: SessionTable, 
 
 
 def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
-    """free + leased + cached + quarantined = total, each page in exactly one of them."""
+    """Checks that each page is free, leased, cached or quarantined, and in one of these states only."""
     owners = np.zeros(memory.pages.num_pages, dtype=np.int64)
     np.add.at(owners, memory.pages.free_pages(), 1)
     np.add.at(owners, list(memory.quarantined), 1)
@@ -72,7 +72,7 @@ def _leases(queues: RequestQueues, memory: KVMemory) -> list[str]:
 
 
 def _held(queues: RequestQueues) -> list[str]:
-    """Gates hold requests of the waiting queue alone, and what is kept for those is what they may come to need."""
+    """Checks that gates hold only requests of the waiting queue, and that the KV set aside for them is counted."""
     queue, out = queues.waiting, []
     held = [request for request in queue if request.held]
     if len(held) != queue.num_held or len(held) != sum(request.held > 0 for request in queues.by_key.values()):
@@ -86,7 +86,7 @@ def _held(queues: RequestQueues) -> list[str]:
 
 
 def _shares(queues: RequestQueues) -> list[str]:
-    """Those with prompt tokens to be planned, but for who waits for a grammar, are counted with their flows."""
+    """Checks that the flows count the waiting and extending requests."""
     pending = [r for r in queues.by_key.values() if r.phase in (Phase.WAITING, Phase.EXTEND)]
     out = []
     if Counter(request.payer for request in pending) != queues.shares.pending():
@@ -127,7 +127,7 @@ def _tree(memory: KVMemory) -> list[str]:
 
 
 def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -> list[str]:
-    """Holds are those of the sessions' turns, and running turns are requests that are here."""
+    """Checks that the holds are those of the sessions' turns, and that running turns are present requests."""
     out = []
     expected: Counter[TreeNode] = Counter()
     for held in sessions.held_nodes():
@@ -148,7 +148,7 @@ def _sessions(queues: RequestQueues, memory: KVMemory, sessions: SessionTable) -
 
 
 def _tiers(queues: RequestQueues, memory: KVMemory, tiers: OtherTiers | None) -> list[str]:
-    """Pages are quarantined by operations alone, and who waits for an import is gated."""
+    """Checks that operations own the quarantined pages, and that requests that wait for an import are gated."""
     if tiers is None:
         return ["pages are quarantined by nobody"] if memory.quarantined else []
     out = tiers.violations()

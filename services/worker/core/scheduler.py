@@ -1,7 +1,9 @@
-"""The scheduler core: messages and results in, plans and outputs out. Pure: no clock, no I/O, no threads, no tensors.
+"""The scheduler core: it takes messages and step results, and returns plans and outputs.
 
-One caller, in this order per turn: messages, plan, (launch), commit of the step before. At most one step is uncommitted
-when a plan is made. The same calls give the same plans. Semantics: docs/design/scheduler.md.
+It is pure: no clock, no I/O, no threads, no tensors.
+
+One caller calls it in this order per turn: messages, plan, launch, commit of the step before. At most one step is uncommitted
+when a plan is made. The same calls give the same plans. docs/design/scheduler.md has the semantics.
 """
 
 from __future__ import annotations
@@ -68,11 +70,7 @@ def configured_memory(
 
 
 class Scheduler:
-    """book: compiled grammars, None if structured output is not offered. events: told of cached blocks, None if nobody asks.
-    closed: why new requests are turned away, "" while they are welcome; set by whoever takes away what they need. revision: of
-    the weights that steps compute with, "" where they have no name; requests for others are turned away, and what is cached is
-    kept by it. begins_copies: to other tiers, and reads ahead of requests; not while somebody waits for none to be
-    under way. keys: of pages that are kept in other tiers; None where the configuration has none."""
+    """Queues requests, plans steps and commits their results. SchedulerControl has the operators' calls."""
 
     def __init__(
         self,
@@ -83,6 +81,16 @@ class Scheduler:
         revision: str = "",
         keys: PageKeys | None = None,
     ) -> None:
+        """Makes an idle scheduler.
+
+        Args:
+            config: the configuration.
+            rules: text functions for stop rules.
+            book: compiled grammars; None if the worker offers no structured output.
+            events: log of cached blocks; None if no index reads it.
+            revision: revision of the weights; empty if they have none.
+            keys: names of pages in other tiers; None without other tiers.
+        """
         others = config.host_pages > 0 or config.reads_peers
         assert keys is not None or not others, "pages of other tiers have keys"
         self.tiers = None if keys is None or not others else Tiers(_tier_limits(config), keys, events, revision)
@@ -106,13 +114,13 @@ class Scheduler:
             config.vocab_size, rules, self.memory, self.columns, self.counters, self._outputs, self.lifecycle, draft_controller
         )
         self._flight: list[Step] = []
-        self._began: list[float] = []  # of each in flight
+        self._began: list[float] = []  # times of the plans of the steps in flight
         self._ended_at = 0.0
         self._next_seq = 0
         self.paused = False
-        self.begins_copies = True
-        self.closed = ""
-        self.revision = revision
+        self.begins_copies = True  # whether copies to other tiers and prefetches may begin
+        self.closed = ""  # reason for refusing new requests; empty if they are accepted
+        self.revision = revision  # requests for another revision are refused
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Uses changed settings from the next plan on. The sizes of pools stay those of the start."""
@@ -120,12 +128,12 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """No request is here. A step may still be uncommitted."""
+        """Whether the worker has no request. A step may still be uncommitted."""
         return not self.queues.by_key
 
     @property
     def settled(self) -> bool:
-        """No operation that reads or writes the device's pages is under way: they may be given up."""
+        """Whether no operation reads or writes the device's pages, so that they may be reset."""
         return self.tiers is None or not self.tiers.num_running
 
     @property
@@ -135,13 +143,13 @@ class Scheduler:
 
     @property
     def num_requests(self) -> int:
-        """In any phase but finished."""
+        """Number of requests that have not ended."""
         return len(self.queues.by_key)
 
     # Messages
 
     def submit(self, message: Submit, now: float) -> None:
-        """Queues a request, or ends it at once with an error. Raises ValueError if the peer's handle is in use."""
+        """Queues a request, or ends it at once with an error. Raises ValueError if the handle of the peer is in use."""
         if (message.peer, message.handle) in self.queues.by_key:
             raise ValueError(f"handle {message.handle} is in use")
         self.trace.now = now
@@ -160,8 +168,10 @@ class Scheduler:
         self._begin_waiting(request, now)
 
     def prefetch(self, message: Prefetch, now: float) -> None:
-        """Reads what another worker has computed of a prompt, for the request that will come under the message's handle; as far
-        as that pays. One for other weights, or of a handle in use, is passed over: it is a hint."""
+        """Reads pages of another worker for a request that will arrive with the message's handle, if reading pays.
+
+        The message is a hint: it is ignored if it is for other weights or if the handle is in use.
+        """
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
             return
@@ -170,14 +180,17 @@ class Scheduler:
         self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
-        """Of a prompt that prefetch() was called for so many pages can be read by now. One that has ended is passed over."""
+        """Reads further pages of a prompt that prefetch() was called for. A prefetch that has ended is ignored."""
         if self.tiers is not None and self.begins_copies:
             asker = peer, ready.handle
             self.tiers.prefetches.more(asker, ready.room, ready.num_pages, self.memory, now)
 
     def abort(self, peer: int, handle: int, now: float) -> None:
-        """Ends the request, in whatever phase it is; what it held is free on return. Unknown handles have ended before; of one
-        that was handed over the room ends, of one that was to come what was read ahead is not kept."""
+        """Ends a request in any phase and frees what it holds.
+
+        If the handle is unknown, the request has ended or has not arrived: its reservation and its prefetched pages are
+        released.
+        """
         request = self.queues.by_key.get((peer, handle))
         if request is not None:
             self.lifecycle.end(request, CANCELLED, now)
@@ -186,13 +199,13 @@ class Scheduler:
             self._leave_prefetch((peer, handle))
 
     def turned_away(self, peer: int, handle: int, source: KvSource | None, now: float) -> None:
-        """A request that submit() never hears of: nothing that was read ahead for it is kept, and nobody reads its source."""
+        """Releases the prefetched pages and the KV source of a request that was refused before submit()."""
         self.abort(peer, handle, now)
         if source is not None and self.config.reads_peers:
             self.reservations.done_with(source)
 
     def abort_peer(self, peer: int, now: float) -> None:
-        """Ends every request of a front end that has gone, and what it was told to be kept."""
+        """Ends the requests, reservations and prefetches of a gateway that has gone."""
         self.reservations.leave_peer(peer)
         if self.tiers is not None:
             self.tiers.prefetches.leave_peer(peer)
@@ -200,20 +213,26 @@ class Scheduler:
             self.lifecycle.end(request, CANCELLED, now)
 
     def end_all(self, message: str, now: float) -> None:
-        """Ends every request: the worker is going away."""
+        """Ends every request, because the worker stops."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.UNAVAILABLE, message=message)
         for request in list(self.queues.by_key.values()):
             self.lifecycle.end(request, ending, now)
 
     def grammar_ready(self, spec: GrammarSpec) -> None:
-        """A compilation that GrammarBook.open has begun is done. A grammar that was dropped meanwhile is compiled again."""
+        """Queues the requests whose grammar is compiled. If the grammar was dropped meanwhile, it is compiled again."""
         for request in self.queues.gate.compiled(spec):
             self.lifecycle.ungate(request)
             self._look_elsewhere(request)
 
     def grammar_failed(self, spec: GrammarSpec, reason: str, now: float, busy: bool = False) -> None:
-        """Ends the requests that wait for it. reason: for their clients. busy: the compiler takes no more just now; requests with
-        output from elsewhere wait on, and it is asked again."""
+        """Ends the requests that wait for a grammar.
+
+        Args:
+            spec: the grammar.
+            reason: message to the clients.
+            now: present time.
+            busy: whether the compiler was full; requests with given output then wait, and the compiler is asked again.
+        """
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = refused(reason, "" if busy else "grammar", error)
         gate = self.queues.gate
@@ -221,7 +240,7 @@ class Scheduler:
             self.lifecycle.end(request, ending, now)
 
     def open_session(self, session_id: str, capacity: int, ttl_s: float, now: float) -> str:
-        """Returns why not, "" if it is open. capacity (tokens over all turns), ttl_s: 0 for the configured default."""
+        """Opens a session, see SessionTable.open(). Returns the reason if it could not be opened; empty if it is open."""
         return self.sessions.open(session_id, capacity, ttl_s, now)
 
     def close_session(self, session_id: str) -> bool:
@@ -230,7 +249,7 @@ class Scheduler:
     # Steps
 
     def plan(self, now: float) -> BatchPlan | None:
-        """The next step to launch. None: nothing can run before the step in flight is committed, or nothing is here."""
+        """Returns the next step to launch; None if nothing can run before the step in flight is committed."""
         assert len(self._flight) <= 1, "two steps are uncommitted"
         self.trace.now = now
         if now >= self.reservations.next_look and self.reservations.expire(now):
@@ -274,13 +293,13 @@ class Scheduler:
         return operations
 
     def ended(self, fact: Fact, now: float) -> None:
-        """What an operation of a plan has come to."""
+        """Applies the fact of an operation."""
         assert self.tiers is not None, "a fact where there are no tiers"
         if self.tiers.ended(fact, now):
             self.queues.batch_is_full = False
 
     def commit(self, result: StepResult, now: float) -> None:
-        """Takes in the result of the oldest uncommitted step."""
+        """Applies the result of the oldest uncommitted step."""
         self.trace.now = now
         began = self._began[0]
         step = self._take_flight(result.step_id)
@@ -301,7 +320,7 @@ class Scheduler:
             self.tiers.step_ended(extended, rows, seconds, now)
 
     def fail(self, step_id: int, message: str, now: float) -> None:
-        """The oldest uncommitted step failed as a whole: its requests end with an error, the others go on."""
+        """Ends the requests of the oldest uncommitted step with an error, because the step failed."""
         ending = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message=message)
         self._ended_at = now
         if self.tiers is not None:
@@ -311,8 +330,10 @@ class Scheduler:
                 self.lifecycle.end(request, ending, now)
 
     def matchers(self) -> list[tuple[int, Matcher]]:
-        """(row, matcher) of the newest uncommitted step's rows that are to be sampled under a grammar's mask, with every
-        step before it committed. Rows whose request has left, or whose token is known already, are not there."""
+        """Returns (row, matcher) of the rows of the newest uncommitted step that need a grammar mask.
+
+        All earlier steps must be committed. Rows whose request has ended, or whose token is known, are left out.
+        """
         if not self._flight:
             return []
         step, columns = self._flight[-1], self.columns
@@ -324,11 +345,11 @@ class Scheduler:
         return out
 
     def extends(self) -> list[Extend]:
-        """Extend rows of the newest uncommitted step."""
+        """Returns the extend rows of the newest uncommitted step."""
         return self._flight[-1].extends()
 
     def take_output(self) -> StepOutput | None:
-        """What front ends are to be told since the last call."""
+        """Returns the messages to gateways since the last call; None if there are none."""
         peers = self._outputs.take()
         return StepOutput(peers) if peers else None
 
@@ -336,17 +357,19 @@ class Scheduler:
         self.reservations.leave(left)
 
     def take_reservation_events(self) -> ReservationEvents | None:
-        """What has become of rooms since the last call: for the executor, before the next step is launched and before front ends
-        are told anything."""
+        """Returns the changes of reservations since the last call; None if there are none.
+
+        The executor must get them before the next step is launched and before gateways get outputs.
+        """
         return self.reservations.take()
 
     @property
     def has_cache_events(self) -> bool:
-        """There are more than take_cache_events() gave."""
+        """Whether events are left after take_cache_events()."""
         return self.events is not None and self.events.has_more
 
     def take_cache_events(self) -> CacheEvents | None:
-        """What the prefix index is to be told since the last call."""
+        """Returns the events for the prefix index since the last call; None if there are none."""
         return self.events.take() if self.events else None
 
     def stats(self) -> StepStats:
@@ -386,7 +409,7 @@ class Scheduler:
         return {"pages_quarantined": len(self.memory.quarantined)} | {name: getattr(stats, name) for name in TIER_FIELDS}
 
     def _begin_waiting(self, request: Request, now: float) -> None:
-        """Once it stands in the queue with all that it needs: output that it came with counts, and may be all there is."""
+        """Counts the given output of a request that has entered the waiting queue, which may end it, and searches other tiers."""
         if request.progress.num_given and request.phase is Phase.WAITING:
             self._committer.take_given(request, now)
         self._look_elsewhere(request)
@@ -400,8 +423,10 @@ class Scheduler:
             self.lifecycle.begin_import(request)
 
     def _resolve(self, message: Submit, now: float) -> Submit | FinishDecision:
-        """The message as it can be queued, or why it cannot. What has output already finds room in a full queue, as what is
-        retracted does: its client has seen it begin."""
+        """Returns the message with a whole prompt, or the ending of a request that is refused.
+
+        A request with given output enters a full queue, as a retracted one does, because its client has seen output.
+        """
         if self.closed:
             return refused(self.closed, error=ErrorCode.UNAVAILABLE)
         if message.revision and message.revision != self.revision:
@@ -420,8 +445,7 @@ class Scheduler:
         return message
 
     def _displace(self, message: Submit, now: float) -> bool:
-        """In a full queue a more urgent request takes the place of the last one that has not run yet, in the queue or at a
-        gate."""
+        """Ends the last request that never ran, so that a more urgent one enters the full queue. Returns whether it did."""
         if not self.config.enable_priority_scheduling:
             return False
         gated = [each for each in (*self.queues.gate, *self.queues.importing.values()) if _has_never_run(each)]

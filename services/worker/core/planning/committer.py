@@ -1,6 +1,6 @@
-"""Takes a step's result into the state: tokens, finishes, sharing of computed pages, and what front ends are told.
+"""Applies a step's result: tokens, finishes, shared pages and outputs.
 
-Rows whose request has left since the step was planned are dropped; of a request retracted meanwhile the token counts.
+Rows whose request has ended since the plan are dropped. If a request was retracted meanwhile, its sampled token counts.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """The tokens of a step whose rows have several. counts, firsts, drafted: int64[rows], tokens of each row's run, the place of
-    its first, and guesses that it had. predicted: bool[rows], see StepResult. result: the step's, with faults, embeddings and
-    label_logprobs by place too: those of a run's last one."""
+    """The tokens of a step whose rows may have several tokens: one run per row."""
 
-    counts: I64
-    firsts: I64
-    drafted: I64
-    predicted: Mask
-    result: StepResult
+    counts: I64  # [rows], tokens of each run
+    firsts: I64  # [rows], index of each run's first token
+    drafted: I64  # [rows], draft tokens of each row
+    predicted: Mask  # [rows], see StepResult
+    result: StepResult  # with faults, embeddings and label_logprobs by the index of a token instead of the row
 
     @classmethod
     def of(cls, plan: BatchPlan, result: StepResult) -> TokenRuns:
@@ -62,8 +60,7 @@ class TokenRuns:
         return range(first, first + int(self.counts[row]))
 
     def note(self, request: Request, row: int, walked: int) -> None:
-        """What the row's guesses have come to, if it had any. walked: tokens of its run that were looked at: all but the last of
-        them were guessed."""
+        """Records how many of the row's draft tokens were accepted. walked: tokens of its run that were applied."""
         if drafted := int(self.drafted[row]):
             request.progress.verified = request.progress.verified.and_row(drafted, walked - 1, bool(self.predicted[row]))
 
@@ -118,7 +115,7 @@ class Committer:
             self._end_unsampled(step, result, live & ~plan.sample, now)
 
     def take_given(self, request: Request, now: float) -> None:
-        """Of a waiting request with its matcher: its output from elsewhere, which may be all there is to come."""
+        """Applies the given output of a waiting request that has its matcher. The output may end the request."""
         taken = self._intake.take_given(request)
         self._counters.generated_tokens_total += taken.num_tokens
         request.rekey()
@@ -126,7 +123,7 @@ class Committer:
             self._lifecycle.end(request, taken.endings[0], now)
 
     def _publish_extends(self, step: Step, sound: Mask) -> None:
-        """Prompts are shared as soon as their pages are computed, never before, and not where the computation went wrong."""
+        """Publishes the computed pages of prompts, except those of rows with faults."""
         for row in range(step.plan.num_extend):
             request = step.requests[row]
             if sound[row] and request.kv.lease is not None:
@@ -137,7 +134,7 @@ class Committer:
                     self._lifecycle.announce(request)
 
     def _commit_prompt_logprobs(self, step: Step, result: StepResult, sound: Mask) -> None:
-        """A chunk that its request lost is computed again, unless the token sampled after it counts."""
+        """Adds the logprobs of prompt tokens. A retracted request computes its chunk again, unless its sampled token counts."""
         for row in step.plan.prompt_logprob_rows.tolist():
             request = step.requests[row]
             progress = request.progress
@@ -150,20 +147,20 @@ class Committer:
                 self._outputs.add_prompt_logprobs(request, values)
 
     def _end_unsampled(self, step: Step, result: StepResult, rows: Mask, now: float) -> None:
-        """Faults of chunks that are not their request's last."""
+        """Ends the requests with a fault in a chunk that is not their last."""
         for row, fault in result.faults.items():
             if rows[row] and (ending := check_fault(0, 1, fault)):
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _drop_redundant(self, step: Step, result: StepResult, rows: I64, now: float) -> None:
-        """Rows that sampled a token which was known before: only that they went well counts."""
+        """Drops the tokens of rows whose token was known before. A fault of such a row ends its request."""
         self._columns.redundant[step.plan.slots[rows]] = False
         for row in rows.tolist():
             if row in result.faults and (ending := check_fault(0, 1, result.faults[row])):
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
-        """Where rows end is known now, of decode rows: what was planned beyond it is taken back."""
+        """Takes back the planned positions of decode rows whose draft tokens were not all accepted."""
         plan, columns, extends = step.plan, self._columns, step.plan.num_extend
         slots = plan.slots[:extends][sound[:extends]]
         columns.committed[slots] = (plan.starts + plan.num_tokens)[:extends][sound[:extends]]
@@ -184,8 +181,10 @@ class Committer:
         self._counters.accepted_tokens_total += int((counts - 1).sum())
 
     def _commit_runs(self, step: Step, run: TokenRuns, rows: I64, now: float) -> None:
-        """Place by place of the rows' runs, each as if it had been sampled by a step of its own: whoever ends, or gets tokens
-        from its grammar, leaves the rest of its run out."""
+        """Applies the runs of the rows position by position, each like the sampled token of a step.
+
+        A row that ends, or that gets tokens from its grammar, drops the rest of its run.
+        """
         columns, slots = self._columns, step.plan.slots[rows]
         requests = [step.requests[row] for row in rows.tolist()]
         counts, firsts = run.counts[rows], run.firsts[rows]
@@ -213,7 +212,7 @@ class Committer:
         for i in np.flatnonzero(run.drafted[rows]).tolist():
             run.note(requests[i], int(rows[i]), int(walked[i]))
         cut = np.flatnonzero(~goes_on)
-        for i in cut.tolist():  # what was computed behind its last token is nobody's
+        for i in cut.tolist():  # the KV after its last token does not count
             known = requests[i].num_prompt_tokens + int(columns.num_out[slots[i]])
             columns.committed[slots[i]] = min(int(columns.committed[slots[i]]), known - 1)
         for i in jumped:
@@ -225,7 +224,7 @@ class Committer:
             self._lifecycle.end(requests[i], ending, now)
 
     def _may_end(self, slots: NDArray[np.int32], tokens: NDArray[np.int32], count: I64) -> Mask:
-        """Of rows with so many outputs, this one included."""
+        """Returns the rows that may end with this token, by the columns. count: outputs, this token included."""
         columns = self._columns
         look: Mask = (count >= columns.max_new[slots]) | columns.special[slots]
         look |= (columns.stop_ids[slots] == tokens[:, None]).any(axis=1) & (count >= columns.min_new[slots])
@@ -260,7 +259,7 @@ class Committer:
         requests: list[Request],
         endings: dict[int, FinishDecision],
     ) -> None:
-        """Rows that go on and are due: every `interval` tokens, and the first token at once."""
+        """Emits the tokens of continuing rows: every `interval` tokens, and the first token at once."""
         assert len(slots) == len(tokens) == len(count) == len(requests), "columns of the same rows"
         columns = self._columns
         sent = columns.sent[slots]

@@ -1,5 +1,6 @@
-"""Which prompt tokens the next step computes: started extends first, then waiting requests in the policy's order
-(docs/design/scheduler.md#which-rows-a-step-has, docs/design/scheduler.md#admission-and-budgets)."""
+"""The extend rows of a step: first the started extends, then waiting requests in the policy's order
+(docs/design/scheduler.md#which-rows-a-step-has, docs/design/scheduler.md#admission-and-budgets).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from services.worker.core.requests.slot_columns import SlotColumns
 
 
 class ExtendPlanner:
-    """running_limit: requests that may run at once, at most the number of slots. guesses: None where nobody drafts."""
+    """Plans extends, admits waiting requests, and preempts running ones."""
 
     def __init__(
         self,
@@ -53,13 +54,22 @@ class ExtendPlanner:
         self._gates: list[Gate] = [PoolGate(config).look]
         if config.enable_radix_cache:
             self._gates.append(self._prefixes.look)
-        self.running_limit = config.max_running_requests
+        self.running_limit = config.max_running_requests  # requests that may run at once, at most the number of slots
         self._pace = ChunkPace()
 
     def plan(
         self, now: float, ratio: float, num_decode_rows: int, flight: Step | None, step_id: int, may_admit: bool
     ) -> ExtendRows:
-        """num_decode_rows: those that share this step. flight: the uncommitted step. may_admit: waiting requests may begin."""
+        """Returns the extend rows of the next step.
+
+        Args:
+            now: present time.
+            ratio: the new-token ratio.
+            num_decode_rows: tokens of decode rows that share the step.
+            flight: the uncommitted step.
+            step_id: number of the next step.
+            may_admit: whether waiting requests may be admitted.
+        """
         rows = ExtendRows()
         if not self._queues.extending and (self._queues.batch_is_full or not len(self._queues.waiting)):
             return rows
@@ -71,7 +81,7 @@ class ExtendPlanner:
         if before:
             self._prefixes.begin(_extending(flight) + started)
             self._admit_before(started, adder, rows, now, step_id)
-            started.sort(key=_fair_turn if several else _turn)  # who began has moved its flow's turn
+            started.sort(key=_fair_turn if several else _turn)  # admissions have moved the turns of their flows
         held = self._strides(num_decode_rows, may_admit) if started and not rows.requests else {}
         while started:
             request = started.pop(0)
@@ -92,7 +102,7 @@ class ExtendPlanner:
         return rows
 
     def step_ended(self, extended: int, rows: int, seconds: float) -> None:
-        """A step has extended so many tokens, beside so many decode rows."""
+        """Records the time of a step for the pace of chunks."""
         config = self.config
         if config.adaptive_chunk_s:
             least = max(paced_chunk(config.chunked_prefill_size, config.page_size, 0) // 2, 1)
@@ -100,7 +110,7 @@ class ExtendPlanner:
 
     @property
     def steps_in_a_row(self) -> int:
-        """Of extends alone, after which decode rows have theirs; 0: any number."""
+        """Number of extend steps in a row, after which decode rows get a step; 0: any number."""
         config = self.config
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return config.max_extend_steps
@@ -112,7 +122,7 @@ class ExtendPlanner:
         return min(steps, config.max_extend_steps) if config.max_extend_steps else steps
 
     def _num_paced_for(self) -> int:
-        """Rows that wait for their next token while prompts are computed, where time bounds chunks; 0 where it bounds none."""
+        """Returns the decode rows that wait while prompts are computed; 0 if no time limit applies to chunks."""
         config = self.config
         if not config.chunked_prefill_size or not self._queues.decoding or not self._pace.is_known:
             return 0
@@ -126,7 +136,7 @@ class ExtendPlanner:
         )
 
     def _chunk_size(self, num_decode_rows: int) -> int:
-        """num_decode_rows: those that share the step, which take from it."""
+        """Returns the chunk size of a step. num_decode_rows: tokens of decode rows in the step, which take from it."""
         config, adapted = self.config, self._adapted_chunk()
         if not config.adaptive_chunk_s or not (waiting := self._num_paced_for()):
             return adapted
@@ -135,7 +145,7 @@ class ExtendPlanner:
         return min(adapted, paced_chunk(config.chunked_prefill_size, config.page_size, tokens) + num_decode_rows)
 
     def _adder(self, ratio: float, num_decode_rows: int, gone: Collection[int] = ()) -> PrefillAdder:
-        """gone: by seq, whom nothing is reserved for."""
+        """Makes the budgets of a step. gone: numbers of running requests whose output is not reserved for."""
         config = self.config
         return PrefillAdder(
             page_size=config.page_size,
@@ -161,8 +171,10 @@ class ExtendPlanner:
     # Started extends
 
     def _strides(self, num_decode_rows: int, may_admit: bool) -> dict[int, int]:
-        """By seq: tokens that an extend takes at most, so that the step can be a graph's. Empty where no prompt is to be held up
-        for that, or where it does not pay."""
+        """Returns limits of the extends' tokens, by seq, so that a graph can replay the step.
+
+        Empty if this would delay a prompt, or if it does not pay.
+        """
         limits = self.config.graphs
         begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_held
         if not limits.rows or begins or not self._queues.extending:
@@ -176,7 +188,7 @@ class ExtendPlanner:
         return {} if found is None else {r.seq: count for r, count in zip(self._queues.extending, found, strict=True)}
 
     def _continue(self, request: Request, adder: PrefillAdder, rows: ExtendRows, at_most: int | None) -> bool:
-        """False: there is no page for it. at_most: tokens, None for what the adder says."""
+        """Plans the next chunk of a started extend. Returns False if it has no page. at_most: limit of tokens; None: none."""
         lease = request.kv.lease
         assert lease is not None
         start = int(self._columns.computed[lease.slot])
@@ -185,8 +197,10 @@ class ExtendPlanner:
         return count <= 0 or self._add(request, start, count, adder, rows)
 
     def _relieve(self, request: Request, now: float, step_id: int) -> None:
-        """No page for a started extend, and nothing in flight that could free one. Decode rows give way by themselves (they are
-        planned next); where all extend, one is retracted; alone, it cannot run here."""
+        """Frees pages for a started extend that has none, while no step is in flight.
+
+        If rows decode, their plan frees pages. If all requests extend, one is retracted. A single request ends with an error.
+        """
         if self._queues.decoding or self._lifecycle.release_pins():
             return
         if len(self._queues.extending) > 1:
@@ -197,8 +211,10 @@ class ExtendPlanner:
     # Waiting requests
 
     def preempt(self, ratio: float, flight: Step | None, step_id: int) -> None:
-        """Lets the most urgent waiting request displace less urgent running ones, if there is no room for it otherwise.
-        Before any row of the step is chosen."""
+        """Lets the most urgent waiting request displace less urgent running ones if it does not fit otherwise.
+
+        Called before any row of the step is planned.
+        """
         if not self.config.enable_priority_scheduling:
             return
         self._prefixes.begin(_extending(flight) + self._queues.extending)
@@ -214,7 +230,7 @@ class ExtendPlanner:
 
     def _displace(self, request: Request, victims: list[Request], ratio: float, flight_step: int, step_id: int) -> None:
         match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
-        self._memory.lock(match)  # its own hit is no room for it
+        self._memory.lock(match)  # its own hit is not available to it
         if self._could_be_let_in(request, match, victims, ratio):
             while not self._has_room(request, match, ratio):
                 if self._free_slots(request) > 0 and self._lifecycle.release_pins():
@@ -226,7 +242,7 @@ class ExtendPlanner:
         self._memory.unlock(match)
 
     def _could_be_let_in(self, request: Request, match: Match, victims: list[Request], ratio: float) -> bool:
-        """With all of the victims gone, as admission would see it then. What they share stays with whoever has it too."""
+        """Returns whether admission would accept the request without the victims. Their shared pages do not count as free."""
         memory = self._memory
         kept = self._queues.waiting.kept_from(request.rank)
         stay = self._queues.num_running - len(victims)
@@ -245,14 +261,14 @@ class ExtendPlanner:
         return self._asked(request, match, adder, available)[0] is not AddResult.NO_TOKEN
 
     def _own_pages(self, request: Request) -> int:
-        """That it holds and nobody else does; all of them where some are in a room, which keeps none from who asks for more."""
+        """Returns the number of pages that the request alone holds. All count if it has a reservation, which can end."""
         if request.kv.lease is None:
             return 0
         slots, slot = self._memory.slots, request.kv.lease.slot
         return int(slots.num_pages[slot]) - (0 if request.kv.num_announced else int(slots.num_shared[slot]))
 
     def _has_room(self, request: Request, match: Match, ratio: float) -> bool:
-        """As admission will see it. `match` is locked."""
+        """Returns whether admission would accept the request now. `match` is locked."""
         if self._free_slots(request) <= 0:
             return False
         return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
@@ -263,7 +279,8 @@ class ExtendPlanner:
 
     def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
         """Who begins before the next chunk of started extends, since what is left of these may be long: who had to wait for one
-        of them, was let past, and need not any more; who is more urgent; and those of flows whose turn it is. Where all of it is
+        of them, was let past, and need not any more; who is more urgent; and those of flows whose turn it is. Where all of it
+        is
         kept for the extends there may be no room; the batch is not full then."""
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
@@ -296,7 +313,7 @@ class ExtendPlanner:
             yield from takewhile(lambda request: request.rank < first.rank, self._queues.waiting.in_turn())
 
     def _outranked(self, first: Request) -> bool:
-        """Somebody who waits is more urgent than the most urgent of those that have begun and go on."""
+        """Returns whether a waiting request is more urgent than the most urgent started extend."""
         ranks = self._queues.waiting.ranks()
         return bool(ranks) and ranks[0] < first.rank
 
@@ -322,7 +339,7 @@ class ExtendPlanner:
         return False
 
     def _ask(self, request: Request) -> Answer:
-        """The first gate's answer that is not ADMIT. One that waits is held from then on."""
+        """Returns the first answer of a gate that is not ADMIT. A request that a gate makes wait is held."""
         for gate in self._gates:
             answer = gate(request)
             if answer is ADMIT:
@@ -341,12 +358,12 @@ class ExtendPlanner:
         return (-(-extend // page_size) + 1) * page_size + outputs
 
     def _num_left(self, request: Request) -> int:
-        """Tokens that a started extend has yet to compute."""
+        """Returns the number of tokens that a started extend has left to compute."""
         assert request.kv.lease is not None
         return int(self._columns.target[request.kv.lease.slot] - self._columns.computed[request.kv.lease.slot])
 
     def _admit(self, request: Request, adder: PrefillAdder, rows: ExtendRows, now: float) -> AddResult:
-        """Two phases: lock the hit, then see whether the rest fits; on failure only the lock has to be undone."""
+        """Locks the prefix hit and admits the request if the rest fits. Otherwise it undoes the lock."""
         match = self._memory.match(request.namespace, request.kv.token_key, request.prefix_limit())
         self._memory.lock(match)
         result, count = self._may_add(request, match, adder)
@@ -361,7 +378,7 @@ class ExtendPlanner:
         return result
 
     def _gets_drafts(self, slot: int) -> bool:
-        """Whether somebody guesses for whom begins there."""
+        """Decides whether the request that begins in the slot gets draft tokens."""
         draftable = self._columns.draftable
         if self._draft_controller is None or not draftable[slot]:
             return False
@@ -372,7 +389,7 @@ class ExtendPlanner:
         return bool(draftable[slot])
 
     def _may_add(self, request: Request, match: Match, adder: PrefillAdder) -> tuple[AddResult, int]:
-        """What the adder says, and how many tokens it takes. `match` is locked."""
+        """Returns the result of the budgets, and the number of tokens that they allow. `match` is locked."""
         available = self._memory.num_available * self.config.page_size
         if self._queues.waiting.num_held:
             available -= self._queues.waiting.kept_from(request.rank).tokens
@@ -387,14 +404,14 @@ class ExtendPlanner:
         return result, count
 
     def _asked(self, request: Request, match: Match, adder: PrefillAdder, available: int) -> tuple[AddResult, int]:
-        """The same where so many tokens of KV are available."""
+        """Returns the same for a given number of available tokens of KV."""
         start = len(match.pages) * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         max_new = request.most_outputs - len(request.progress.output_ids)
         return adder.admit(available, start, extend, max_new, request.params.ignore_eos, _computes_logprobs(request))
 
     def _add(self, request: Request, start: int, count: int, adder: PrefillAdder, rows: ExtendRows) -> bool:
-        """Plans tokens start .. start+count of the request, fewer if the pool has not the pages. False: none at all."""
+        """Plans `count` tokens from `start` on, or fewer if the pages do not suffice. Returns False if none could be planned."""
         lease = request.kv.lease
         assert lease is not None
         count = self._memory.grow(lease, start + count) - start
@@ -432,5 +449,5 @@ def _fair_turn(request: Request) -> tuple[int, float, float, int]:
 
 
 def _computes_logprobs(request: Request) -> bool:
-    """Prompt tokens to come have their logprobs computed."""
+    """Returns whether further prompt tokens need logprobs."""
     return request.params.prompt_logprobs_from >= 0 and request.progress.logprob_planned < request.num_prompt_tokens

@@ -1,5 +1,6 @@
-"""What a sampled token means to its request: output, logprobs, the grammar's next state, the tokens the grammar adds by
-itself, and the request's end. Writes requests; knows no slots and no pages.
+"""Applies sampled tokens to their requests: output, logprobs, the grammar's state, the tokens that the grammar adds, and the end.
+
+It writes requests and uses no slots and no pages.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ _NO_SCORE = FinishDecision(FinishReason.ABORT, error=ErrorCode.INTERNAL, message
 
 @dataclass(slots=True)
 class Taken:
-    """endings, jumped: by the request's place in the list that was given. jumped: its grammar added tokens of its own.
-    num_tokens: appended to outputs."""
+    """The consequences of applied tokens, by index in the given requests."""
 
     endings: dict[int, FinishDecision] = field(default_factory=dict)
-    jumped: list[int] = field(default_factory=list)
-    num_tokens: int = 0
+    jumped: list[int] = field(default_factory=list)  # requests whose grammar has added tokens
+    num_tokens: int = 0  # tokens appended to outputs
 
 
 class Intake:
@@ -46,7 +46,7 @@ class Intake:
         rows: NDArray[np.int64],
         result: StepResult,
     ) -> Taken:
-        """Token i goes to request i, from row rows[i] of the result. Only where look is set may the request end."""
+        """Applies token i, of row rows[i] of the result, to request i. A request may end only if its `look` is set."""
         assert len(requests) == len(tokens) == len(look) == len(rows), "columns of the same rows"
         taken = Taken()
         looked = np.flatnonzero(look).tolist()
@@ -70,8 +70,7 @@ class Intake:
         return taken
 
     def take_given(self, request: Request) -> Taken:
-        """The output that the request came with, as if its last token had just been sampled: its grammar follows it, and it may
-        be complete. Once the request has its matcher."""
+        """Applies the given output of a request that has its matcher, as if its last token had just been sampled."""
         ids, num_followed = request.progress.output_ids, request.progress.num_followed
         assert num_followed < len(ids), "a matcher has yet to take the last token"
         taken = Taken()
@@ -81,7 +80,7 @@ class Intake:
         else:
             self._after_output(request, 0, taken, _GIVEN_OUTSIDE_GRAMMAR)
         if matcher is not None:
-            matcher.take_cost()  # of no step: many that come at once would else seem to be one slow step
+            matcher.take_cost()  # so that many resumed requests do not count as one slow step
         return taken
 
     def take_one(self, request: Request, token: int, row: int, result: StepResult) -> Taken:
@@ -89,7 +88,7 @@ class Intake:
         return self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
 
     def _before_output(self, request: Request, token: int, row: int, result: StepResult) -> FinishDecision | None:
-        """Endings that add no token: faults, and those of requests that end with their prompt."""
+        """Returns an ending that adds no token: a fault, or the end of a request that ends with its prompt."""
         params = request.params
         if params.samples:
             return check_fault(token, self._vocab_size, result.faults.get(row))
@@ -109,7 +108,7 @@ class Intake:
                 requests[at].progress.logprobs.append(result.logprobs[row])
 
     def _after_output(self, request: Request, at: int, taken: Taken, outside: FinishDecision = _OUTSIDE_GRAMMAR) -> None:
-        """outside: the ending of output that the grammar does not allow."""
+        """Advances the grammar and checks the end. outside: ending of output that the grammar does not allow."""
         matcher = request.matcher
         if matcher is None:
             ending = check_finished(request, self._rules)
@@ -123,7 +122,7 @@ class Intake:
             taken.endings[at] = ending
 
     def _jump(self, request: Request, at: int, taken: Taken) -> FinishDecision | None:
-        """Appends what the grammar leaves no choice about, up to where the request ends."""
+        """Appends the tokens for which the grammar leaves no choice, up to the end of the request."""
         matcher = request.matcher
         assert matcher is not None
         forced = matcher.forced()

@@ -1,4 +1,4 @@
-"""The rows of a step while it is being planned, and the plan that they become."""
+"""The rows of a step while it is planned, and the plan that is built from them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _MODES = {(True, False): ForwardMode.EXTEND, (False, True): ForwardMode.DECODE, 
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """A row that computes known tokens: `tokens` of them from position `start` on. key: the request's peer and handle."""
+    """A row that computes known tokens."""
 
-    key: tuple[int, int]
-    start: int
+    key: tuple[int, int]  # peer and handle of the request
+    start: int  # first position
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan with what commit needs to know about its rows. epochs: int64[rows], of the slots when they were planned."""
+    """A plan with the data that its commit needs."""
 
     plan: BatchPlan
-    requests: list[Request]
-    epochs: NDArray[np.int64]
+    requests: list[Request]  # of the rows
+    epochs: NDArray[np.int64]  # [rows], of the slots at the plan
 
     def extends(self) -> list[Extend]:
         rows = zip(self.requests, self.plan.starts.tolist(), self.plan.num_tokens.tolist(), strict=True)
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(slots=True)
 class ExtendRows:
-    """Parallel lists. logprobs: (row, offset, next token) of rows that give logprobs of prompt tokens."""
+    """The extend rows as parallel lists."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class ExtendRows:
     sample: list[bool] = field(default_factory=list)
     input_ids: list[NDArray[np.int32]] = field(default_factory=list)
     admitted: list[SlotParams] = field(default_factory=list)
-    logprobs: list[tuple[int, int, int]] = field(default_factory=list)
+    logprobs: list[tuple[int, int, int]] = field(default_factory=list)  # (row, offset, next token) of rows with prompt logprobs
 
     def admit(self, request: Request, slot: int, drafted_for: bool) -> None:
         """Adds the parameters of a request that begins in this step.
@@ -84,7 +84,7 @@ class ExtendRows:
         self.input_ids.append(np.frombuffer(request.kv.token_key, dtype=np.int32)[start : start + count])
 
     def _add_logprobs(self, request: Request, start: int, count: int) -> None:
-        """The row's token at position p predicts that at p + 1; those of the prompt count."""
+        """Records the prompt tokens whose logprobs the row gives. The token at position p predicts the one at p + 1."""
         end, length = start + count, request.num_prompt_tokens
         if request.progress.logprob_planned >= length or end < request.progress.logprob_planned:
             return
@@ -97,15 +97,15 @@ class ExtendRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """drafts: int32[n], see BatchPlan; empty unless the executor drafts."""
+    """The decode rows as parallel columns."""
 
     requests: list[Request]
     slots: NDArray[np.int64]
-    drafts: I32 = field(default_factory=no_tokens)
+    drafts: I32 = field(default_factory=no_tokens)  # see BatchPlan; empty unless the executor drafts
 
     @property
     def num_tokens(self) -> int:
-        """That they compute."""
+        """Number of tokens that the rows compute."""
         return len(self.requests) + (int(self.drafts.sum()) if len(self.drafts) else 0)
 
 
@@ -160,14 +160,14 @@ def build_step(step_id: int, extends: ExtendRows, decodes: DecodeRows, columns: 
 
 
 def _joined(rows: Sequence[I32]) -> I32:
-    """One behind the other, in memory of their own."""
+    """Returns the concatenation as a new array."""
     if len(rows) == 1:
         return rows[0].copy()
     return np.concatenate(rows) if rows else _NONE
 
 
 def _before(values: Sequence[int], rest: NDArray[T]) -> NDArray[T]:
-    """Extend rows come first: the values, as rest's type, and then rest. A step of decode rows alone copies nothing."""
+    """Returns the values, in the type of `rest`, and then `rest`. Without values, it returns `rest` itself."""
     if not values:
         return rest
     first = np.array(values, dtype=rest.dtype)
