@@ -1,7 +1,8 @@
-"""KV reservations: pages of a prompt that a prefill worker keeps until a decode worker has read them (docs/design/pd.md).
+"""KV reservations: pages of a prompt that a prefill worker keeps until a decode worker has read them.
 
-A reservation pins the prompt's pages in the tree. It opens with the first computed pages and grows with each chunk. A reader that
-names number, epoch and secret may read these pages while the reservation is open, and no other pages.
+See docs/design/prefill-and-decode.md. A reservation pins the prompt's pages in the tree. It opens with the first computed pages
+and grows with each chunk. A reader that names number, epoch and secret may read these pages while the reservation is open, and
+no other pages.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ReservationReleased:
 class ReservationEvents:
     """Changes of reservations since the last look, in the order of the fields.
 
-    A closed reservation may never have been open, or may open again with other pages. An opened one may be open already; it then
-    has further pages. A reservation closes before a step is launched that may write its pages.
+    A closed reservation may never have been open, or may open again with other pages. An opened one may be open already; it
+    then has further pages. A reservation closes before a step is launched that may write its pages.
     """
 
     closed: Sequence[KvReservation] = ()  # of this worker
