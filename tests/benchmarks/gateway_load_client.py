@@ -49,7 +49,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         head, found, body = self._received.partition(END_OF_HEAD)
-        if not found or len(body) < _content_length(head):
+        if not found or not _is_complete(head.lower(), body):
             return
         if head.startswith(b"HTTP/1.1 200"):
             self._tally.latencies_s.append(time.perf_counter() - self._sent_at)
@@ -64,9 +64,12 @@ class _Connection(asyncio.Protocol):
             self.done.set_result(None)
 
 
-def _content_length(head: bytes) -> int:
-    _, _, rest = head.lower().partition(b"content-length:")
-    return int(rest.split(b"\r\n", 1)[0])
+def _is_complete(head: bytes, body: bytes) -> bool:
+    """Whether all of a body has come. head: in lower case. A stream's body is chunked, and no event ends as the last chunk does."""
+    if b"\r\ntransfer-encoding: chunked" in head:
+        return body.endswith(b"\r\n0\r\n\r\n")
+    _, _, rest = head.partition(b"content-length:")
+    return len(body) >= int(rest.split(b"\r\n", 1)[0])
 
 
 async def run_load(targets: Sequence[tuple[str, int]], requests: Sequence[bytes], connections: int, seconds: float) -> Tally:
