@@ -65,7 +65,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _is_complete(head: bytes, body: bytes) -> bool:
-    """Whether all of a body has come. head: in lower case. A stream's body is chunked, and no event ends as the last chunk does."""
+    """Whether the body is complete. `head` is in lower case. A stream is chunked, and no event ends like the last chunk."""
     if b"\r\ntransfer-encoding: chunked" in head:
         return body.endswith(b"\r\n0\r\n\r\n")
     _, _, rest = head.partition(b"content-length:")

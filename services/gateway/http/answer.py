@@ -24,11 +24,12 @@ from services.gateway.playground.report import report_for
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import ClientGone, HeldBytes
 from services.gateway.request.caller import NOBODY
+from services.gateway.request.choice_text import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import OMITTED_TOOLS
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.silence import Silence, commented
 from services.gateway.request.usage import work_of
 from services.gateway.service.sink import (
@@ -50,7 +51,7 @@ from services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-READ_AHEAD_BYTES = 1 << 16  # of a response, which a client may leave unread for a while
+READ_AHEAD_BYTES = 1 << 16  # response bytes that the server buffers for a slow client
 ERROR_SEND_S = 0.5  # for sending an error to a client that may have stopped reading
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
 _SSE_HEADERS = [
@@ -66,7 +67,7 @@ class HttpPort:
 
     run: RunGeneration
     settings: GatewaySettings
-    bodies: BodyReader  # of requests that generate nothing
+    bodies: BodyReader  # reads bodies of requests that do not generate
     logs_access: bool  # the access log is on
 
 
@@ -122,7 +123,12 @@ class HttpSink(Sink):
     """
 
     def __init__(self, scope: Scope, send: Send, make_renderer: MakeRenderer, comment_s: float, logs_access: bool) -> None:
-        """comment_s: seconds of silence after which a stream gets a comment; 0: none."""
+        """Prepares to send the response.
+
+        Args:
+            comment_s: Seconds of silence after which a stream gets a comment; 0 sends none.
+            logs_access: The access log is on, and needs the request's tokens and times.
+        """
         self.detached: Respond | None = None  # to be sent by the caller, if the request is computed in the background
         self._scope = scope
         self._send_message = send
@@ -131,9 +137,9 @@ class HttpSink(Sink):
         self._logs_access = logs_access
         self._form = scope["state"].get("form", OPENAI)
         self._running: RunningRequest | None = None
-        self._collected: CollectedAnswer | None = None  # of a response that is sent whole
-        self._renderer: StreamRenderer | None = None  # of a stream
-        self._silence: Silence | None = None  # of a stream
+        self._collected: CollectedAnswer | None = None  # set if the response is sent whole
+        self._renderer: StreamRenderer | None = None  # set if the response is a stream
+        self._silence: Silence | None = None  # set if the response is a stream
         self._last = b""  # last output of a stream, to be sent with its end
         self._started = self._streams = False  # the status has been sent; as a stream's
 
@@ -162,7 +168,7 @@ class HttpSink(Sink):
         return await self._collected.begin(plan, texts)
 
     async def queued(self) -> None:
-        """Nothing is sent before there is output, or a comment is due."""
+        """Sends nothing; the first output or comment sends the status."""
 
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
         if self._collected is not None:
@@ -194,8 +200,10 @@ class HttpSink(Sink):
         await self._send(content, True)
 
     async def fail(self, error: ApiError) -> None:
-        """Sends the error as the response if nothing has been sent, else as the last event of the stream. A whole response that
-        has begun, and a client that does not read, have their connection closed."""
+        """Sends the error as the response if nothing has been sent, else as the last event of the stream.
+
+        Closes the connection if a whole response is incomplete, or if the client does not read for ERROR_SEND_S.
+        """
         self._end_silence()
         state = self._scope["state"]
         state[ERROR_CODE] = error.code

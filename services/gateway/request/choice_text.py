@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
@@ -13,57 +14,30 @@ from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Generation, Part
 from services.gateway.request.logprobs import LogprobSpan
 
-
-class TextEvents(Protocol):
-    """Who the text is for. Called on the event loop; must not block."""
-
-    def has_news(self) -> None:
-        """There is more to take."""
-
-    def begun(self) -> None:
-        """A token has come."""
-
-    def ended(self) -> None:
-        """The answer is complete; comes once, before its last news."""
-
-    def failed(self, error: ApiError) -> None:
-        """No text will follow."""
+if TYPE_CHECKING:
+    from services.gateway.request.request import Choice
 
 
-class TokenTimes(Protocol):
-    """Told when text arrives. Seconds."""
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one choice, for its client."""
 
-    def first_token(self, since_arrival: float) -> None: ...
-
-    def further_tokens(self, between_two: float, count: int) -> None: ...
-
-
-class Clock(NamedTuple):
-    """now: the event loop's time. arrived: when the request did. times: what is told of it."""
-
-    now: Callable[[], float]
-    arrived: float
-    times: TokenTimes
-
-
-class Taken(NamedTuple):
-    """A piece for the client. first: there was none before it. token_ids, logprobs: where they are wanted, of those tokens whose
-    text this is; one that gave no text when it came (held back for a stop string, part of a character) waits for the next."""
-
-    first: bool
+    choice: Choice
+    first: bool  # the choice has had no delta before
     text: str
+    # If the client wants them: ids whose text this is, and their log probabilities. An id without text so far (held back for a
+    # stop string, part of a character) waits for the next delta.
     token_ids: Sequence[int]
     logprobs: LogprobSpan
-    ending: Ending | None
+    ending: Ending | None  # None while the choice goes on
 
 
 class ChoiceText:
     """decoding: its way through detokenizers. ending: the whole answer's, once its last text is here."""
 
     __slots__ = (
-        "_clock",
+        "_choice",
         "_delivered",
-        "_events",
         "_generation",
         "_last_at",
         "_output",
@@ -74,15 +48,11 @@ class ChoiceText:
         "ending",
     )
 
-    def __init__(
-        self, part: Part, output: ChoiceOutput, events: TextEvents, clock: Clock, request_id: str, model: str, traceparent: str
-    ) -> None:
-        """request_id: for logs. model: as detokenizers name it. traceparent: "" where nothing is traced."""
-        generation = part.generation
+    def __init__(self, choice: Choice, part: Part, output: ChoiceOutput) -> None:
+        request, generation = choice.request, part.generation
+        self._choice = choice
         self._generation: Generation = generation
         self._output = output
-        self._events = events
-        self._clock = clock
         self._pieces = [part.prefix] if part.prefix else []
         self._shown_ids = 0  # ids whose text has come, not counting those at the end that have given no text yet
         self._taken_ids = 0
@@ -91,14 +61,14 @@ class ChoiceText:
         self.ending: Ending | None = None
         self.decoding = Decoding(
             self,
-            request_id,
+            request.request_id,
             output.ids,
             part.prompt.ids,
             generation.sampling.stop,
             generation.skip_special_tokens,
             generation.include_stop,
-            model=model,
-            traceparent=traceparent,
+            model=request.model_source,
+            traceparent=request.origin.traceparent,
             patient=not generation.stream,
             kept_tokens=generation.parsing.kept_tokens if generation.parsing is not None else (),
         )
@@ -109,7 +79,7 @@ class ChoiceText:
         self._shown_ids = self._taken_ids = shown
         self._delivered = chars > 0
         if decoded:
-            self._last_at = self._clock.now()  # the next token is not its first
+            self._last_at = self._choice.request.clock()  # the next token is not its first
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -127,7 +97,7 @@ class ChoiceText:
         """So many have been added to the output. Of an answer that nobody reads before its end, this is when they are timed."""
         if self.decoding.patient:
             self._time(count)
-            self._events.begun()
+            self._choice.begun()
 
     def on_text(self, text: str, count: int) -> None:
         if text and not self._generation.hidden:
@@ -139,13 +109,13 @@ class ChoiceText:
         if self.decoding.done:
             self._end()
         else:
-            self._events.has_news()
+            self._choice.has_news()
 
     def on_decode_failed(self, error: ApiError) -> None:
-        self._events.failed(error)
+        self._choice.failed(error)
 
-    def take(self) -> Taken | None:
-        """What has gathered for the client, or None if there is nothing to show yet. Never None after the ending."""
+    def take(self) -> Delta | None:
+        """Returns the output since the last take, or None if there is none. After the ending it is never None."""
         if not self._pieces and self.ending is None:
             return None
         text = "".join(self._pieces)
@@ -156,20 +126,20 @@ class ChoiceText:
         ids = output.ids[begin:end] if generation.answer.return_token_ids or generation.wants_logprobs else ()
         logprobs = output.logprobs.span(begin, end if generation.wants_logprobs else 0)
         first, self._delivered = not self._delivered, True
-        return Taken(first, text, ids, logprobs, self.ending)
+        return Delta(self._choice, first, text, ids, logprobs, self.ending)
 
     def _end(self) -> None:
         verdict = self._output.verdict
         assert self.ending is None and verdict is not None, "one terminal event per choice"
         self.ending = verdict
-        self._events.ended()
-        self._events.has_news()
+        self._choice.ended()
+        self._choice.has_news()
 
     def _time(self, count: int) -> None:
-        clock = self._clock
-        now = clock.now()
+        request = self._choice.request
+        now = request.clock()
         if self._last_at == 0.0:
-            clock.times.first_token(now - clock.arrived)
+            request.series.first_token(now - request.arrived)
         else:
-            clock.times.further_tokens((now - self._last_at) / count, count)
+            request.series.further_tokens((now - self._last_at) / count, count)
         self._last_at = now

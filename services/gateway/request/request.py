@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol
 
 from rootstock.v1 import worker_pb2
 from services.gateway.request.choice_output import ChoiceOutput, Ending, Progress
-from services.gateway.request.choice_text import ChoiceText, Clock, TokenTimes
+from services.gateway.request.choice_text import ChoiceText, Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import ChoiceSampling, Generation, ModelInfo, Part, Prompt
-from services.gateway.request.logprobs import LogprobSpan
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import RequestTrace
 from services.gateway.routing import session_home
@@ -38,8 +37,12 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-class Series(TokenTimes, Protocol):
-    """What is counted of requests of one model and key."""
+class Series(Protocol):
+    """Counts requests of one model and API key. Times are in seconds."""
+
+    def first_token(self, since_arrival: float) -> None: ...
+
+    def further_tokens(self, between_two: float, count: int) -> None: ...
 
     def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
         """Tokens; cached: of those of the prompt. Seconds."""
@@ -83,18 +86,6 @@ class Course(Protocol):
         """As JSON, of choices that have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one choice has for its client since the last take; see Taken."""
-
-    choice: Choice
-    first: bool
-    text: str
-    token_ids: Sequence[int]
-    logprobs: LogprobSpan
-    ending: Ending | None
-
-
 class Choice:
     """One answer to one prompt. sampling: the same on every worker that goes on with it. trace: where it is traced. resumed: what
     had come of it at another gateway, or in an earlier try, but for its log probabilities; None: it begins here."""
@@ -110,9 +101,7 @@ class Choice:
         self.generation: Generation = part.generation
         self.sampling = sampling
         self.output = ChoiceOutput(part.generation)
-        clock, origin = Clock(request.clock, request.arrived, request.series), request.origin
-        model = request.model_source
-        self.text = ChoiceText(part, self.output, self, clock, request.request_id, model, origin.traceparent)
+        self.text = ChoiceText(self, part, self.output)
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
         self.resumed: Progress | None = None
 
@@ -168,9 +157,8 @@ class Choice:
         self.text.finish(finish)
 
     def take(self) -> Delta | None:
-        """What has gathered for the client, or None if there is nothing to show yet. Never None after the ending."""
-        taken = self.text.take()
-        return None if taken is None else Delta(self, *taken)
+        """Returns the output since the last take, or None if there is none. After the ending it is never None."""
+        return self.text.take()
 
     def has_news(self) -> None:
         self.request.has_news(self)

@@ -1,6 +1,5 @@
-"""Whether an answer can be made. A busy worker is judged by how it gets on, an idle one is tried with one token: nobody who asks
-waits behind traffic.
-"""
+"""Tests whether a worker can make a token. A busy worker is judged by its steps; an idle worker gets a request for one token, so
+the caller never waits behind other requests."""
 
 from __future__ import annotations
 
@@ -13,11 +12,12 @@ from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.choice_text import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Generation, ModelInfo, Part, Plan, Prompt, one_step
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from services.shared.limits import PRIORITY_RANGE
 
@@ -39,13 +39,13 @@ class _ProbeSink(Sink):
         return True
 
     async def queued(self) -> None:
-        """The probe goes on waiting."""
+        """Ignores the queue."""
 
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
         """Ignores the token."""
 
     async def end(self) -> None:
-        """A token has come."""
+        """The worker has made a token."""
 
     async def fail(self, error: ApiError) -> None:
         self.failure = error.message
@@ -55,17 +55,17 @@ class _ProbeSink(Sink):
 
 
 class GenerationProbe:
-    """One per process. However many ask at once, one request goes to a worker."""
+    """Owns the trial request of the process; concurrent callers share it."""
 
     def __init__(self, dispatcher: Dispatcher, run: RunGeneration) -> None:
-        """run: GenerationService.run."""
+        """Makes the probe. `run` is GenerationService.run."""
         self._dispatcher = dispatcher
         self._run = run
         self._numbers = itertools.count(1)
         self._trial: asyncio.Task[str] | None = None
 
     async def failure(self) -> str:
-        """Why no answer can be made; "" if one can."""
+        """Returns the reason why no worker can make a token; "" if one can."""
         fleet = self._dispatcher.fleet
         connected = [link for link in fleet.links.values() if fleet.pool_of(link) is not None]
         if not connected:
@@ -100,7 +100,7 @@ class GenerationProbe:
         return sink.failure
 
     def _asked(self, idle: Sequence[Link]) -> Pool:
-        """The default model's workers, if one of them is idle."""
+        """Returns the default model's pool if it has an idle worker, else the pool of the first idle worker."""
         pools = [pool for link in idle if (pool := self._dispatcher.fleet.pool_of(link)) is not None]
         default = self._dispatcher.catalog.default
         return next((pool for pool in pools if pool.model == default), pools[0])

@@ -35,7 +35,14 @@ class Dispatch(Releaser, Protocol):
     """Places choices on workers."""
 
     def start(self, request: RunningRequest, refused_by: Collection[str] = ()) -> None:
-        """Places or queues every choice. refused_by: addresses of workers to avoid. Raises ApiError if the queue is full."""
+        """Places or queues every choice.
+
+        Args:
+            refused_by: Addresses of workers that do not get the request.
+
+        Raises:
+            ApiError: The queue is full.
+        """
 
     def abort(self, choice: Choice) -> bool:
         """Ends the choice with the output so far. Returns False if it has ended already."""
@@ -116,7 +123,7 @@ class GenerationService:
         return RunningRequest(context, self._dispatcher, measures, trace, call.report, held, self._forget)
 
     def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
-        """Raises ApiError if too many requests are open, or the key's limits are reached."""
+        """Admits the request. Raises ApiError if too many requests are open, or the key's limits are reached."""
         running.admission = call.admission
         if not call.context.is_counted:
             return
@@ -146,7 +153,7 @@ class GenerationService:
             if running.error is None and (running.task is None or running.task.cancelling()):
                 raise
             if running.error is None:
-                logger.error("a request was cancelled, and nobody had asked for it", extra=fields(**running.origin.log_fields))
+                logger.error("a request was cancelled without a reason", extra=fields(**running.origin.log_fields))
             error = running.error or internal()  # interrupted, and the client is still there
         except Exception:
             logger.exception("request failed", extra=fields(**running.origin.log_fields))
@@ -201,7 +208,7 @@ class GenerationService:
 
     def _client_gone(self, running: RunningRequest) -> None:
         if not _is_attended(running):
-            return  # a lane or a lease was given up: nobody was waiting
+            return  # a batch line or a background response moved to another gateway; no client was waiting
         self.metrics.aborts.labels(running.phase.value).inc()
         if running.trace is not None:
             running.trace.client_gone()
@@ -263,6 +270,6 @@ def _is_attended(running: RunningRequest) -> bool:
 
 
 def _alone(error: ApiError) -> ApiError:
-    """Returns the error without its frames: they have what was made of the body, and the error would keep that alive."""
+    """Returns the error without its traceback, whose frames would keep the parsed body in memory."""
     error.__traceback__ = error.__context__ = None
     return error

@@ -21,11 +21,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import Gone, HeldBytes
+from services.gateway.request.choice_text import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Admission, Course, Delta, RunningRequest
+from services.gateway.request.request import Admission, Course, RunningRequest
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send
@@ -34,13 +35,13 @@ Prepare = Callable[[ReceivedBody, Origin], Awaitable[Plan]]  # raises ApiError
 
 @dataclass(frozen=True, slots=True)
 class GenerationCall:
-    """One call of a generating operation."""
+    """A call of a generating operation."""
 
     context: CallContext
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
     read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]]  # holds the bytes that it reads; raises ApiError, ClientGone
     gone: Gone  # returns when the client has closed its connection
-    admission: Admission | None = None  # the key's admission that the call already has; None: the service asks for one
+    admission: Admission | None = None  # the key's admission if the call has one already; if None, the service asks for one
     report: Course | None = None  # notes the workers of the request for a client that asked for a report
     avoid: Collection[str] = ()  # addresses of workers that must not get it
 
@@ -56,7 +57,7 @@ class Sink(ABC):
         """Receives the request before its body is read."""
 
     async def while_preparing(self, work: Awaitable[T]) -> T:
-        """Awaits the preparation of the request and returns its result. A stream may send comments meanwhile."""
+        """Awaits the preparation of the request and returns its result. A stream may send comments until then."""
         return await work
 
     @abstractmethod
@@ -73,7 +74,12 @@ class Sink(ABC):
 
     @abstractmethod
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
-        """Receives new output. `deltas` is empty after RunningRequest.nudge(). more: False if `end` follows at once."""
+        """Receives new output.
+
+        Args:
+            deltas: Empty if RunningRequest.nudge() has interrupted the wait.
+            more: False if `end` follows at once.
+        """
 
     @abstractmethod
     async def end(self) -> None:
@@ -85,7 +91,7 @@ class Sink(ABC):
 
     @abstractmethod
     def released(self, running: RunningRequest) -> None:
-        """The request holds nothing any more. Called on every path, also if the client has left."""
+        """The request has been released. The service calls this on every path, also if the client has left."""
 
 
 class Renderer(Protocol):
@@ -110,10 +116,10 @@ class StreamRenderer(Renderer, Protocol):
     """A renderer of an operation that can stream. Each method returns complete events."""
 
     async def chunk(self, delta: Delta) -> bytes:
-        """Raises ApiError."""
+        """Returns the events of a delta; empty if the client sees nothing of it. Raises ApiError."""
 
     async def ending(self) -> bytes:
-        """Returns the events behind all chunks. Raises ApiError."""
+        """Returns the events that follow the last chunk. Raises ApiError."""
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the event that ends a stream in place of its remaining output."""
@@ -135,11 +141,11 @@ class CollectedAnswer(Sink):
     """Collects a whole response. Batch lines and HTTP responses that are not streams use it, so both have the same bytes."""
 
     def __init__(self, form: AnswerForm, make_renderer: MakeRenderer) -> None:
-        """form: how the API writes errors."""
+        """Prepares to collect. `form` renders errors in the form of the API."""
         self.status = 0  # HTTP status; 0 until the response is complete
         self.headers: Headers = []
         self.body = b""
-        self.code = ""  # of the error
+        self.code = ""  # the error's code
         self._form = form
         self._make_renderer = make_renderer
         self.running: RunningRequest | None = None  # None until the service has opened the request
@@ -157,7 +163,7 @@ class CollectedAnswer(Sink):
         return True
 
     async def queued(self) -> None:
-        """Nothing is sent before the response is complete."""
+        """Ignores the queue; the response is collected whole."""
 
     async def take(self, deltas: Sequence[Delta], more: bool) -> None:
         if not more:
