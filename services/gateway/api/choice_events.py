@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from services.gateway.parsers.events import CallDropped, Event
 from services.gateway.parsers.output_parser import OutputParser, Parsing, PlainText
-from services.gateway.request.choice_text import Delta
+from services.gateway.request.request import Delta
 
 
 class ChoiceEvents:

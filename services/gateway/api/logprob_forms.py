@@ -9,10 +9,9 @@ from typing import Any
 
 from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, extend
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.generation import Generation
 from services.gateway.request.logprobs import TokenLogprob
-from services.gateway.request.request import Choice
+from services.gateway.request.request import Choice, Delta
 
 
 def _slices(generation: Generation, token_texts: ModelTexts) -> Slices:

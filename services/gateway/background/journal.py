@@ -21,10 +21,9 @@ from services.gateway.background.ports import Json, Story
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice_output import Progress, WeightsName
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, Phase, RunningRequest
+from services.gateway.request.request import Choice, Delta, Phase, RunningRequest
 from services.gateway.request.silence import Silence
 from services.gateway.service.sink import Sink
 from services.gateway.state.background_past import BackgroundPast, pages

@@ -15,9 +15,8 @@ from services.gateway.api.anthropic.errors import ANTHROPIC
 from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.request.choice_output import Ending
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import RunningRequest
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 
 Json = dict[str, Any]

@@ -9,8 +9,7 @@ from typing import Any
 import orjson
 
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice_text import Delta
-from services.gateway.request.request import Choice, RunningRequest
+from services.gateway.request.request import Choice, Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from services.gateway.parsers.output_parser import Parsing
-from services.gateway.request.choice_text import Delta
+from services.gateway.request.request import Delta
 
 Json = dict[str, Any]
 

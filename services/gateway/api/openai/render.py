@@ -15,9 +15,8 @@ import orjson
 from services.gateway.api.logprob_forms import ChatLogprobs, CompletionLogprobs
 from services.gateway.api.openai.message import ReadChoice, message_of
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import RunningRequest
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 
 

@@ -12,9 +12,8 @@ from services.gateway.api.logprob_forms import ChatLogprobs
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import RunningRequest
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 from services.gateway.service.sink import HeaderRenderer
 

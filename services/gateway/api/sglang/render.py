@@ -15,9 +15,8 @@ from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.choice_output import Ending
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import Choice, RunningRequest
+from services.gateway.request.request import Choice, Delta, RunningRequest
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."

@@ -28,11 +28,10 @@ from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.budgets import check_chars
-from services.gateway.request.choice_text import Delta
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import RunningRequest
+from services.gateway.request.request import Delta, RunningRequest
 from services.gateway.request.usage import usage_of
 from services.shared import limits
 
