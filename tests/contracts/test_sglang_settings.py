@@ -92,4 +92,4 @@ def test_table_gives_the_reason_of_each_difference(verdict: str, reason: str) ->
 
 
 def test_glossary_names_the_table() -> None:
-    assert "sglang-settings.md" in (ROOT / "docs/how-to/develop.md").read_text()
+    assert "sglang-settings.md" in (ROOT / "docs/reference/glossary.md").read_text()
