@@ -28,7 +28,10 @@ SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # at once, on all cores; what does not compile (a template, say) is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env dev-env run test check docs clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly release clean
+# Sphinx and its theme are the extra `docs`; they are installed on the first call.
+SITE := build/site
+
+.PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -129,8 +132,10 @@ docs: dev-env        ## what is written from code: settings, metrics, the client
 	$(PY) -m charts.rootstock.empty_keys > charts/rootstock/files/empty-keys.yaml
 	$(PY) -m tests.contracts.public_names
 
-release: dev-env     ## wheel, chart, checksums, and with buildah or docker images, in DIST; pushes nothing (DIST=dist, IMAGES="gateway ...")
-	$(PY) -m release --out '$(DIST)' $(if $(call chosen,IMAGES),--images '$(IMAGES)') $(RELEASE_FLAGS)
+docs-site: env       ## the pages as a static site in build/site, which needs no network; a warning is an error
+	@$(PY) -c 'import furo, myst_parser, sphinx' 2>/dev/null || $(INSTALL) '.[docs]'
+	$(PY) -m sphinx -W --keep-going -q -b html docs $(SITE)
+	@echo "open $(SITE)/index.html"
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock

@@ -1,7 +1,7 @@
 """The picture of `rootstock status` for documents: python -m tests.benchmarks.status_picture
 
 Three workers with little memory under load, of which one is killed: what the command prints right after that. It belongs into
-docs/pictures/status.txt, README.md and, by `make docs`, into docs/reference/cli.md.
+docs/pictures/status.txt, docs/tutorials/laptop.md and, by `make docs`, into docs/reference/cli.md.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
 
 
 def test_the_picture_in_the_documents_is_as_it_is_printed_today() -> None:
-    """And the README's is the one that was taken: docs/pictures/status.txt."""
+    """The picture of the tutorial is docs/pictures/status.txt."""
     text = cli_reference.PICTURE.read_text().rstrip("\n")
-    assert "\n".join(f"    {line}".rstrip() for line in text.splitlines()) in (ROOT / "README.md").read_text()
+    assert "\n".join(f"    {line}".rstrip() for line in text.splitlines()) in (ROOT / "docs/tutorials/laptop.md").read_text()
     (url, model), _, _, _, *rows, _, foot = map(str.split, text.splitlines())
     workers = [worker_of(model, row) for row in rows]
     waiting, tokenizers, detokenizers = map(int, foot[1::2])
