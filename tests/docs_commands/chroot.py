@@ -2,8 +2,8 @@
 
 Makes a Debian below FOLDER with debootstrap, clones this checkout's commit into it, runs README from top to bottom with Debian's
 Python, and then all pages. It takes root, debootstrap, and the downloads of `make run`: a quarter of an hour. With `--nightly` it
-also takes the time of the nightly blocks, `make test` among them. The machine's pip configuration is copied, and the folders that it names are mounted.
-Nothing outside FOLDER changes, and mounts end with the command.
+also runs the nightly blocks, `make test` among them. The machine's pip configuration is copied, and the folders that it names are
+mounted. Nothing outside FOLDER changes, and mounts end with the command.
 """
 
 from __future__ import annotations
