@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Sphinx and its theme are the extra `docs`; they are installed on the first call.
 SITE := build/site
 
-.PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly clean
+.PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare gpu-check sim mutants nightly release clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -136,6 +136,9 @@ docs-site: env       ## the pages as a static site in build/site, which needs no
 	@$(PY) -c 'import furo, myst_parser, sphinx' 2>/dev/null || $(INSTALL) '.[docs]'
 	$(PY) -m sphinx -W --keep-going -q -b html docs $(SITE)
 	@echo "open $(SITE)/index.html"
+
+release: dev-env     ## wheel, chart, checksums, and with buildah or docker images, in DIST; pushes nothing (DIST=dist, IMAGES="gateway ...")
+	$(PY) -m release --out '$(DIST)' $(if $(call chosen,IMAGES),--images '$(IMAGES)') $(RELEASE_FLAGS)
 
 clean:           ## what was built, not the environment
 	rm -rf build rootstock
