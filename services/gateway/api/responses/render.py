@@ -99,10 +99,11 @@ class ResponseRenderer(HeaderRenderer):
         return [(STORED, b"false")] if self._stores and not self._is_stored else ()
 
     async def chunk(self, delta: Delta) -> bytes:
-        told: list[Json] = []
-        if delta.first:
-            told += [{"type": f"response.{kind}", "response": self._response} for kind in ("created", "in_progress")]
-        return self._written([*told, *await self._draft.told(delta)])
+        opening = b""
+        if delta.first:  # written before the draft reads the delta: if this is also the last one, it completes the response
+            kinds = ("created", "in_progress")
+            opening = self._written({"type": f"response.{kind}", "response": self._response} for kind in kinds)
+        return opening + self._written(await self._draft.told(delta))
 
     async def ending(self) -> bytes:
         await self._finish()

@@ -222,6 +222,14 @@ def test_chains_and_conversations_have_an_end(client: OpenAI, monkeypatch: pytes
         client.conversations.items.create(conversation.id, items=[*items, items[0]])
 
 
+def test_stream_begins_in_progress_when_its_first_output_is_its_last(client: OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=1) as stream:
+        created, begun, *_, last = list(stream)
+    assert (created.type, begun.type) == ("response.created", "response.in_progress")
+    assert created.response.status == begun.response.status == "in_progress"
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+
+
 def test_an_answer_that_is_cut_says_so(client: OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=3) as stream:
         told = list(stream)
