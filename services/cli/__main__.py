@@ -1,4 +1,4 @@
-"""python -m services.cli: what `rootstock` is."""
+"""python -m services.cli: the same program as `rootstock`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The commands, and the parser of them all. What a command needs to run is imported when it runs: `bench` alone takes numpy."""
+"""The commands of `rootstock` and their parser.
+
+A command imports its libraries when it runs, so that `rootstock --help` needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ EXITS = """\
 exit status:
   0    done
   1    the server refused, or failed
-  2    the command line makes no sense
+  2    the command line is wrong
   3    the server cannot be reached
   4    an answer was cut off in the middle
   130  Ctrl-C
-  141  nobody reads the output any more"""
+  141  the reader of the output has ended"""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """summary: in a line. examples: as typed in a shell; a test runs each."""
+    """A command of `rootstock`."""
 
-    summary: str
-    examples: tuple[str, ...]
+    summary: str  # one line without a capital and a full stop
+    examples: tuple[str, ...]  # as typed in a shell; a test runs each of them
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
 
@@ -112,7 +115,7 @@ COMMANDS: Mapping[str, Command] = {
         complete.add_flags,
         complete.run,
     ),
-    "models": Command("name the models that are served", ("rootstock models",), models.add_flags, models.run),
+    "models": Command("list the served models", ("rootstock models",), models.add_flags, models.run),
     "status": Command(
         "show workers, queue, hit rates and tokens per second",
         ("rootstock status --once", "rootstock status --once --json"),
@@ -154,7 +157,7 @@ COMMANDS: Mapping[str, Command] = {
         _sim,
     ),
     "completion": Command(
-        "print what completes this program's words in a shell",
+        "print a completion script for a shell",
         ("source <(rootstock completion bash)",),
         completion.add_flags,
         _completion,
@@ -180,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # --api-key would be --api-key-file, and a key a file's name
+            allow_abbrev=False,  # or --api-key KEY would mean --api-key-file KEY
         )
         command.add_flags(one)
         one.set_defaults(run=command.run)

@@ -1,4 +1,4 @@
-"""What `rootstock complete` does: a text, continued."""
+"""The command `rootstock complete`: continues a text."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import argparse
 import os
 import sys
 
-from services.cli.shared.answers import COMPLETIONS
+from services.cli.shared.answers import COMPLETIONS, print_answer
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.one_answer import print_answer
 from services.cli.shared.requests import add_request_flags, fields_of, model_of
 from services.cli.shared.server import Server
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="the text to continue; without it, what is piped in")
-    parser.add_argument("--stats", action="store_true", help="tell tokens and times after the answer, on stderr")
+    parser.add_argument("prompt", nargs="?", help="text to continue; default: the piped text")
+    parser.add_argument("--stats", action="store_true", help="print tokens and times after the answer, on stderr")
     parser.add_argument("--json", action="store_true", help="print the answer as a line of JSON")
     add_request_flags(parser)
     add_server_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises CommandFailed."""
+    """Prints the completion of one prompt. Raises CommandFailed."""
     if args.prompt is None and sys.stdin.isatty():
         raise CommandFailed(Exit.USAGE, "there is no prompt: give one as an argument or through a pipe.")
     prompt = args.prompt if args.prompt is not None else sys.stdin.read()

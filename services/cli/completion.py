@@ -1,4 +1,4 @@
-"""Completion scripts for shells, made from the parser: what `--help` lists is what Tab offers."""
+"""Completion scripts for shells, made from the parser, so that Tab offers the words that `--help` lists."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ SHELLS = ("bash", "fish", "zsh")
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A flag, by all its names. choices: of its value, or of an argument without a name. takes: "" for a flag without a value,
-    "file", or "text"."""
+    """A flag or an argument of a command."""
 
-    names: tuple[str, ...]
-    takes: str
-    choices: tuple[str, ...]
-    text: str
+    names: tuple[str, ...]  # all spellings of a flag; empty for an argument
+    takes: str  # kind of the value: "file", "text", or empty for a flag without a value
+    choices: tuple[str, ...]  # allowed values; empty if any value is allowed
+    text: str  # help text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class CommandWords:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="whose language the script is in")
+    parser.add_argument("shell", choices=SHELLS, help="shell that runs the script")
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
@@ -53,7 +52,7 @@ def _word(action: argparse.Action) -> Word:
 
 
 def _plain(text: str) -> str:
-    """Without what means something to one of the shells."""
+    """Returns the text without characters that have a meaning in one of the shells."""
     return re.sub(r"[\s%'\"\[\]:`$\\]+", " ", text).strip()
 
 
@@ -150,7 +149,7 @@ def _zsh_case(command: CommandWords) -> str:
 
 
 def _zsh_words(word: Word, place: int) -> list[str]:
-    """place: of a word that is no flag, from 1."""
+    """Returns the lines of one word for zsh. `place` is the position of an argument, from 1; 0 for a flag."""
     values = f"({' '.join(word.choices)})" if word.choices else "_files" if word.takes == "file" else " "
     if not word.names:
         return [f"'{place}:{_plain(word.text)}:{values}'"]

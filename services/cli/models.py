@@ -1,4 +1,4 @@
-"""What `rootstock models` does: names what is served."""
+"""The command `rootstock models`: lists the served models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each, as the server tells it")
+    parser.add_argument("--json", action="store_true", help="print each model as a line of JSON, as the server sends it")
     add_server_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises CommandFailed."""
+    """Prints a line for each model. Raises CommandFailed."""
     out = Terminal.of(sys.stdout)
     for model in models_of(Server(target_of(args, os.environ))):
         length = model.get("max_model_len")

@@ -1,4 +1,4 @@
-"""The program `rootstock`: words in, an exit status out."""
+"""The program `rootstock`: runs a command line and returns the exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.cli.shared.terminal import Terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exits by SystemExit on a wrong command line, and after --help."""
+    """Runs a command. Raises SystemExit after --help and for a wrong command line."""
     try:
         args = build_parser().parse_args(argv)
         status = int(args.run(args))
@@ -26,5 +26,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter reports a broken pipe when it exits
         return Exit.READER_GONE

@@ -1,4 +1,4 @@
-"""What `rootstock batch` does: many requests as a file, by OpenAI's files and batches."""
+"""The command `rootstock batch`: sends a file of requests to OpenAI's files and batches API and fetches the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from services.cli.batch.passing import shown
-from services.cli.batch.upload import content_of, endpoint_of
+from services.cli.batch.transfer import content_of, endpoint_of, shown
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.flags import add_server_flags, target_of
 from services.cli.shared.server import Server
@@ -23,23 +22,23 @@ from services.shared.observe.progress import Progress
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 ENDED = ("completed", "failed", "expired", "cancelled")
-LOOK_EVERY_S = 2.0
+POLL_S = 2.0  # seconds between two requests for a batch's status
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=list(ACTIONS), help="what to do")
-    parser.add_argument("of", nargs="?", metavar="FILE|ID", help="the file to submit, or the batch's id")
-    parser.add_argument("--endpoint", metavar="PATH", help="submit: where lines go; default: the first line's url")
-    parser.add_argument("--window", default="24h", help="submit: what is not done by then expires (%(default)s)")
-    parser.add_argument("--wait", action="store_true", help="submit, status: until the batch has ended")
-    parser.add_argument("--errors", action="store_true", help="results: the lines that failed")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="results: where to write them; default: stdout")
+    parser.add_argument("action", choices=list(ACTIONS), help="operation on batches")
+    parser.add_argument("of", nargs="?", metavar="FILE|ID", help="file to submit, or id of the batch")
+    parser.add_argument("--endpoint", metavar="PATH", help="submit: endpoint of the lines; default: the first line's url")
+    parser.add_argument("--window", default="24h", help="submit: time after which unfinished lines expire (%(default)s)")
+    parser.add_argument("--wait", action="store_true", help="submit, status: wait until the batch has ended")
+    parser.add_argument("--errors", action="store_true", help="results: fetch the failed lines instead")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="results: file to write; default: stdout")
     parser.add_argument("--json", action="store_true", help="print batches as lines of JSON")
     add_server_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises CommandFailed."""
+    """Runs one operation. Raises CommandFailed."""
     if args.of is None and args.action != "list":
         raise CommandFailed(
             Exit.USAGE, f"batch {args.action} takes {'a file' if args.action == 'submit' else 'an id'}: name one."
@@ -68,7 +67,7 @@ def _status(args: argparse.Namespace, server: Server) -> Exit:
 
 
 def _list(args: argparse.Namespace, server: Server) -> Exit:
-    """The newest first, all pages."""
+    """Prints all batches of all pages, the newest first."""
     after = ""
     while True:
         page = server.get(f"{BATCHES}?limit=100{after}")
@@ -104,7 +103,7 @@ def _results(args: argparse.Namespace, server: Server) -> Exit:
             sys.stdout.buffer.flush()
             return Exit.DONE
         try:
-            part = args.output.with_name(f"{args.output.name}.part")  # what was fetched before stays until all has come
+            part = args.output.with_name(f"{args.output.name}.part")  # a partial download never replaces an earlier file
             with part.open("wb") as out:
                 out.writelines(shown(pieces, "results", total, err))
             part.replace(args.output)
@@ -123,18 +122,21 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace, Server], Exit]] = {
 
 
 def _wait(batch: dict[str, Any], args: argparse.Namespace, server: Server) -> Exit:
-    """With a bar on a terminal. A server that is away for a moment is asked again, for as long as --timeout says."""
+    """Polls a batch until it has ended, with a progress bar on a terminal.
+
+    Polling ends if the server has been unreachable or overloaded for --timeout seconds.
+    """
     err, begun = Terminal.of(sys.stderr), time.monotonic()
-    heard = begun
+    responded_at = begun
     while batch["status"] not in ENDED:
         if err.is_tty:
             done, total = _counts(batch)
             err.overwrite(Progress("batch", done, total, time.monotonic() - begun, "lines").bar() if total else batch["status"])
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
         try:
-            batch, heard = _object(server.get(_path(batch["id"]))), time.monotonic()
+            batch, responded_at = _object(server.get(_path(batch["id"]))), time.monotonic()
         except CommandFailed as error:
-            if not error.passes or time.monotonic() - heard > args.timeout:
+            if not error.passes or time.monotonic() - responded_at > args.timeout:
                 raise
     if err.is_tty:
         err.overwrite("")
@@ -154,7 +156,7 @@ def _tell(batch: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _counts(batch: dict[str, Any]) -> tuple[int, int]:
-    """Lines that are done, failed ones among them, and all."""
+    """Returns the number of finished lines, which includes failed lines, and the number of all lines."""
     counts = batch.get("request_counts") or {}
     return (counts.get("completed") or 0) + (counts.get("failed") or 0), counts.get("total") or 0
 
@@ -164,7 +166,7 @@ def _path(batch_id: str) -> str:
 
 
 def _object(answer: Any) -> dict[str, Any]:
-    """A file or a batch. Raises CommandFailed for anything else."""
+    """Returns the response if it is a file or a batch. Raises CommandFailed otherwise."""
     if not isinstance(answer, dict) or not isinstance(answer.get("id"), str) or not isinstance(answer.get("status", ""), str):
-        raise CommandFailed(Exit.FAILED, "the server answers as none with files and batches does: check --url.")
+        raise CommandFailed(Exit.FAILED, "the server's response is neither a file nor a batch: check --url.")
     return answer

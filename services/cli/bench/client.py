@@ -1,7 +1,7 @@
-"""One streaming request to an OpenAI-compatible server, timed.
+"""Measures one streaming request to an OpenAI-compatible server.
 
-Times are seconds. A chunk is a server-sent event that brings tokens, one or several. TTFT ends at the first chunk, an ITL is the
-gap between two chunks, E2E ends at the last event that has a choice: the events after it hold usage, not tokens.
+Times are in seconds. A chunk is a server-sent event with one or more tokens. TTFT ends at the first chunk. An ITL is the time
+between two chunks. E2E ends at the last event with a choice, because later events hold usage and no tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DETAIL_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server's streaming endpoint and what every request to it says."""
+    """A server's streaming endpoint, and the fields that all requests to it share."""
 
     url: str  # the whole URL of the endpoint
     chat: bool
@@ -37,7 +37,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request as the client saw it. `sent_at` and `scheduled_at` are of time.perf_counter; durations count from `sent_at`."""
+    """Measurements of one request. `sent_at` and `scheduled_at` are values of time.perf_counter; durations begin at `sent_at`."""
 
     scheduled_at: float
     sent_at: float
@@ -50,12 +50,12 @@ class Outcome:
     has_usage: bool = False
     finish_reason: str | None = None
     text: str = ""
-    error: str | None = None  # its class, the same for all errors of one kind
+    error: str | None = None  # error class for the report, or None
     error_detail: str = ""
 
 
 class StreamError(Exception):
-    """The server answered with an error, or the stream is not what the protocol says. `kind` is the class to count it under."""
+    """The response is an error or breaks the protocol. The report counts it under the class `kind`."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -63,7 +63,7 @@ class StreamError(Exception):
 
 
 class StreamMeter:
-    """Turns the bytes of one event stream into its Outcome. Owned by the coroutine that reads the response."""
+    """Fills an Outcome from the bytes of one event stream. Owned by the coroutine that reads the response."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -74,20 +74,24 @@ class StreamMeter:
         self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes bytes cut anywhere, read at `now`. Raises StreamError for an event that is an error or no JSON."""
+        """Parses bytes that were read at time `now` and may end within an event.
+
+        Raises:
+            StreamError: An event is an error or is not JSON.
+        """
         *lines, self._tail = (self._tail + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now)
 
     def finish(self, whole: bool = True) -> None:
-        """Closes the outcome. Raises StreamError if the stream should be `whole` and ended before the server had said so."""
+        """Completes the outcome. Raises StreamError if `whole` is set and the stream ended without a finish reason and [DONE]."""
         outcome = self._outcome
         outcome.text = "".join(self._texts)
         if self._last_choice_at:
             outcome.e2e_s = self._last_choice_at - outcome.sent_at
             if outcome.ttft_s is None and outcome.finish_reason is not None:
-                outcome.ttft_s = outcome.e2e_s  # the only tokens came with the last event, as no text
+                outcome.ttft_s = outcome.e2e_s  # all tokens came with the last event, without text
         if outcome.ttft_s is not None and not outcome.has_usage:
             outcome.completion_tokens = 1 + len(outcome.itl_s)
         if whole and not self._done and outcome.finish_reason is None:
@@ -150,7 +154,7 @@ def error_class(error: Exception) -> str:
 
 
 async def stream(http: aiohttp.ClientSession, endpoint: Endpoint, body: bytes, scheduled_at: float | None = None) -> Outcome:
-    """Sends one request and reads its stream to the end. One that fails is an Outcome with `error` set, never an exception."""
+    """Sends one request and reads its stream to the end. If the request fails, the outcome has `error` set; nothing is raised."""
     now = time.perf_counter()
     outcome = Outcome(now if scheduled_at is None else scheduled_at, now)
     meter = StreamMeter(outcome)
@@ -173,7 +177,7 @@ async def read(http: aiohttp.ClientSession, url: str, body: bytes, meter: Stream
 
 
 def open_http(api_key: str | None = None, timeout_s: float | None = None) -> aiohttp.ClientSession:
-    """No limit on connections: the load shape alone decides how many requests are in flight. Close it after use."""
+    """Returns a session without a limit on connections: the load shape limits the requests in flight. Close it after use."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"

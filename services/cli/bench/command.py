@@ -1,7 +1,7 @@
-"""What `rootstock bench` does: load on any OpenAI-compatible server, and what it measures.
+"""The command `rootstock bench`: sends load to an OpenAI-compatible server and reports latencies and throughput.
 
-One process, one event loop. Without --request-rate it is a closed loop of --concurrency sessions; with it, sessions arrive as a
-Poisson process and --concurrency, if given, caps how many are in flight.
+The command runs in one process with one event loop. Without --request-rate it is a closed loop of --concurrency sessions. With
+--request-rate, sessions arrive as a Poisson process, and --concurrency limits the sessions in flight if it is given.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHOW_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run left: its outcomes, how many requests it should have sent, and how long it took."""
+    """The measurements of a finished run."""
 
     outcomes: list[Outcome]
-    planned: int
+    planned: int  # all requests of the workload, including unsent ones
     duration_s: float
 
 
@@ -60,7 +60,7 @@ async def offer(sessions: Sequence[Session], args: argparse.Namespace, player: P
 
 
 async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endpoint: Endpoint, concurrency: int) -> str | None:
-    """The first error of the warm-up, or None."""
+    """Sends the sessions and returns the first error, or None."""
     player = Player(http, endpoint)
     await closed_loop(sessions, concurrency, player.play)
     return next((f"{o.error}: {o.error_detail}" for o in player.outcomes if o.error is not None), None)
@@ -68,7 +68,7 @@ async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endp
 
 @asynccontextmanager
 async def progress_shown(player: Player, planned: int, err: Terminal) -> AsyncIterator[None]:
-    """While the block runs, on a terminal alone."""
+    """Shows a progress bar while the block runs, if `err` is a terminal."""
     begun = time.perf_counter()
 
     async def show() -> None:
@@ -94,7 +94,7 @@ async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[S
         if error := await warm_up(warmup, http, endpoint, args.concurrency or DEFAULT_CONCURRENCY):
             print(f"rootstock bench: warm-up failed: {error}", file=sys.stderr)
         gc.collect()
-        gc.freeze()  # the workload is large and lives to the end: no collection should walk it while requests are timed
+        gc.freeze()  # keeps the large workload out of garbage collections during the measurement
         player = Player(http, endpoint)
         planned, start = sum(len(s.turns) for s in sessions), time.perf_counter()
         async with progress_shown(player, planned, Terminal.of(sys.stderr)):
@@ -104,13 +104,13 @@ async def measure(args: argparse.Namespace, target: Target, sessions: Sequence[S
 
 
 def parameters_of(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """What the results say was asked for: no key, and nothing of where they are written."""
+    """Returns the flags that the results record, without the API key and without the output files."""
     hidden = ("command", "run", "api_key_file", "output_file", "output_details", "json")
     return {key: value for key, value in vars(args).items() if key not in hidden} | {"url": target.url}
 
 
 def publish(args: argparse.Namespace, target: Target, run: Run) -> report.Summary:
-    """Prints the block and appends the JSON lines."""
+    """Prints the summary, and appends JSON lines to --output-file."""
     name = datetime.now(UTC).isoformat(timespec="milliseconds")
     parameters = parameters_of(args, target)
     summary = report.summarize(run.outcomes, run.planned, run.duration_s)
@@ -125,7 +125,7 @@ def publish(args: argparse.Namespace, target: Target, run: Run) -> report.Summar
 
 
 def run(args: argparse.Namespace) -> int:
-    """What `rootstock bench` does; its exit status. Raises CommandFailed."""
+    """Runs the benchmark and returns the exit status. Raises CommandFailed."""
     try:
         sessions, warmup = make_sessions(spec_of(args)), make_warmup(spec_of(args), args.warmup)
     except ValueError as error:

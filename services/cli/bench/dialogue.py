@@ -1,8 +1,4 @@
-"""What one session has said so far, in the form that its endpoint takes.
-
-ask() adds the user's turn and returns the part of the request body that holds the prompt; hear() adds the server's answer. Both
-mutate the dialogue; a returned body is valid until the next call. One owner: the coroutine that plays the session.
-"""
+"""The conversation of one session, in the form that the session's endpoint takes."""
 
 from __future__ import annotations
 
@@ -12,13 +8,17 @@ from services.cli.bench.workload import Content, Session
 
 
 class Dialogue(Protocol):
-    def ask(self, content: Content) -> dict[str, Any]: ...
+    """Owned by the coroutine that plays the session."""
 
-    def hear(self, answer: str) -> None: ...
+    def ask(self, content: Content) -> dict[str, Any]:
+        """Adds the user's turn and returns the prompt's part of the request body, which is valid until the next call."""
+
+    def add_completion(self, text: str) -> None:
+        """Adds the server's completion of the last turn."""
 
 
 class Messages:
-    """For /v1/chat/completions."""
+    """Messages for /v1/chat/completions."""
 
     def __init__(self, system: str | None) -> None:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
@@ -28,12 +28,12 @@ class Messages:
         self._messages.append({"role": "user", "content": content})
         return {"messages": self._messages}
 
-    def hear(self, answer: str) -> None:
-        self._messages.append({"role": "assistant", "content": answer})
+    def add_completion(self, text: str) -> None:
+        self._messages.append({"role": "assistant", "content": text})
 
 
 class RunningText:
-    """For /v1/completions with a text prompt; parts are parted by a line end so that the text before keeps its tokens."""
+    """A text prompt for /v1/completions. Parts are separated by a line end, so that the tokens of earlier parts stay the same."""
 
     def __init__(self, system: str | None) -> None:
         self._text = "" if system is None else system + "\n"
@@ -43,12 +43,12 @@ class RunningText:
         self._text += content
         return {"prompt": self._text}
 
-    def hear(self, answer: str) -> None:
-        self._text += answer + "\n"
+    def add_completion(self, text: str) -> None:
+        self._text += text + "\n"
 
 
 class TokenIds:
-    """For /v1/completions with the prompt as token ids. One turn only: the answer's ids are not in the stream."""
+    """A prompt of token ids for /v1/completions. It has one turn, because the stream does not contain the completion's ids."""
 
     def __init__(self, system: tuple[int, ...] | None) -> None:
         self._ids = () if system is None else system
@@ -57,7 +57,7 @@ class TokenIds:
         assert isinstance(content, tuple)
         return {"prompt": self._ids + content}
 
-    def hear(self, answer: str) -> None:
+    def add_completion(self, text: str) -> None:
         return None
 
 

@@ -1,4 +1,4 @@
-"""Flags of `rootstock bench`, without what it needs to run."""
+"""Flags of `rootstock bench`. This module imports no library, so that `--help` works without aiohttp and numpy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_request_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
-    group.add_argument("--model", help="default: the first of /v1/models")
+    group.add_argument("--model", help="name of the model; default: the first of /v1/models")
     group.add_argument("--temperature", type=float, default=0.0)
-    group.add_argument("--ignore-eos", action="store_true", help="ask for exactly the output length")
-    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into every request's body")
+    group.add_argument("--ignore-eos", action="store_true", help="generate exactly the output length")
+    group.add_argument(
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="object whose fields are added to every request"
+    )
 
 
 def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     spec = Spec("random")
     group.add_argument("--workload", choices=list(WORKLOADS), default="random")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--num-requests", type=int, help="default: 100 for random, all there are for the others")
+    group.add_argument("--num-requests", type=int, help="default: 100 for random, the whole workload for the others")
     group.add_argument("--input-len", type=int, default=spec.input_len, help="tokens (ids) or words (text); of each turn")
-    group.add_argument("--output-len", type=int, default=spec.output_len, help="max_tokens")
+    group.add_argument("--output-len", type=int, default=spec.output_len, help="max_tokens of a request")
     group.add_argument("--range-ratio", type=float, default=1.0, help="shortest length as a fraction of the longest; 1: fixed")
     group.add_argument("--token-ids", action="store_true", help="send prompts as token ids (completions only)")
     group.add_argument("--id-min", type=int, default=spec.id_min)
@@ -51,13 +53,13 @@ def add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--request-rate", type=float, help="sessions per second, Poisson; makes the loop open")
     group.add_argument("--warmup", type=int, default=1, help="requests before the measured ones, with other contents")
     group.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
-    group.add_argument("--output-file", type=Path, help="JSON lines are appended to it")
-    group.add_argument("--output-details", action="store_true", help="a line for each request as well")
+    group.add_argument("--output-file", type=Path, help="file to which results are appended as JSON lines")
+    group.add_argument("--output-details", action="store_true", help="write a line for each request too")
     group.add_argument("--allow-errors", action="store_true", help="exit with 0 even if requests failed")
 
 
 def settle(args: argparse.Namespace) -> str:
-    """Fills in the default that depends on others. Returns what makes no sense, "" for nothing."""
+    """Sets the default that depends on other flags. Returns the error of a wrong combination, or an empty string."""
     if args.request_rate is None and args.concurrency is None:
         args.concurrency = DEFAULT_CONCURRENCY
     if args.token_ids and args.endpoint == "chat":

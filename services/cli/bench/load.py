@@ -1,7 +1,7 @@
-"""When requests are sent: a closed loop of so many in flight, or an open loop of Poisson arrivals.
+"""Load shapes: a closed loop with a fixed number of sessions in flight, or an open loop with Poisson arrivals.
 
-A load shape starts sessions; `play` sends a session's turns one after another. Arrivals are those of sessions: in a conversation
-the later turns follow their answers.
+A load shape starts sessions, and `play` sends the turns of a session one after another. Only sessions arrive: a later turn of a
+conversation is sent as soon as the completion of the turn before is complete.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from services.cli.bench.client import Endpoint, Outcome, stream
 from services.cli.bench.dialogue import open_dialogue
 from services.cli.bench.workload import Session
 
-ARRIVAL_STREAM = 10  # apart from the streams of the workload: another rate leaves the prompts as they are
+ARRIVAL_STREAM = 10  # not a stream of the workload, so that another rate leaves the prompts as they are
 
 Play: TypeAlias = Callable[[Session, float | None], Awaitable[None]]
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the start to each of `count` arrivals, at `rate` per second; gaps are exponential."""
+    """Returns the seconds from the start to each of `count` arrivals, at `rate` per second with exponential gaps."""
     rng = np.random.default_rng([seed, ARRIVAL_STREAM])
     return [float(t) for t in np.cumsum(rng.exponential(1.0 / rate, size=count))]
 
 
 async def closed_loop(sessions: Sequence[Session], concurrency: int, play: Play) -> None:
-    """Keeps `concurrency` sessions in flight until none is left."""
+    """Keeps `concurrency` sessions in flight until all sessions have been played."""
     waiting = iter(sessions)
 
     async def client() -> None:
@@ -44,7 +44,7 @@ async def closed_loop(sessions: Sequence[Session], concurrency: int, play: Play)
 
 
 async def open_loop(sessions: Sequence[Session], arrivals: Sequence[float], limit: int | None, play: Play) -> None:
-    """Starts each session at its arrival, whatever is in flight; with `limit`, one that is over it waits and is then sent."""
+    """Starts each session at its arrival. If `limit` sessions are in flight, an arriving session waits until one ends."""
     gate: AbstractAsyncContextManager[None] = nullcontext() if limit is None else asyncio.Semaphore(limit)
     start = time.perf_counter()
 
@@ -67,7 +67,7 @@ class Player:
         self.outcomes: list[Outcome] = []
 
     async def play(self, session: Session, scheduled_at: float | None) -> None:
-        """Sends the turns in order. After a turn that failed the rest is not sent: its prompt would lack an answer."""
+        """Sends the turns in order. Turns after a failed turn are not sent, because their prompts would lack its completion."""
         dialogue = open_dialogue(session, self._endpoint.chat)
         for turn in session.turns:
             body = self._endpoint.body(dialogue.ask(turn.content), turn.max_tokens)
@@ -75,5 +75,5 @@ class Player:
             self.outcomes.append(outcome)
             if outcome.error is not None:
                 return
-            dialogue.hear(outcome.text)
+            dialogue.add_completion(outcome.text)
             scheduled_at = None

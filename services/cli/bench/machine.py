@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on, as far as its numbers depend on it."""
+"""Description of the machine that ran a benchmark, for its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which a container or taskset can make fewer than the machine has."""
+    """Returns the number of cores that this process may use; taskset and containers make it smaller than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -35,7 +35,7 @@ def gpu_names() -> list[str]:
 
 
 def describe() -> dict[str, Any]:
-    """The client's machine; it is the server's too unless the URL says otherwise."""
+    """Describes the client's machine, which is also the server's if the URL is local."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),

@@ -1,8 +1,7 @@
-"""Statistics of a run, the block of text that the field prints, and the JSON lines.
+"""Statistics of a run, as the text block that other servers' benchmarks print, and as JSON lines.
 
-TPOT of a request is (E2E - TTFT) / (completion tokens - 1), so it says nothing of a request with one token. ITL is the gap
-between two chunks, whatever number of tokens they bring: all gaps of all requests are one population. Failed requests are in no
-statistic.
+TPOT of a request is (E2E - TTFT) / (completion tokens - 1); a request with one token has none. ITL is the time between chunks.
+The statistics of ITL are over all pairs of successive chunks of all requests. Failed requests are in no statistic.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LATENCIES = (
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Milliseconds; percentiles are interpolated linearly. All zero where there is no value."""
+    """Statistics in milliseconds, with linearly interpolated percentiles. All are 0 if there are no values."""
 
     mean: float
     median: float
@@ -49,7 +48,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Throughputs are per second of the duration: from the first request's start to the last one's end."""
+    """The results of a run. Throughputs are per second between the start of the first request and the end of the last one."""
 
     successful_requests: int
     failed_requests: int
@@ -153,7 +152,7 @@ def row(label: str, value: Any) -> str:
 
 
 def request_line(run: str, outcome: Outcome) -> dict[str, Any]:
-    """A request as data, without the answer's text. Times in ms; `sent_ms` is on a clock that all requests of a run share."""
+    """Returns the record of a request, without its text. Times are in ms; `sent_ms` uses one clock for all requests of a run."""
     return {
         "kind": "request",
         "run": run,

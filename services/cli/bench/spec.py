@@ -1,4 +1,4 @@
-"""What a workload depends on, without what draws it."""
+"""Parameters of a workload. This module imports no library, so that flags can use it without numpy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ WORKLOADS = ("random", "generated-shared-prefix", "multi-turn")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """All that the sessions depend on. Lengths in tokens (token ids) or words (text); ids are drawn from [id_min, id_max)."""
+    """Determines the sessions of a workload. Lengths are in tokens for token ids and in words for text."""
 
     name: str
     seed: int = 0
-    num_requests: int | None = None  # None: 100 for `random`, and all there are for the others
+    num_requests: int | None = None  # None: 100 for `random`, the whole workload for the others
     input_len: int = 256
     output_len: int = 64
     range_ratio: float = 1.0  # shortest length as a fraction of the longest; 1 fixes the length
     token_ids: bool = False
-    id_min: int = 256
+    id_min: int = 256  # token ids are drawn from [id_min, id_max)
     id_max: int = 30_000
     groups: int = 8
     prompts_per_group: int = 8

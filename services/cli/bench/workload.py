@@ -1,7 +1,7 @@
-"""What is asked of the server: sessions of one or more turns, drawn from a seed.
+"""Workloads: sessions of one or more turns, drawn from a seed.
 
-The same Spec gives the same sessions on every machine. Lengths are in tokens where prompts are token ids; a text prompt has that
-many words instead, because the client has no tokenizer: the server's `usage` tells how many tokens it read.
+The same Spec gives the same sessions on every machine. Lengths are in tokens if prompts are token ids. A text prompt has that
+many words instead, because the client has no tokenizer; the server's `usage` has the number of tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WORDS = TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    content: Content  # what the user adds; never what was said before
+    content: Content  # the user's text or token ids in this turn, without earlier turns
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns that follow one another: each is sent when the answer to the one before is complete."""
+    """Turns of one conversation. Each is sent when the completion of the turn before is complete."""
 
     group: int  # sessions of one group share `system`
     system: Content | None
@@ -46,7 +46,7 @@ class Session:
 
 
 class Source:
-    """Draws lengths and contents. They are separate streams: another output length leaves the prompts as they are."""
+    """Draws lengths and contents from separate random streams, so that another output length leaves the prompts as they are."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -76,7 +76,7 @@ def random_sessions(spec: Spec) -> list[Session]:
 
 
 def shared_prefix_sessions(spec: Spec) -> list[Session]:
-    """groups times prompts_per_group single questions, shuffled; those of one group begin with the same system prompt."""
+    """Returns groups times prompts_per_group questions, shuffled. The questions of a group share a system prompt."""
     source = Source(spec)
     systems = [source.content(spec.system_len) for _ in range(spec.groups)]
     sessions = [
@@ -100,21 +100,21 @@ MAKERS: dict[str, Callable[[Spec], list[Session]]] = {
 
 
 def make_sessions(spec: Spec) -> list[Session]:
-    """The sessions of a run, cut to spec.num_requests requests. Raises ValueError for a spec that cannot be met."""
+    """Returns the sessions of a run, cut to spec.num_requests requests. Raises ValueError for an impossible spec."""
     check(spec)
     sessions = MAKERS[spec.name](spec)
     return sessions if spec.num_requests is None else first_requests(sessions, spec.num_requests)
 
 
 def make_warmup(spec: Spec, count: int) -> list[Session]:
-    """Requests of the same kind with other contents, so that no measured request finds its prefix cached by the warm-up."""
+    """Returns requests of the same kind with other contents, so that the warm-up caches no prefix of a measured request."""
     spec = replace(spec, seed=spec.seed + WARMUP_SEED_OFFSET, num_requests=None)
     sessions = MAKERS[spec.name](replace(spec, num_requests=count) if spec.name == "random" else spec)
     return first_requests(sessions, min(count, sum(len(s.turns) for s in sessions)))
 
 
 def first_requests(sessions: Sequence[Session], count: int) -> list[Session]:
-    """The sessions that hold the first `count` turns; the last one may lose turns. ValueError where there are fewer."""
+    """Returns the sessions with the first `count` turns, cutting the last session. Raises ValueError if there are fewer turns."""
     total = sum(len(s.turns) for s in sessions)
     if total < count:
         raise ValueError(f"the workload has {total} requests, fewer than the {count} asked for")

@@ -1,4 +1,4 @@
-"""What `rootstock chat` does: one answer, or a conversation at a terminal."""
+"""The command `rootstock chat`: prints one completion, or holds a conversation at a terminal."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import sys
 
 from services.cli.chat.conversation import Conversation
 from services.cli.chat.repl import Repl
-from services.cli.shared.answers import CHAT
+from services.cli.shared.answers import CHAT, print_answer
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.flags import add_server_flags, target_of
-from services.cli.shared.one_answer import print_answer
 from services.cli.shared.requests import add_request_flags, fields_of, model_of
 from services.cli.shared.server import Server
 from services.cli.shared.terminal import Terminal
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--message", metavar="TEXT", help="what to say; without it, what is piped in, or a conversation")
+    parser.add_argument("-m", "--message", metavar="TEXT", help="the user's message; default: the piped text, or a conversation")
     parser.add_argument("-s", "--system", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--stats", action="store_true", help="tell tokens and times after each answer, on stderr")
+    parser.add_argument("--stats", action="store_true", help="print tokens and times after each answer, on stderr")
     parser.add_argument("--json", action="store_true", help="print one answer as a line of JSON")
     add_request_flags(parser)
     add_server_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises CommandFailed."""
+    """Prints one completion, or starts a conversation if stdin is a terminal. Raises CommandFailed."""
     server = Server(target_of(args, os.environ))
     if args.message is None and sys.stdin.isatty():
         if args.json:
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _converse(args: argparse.Namespace, server: Server) -> int:
-    with contextlib.suppress(ImportError):  # not on every system: lines are then not edited
+    with contextlib.suppress(ImportError):  # some systems lack readline; input() then has no line editing
         import readline
 
         readline.set_auto_history(True)

@@ -1,4 +1,4 @@
-"""What was said in a chat, in memory until it is saved."""
+"""The messages of a chat, in memory until they are saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Conversation:
-    """Owns the messages. A turn that fails leaves no trace: it is added when its answer is there, or a part of that."""
+    """Owns the messages of a chat. A turn is added together with its whole or partial answer, so a failed turn is not added."""
 
     def __init__(self, model: str, system: str | None, fields: dict[str, Any]) -> None:
         self.model = model
@@ -25,17 +25,17 @@ class Conversation:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self._turns]
 
     def body(self, text: str) -> dict[str, Any]:
-        """Of the request that says `text` next."""
+        """Returns the body of a request with `text` as the next user message."""
         return {"model": self.model, "messages": [*self.messages, {"role": "user", "content": text}], **self._fields}
 
     def add(self, text: str, answer: str) -> None:
         self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
-        """Forgets all turns; the system prompt stays."""
+        """Removes all turns and keeps the system prompt."""
         self._turns.clear()
 
     def save(self, path: Path) -> None:
-        """As JSON that a request could hold. Raises OSError."""
+        """Writes model and messages as JSON, in the form of a request body. Raises OSError."""
         content = json.dumps({"model": self.model, "messages": self.messages}, indent=2, ensure_ascii=False)
         path.write_text(content + "\n", encoding="utf-8")

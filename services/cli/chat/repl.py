@@ -1,4 +1,4 @@
-"""The chat at a terminal: lines are messages, lines that begin with a slash are commands."""
+"""The chat at a terminal. A line is a message; a line that begins with a slash is a command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.cli.shared.terminal import Terminal
 
 PROMPT, CONTINUED = "> ", ". "
 HELP = """\
-/reset         forget what was said
+/reset         remove all messages
 /model [NAME]  talk to another model, or list them
 /system [TEXT] another system prompt, or show it
 /save FILE     write the conversation as JSON
@@ -23,8 +23,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
 
 
 class Repl:
-    """read: a line for a prompt; raises EOFError at the end and KeyboardInterrupt on Ctrl-C, as input() does. out: answers.
-    err: everything else. has_figures: told after each answer."""
+    """Reads lines, sends them as messages, and prints the answers, until the user leaves."""
 
     def __init__(
         self,
@@ -35,6 +34,14 @@ class Repl:
         err: Terminal,
         has_figures: bool,
     ) -> None:
+        """Creates the loop.
+
+        Args:
+            read: reads a line after printing a prompt; raises EOFError and KeyboardInterrupt as input() does.
+            out: terminal for answers.
+            err: terminal for everything else.
+            has_figures: whether tokens and times follow each answer.
+        """
         self._server, self._conversation = server, conversation
         self._read, self._out, self._err = read, out, err
         self._has_figures = has_figures
@@ -77,7 +84,7 @@ class Repl:
         return line.strip()
 
     def _turn(self, text: str) -> None:
-        """Ctrl-C ends the answer: what came of it counts as said. A failed one is taken back."""
+        """Sends a message and prints the answer. Ctrl-C keeps the partial answer in the conversation; an error drops the turn."""
         answer = Answer()
         try:
             ask(self._server, CHAT, self._conversation.body(text), answer, self._show)
@@ -111,13 +118,13 @@ class Repl:
         name, _, rest = line[1:].partition(" ")
         command = self._commands.get(name)
         if command is None:
-            self._note(f"there is no /{name}; /help lists what there is")
+            self._note(f"there is no command /{name}; /help lists the commands")
             return
         command(rest.strip())
 
     def _reset(self, rest: str) -> None:
         self._conversation.reset()
-        self._note("forgotten")
+        self._note("all messages are removed")
 
     def _model(self, name: str) -> None:
         try:

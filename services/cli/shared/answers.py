@@ -1,14 +1,19 @@
-"""An answer as it streams in, of chat completions and of completions."""
+"""Streamed answers of chat completions and completions."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.cli.shared.exits import CommandFailed
 from services.cli.shared.server import Server, cut_off
+from services.cli.shared.terminal import Terminal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Clock = Callable[[], float]
@@ -16,23 +21,28 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far. Written by ask() alone."""
+    """The received part of an answer. Only ask() writes it."""
 
     model: str = ""
     text: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    tool_calls: bool = False
-    ttft_s: float | None = None
-    total_s: float = 0.0
+    tool_calls: bool = False  # whether the answer has calls of tools
+    ttft_s: float | None = None  # seconds to the first text or reasoning, or None
+    total_s: float = 0.0  # seconds to the last event
 
     def as_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"model": self.model, "text": self.text, "finish_reason": self.finish_reason, "usage": self.usage}
-        return told | ({"reasoning": self.reasoning} if self.reasoning else {})
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+        }
+        return fields | ({"reasoning": self.reasoning} if self.reasoning else {})
 
     def figures(self) -> str:
-        """In words; an answer's rate is that of the tokens after its first."""
+        """Returns tokens and times as text. The rate counts the tokens after the first one."""
         count, cached = self.usage.get("completion_tokens"), (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         parts = [f"{self.usage['prompt_tokens']} tokens in"] if "prompt_tokens" in self.usage else []
         parts += [f"{cached} of them cached"] if cached else []
@@ -52,8 +62,15 @@ def ask(
     show: Callable[[str, bool], None],
     clock: Clock = time.monotonic,
 ) -> None:
-    """Fills `answer` while it streams in; what has come is there also after an exception. show: called with each piece, and
-    whether it is reasoning. Raises CommandFailed."""
+    """Sends a streaming request and fills `answer` as events arrive.
+
+    Args:
+        answer: has the received part also after an exception.
+        show: called with each piece of text and whether the piece is reasoning.
+
+    Raises:
+        CommandFailed: The request failed, or the stream ended before a finish reason.
+    """
     begun = clock()
     with closing(server.events(path, {**body, "stream_options": {"include_usage": True}})) as events:
         for event in events:
@@ -78,3 +95,23 @@ def _take(choice: dict[str, Any], answer: Answer, show: Callable[[str, bool], No
     for piece, is_reasoning in ((thought, True), (said, False)):
         if piece:
             show(piece, is_reasoning)
+
+
+def print_answer(server: Server, path: str, body: dict[str, object], args: argparse.Namespace) -> None:
+    """Prints an answer on stdout as it arrives, or with --json as one line at the end. Raises CommandFailed."""
+    answer, out, err = Answer(), Terminal.of(sys.stdout), Terminal.of(sys.stderr)
+
+    def show(piece: str, is_reasoning: bool) -> None:
+        if args.json or (is_reasoning and not out.is_tty):
+            return
+        out.write(piece, "dim" if is_reasoning else "")
+
+    try:
+        ask(server, path, body, answer, show)
+    except (CommandFailed, KeyboardInterrupt):
+        if answer.text and not args.json:
+            out.line()
+        raise
+    out.line(json.dumps(answer.as_json(), ensure_ascii=False) if args.json else "")
+    if args.stats:
+        err.line(err.painted(answer.figures(), "dim"))

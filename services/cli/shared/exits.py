@@ -1,4 +1,4 @@
-"""How the program ends: its statuses, and what is said of an end that is not a good one."""
+"""Exit statuses of the program, and the exception that ends a command."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Statuses for scripts; they are told in docs/reference/cli.md and do not change."""
+    """Exit statuses for scripts. docs/reference/cli.md lists them, and they do not change."""
 
     DONE = 0
     FAILED = 1  # the server refused, or failed
     USAGE = 2
-    UNREACHABLE = 3  # no connection, or none that gives an answer in time
-    CUT_OFF = 4  # the connection ended in mid-stream: what was printed is not the whole answer
+    UNREACHABLE = 3  # no connection, or no response in time
+    CUT_OFF = 4  # the stream ended early, so the printed answer is incomplete
     INTERRUPTED = 130  # Ctrl-C
-    READER_GONE = 141  # whoever read what was printed has ended
+    READER_GONE = 141  # the reader of stdout has ended
 
 
 class CommandFailed(Exception):
-    """What ends a command. The message: one sentence that says what to do. passes: it may be well again in a while."""
+    """Ends a command. The message is one sentence with the remedy; `passes` means that a later attempt may succeed."""
 
     def __init__(self, status: Exit, message: str, passes: bool = False) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The flags that every command has: which server, with which key, for how long."""
+"""The flags of every command: URL, API key and timeout of the server."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ URL, KEY = "ROOTSTOCK_URL", "ROOTSTOCK_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """url: without /v1 and without a slash at its end. key: "" for none. timeout_s: of an answer, between two pieces of it."""
+    """The server that a command calls."""
 
-    url: str
-    key: str = field(default="", repr=False)
-    timeout_s: float = 60.0
+    url: str  # without /v1 and without a trailing slash
+    key: str = field(default="", repr=False)  # API key; empty for none
+    timeout_s: float = 60.0  # longest wait for a connection and between two pieces of a response
 
 
 def add_server_flags(parser: argparse.ArgumentParser, timeout_s: float = 60.0) -> None:
-    """The key is no flag: other users of a machine see a process's arguments."""
+    """Adds the flags of the server. No flag takes the API key, because other users of a machine see a process's arguments."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", help=f"the server's, with or without /v1; default: ${URL}, else {DEFAULT_URL}")
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"holds the API key; default: ${KEY}, else none")
+    group.add_argument("--url", help=f"URL of the server, with or without /v1; default: ${URL}, else {DEFAULT_URL}")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"file with the API key; default: ${KEY}, else none")
     group.add_argument(
         "--timeout", type=_seconds, default=timeout_s, metavar="S", help="seconds to wait for the server (%(default)g)"
     )
 
 
 def target_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Target:
-    """Raises CommandFailed."""
+    """Returns the server that flags and environment name. Raises CommandFailed for a wrong URL or key."""
     url = (args.url or environment.get(URL) or DEFAULT_URL).rstrip("/").removesuffix("/v1")
     if not _is_url(url):
         raise CommandFailed(Exit.USAGE, f"{url} is no URL of a server: give one as --url {DEFAULT_URL}.")
@@ -47,25 +47,25 @@ def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         return False
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str:
-    """ "" for none. Raises CommandFailed for one that no header can hold."""
+    """Returns the API key, or an empty string. Raises CommandFailed if the file is unreadable or no header can hold the key."""
     if file is None and not environment.get(KEY):
         return ""
     try:
         key = environment[KEY].strip() if file is None else file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(Exit.USAGE, f"{file} cannot be read ({error}): name a file with the key alone.") from None
+        raise CommandFailed(Exit.USAGE, f"{file} cannot be read ({error}): name a file with nothing but the key.") from None
     if not key or any(not 32 < ord(char) < 127 for char in key):
-        raise CommandFailed(Exit.USAGE, f"{file or KEY} holds no API key: it should hold the key alone.")
+        raise CommandFailed(Exit.USAGE, f"{file or KEY} holds no API key: it should hold nothing but the key.")
     return key
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A flag's value."""
+    """Parses the value of a flag as a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

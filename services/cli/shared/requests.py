@@ -1,4 +1,4 @@
-"""What chat and complete ask with: the model, and how to sample."""
+"""Flags for the model and the sampling parameters of chat and complete."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ NAMES = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """What is not given is left to the server."""
+    """Adds the flags. The server decides about fields whose flags are not given."""
     group = parser.add_argument_group("request")
-    group.add_argument("--model", help="default: the first that the server names")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="of the answer")
-    group.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token each time")
-    group.add_argument("--top-p", type=float, metavar="P", help="share of the likeliest tokens that are drawn from")
-    group.add_argument("--seed", type=int, metavar="N", help="equal requests with it draw equally")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
-    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields, as an object")
+    group.add_argument("--model", help="name of the model; default: the first that the server lists")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 takes the most likely token")
+    group.add_argument("--top-p", type=float, metavar="P", help="total probability of the most likely tokens to sample from")
+    group.add_argument("--seed", type=int, metavar="N", help="seed; equal requests with equal seeds sample equal tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    group.add_argument(
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="object with more fields of the request"
+    )
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def models_of(server: Server) -> list[dict[str, Any]]:
-    """As /v1/models lists them. Raises CommandFailed."""
+    """Returns the entries of /v1/models. Raises CommandFailed."""
     answer = server.get("/v1/models")
     found = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(isinstance(each, dict) and isinstance(each.get("id"), str) for each in found):
@@ -40,7 +42,7 @@ def models_of(server: Server) -> list[dict[str, Any]]:
 
 
 def model_of(args: argparse.Namespace, server: Server) -> str:
-    """The one that is asked for, else the first. Raises CommandFailed."""
+    """Returns the model of --model, or else the server's first model. Raises CommandFailed if the server has no model."""
     if args.model:
         return str(args.model)
     found = models_of(server)

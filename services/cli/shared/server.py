@@ -1,6 +1,6 @@
-"""A server over HTTP: answers as JSON and as streams of events. What goes wrong is told as CommandFailed, with its status.
+"""HTTP client for JSON responses and event streams, with the standard library. Failures raise CommandFailed.
 
-Standard library alone. A connection for each request: its end is how a server hears that nobody waits any more.
+Each request has a connection of its own, so that a closed connection cancels the request at the server.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.flags import KEY, URL, Target
 
-MAX_LINE_BYTES = 64 << 20
-PIECE_BYTES = 1 << 16
+MAX_LINE_BYTES = 64 << 20  # longest line of an event stream
+PIECE_BYTES = 1 << 16  # bytes of a file that are read or sent at a time
 HINTS = {
     400: "change what it names",
     401: f"set {KEY} or name a file with the key as --api-key-file",
@@ -31,11 +31,11 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a request holds. length: bytes of a body that is pieces."""
+    """The body of a request."""
 
-    kind: str
+    kind: str  # content type
     body: bytes | Iterator[bytes]
-    length: int | None = None
+    length: int | None = None  # bytes of a body that is an iterator
 
     @property
     def headers(self) -> dict[str, str]:
@@ -48,22 +48,24 @@ class Server:
         parts = urlsplit(target.url)
         self._secure, self._path = parts.scheme == "https", parts.path
         self._host = parts.hostname or ""
-        self._port = parts.port or (443 if self._secure else 80)  # said: an IPv6 address has colons of its own
+        self._port = parts.port or (
+            443 if self._secure else 80
+        )  # explicit, because HTTPConnection looks for a port in an IPv6 address
 
     def get(self, path: str) -> Any:
-        """The JSON that it answers. Raises CommandFailed."""
+        """Returns the JSON of the response. Raises CommandFailed."""
         return self._json("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that it answers. Raises CommandFailed."""
+        """Returns the JSON of the response. Raises CommandFailed."""
         return self._json("POST", path, Content("application/json", json.dumps(body).encode()))
 
     def upload(self, path: str, content: Content) -> Any:
-        """The JSON that it answers. Raises CommandFailed."""
+        """Returns the JSON of the response. Raises CommandFailed."""
         return self._json("POST", path, content)
 
     def pieces(self, path: str) -> Generator[bytes, None, None]:
-        """A file, as it comes. Raises CommandFailed: CUT_OFF where it ends early."""
+        """Yields a file in pieces as they arrive. Raises CommandFailed, with CUT_OFF if the file ends early."""
         with closing(self._connection()) as connection:
             response = self._ask(connection, "GET", path, None)
             while piece := self._piece(response):
@@ -80,8 +82,11 @@ class Server:
                 raise self._strange(path) from None
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a stream, until it says [DONE] or ends. Closing the iterator closes the connection. Raises CommandFailed:
-        UNREACHABLE before the stream begins, CUT_OFF within it."""
+        """Yields the events of a stream until [DONE] or its end. Closing the iterator closes the connection.
+
+        Raises:
+            CommandFailed: With UNREACHABLE before the stream begins, with CUT_OFF within the stream.
+        """
         with closing(self._connection()) as connection:
             content = Content("application/json", json.dumps(body | {"stream": True}).encode())
             response = self._ask(connection, "POST", path, content)
@@ -102,7 +107,9 @@ class Server:
         headers |= content.headers if content is not None else {}
         headers |= {"authorization": f"Bearer {self.target.key}"} if self.target.key else {}
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it refuses before it has read all: its answer says why
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # a server may refuse before it has read the whole body; the response has the reason
                 connection.request(method, self._path + path, None if content is None else content.body, headers)
             response = connection.getresponse()
             if response.status == 200:
@@ -114,17 +121,17 @@ class Server:
         raise CommandFailed(Exit.FAILED, words, passes=response.status in PASSING)
 
     def _piece(self, response: HTTPResponse) -> bytes:
-        """b"" at the end."""
+        """Returns the next bytes, or b"" at the end."""
         try:
             piece = response.read1(PIECE_BYTES)
         except (OSError, HTTPException) as error:
             raise cut_off(_why(error)) from None
-        if not piece and response.length:  # read1 says nothing of an early end
+        if not piece and response.length:  # read1 does not report an early end
             raise cut_off("the connection has ended")
         return piece
 
     def _line(self, response: HTTPResponse) -> bytes:
-        """b"" at the end."""
+        """Returns the next line, or b"" at the end."""
         try:
             line = response.readline(MAX_LINE_BYTES)
         except (OSError, HTTPException) as error:
@@ -145,14 +152,16 @@ class Server:
         return event
 
     def _strange(self, path: str) -> CommandFailed:
-        return CommandFailed(Exit.FAILED, f"{self.target.url}{path} answers as no such server does: check --url.")
+        return CommandFailed(
+            Exit.FAILED, f"{self.target.url}{path} gives a response that no OpenAI-compatible server gives: check --url."
+        )
 
 
-PASSING = (429, 502, 503, 504)  # statuses of a server that is away, or full, for a while
+PASSING = (429, 502, 503, 504)  # statuses of a server that is overloaded or unavailable for a while
 
 
 def hint_of(status: int) -> str:
-    """What to do about a refusal."""
+    """Returns the remedy for an HTTP status."""
     return HINTS.get(status, "see the server's log" if status >= 500 else "check --url")
 
 
@@ -163,7 +172,7 @@ def unreachable(url: str, why: str) -> CommandFailed:
 
 
 def cut_off(why: str) -> CommandFailed:
-    return CommandFailed(Exit.CUT_OFF, f"the answer was cut off ({why}): what is there is not all of it; ask again.")
+    return CommandFailed(Exit.CUT_OFF, f"the answer was cut off ({why}): the printed part is incomplete; ask again.")
 
 
 def _why(error: Exception) -> str:
@@ -173,7 +182,7 @@ def _why(error: Exception) -> str:
 
 
 def _message(content: bytes) -> str:
-    """The words of an error's body, OpenAI's or another's."""
+    """Returns the message of an error body in OpenAI's form, or the beginning of another body."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error).rstrip(".")

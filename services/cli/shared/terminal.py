@@ -1,4 +1,4 @@
-"""What may be written where: colours, control characters, width."""
+"""Output to terminals and files: colours, control characters, width."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 def harmless(text: str) -> str:
-    """Text from elsewhere whose control characters do nothing."""
+    """Returns text of another source with its control characters replaced."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class Terminal:
-    """A stream that is a terminal, or is not: then it gets neither colours nor cursor movements, and text as it is."""
+    """An output stream. If it is not a terminal, it gets neither colours nor cursor movements, and text stays as it is."""
 
     def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
         self._stream = stream
@@ -39,28 +39,28 @@ class Terminal:
         return shutil.get_terminal_size((PLAIN_WIDTH, 24)).lines
 
     def painted(self, text: str, colour: str) -> str:
-        """Text from elsewhere too, as in write()."""
+        """Returns the text in a colour; on a terminal, without control characters of the text."""
         shown = harmless(text) if self.is_tty else text
         return f"\x1b[{_CODES[colour]}m{shown}\x1b[0m" if self.has_colours else shown
 
     def write(self, text: str, colour: str = "") -> None:
-        """Text from elsewhere: on a terminal its control characters do nothing."""
+        """Writes text of any source; on a terminal, without its control characters."""
         shown = harmless(text) if self.is_tty else text
         self._stream.write(self.painted(shown, colour) if colour else shown)
         self._stream.flush()
 
     def overwrite(self, text: str) -> None:
-        """The line that the cursor is in."""
+        """Replaces the cursor's line."""
         self._stream.write(f"\r{text[: self.width - 1]}\x1b[K")
         self._stream.flush()
 
     def redraw(self, lines: list[str]) -> None:
-        """The whole screen, without flicker."""
+        """Replaces the whole screen without flicker."""
         body = "".join(f"{line}\x1b[K\n" for line in lines[: self.height - 1])
         self._stream.write(f"\x1b[H{body}\x1b[J")
         self._stream.flush()
 
     def line(self, text: str = "") -> None:
-        """Text of our own, painted or not."""
+        """Writes a line of trusted text, which may have colours."""
         self._stream.write(text + "\n")
         self._stream.flush()

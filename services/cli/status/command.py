@@ -1,4 +1,4 @@
-"""What `rootstock status` does: one look at a gateway and its workers, or one after another."""
+"""The command `rootstock status`: shows the state of a gateway and its workers, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ from services.cli.status.standing import Observer, Standing
 from services.cli.status.table import lines
 from services.cli.status.trouble import troubles
 
-TELLING_S = 1.1  # after it every worker has told its figures once more
+REPORT_S = 1.1  # seconds in which every worker reports its load at least once
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--watch", action="store_true", help="look again and again; on a terminal, the default")
-    ways.add_argument("--once", action="store_true", help="look twice within about a second, for rates, print once and end")
-    parser.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two looks (%(default)g)")
-    parser.add_argument("--json", action="store_true", help="print each look as a line of JSON")
+    ways.add_argument("--watch", action="store_true", help="refresh until Ctrl-C; the default on a terminal")
+    ways.add_argument("--once", action="store_true", help="print once and end; takes a second, in which rates are measured")
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="S", help="seconds between two refreshes (%(default)g)"
+    )
+    parser.add_argument("--json", action="store_true", help="print each refresh as a line of JSON")
     add_server_flags(parser, timeout_s=2.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until Ctrl-C where it watches. Raises CommandFailed; a watch outlives a gateway that is away for a while."""
+    """Prints the state once, or until Ctrl-C.
+
+    Raises:
+        CommandFailed: The first request failed. Later failures are shown, and the next refresh tries again.
+    """
     server, out = Server(target_of(args, os.environ)), Terminal.of(sys.stdout)
     observer = Observer()
 
@@ -41,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     standing = look()
     if args.once or not (args.watch or out.is_tty):
-        time.sleep(TELLING_S)
+        time.sleep(REPORT_S)
         _print(look(), server, out, args.json)
         return Exit.DONE
     while True:
@@ -64,7 +70,7 @@ def _next_look(look: Callable[[], Standing], interval_s: float, out: Terminal, i
 
 
 def _draw(standing: Standing, server: Server, out: Terminal, is_json: bool) -> None:
-    """On a terminal in the place of the look before; else one after another."""
+    """Replaces the screen of a terminal; appends to another output."""
     if out.is_tty and not is_json:
         out.redraw(lines(standing, server.target.url, out))
         return

@@ -1,4 +1,4 @@
-"""What a gateway tells of itself and its workers, made into rows: shares of totals, and rates between two looks."""
+"""The state of a gateway and its workers, from two responses of /server_info: shares of totals, and rates between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from services.cli.shared.exits import CommandFailed, Exit
 
 GONE, GONE_FOR_S = "gone", 60.0
-RESTED_S = 5.0  # without a newer word, a rate says nothing any more
+RATE_VALID_S = 5.0  # seconds without a newer report after which a rate is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Shares are 0 to 1. None: not known. tokens_per_second: generated, since the look before."""
+    """A row of the table. None means unknown."""
 
     name: str
     model: str
@@ -23,26 +23,24 @@ class Worker:
     running: int | None = None
     max_running: int | None = None
     waiting: int | None = None
-    kv_use: float | None = None
-    hit_rate: float | None = None
-    tokens_per_second: float | None = None
+    kv_use: float | None = None  # used share of the KV pool, 0 to 1
+    hit_rate: float | None = None  # cached share of prompt tokens, 0 to 1
+    tokens_per_second: float | None = None  # generated tokens since the report before
     retractions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the gateway stands on, as it sees it. index: whether the index's Redis answers; limits: whether keys' limits are
-    shared in it; kept: whether the store of what clients have kept answers. unresolved: services whose name cannot be looked up.
-    scraped_s_ago: since its metrics were asked for. None: there is no such thing, it was never, or the gateway does not say."""
+    """The services and files that a gateway depends on. None means not configured, never happened or not reported."""
 
-    index: bool | None = None
-    limits: bool | None = None
-    kept: bool | None = None
+    index: bool | None = None  # whether the Redis of the prefix index responds
+    limits: bool | None = None  # whether the limits of API keys are shared through Redis
+    kept: bool | None = None  # whether the state store responds
     key_file_valid: bool | None = None
     tls_files_valid: bool | None = None
-    certificate_ends_in_s: float | None = None
-    unresolved: tuple[str, ...] = ()
-    scraped_s_ago: float | None = None
+    certificate_ends_in_s: float | None = None  # seconds until the certificate for other services expires
+    unresolved: tuple[str, ...] = ()  # services whose DNS names do not resolve
+    scraped_s_ago: float | None = None  # seconds since the last scrape of the metrics
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Surroundings:
@@ -52,9 +50,9 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """At one look. at: seconds on the clock of whoever looks."""
+    """The state at one moment."""
 
-    at: float
+    at: float  # seconds on the client's monotonic clock
     models: tuple[str, ...]
     workers: tuple[Worker, ...]
     waiting: int
@@ -70,22 +68,22 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """at: when its worker told it."""
+    """A worker's counter of generated tokens."""
 
-    at: float
+    at: float  # time of the worker's report
     tokens: int
-    rate: float | None = None
+    rate: float | None = None  # tokens per second before this report
 
 
 class Observer:
-    """Keeps of one look what the next one needs. A worker that is not named any more stays for a minute, as gone."""
+    """Compares successive responses. A worker that is missing in a response is listed as gone for a minute."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
         self._seen: dict[str, tuple[float, Worker]] = {}
 
     def look(self, info: Mapping[str, Any], now: float) -> Standing:
-        """info: what /server_info answers. Raises CommandFailed for the answer of another kind of server."""
+        """Returns the state from a response of /server_info. Raises CommandFailed if the response has another form."""
         try:
             workers = [self._worker(each, now) for each in info["workers"]]
             gateway = info["gateway"]
@@ -119,16 +117,18 @@ class Observer:
         )
 
     def _rate(self, name: str, told: Mapping[str, Any], now: float) -> float | None:
-        """A worker tells its count now and then: the time between two tellings counts, not that between two looks."""
+        """Returns generated tokens per second between the worker's last two reports, which are not the last two responses."""
         if told["told_s_ago"] is None:
             self._counts.pop(name, None)
             return None
         count, before = _Count(now - told["told_s_ago"], told["generated_tokens"]), self._counts.get(name)
-        if before is None or count.tokens < before.tokens:  # a counter that fell is another process's
+        if before is None or count.tokens < before.tokens:  # a smaller counter belongs to a restarted worker
             self._counts[name] = count
             return None
-        if count.tokens == before.tokens and count.at - before.at < 0.05:  # the same telling, within what a network delays
-            return before.rate if now - before.at < RESTED_S else None
+        if (
+            count.tokens == before.tokens and count.at - before.at < 0.05
+        ):  # the same report; network delays differ by less than 50 ms
+            return before.rate if now - before.at < RATE_VALID_S else None
         rate = (count.tokens - before.tokens) / max(count.at - before.at, 0.05)
         self._counts[name] = _Count(count.at, count.tokens, rate)
         return rate

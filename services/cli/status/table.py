@@ -1,4 +1,4 @@
-"""A gateway's standing as lines of text that fit a terminal's width."""
+"""The state of a gateway as lines of text that fit the width of a terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from services.cli.status.standing import Standing, Worker
 from services.cli.status.trouble import troubles
 
 GAP = "  "
-LEAST_NAME = 10
-COLOURS = {"ready": "green", "lost": "red", "gone": "red", "hung": "red"}  # of states; others are yellow
+LEAST_NAME = 10  # columns that a worker's name gets at least
+COLOURS = {"ready": "green", "lost": "red", "gone": "red", "hung": "red"}  # by state; other states are yellow
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """is_text: to the left. Others are numbers, to the right."""
+    """A column of the table behind the worker's name."""
 
     title: str
     value: Callable[[Worker], str]
-    is_text: bool = False
+    is_text: bool = False  # text is aligned to the left, numbers to the right
 
 
 def lines(standing: Standing, url: str, terminal: Terminal) -> list[str]:
@@ -42,7 +42,7 @@ def _foot(standing: Standing) -> str:
 
 
 def _columns(standing: Standing) -> list[Column]:
-    """A role, or a model, that all of them have goes without saying."""
+    """Returns the columns. The model has one if there are several models, the role if a worker has a role."""
     several = [Column("MODEL", lambda w: _cut(w.model, 12), True)] if len({w.model for w in standing.workers} - {"-"}) > 1 else []
     several += [Column("ROLE", lambda w: harmless(w.role), True)] if {w.role for w in standing.workers} - {"both", "-"} else []
     return [
@@ -61,8 +61,8 @@ def _rows(standing: Standing, terminal: Terminal) -> list[str]:
     columns, workers = _columns(standing), standing.workers
     cells = [[column.value(worker) for column in columns] for worker in workers]
     widths = [max(len(text) for text in (column.title, *texts)) for column, *texts in zip(columns, *cells, strict=True)]
-    room = terminal.width - sum(widths) - len(GAP) * len(widths)
-    width = min(max([len("WORKER"), *(len(worker.name) for worker in workers)]), max(room, LEAST_NAME))
+    free = terminal.width - sum(widths) - len(GAP) * len(widths)
+    width = min(max([len("WORKER"), *(len(worker.name) for worker in workers)]), max(free, LEAST_NAME))
     titles = [column.title for column in columns]
     shown = [_line("WORKER".ljust(width), titles, columns, widths)]
     for worker, texts in zip(workers, cells, strict=True):
@@ -81,7 +81,7 @@ def _line(name: str, texts: list[str], columns: list[Column], widths: list[int])
 
 
 def _cut(text: str, width: int) -> str:
-    """Of a pod's name the end says which one it is: what lies in the middle goes."""
+    """Shortens a name in the middle, because the end of a pod's name identifies the pod."""
     text = harmless(text)
     if len(text) <= width:
         return text

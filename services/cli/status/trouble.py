@@ -1,4 +1,4 @@
-"""What is wrong by what a gateway tells, and where to look: what `helm test` diagnoses, as far as it is seen from outside."""
+"""Faults that a gateway's state shows, each with its remedy. `helm test` diagnoses the same faults from inside the cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from services.cli.status.standing import Standing, Surroundings, Worker
 
 SERVING = frozenset(("ready", "silent"))
-FULL = 0.98  # of a KV pool
-UNSCRAPED_S = 300.0
+FULL = 0.98  # used share of a KV pool from which the pool counts as full
+UNSCRAPED_S = 300.0  # seconds without a scrape of the metrics that are reported
 DAY_S, SOON_S = 86400.0, 7 * 86400.0
 
 
 def troubles(standing: Standing) -> list[str]:
-    """A sentence for each, with where to look; empty where all is well."""
+    """Returns a sentence for each fault, with the place to look at."""
     around = standing.surroundings
     return [*_front(standing), *_names(around), *_stores(around), *_files(around), *_models(standing), *_workers(standing)]
 
@@ -31,16 +31,16 @@ def _names(around: Surroundings) -> Iterator[str]:
         yield f"names of {names} cannot be looked up: is DNS up, and does networkPolicy.dns let it be asked (helm test: dns)?"
     if around.scraped_s_ago is not None and around.scraped_s_ago > UNSCRAPED_S:
         minutes = f"{around.scraped_s_ago / 60:.0f} minutes"
-        yield f"nobody has asked for this gateway's metrics for {minutes}: autoscalers and alerts miss them (helm test: scrape)"
+        yield f"this gateway's metrics have not been scraped for {minutes}: autoscalers and alerts miss them (helm test: scrape)"
 
 
 def _stores(around: Surroundings) -> Iterator[str]:
     if around.index is False:
-        yield "Redis does not answer: requests are routed by load alone. Look at its pod, password and port (helm test: redis)"
+        yield "Redis does not respond: requests are routed by load alone. Look at its pod, password and port (helm test: redis)"
     elif around.limits is False:
         yield "limits of API keys are not shared in Redis: each gateway keeps its part of them (helm test: redis)"
     if around.kept is False:
-        yield "the store of what clients have kept does not answer: nothing is kept, batches stand still (helm test: redis)"
+        yield "the state store does not respond: nothing is stored, and batches make no progress (helm test: redis)"
 
 
 def _files(around: Surroundings) -> Iterator[str]:

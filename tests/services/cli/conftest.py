@@ -9,7 +9,7 @@ from tests.services.cli.fake_server import FakeServer
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    """The one that commands talk to where they name none."""
+    """A fake server, to which commands connect if they name no other."""
     with FakeServer() as fake:
         monkeypatch.setenv("ROOTSTOCK_URL", fake.url)
         monkeypatch.delenv("ROOTSTOCK_API_KEY", raising=False)

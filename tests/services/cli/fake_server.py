@@ -13,14 +13,14 @@ from aiohttp import web
 
 
 class FakeServer:
-    """Answers `max_tokens` tokens, `tokens_per_chunk` to an event, in a thread of its own. Reads one behaviour per request."""
+    """Completes `max_tokens` tokens, `tokens_per_chunk` in an event, in a thread of its own. Each request takes one behaviour."""
 
     def __init__(self, tokens_per_chunk: int = 1, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str] = []  # the header's value, of each request
-        self.behaviours: list[str] = []  # "ok" where there are no more
-        self.info: dict[str, Any] = {}  # what it says of itself
-        self.left = threading.Event()  # a client has gone in mid-stream
+        self.keys: list[str] = []  # authorization header of each request
+        self.behaviours: list[str] = []  # behaviour of each next request; "ok" for later requests
+        self.info: dict[str, Any] = {}  # body of /server_info
+        self.left = threading.Event()  # set when a client closes a stream early
         self.url = ""
         self._tokens_per_chunk = tokens_per_chunk
         self._port = port
@@ -74,13 +74,13 @@ class FakeServer:
             return await self._hang(response, events)
         raw = b"".join(b"data: " + orjson.dumps(e) + b"\n\n" for e in events)
         raw += b"data: [DONE]\n\n" if behaviour == "ok" else b""
-        for piece in (raw[:37], raw[37:]):  # not on an event's border
+        for piece in (raw[:37], raw[37:]):  # the cut is within an event
             await response.write(piece)
             await asyncio.sleep(0.002)
         return response
 
     async def _hang(self, response: web.StreamResponse, events: list[dict[str, Any]]) -> web.StreamResponse:
-        """Says the beginning, and comments until nobody listens any more."""
+        """Sends the first events, and then comments until the client closes the connection."""
         await response.write(b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events[:3]))
         try:
             while True:

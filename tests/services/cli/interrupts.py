@@ -6,5 +6,5 @@ import signal
 
 
 def hear_interrupts() -> None:
-    """In a child, before its program: who was started by a shell in the background hears none, and its children neither."""
+    """Restores SIGINT in a child process. A shell starts background processes with SIGINT ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

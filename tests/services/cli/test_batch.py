@@ -1,4 +1,4 @@
-"""Batches over OpenAI's files and batches: what is sent, what is waited for, what is told of the end."""
+"""The command `rootstock batch` against a fake server of files and batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.batch import command, passing
+from services.cli.batch import command, transfer
 from services.cli.commands import COMMANDS
 from services.cli.program import main
 from services.cli.shared.exits import Exit
@@ -28,16 +28,16 @@ class Screen(io.StringIO):
 
 
 class Batches(ThreadingHTTPServer):
-    """Keeps one file and one batch. statuses: of the batch, one for each look, the last one for ever."""
+    """A fake server with one file and one batch."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.statuses = ["completed"]
+        self.statuses = ["completed"]  # the batch's status at each request; the last one repeats
         self.uploads: list[bytes] = []
         self.asked: list[tuple[str, str, Any]] = []
         self.refuses_uploads = False
-        self.missing = 0  # bytes that an answer promises and has not
-        self.away = 0  # looks at a batch that find nobody
+        self.missing = 0  # bytes by which a response is shorter than its content-length
+        self.away = 0  # requests for a batch that are still refused as unavailable
 
     def batch(self) -> dict[str, Any]:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Batches
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on stderr."""
+        """Logs nothing."""
 
     def do_GET(self) -> None:
         self.server.asked.append(("GET", self.path, None))
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Batches]:
-    monkeypatch.setattr(command, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(command, "POLL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     Path("requests.jsonl").write_text(json.dumps(LINE) + "\n")
     with Batches() as server:
@@ -105,7 +105,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Batches
         thread.join()
 
 
-def test_the_examples_of_help(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_examples_of_help_run_when_typed(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.statuses = ["validating", "in_progress", "completed"]
     for example in COMMANDS["batch"].examples:
         assert main(example.split()[1:]) == Exit.DONE
@@ -118,13 +118,13 @@ def test_the_examples_of_help(batches: Batches, capsys: pytest.CaptureFixture[st
     assert batches.asked[-1] == ("GET", "/v1/batches?limit=100&after=batch_1", None)
 
 
-def test_a_batch_that_does_not_complete_is_a_failure(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_wait_exits_with_failure_when_a_batch_fails(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.statuses = ["validating", "failed"]
     assert main(["batch", "status", "batch_1", "--wait"]) == Exit.FAILED
     assert capsys.readouterr().err == "line 2: no body\n"
 
 
-def test_results_are_streamed_and_those_that_are_not_there_told(
+def test_batch_results_are_streamed_or_refused_with_a_reason(
     batches: Batches, capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     assert main(["batch", "results", "batch_1"]) == Exit.DONE
@@ -137,10 +137,10 @@ def test_results_are_streamed_and_those_that_are_not_there_told(
     assert b"no line failed" in (told := capsysbinary.readouterr().err) and b"the batch is in_progress: wait" in told
 
 
-def test_a_terminal_sees_a_file_pass(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_and_download_show_progress_on_a_terminal(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(passing, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(transfer, "SHOW_EVERY_S", 0.0)
     assert main(["batch", "submit", "requests.jsonl"]) == Exit.DONE
     assert main(["batch", "results", "batch_1", "-o", "out.jsonl"]) == Exit.DONE
     shown = screen.getvalue().split("\x1b[K")
@@ -148,7 +148,7 @@ def test_a_terminal_sees_a_file_pass(batches: Batches, monkeypatch: pytest.Monke
     assert any(each.startswith("\rresults [####################] 100 %") for each in shown) and shown[-2:] == ["\r", ""]
 
 
-def test_a_file_that_is_refused_while_it_is_sent(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_submit_reports_a_refusal_during_the_upload(batches: Batches, capsys: pytest.CaptureFixture[str]) -> None:
     batches.refuses_uploads = True
     with Path("large.jsonl").open("wb") as file:
         file.write(json.dumps(LINE).encode() + b"\n")
@@ -157,7 +157,7 @@ def test_a_file_that_is_refused_while_it_is_sent(batches: Batches, capsys: pytes
     assert "413 (too large): send less at once" in capsys.readouterr().err
 
 
-def test_a_file_that_holds_no_requests_is_not_sent(batches: Batches) -> None:
+def test_batch_submit_sends_no_file_without_requests(batches: Batches) -> None:
     for further in ([], ["--endpoint", "/v1/completions"]):
         assert main(["batch", "submit", "none.jsonl", *further]) == Exit.USAGE
     for content in (b"", b"{", b"[]\n", b"{}\n"):
@@ -167,7 +167,7 @@ def test_a_file_that_holds_no_requests_is_not_sent(batches: Batches) -> None:
     assert batches.uploads == []
 
 
-def test_results_that_are_cut_off_leave_those_that_were_there(batches: Batches, tmp_path: Path) -> None:
+def test_batch_results_keep_the_old_file_when_the_download_is_cut_off(batches: Batches, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes(b"before")
     batches.missing = 100
     assert main(["batch", "results", "batch_1", "-o", "out.jsonl"]) == Exit.CUT_OFF
@@ -175,7 +175,7 @@ def test_results_that_are_cut_off_leave_those_that_were_there(batches: Batches, 
     assert (tmp_path / "out.jsonl").read_bytes() == b"before"
 
 
-def test_a_store_that_is_away_for_a_moment_ends_no_wait(batches: Batches) -> None:
+def test_batch_wait_continues_when_the_server_is_unavailable_for_a_moment(batches: Batches) -> None:
     batches.statuses = ["in_progress", "in_progress", "completed"]
     submitted = ["batch", "submit", "requests.jsonl", "--wait"]
     batches.away = 2

@@ -51,7 +51,7 @@ def contents(sessions: list[Session]) -> set[Content]:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_a_workload_depends_on_its_seed_alone(spec: Spec) -> None:
+def test_workload_depends_only_on_the_seed(spec: Spec) -> None:
     assert make_sessions(spec) == make_sessions(spec)
     assert make_sessions(spec) != make_sessions(replace(spec, seed=1))
     assert sum(len(s.turns) for s in make_sessions(spec)) == 30
@@ -59,18 +59,18 @@ def test_a_workload_depends_on_its_seed_alone(spec: Spec) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_warm_up_shares_no_content_with_the_run(spec: Spec) -> None:
+def test_warmup_shares_no_content_with_the_run(spec: Spec) -> None:
     warmup = make_warmup(spec, 5)
     assert sum(len(s.turns) for s in warmup) == 5
     assert contents(make_sessions(spec)).isdisjoint(contents(warmup))
 
 
-def test_another_output_length_leaves_the_prompts_as_they_are() -> None:
+def test_workload_keeps_prompts_when_the_output_length_changes() -> None:
     short, long = (make_sessions(replace(SPECS[0], output_len=n)) for n in (8, 800))
     assert [s.turns[0].content for s in short] == [s.turns[0].content for s in long]
 
 
-def test_lengths_are_fixed_or_within_the_range() -> None:
+def test_workload_draws_lengths_within_the_range() -> None:
     fixed = make_sessions(Spec("random", input_len=40, num_requests=50, token_ids=True))
     assert {len(s.turns[0].content) for s in fixed} == {40}
     ranged = make_sessions(Spec("random", input_len=40, output_len=20, range_ratio=0.5, num_requests=400, token_ids=True))
@@ -79,7 +79,7 @@ def test_lengths_are_fixed_or_within_the_range() -> None:
     assert {s.turns[0].max_tokens for s in ranged} == set(range(10, 21))
 
 
-def test_shared_prefix_has_one_system_prompt_per_group() -> None:
+def test_shared_prefix_workload_has_one_system_prompt_per_group() -> None:
     sessions = make_sessions(Spec("generated-shared-prefix", groups=3, prompts_per_group=4, system_len=50, question_len=5))
     assert sorted(s.group for s in sessions) == [0] * 4 + [1] * 4 + [2] * 4
     assert [s.group for s in sessions] != sorted(s.group for s in sessions)
@@ -98,12 +98,12 @@ def test_shared_prefix_has_one_system_prompt_per_group() -> None:
     ],
     ids=["ids-of-an-answer", "ratio", "no-ids", "empty-prompt", "too-few-requests"],
 )
-def test_a_spec_that_cannot_be_met_is_refused(spec: Spec) -> None:
+def test_workload_refuses_an_impossible_spec(spec: Spec) -> None:
     with pytest.raises(ValueError):
         make_sessions(spec)
 
 
-def test_poisson_gaps_have_the_mean_and_the_spread_of_the_rate() -> None:
+def test_poisson_arrivals_have_the_mean_and_the_deviation_of_the_rate() -> None:
     arrivals = poisson_arrivals(rate=20.0, count=20_000, seed=3)
     gaps = np.diff(arrivals)
     assert arrivals == poisson_arrivals(20.0, 20_000, 3) != poisson_arrivals(20.0, 20_000, 4)
@@ -111,7 +111,7 @@ def test_poisson_gaps_have_the_mean_and_the_spread_of_the_rate() -> None:
     assert gaps.std() == pytest.approx(0.05, rel=0.05)
 
 
-def test_a_closed_loop_keeps_so_many_in_flight() -> None:
+def test_closed_loop_keeps_the_number_of_sessions_in_flight() -> None:
     flying: list[int] = [0]
     most: list[int] = []
 
@@ -131,7 +131,7 @@ def outcome(ttft: float, itl: list[float], tokens: int) -> Outcome:
     return done
 
 
-def test_statistics_of_known_numbers() -> None:
+def test_summary_has_the_statistics_of_known_numbers() -> None:
     two_tokens_a_chunk = outcome(ttft=0.1, itl=[0.2, 0.2], tokens=5)
     one_token = outcome(ttft=0.3, itl=[], tokens=1)
     failed = replace(outcome(9.0, [9.0], 9), error="timeout")
@@ -150,7 +150,7 @@ def event(**choice: Any) -> bytes:
     return b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n"
 
 
-def test_times_are_those_of_chunks() -> None:
+def test_stream_meter_measures_times_between_chunks() -> None:
     """The role of a chat's first event, a bare finish and the usage bring no token; a token without text does."""
     seen = Outcome(scheduled_at=10.0, sent_at=10.0)
     meter = StreamMeter(seen)
@@ -165,7 +165,7 @@ def test_times_are_those_of_chunks() -> None:
     assert (seen.text, seen.prompt_tokens, seen.completion_tokens, seen.cached_tokens) == ("abc", 7, 6, 0)
 
 
-def test_tokens_are_chunks_where_the_server_gives_no_usage() -> None:
+def test_stream_meter_counts_chunks_when_usage_is_absent() -> None:
     seen = Outcome(0.0, 0.0)
     meter = StreamMeter(seen)
     meter.feed(event(text="a") + event(text="b", finish_reason="length"), 1.0)
@@ -173,7 +173,7 @@ def test_tokens_are_chunks_where_the_server_gives_no_usage() -> None:
     assert (seen.completion_tokens, seen.has_usage) == (2, False)
 
 
-def test_an_event_that_is_no_json_is_a_stream_error() -> None:
+def test_stream_meter_raises_stream_error_when_an_event_is_not_json() -> None:
     with pytest.raises(StreamError) as caught:
         StreamMeter(Outcome(0.0, 0.0)).feed(b"data: {\n", 1.0)
     assert caught.value.kind == "malformed event"
@@ -182,7 +182,7 @@ def test_an_event_that_is_no_json_is_a_stream_error() -> None:
 @pytest.mark.by_day(one_in=2, seed=5)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("shape", [("--concurrency", "4"), ("--request-rate", "500")], ids=["closed", "open"])
-def test_a_run_counts_tokens_and_cached_tokens(server: FakeServer, tmp_path: Path, endpoint: str, shape: tuple[str, str]) -> None:
+def test_bench_counts_tokens_and_cached_tokens(server: FakeServer, tmp_path: Path, endpoint: str, shape: tuple[str, str]) -> None:
     flags = ("--endpoint", endpoint, "--num-requests", "12", "--ignore-eos", "--extra-body", '{"top_k": 1}', *shape)
     status, results, requests = bench(server, tmp_path / "r.jsonl", *flags)
     assert (status, results["successful_requests"], len(requests)) == (0, 12, 12)
@@ -192,20 +192,20 @@ def test_a_run_counts_tokens_and_cached_tokens(server: FakeServer, tmp_path: Pat
     assert all(r["ttft_ms"] <= r["e2e_ms"] and r["finish_reason"] == "length" for r in requests)
 
 
-def test_a_chunk_of_several_tokens_is_one_gap(tmp_path: Path) -> None:
+def test_bench_counts_one_gap_for_a_chunk_of_several_tokens(tmp_path: Path) -> None:
     with FakeServer(tokens_per_chunk=3) as server:
         _, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--output-len", "8")
     assert (results["generated_tokens"], results["itl_ms"]["count"]) == (16, 4)
 
 
-def test_token_ids_are_sent_as_they_are(server: FakeServer, tmp_path: Path) -> None:
+def test_bench_sends_prompts_as_token_ids(server: FakeServer, tmp_path: Path) -> None:
     flags = ("--token-ids", "--num-requests", "3", "--input-len", "9", "--id-min", "5", "--id-max", "7")
     bench(server, tmp_path / "r.jsonl", *flags)
     assert [len(b["prompt"]) for b in server.bodies] == [9, 9, 9]
     assert {i for b in server.bodies for i in b["prompt"]} == {5, 6}
 
 
-def test_errors_are_counted_by_class(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_counts_errors_by_class(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.behaviours = ["ok", "503", "503", "truncated", "stream error"]
     flags = ("--num-requests", "6", "--concurrency", "1")
     status, results, requests = bench(server, tmp_path / "r.jsonl", *flags)
@@ -215,19 +215,19 @@ def test_errors_are_counted_by_class(server: FakeServer, tmp_path: Path, capsys:
     assert "Errors by class" in capsys.readouterr().out
 
 
-def test_errors_can_be_allowed(server: FakeServer, tmp_path: Path) -> None:
+def test_bench_exits_with_0_when_errors_are_allowed(server: FakeServer, tmp_path: Path) -> None:
     server.behaviours = ["429"]
     status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--allow-errors")
     assert (status, results["errors"]) == (0, {"HTTP 429": 1})
 
 
-def test_a_server_that_is_not_there_is_an_error_class(server: FakeServer, tmp_path: Path) -> None:
+def test_bench_reports_an_unreachable_server(server: FakeServer, tmp_path: Path) -> None:
     server.url = "http://127.0.0.1:1"
     status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--model", "m")
     assert (status, results["errors"]) == (Exit.UNREACHABLE, {"connect": 2})
 
 
-def test_a_turn_holds_the_answers_before_it(server: FakeServer, tmp_path: Path) -> None:
+def test_chat_turn_contains_earlier_answers(server: FakeServer, tmp_path: Path) -> None:
     flags = ("--workload", "multi-turn", "--conversations", "1", "--turns", "3", "--endpoint", "chat")
     _, results, _ = bench(server, tmp_path / "r.jsonl", *flags)
     assert results["successful_requests"] == 3
@@ -237,19 +237,19 @@ def test_a_turn_holds_the_answers_before_it(server: FakeServer, tmp_path: Path) 
     assert [b["messages"] for b in server.bodies[:2]] == [messages[:1], messages[:3]]
 
 
-def test_a_turn_of_text_begins_with_the_turn_before(server: FakeServer, tmp_path: Path) -> None:
+def test_text_turn_begins_with_the_turn_before(server: FakeServer, tmp_path: Path) -> None:
     bench(server, tmp_path / "r.jsonl", "--workload", "multi-turn", "--conversations", "1", "--turns", "2")
     first, second = (b["prompt"] for b in server.bodies)
     assert second.startswith(first + " a0 a1 a2 a3\n")
 
 
-def test_turns_after_a_failed_one_are_not_sent(server: FakeServer, tmp_path: Path) -> None:
+def test_bench_sends_no_turn_after_a_failed_turn(server: FakeServer, tmp_path: Path) -> None:
     server.behaviours = ["ok", "500"]
     status, results, _ = bench(server, tmp_path / "r.jsonl", "--workload", "multi-turn", "--conversations", "1", "--turns", "4")
     assert (status, results["successful_requests"], results["failed_requests"], results["unsent_requests"]) == (1, 1, 1, 2)
 
 
-def test_results_say_what_was_run_and_where_and_hold_no_key(
+def test_results_record_parameters_and_machine_without_the_key(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROOTSTOCK_API_KEY", "sesame")
@@ -264,7 +264,7 @@ def test_results_say_what_was_run_and_where_and_hold_no_key(
     assert b"sesame" not in path.read_bytes()
 
 
-def test_the_block_has_the_rows_that_the_field_prints(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_block_has_the_rows_of_other_benchmarks(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "--url", server.url, "--num-requests", "3", "--output-len", "5"])
     out = capsys.readouterr().out
     assert out.startswith("============ Serving Benchmark Result ============\n")
@@ -279,12 +279,12 @@ def test_the_block_has_the_rows_that_the_field_prints(server: FakeServer, capsys
     [("--token-ids", "--endpoint", "chat"), ("--concurrency", "0"), ("--output-details",), ("--request-rate", "-2")],
     ids=["ids-to-chat", "no-concurrency", "details-of-no-file", "rate"],
 )
-def test_flags_that_make_no_sense_end_with_status_2(flags: tuple[str, ...]) -> None:
+def test_bench_exits_with_2_when_flags_contradict(flags: tuple[str, ...]) -> None:
     assert main(["bench", *flags]) == Exit.USAGE
 
 
 @pytest.mark.parametrize("is_tty", [True, False], ids=["terminal", "pipe"])
-def test_a_terminal_sees_how_far_it_is(server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_tty: bool) -> None:
+def test_bench_shows_progress_on_a_terminal(server: FakeServer, monkeypatch: pytest.MonkeyPatch, is_tty: bool) -> None:
     err = io.StringIO()
     monkeypatch.setattr(err, "isatty", lambda: is_tty)
     monkeypatch.setattr(sys, "stderr", err)

@@ -1,4 +1,4 @@
-"""The conversation at a terminal: what it remembers, and what ends an answer and not the program."""
+"""The conversation at a terminal: earlier turns, commands, failed turns and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Room:
         return [(message["role"], message["content"]) for message in self.conversation.messages]
 
 
-def test_turns_build_on_each_other_until_they_are_forgotten(server: FakeServer) -> None:
+def test_chat_sends_earlier_turns_until_reset(server: FakeServer) -> None:
     room = Room(server)
     assert room.type("One \\", "two", "", "Three", "/reset", "Four") == Exit.DONE
     assert [len(body["messages"]) for body in server.bodies] == [2, 4, 2]
@@ -64,7 +64,7 @@ def test_turns_build_on_each_other_until_they_are_forgotten(server: FakeServer) 
     assert room.out.getvalue().count(" a0 a1 a2\n") == 3 and "10 tokens in" in room.err.getvalue()
 
 
-def test_a_turn_that_fails_leaves_no_trace_and_the_program_goes_on(server: FakeServer) -> None:
+def test_chat_drops_a_failed_turn_and_continues(server: FakeServer) -> None:
     server.behaviours = ["ok", "503", "truncated", "stream error", "ok"]
     room = Room(server)
     assert room.type("One", "Two", "Three", "Four", "Five") == Exit.DONE
@@ -72,8 +72,8 @@ def test_a_turn_that_fails_leaves_no_trace_and_the_program_goes_on(server: FakeS
     assert room.err.getvalue().count("rootstock: ") == 3
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(server: FakeServer) -> None:
-    """What had come counts as said; at the prompt Ctrl-C ends nothing."""
+def test_chat_ctrl_c_stops_the_answer_and_continues(server: FakeServer) -> None:
+    """The partial answer stays in the conversation. Ctrl-C at the prompt has no effect."""
     presses = [True]
 
     def press(text: str) -> None:
@@ -88,7 +88,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: FakeServer) -> None
     assert room.said()[1:] == [("user", "One"), ("assistant", " a0 a1"), ("user", "Two"), ("assistant", " a0 a1 a2")]
 
 
-def test_commands(server: FakeServer, tmp_path: Path) -> None:
+def test_chat_commands_print_results_and_errors(server: FakeServer, tmp_path: Path) -> None:
     room, file = Room(server), tmp_path / "chat.json"
     room.type(
         "/model nope", "/model fake", "/system Be kind.", "/no", "/save", f"/save {tmp_path}/no/where", "Hi", f"/save {file}"
@@ -99,7 +99,7 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
     told = room.err.getvalue()
     for text in (
         "there is no nope; there are: fake (this one)",
-        "there is no /no",
+        "there is no command /no",
         "name a file",
         "cannot be written",
         "1 turns in",
@@ -107,7 +107,7 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
         assert text in told
 
 
-def test_on_a_terminal(server: FakeServer) -> None:
+def test_chat_holds_a_conversation_on_a_terminal(server: FakeServer) -> None:
     server.behaviours = ["hangs", "ok"]
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "services.cli", "chat", "--max-tokens", "3"]

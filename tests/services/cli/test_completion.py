@@ -1,4 +1,4 @@
-"""What Tab offers is what --help lists."""
+"""Completion scripts offer the words that --help lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def offered(*words: str) -> set[str]:
     return set(result.stdout.split())
 
 
-def test_bash_offers_commands_flags_and_values() -> None:
+def test_bash_script_offers_commands_flags_and_values() -> None:
     assert offered("c") == {"chat", "complete", "completion", "control"}
     assert offered("bench", "--workload", "m") == {"multi-turn"}
     assert offered("completion", "''") >= {"bash", "fish", "zsh"}
@@ -34,13 +34,13 @@ def test_bash_offers_commands_flags_and_values() -> None:
 
 
 @pytest.mark.parametrize("shell", ["fish", "zsh"])
-def test_other_shells_are_told_of_every_flag(shell: str) -> None:
+def test_completion_script_contains_every_flag(shell: str) -> None:
     text = script(shell, build_parser())
     flags = {name for command in commands_of(build_parser()) for word in command.words for name in word.names}
     found = {flag for flag in flags if (f"-l {flag[2:]} " in text or f"-s {flag[1:]} " in text or f"'{flag}[" in text)}
     assert found == flags
     assert text.count("'") % 2 == 0
-    if shell == "fish":  # which offers files for any value, unless told not to
+    if shell == "fish":  # fish offers files for every value without this flag
         assert "-l workload -x -a 'random" in text and "-l api-key-file -r -F" in text
     for case in text.split(";;") if shell == "zsh" else ():
         places = re.findall(r"'(\d+):", case.partition("_arguments")[2])

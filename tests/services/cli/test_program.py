@@ -1,4 +1,4 @@
-"""How the program ends, and what it prints where: for scripts."""
+"""Exit statuses and outputs of the program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def started(*arguments: str, **pipes: int) -> subprocess.Popen[str]:
     ],
     ids=["no-key", "unavailable", "fault", "error-in-stream", "cut-off"],
 )
-def test_what_a_server_does_is_a_status_and_a_sentence(
+def test_program_reports_a_server_fault_by_status_and_sentence(
     server: FakeServer, capsys: pytest.CaptureFixture[str], behaviour: str, status: Exit, told: str
 ) -> None:
     server.behaviours = [behaviour, behaviour]
@@ -50,13 +50,13 @@ def test_what_a_server_does_is_a_status_and_a_sentence(
         assert told in errors and errors.count("\n") == 1 and errors.startswith("rootstock: ")
 
 
-def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (CHAT, ["models"], ["status", "--once"], ["bench"]):
         assert main([*command, "--url", "http://127.0.0.1:1"]) == Exit.UNREACHABLE
         assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
 
 
-def test_what_makes_no_sense_is_usage(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_exits_with_usage_when_values_are_wrong(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     urls = [[*CHAT, "--url", "ftp://nowhere"], [*CHAT, "--url", "http://h:port"]]
     for command in (*urls, [*CHAT, "--api-key-file", "/no/such/file"], ["chat", "-m", " "], ["complete", ""]):
         assert main(command) == Exit.USAGE
@@ -64,7 +64,7 @@ def test_what_makes_no_sense_is_usage(server: FakeServer, capsys: pytest.Capture
     assert server.bodies == []
 
 
-def test_a_command_line_that_cannot_be_read_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_exits_with_usage_when_the_command_line_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     """A key is no flag, nor the beginning of one: others see a process's arguments."""
     for command in ("", "nothing", "chat --api-key sesame", "chat --extra-body {", "status --watch --once"):
         with pytest.raises(SystemExit) as caught:
@@ -94,7 +94,7 @@ def test_program_names_the_nearest_flag_when_one_is_unknown(words: str, nearest:
     assert (caught.value.code, capsys.readouterr().err) == (Exit.USAGE, f"{nearest}\n")
 
 
-def test_ctrl_c_ends_the_request_and_the_program(server: FakeServer) -> None:
+def test_program_closes_the_request_on_ctrl_c(server: FakeServer) -> None:
     server.behaviours = ["hangs"]
     process = started(*CHAT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(3) == " a0"
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_request_and_the_program(server: FakeServer) -> None:
     assert server.left.wait(30)
 
 
-def test_a_reader_that_goes_ends_the_request_and_the_program(server: FakeServer) -> None:
+def test_program_closes_the_request_when_the_reader_of_stdout_ends(server: FakeServer) -> None:
     read, write = os.pipe()
     os.close(read)
     process = started(*CHAT, stdout=write, stderr=subprocess.PIPE)
@@ -113,7 +113,9 @@ def test_a_reader_that_goes_ends_the_request_and_the_program(server: FakeServer)
     assert process.returncode == Exit.READER_GONE
 
 
-def test_a_key_comes_from_the_environment_or_a_file(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_reads_the_key_from_the_environment_or_a_file(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "key").write_text("of-a-file\n")
     assert main(CHAT) == Exit.DONE
     monkeypatch.setenv("ROOTSTOCK_API_KEY", "of-the-environment")
@@ -122,7 +124,7 @@ def test_a_key_comes_from_the_environment_or_a_file(server: FakeServer, tmp_path
     assert server.keys == ["", "Bearer of-the-environment", "Bearer of-a-file"]
 
 
-def test_one_answer_as_text_and_as_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_prints_text_or_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-tokens", "2", "--temperature", "0", "--stop", "a", "--stop", "b", "--extra-body", '{"top_k": 1}']
     assert main([*CHAT, "-s", "Be brief.", *flags]) == Exit.DONE
     assert capsys.readouterr().out == " a0 a1\n"
@@ -135,7 +137,7 @@ def test_one_answer_as_text_and_as_json(server: FakeServer, capsys: pytest.Captu
     assert (second["prompt"], "temperature" in second) == ("Once", False)
 
 
-def test_what_is_piped_in_is_said(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_sends_the_piped_text(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("From a pipe."))
     assert main(["chat"]) == Exit.DONE
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "From a pipe."}]
@@ -156,7 +158,7 @@ class Screen(io.StringIO):
     ],
     ids=["terminal", "no-colour", "dumb", "pipe"],
 )
-def test_colours_are_for_terminals_and_control_characters_for_pipes(
+def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
     stream: io.StringIO, environment: dict[str, str], shown: str
 ) -> None:
     Terminal(stream, environment).write("a\x1b[2Jb", "red")
@@ -172,14 +174,14 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert caught.value.code == 0 and max(map(len, text.splitlines())) <= 80, text
 
 
-def test_the_page_is_what_the_code_says_and_has_every_status() -> None:
+def test_page_of_the_client_matches_the_code_and_has_every_status() -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert page == cli_reference.render(), "run `make docs`"
     assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
 
 
-def test_a_start_takes_no_library_but_pythons_own() -> None:
-    """Also of a command that asks a server; bench alone takes more, and only when it runs."""
+def test_program_starts_with_the_standard_library() -> None:
+    """The standard library is enough for all commands but bench, which imports others when it runs."""
     foreign = "{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'}"
     code = f"import sys, services.cli.program; print(*{foreign})"
     result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)

@@ -1,4 +1,4 @@
-"""What is made of what a gateway tells: rates and shares, rows that fit, and a watch that outlives an absence."""
+"""The command `rootstock status`: rates, shares, the table, and a gateway that is unavailable for a while."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def rates(looks: list[tuple[float, dict[str, Any]]]) -> list[float | None]:
     ],
     ids=["between-looks", "between-tellings", "told-once", "at-rest", "started-anew", "lost-and-back"],
 )
-def test_rates(looks: list[tuple[float, dict[str, Any]]], expected: list[float | None]) -> None:
+def test_observer_computes_rates_between_reports(looks: list[tuple[float, dict[str, Any]]], expected: list[float | None]) -> None:
     assert rates(looks) == expected
 
 
-def test_shares_and_workers_that_are_not_named_any_more() -> None:
+def test_observer_computes_shares_and_lists_missing_workers_as_gone() -> None:
     observer = Observer()
     first = observer.look(info(worker("a"), worker("b"), worker(None, "starting")), 10.0)
     assert (first.workers[0].kv_use, first.workers[0].hit_rate, first.waiting) == (0.25, 0.75, 4)
@@ -74,7 +74,7 @@ def test_shares_and_workers_that_are_not_named_any_more() -> None:
     assert [each.name for each in observer.look(info(worker("a")), 72.0).workers] == ["a"]
 
 
-def test_a_server_that_tells_something_else_is_refused() -> None:
+def test_observer_refuses_the_response_of_another_server() -> None:
     """An older gateway, or another server."""
     for answer in ([], {}, {"loads": []}, info({"worker_id": "a"})):
         with pytest.raises(CommandFailed) as caught:
@@ -88,7 +88,7 @@ def shown(*workers: Worker) -> list[str]:
 
 
 def worker_of(model: str, row: list[str]) -> Worker:
-    """That the row of a table is of."""
+    """Returns the worker that a row of the table shows."""
     name, state, running, *others = row
     return Worker(name, model, "both", state, figure(running), None, *map(figure, others))
 
@@ -97,7 +97,7 @@ def figure(text: str) -> Any:
     return None if text == "-" else int(text[:-1]) / 100 if text.endswith("%") else int(text)
 
 
-def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
+def test_table_fits_80_columns_and_keeps_worker_names_distinct() -> None:
     names = [f"release-rootstock-worker-llama-7d9f8c6b5d-{tail}" for tail in ("abcde", "fghij")]
     figures = (256, 256, 999, 1.0, 1.0, 12345.6, 9999)
     full = [Worker(name, "meta-llama/Llama-3.1-8B", "decode", "draining", *figures) for name in names]
@@ -108,8 +108,8 @@ def test_a_table_fits_80_columns_and_keeps_what_tells_workers_apart() -> None:
     assert "queue 1  tokenizers 2  detokenizers 3" in rows and rows[-1].endswith("shorter answers")
 
 
-def test_the_picture_in_the_documents_is_as_it_is_printed_today() -> None:
-    """The picture of the tutorial is docs/pictures/status.txt."""
+def test_picture_in_the_tutorial_matches_the_table() -> None:
+    """The tutorial shows docs/pictures/status.txt."""
     text = cli_reference.PICTURE.read_text().rstrip("\n")
     assert "\n".join(f"    {line}".rstrip() for line in text.splitlines()) in (ROOT / "docs/tutorials/laptop.md").read_text()
     (url, model), _, _, _, *rows, _, foot = map(str.split, text.splitlines())
@@ -119,18 +119,18 @@ def test_the_picture_in_the_documents_is_as_it_is_printed_today() -> None:
     assert [worker.state for worker in workers].count("lost") == 1
 
 
-def test_what_workers_call_themselves_moves_no_cursor() -> None:
+def test_table_removes_control_characters_from_worker_names() -> None:
     rows = shown(Worker("\x1b]0;x\x07", "m\x1b[2J", "both", "\x1b[H"), Worker("b", "n", "both", "ready"))
     assert "\x1b" not in "".join(rows)
 
 
-def test_what_all_have_goes_without_saying() -> None:
+def test_table_omits_model_and_role_when_workers_share_them() -> None:
     rows = shown(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
     assert rows[1] == "2 workers, 1 ready"
     assert rows[3].split() == ["WORKER", "STATE", "RUN", "WAIT", "KV", "HITS", "TOK/S", "RETR"]
 
 
-def test_json_is_a_line_with_all_of_it(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_prints_one_line_of_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.info = info(worker("a"), worker("b", "lost"))
     assert main(["status", "--once", "--json"]) == Exit.DONE
     told = json.loads(capsys.readouterr().out)
@@ -141,7 +141,7 @@ def test_json_is_a_line_with_all_of_it(server: FakeServer, capsys: pytest.Captur
     assert (told["waiting"], told["tokenizers"], told["detokenizers"], told["models"]) == (4, 2, 3, ["m"])
 
 
-def test_a_watch_outlives_a_gateway_that_is_away() -> None:
+def test_status_watch_continues_when_the_gateway_is_unavailable() -> None:
     standing = Observer().look(info(worker("a")), 1.0)
     answers: Iterator[Standing | CommandFailed] = iter([unreachable("http://h", "Connection refused"), standing])
 
@@ -156,7 +156,7 @@ def test_a_watch_outlives_a_gateway_that_is_away() -> None:
     assert "cannot be reached" in json.loads(out.getvalue())["error"]
 
 
-def test_what_is_wrong_is_said_with_where_to_look() -> None:
+def test_troubles_name_each_fault_with_a_place_to_look() -> None:
     well = Observer().look(info(worker("a"), worker("b", "lost")), 10.0)
     assert troubles(well) == []
     gateway = {"waiting": 4, "workers": 0, "tokenizers": 0, "detokenizers": 3}
@@ -172,7 +172,7 @@ def test_what_is_wrong_is_said_with_where_to_look() -> None:
     assert troubles(full) == ["a has no memory left for the 1 that wait there: more workers, or shorter answers"]
 
 
-def test_what_a_gateway_stands_on_is_said_too() -> None:
+def test_troubles_name_faults_of_services_that_the_gateway_needs() -> None:
     def said(**around: Any) -> list[str]:
         told = info(worker("a"))
         gateway = {**told["gateway"], "surroundings": around}
@@ -186,9 +186,9 @@ def test_what_a_gateway_stands_on_is_said_too() -> None:
     names = ["tokenizer", "worker"]
     assert said(redis=broken, unresolved=names, key_file_valid=False, tls_files_valid=False, scraped_s_ago=720.0) == [
         "names of tokenizer and worker cannot be looked up",
-        "nobody has asked for this gateway's metrics for 12 minutes",
-        "Redis does not answer",
-        "the store of what clients have kept does not answer",
+        "this gateway's metrics have not been scraped for 12 minutes",
+        "Redis does not respond",
+        "the state store does not respond",
         "the files of API keys are wrong, and what they held before is in use",
         "the files of certificates are wrong, and what they held before is in use",
     ]

@@ -1,22 +1,25 @@
-"""A file as multipart/form-data, in pieces: none is held whole."""
+"""Uploads and downloads of files in pieces, with a progress bar; no file is in memory as a whole."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from services.cli.batch.passing import shown
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.server import PIECE_BYTES, Content
 from services.cli.shared.terminal import Terminal
+from services.shared.observe.progress import Progress
+
+SHOW_EVERY_S = 0.2  # seconds between two updates of the progress bar
 
 
 def endpoint_of(path: Path) -> str:
-    """That which the first line names. Raises CommandFailed for a file without such a line."""
+    """Returns the url of the first line. Raises CommandFailed if the first line has none."""
     try:
         with path.open("rb") as file:
             line: Any = json.loads(file.readline() or b"null")
@@ -33,7 +36,14 @@ def endpoint_of(path: Path) -> str:
 
 
 def content_of(path: Path, err: Terminal) -> Content:
-    """With purpose `batch`, as OpenAI's /v1/files takes it. err: that it is shown on while it is sent. Raises CommandFailed."""
+    """Returns the form that /v1/files takes for a file with purpose `batch`.
+
+    Args:
+        err: terminal that shows the progress of the upload.
+
+    Raises:
+        CommandFailed: The file cannot be read.
+    """
     boundary = secrets.token_hex(16)
     name = path.name.replace("\\", "_").replace('"', "_").replace("\r", "_").replace("\n", "_")
     head = _part(boundary, 'name="purpose"') + b"batch\r\n"
@@ -58,7 +68,11 @@ def _part(boundary: str, disposition: str, further: str = "") -> bytes:
 
 
 def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
-    """What is appended meanwhile is not sent: the length was told."""
+    """Yields the form in pieces. Bytes appended to the file after `size` was read are not sent.
+
+    Raises:
+        CommandFailed: The file has become shorter than `size`.
+    """
     yield head
     with path.open("rb") as file:
         while size and (piece := file.read(min(size, PIECE_BYTES))):
@@ -67,3 +81,24 @@ def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
     if size:
         raise CommandFailed(Exit.FAILED, f"{path} has become shorter while it was sent: send it again.")
     yield tail
+
+
+def shown(pieces: Iterable[bytes], title: str, total: int, err: Terminal) -> Iterator[bytes]:
+    """Yields the given pieces and shows their progress on a terminal.
+
+    Args:
+        total: bytes of all pieces; 0 if unknown, and then no progress is shown.
+        err: terminal; no progress is shown if it is a file or a pipe.
+    """
+    begun = updated_at = time.monotonic()
+    done, is_shown = 0, err.is_tty and total > 0
+    try:
+        for piece in pieces:
+            yield piece
+            done, now = done + len(piece), time.monotonic()
+            if is_shown and now - updated_at >= SHOW_EVERY_S:
+                err.overwrite(Progress(title, min(done, total), total, now - begun).bar())
+                updated_at = now
+    finally:
+        if is_shown:
+            err.overwrite("")
