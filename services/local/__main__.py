@@ -1,4 +1,4 @@
-"""python -m services.local: the whole system as processes on this machine. What `make run` starts."""
+"""python -m services.local: starts the whole system as processes on this machine, as `make run` does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from services.local.faults.ends import Memory, num_memory_kills
-from services.local.faults.model_folder import NoModel, model_folder, weight_bytes
+from services.local.ends import Memory, num_memory_kills
+from services.local.model_folder import NoModel, model_folder, weight_bytes
 from services.local.plan import Part, log_folder, num_gpus, num_ports, parts, settings_of, state_folder, worker_settings
 from services.local.ports import free_ports, why_not_listen
 from services.local.settings import LocalSettings

@@ -16,44 +16,51 @@ HEAD = """\
 # The client
 
 Written by `make docs` from the code. `rootstock` is what `pip install` of this repository puts on the path
-(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs Python's own library alone,
-and speaks to any server with OpenAI's API; `status` to Rootstock's gateway. `bench` takes aiohttp and what the services take.
+(`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m services.cli` is the same. It needs only Python's standard
+library and works with any server that has OpenAI's API; `status` needs Rootstock's gateway, and `bench` needs
+aiohttp and the dependencies of the services.
 
 The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](../how-to/keys.md) comes from
-`$ROOTSTOCK_API_KEY` or the file that `--api-key-file` names: arguments of a process are seen by all users of a machine, so no
-flag takes it.
+`$ROOTSTOCK_API_KEY` or the file that `--api-key-file` names: all users of a machine see the arguments of a process, so no
+flag takes the key.
 
-Answers go to stdout as they come, everything else to stderr: an error is one sentence with what to do. `--json` prints one line
-of JSON for each result. There are no colours where stdout is no terminal, or `NO_COLOR` is set.
+Answers go to stdout as they arrive, everything else to stderr. An error is one sentence with the remedy. `--json` prints one line
+of JSON for each result. There are no colours if stdout is not a terminal or `NO_COLOR` is set.
 
 """
 STATUS = """
-Figures of a worker are those that it told last, over all gateways: what runs and waits there, the share of its KV pool that
-running requests use, the share of prompt tokens that its cache had since its start, tokens generated per second lately,
-retractions since its start. The queue is that of the gateway which is asked. On a terminal the table is drawn anew every
-second. States: `ready`; `silent` (it has told nothing for two and a half seconds); `paused`, `draining`, `hung`; `unused` (the
-gateway gives it nothing for the time being, as after faults); `lost` (it was connected); `starting` (it never was); `gone` (the
-gateway does not know it any more: shown for a minute).
+The columns of a worker come from its last report, which counts the requests of all gateways: running and waiting requests,
+the used share of its KV pool, the cached share of prompt tokens since its start, generated tokens per second, and retractions
+since its start. The queue is the queue of this gateway. On a terminal the table is refreshed every second.
 
-Below the table stands what is wrong, a sentence each with where to look: models that nobody can answer for, a service that is
-not connected, workers that hang, are left alone after faults, or have no memory for what waits; and of what the gateway stands
-on, names that cannot be looked up, a Redis that does not answer, files of keys or certificates that are wrong, metrics that
-nobody asks for any more. It is what a gateway tells (`GET /server_info`). Drivers, RuntimeClasses and volumes are seen in the
-cluster alone: there it names the check of `helm test` that says more
-([which sees what](../how-to/kubernetes/diagnosis.md#from-outside)).
+| state | meaning |
+| --- | --- |
+| `ready` | The worker takes requests. |
+| `silent` | The worker has sent no report for 2.5 s. |
+| `paused`, `draining`, `hung` | The worker takes no requests. |
+| `unused` | The gateway sends no requests for a while, for example after faults. |
+| `lost` | The connection to the worker has ended. |
+| `starting` | The worker has not connected yet. |
+| `gone` | The gateway no longer lists the worker, which is shown for one minute. |
+
+Below the table is a sentence for each fault with the place to look at: models without a ready worker, services that are not
+connected, workers that hang, are unused or have no free memory; DNS names that do not resolve, a Redis that does not respond,
+wrong files of keys or certificates, and metrics that are not scraped. The source is the gateway's `GET /server_info`.
+Drivers, RuntimeClasses and volumes are visible only inside the cluster; for these a sentence names the check of `helm test`
+([comparison](../how-to/kubernetes/diagnosis.md#from-outside)).
 
 While load runs, just after one of three workers was killed:
 
 <!-- output: example -->
 """
 CHAT = """
-Without `-m` and a pipe it is a conversation: `/reset`, `/model [NAME]`, `/system [TEXT]`, `/save FILE`, `/help`, `/exit`.
-Ctrl-C stops an answer, which counts as said as far as it came; Ctrl-D leaves.
+Without `-m` and a pipe, the command holds a conversation: `/reset`, `/model [NAME]`, `/system [TEXT]`, `/save FILE`, `/help`,
+`/exit`. Ctrl-C stops an answer and keeps its first part in the conversation. Ctrl-D leaves.
 """
 BATCH = """
-A line of the file is `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`; all go to one
-endpoint. With `--wait`, status is 0 where the batch completed and 1 where it did not. `results` prints the lines that were
-answered, `--errors` those that were not.
+A line of the file is `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`; all lines have the
+same endpoint. With `--wait`, the exit status is 0 if the batch completed and 1 otherwise. `results` prints the completed
+lines, `results --errors` the failed lines.
 """
 CONTROL = """
 [What each operation does](control.md). Names and values of flags that are not given come from `ROOTSTOCK_` variables of the
@@ -62,7 +69,7 @@ environment, as `ROOTSTOCK_CONTROL_TOKEN`.
 SIM = """
 [What is simulated, and the figures](../how-to/simulator.md). Each action has its own `--help`.
 """
-# Blocks that make what the examples of a command need, and the marks of tests/docs_commands before the examples.
+# Text before the examples of a command, with blocks that make the files of the examples.
 NEEDED = {
     "batch": """\
 A file with a line per request:

@@ -5,7 +5,9 @@ It starts no service.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -16,7 +18,6 @@ from services.detokenizer.metrics import DetokenizerMetrics
 from services.gateway.dispatch.fleet_collector import FleetCollector
 from services.gateway.observe.metrics import GatewayMetrics, KeyMetrics, QueueMetrics, StoreMetrics
 from services.gateway.observe.request_series import RequestMetrics
-from services.local import metrics_of_sglang
 from services.shared.observe.histogram import LabelledHistogram
 from services.shared.observe.readings import Readings
 from services.shared.tls.metrics import TlsMetrics
@@ -29,6 +30,7 @@ from services.worker.metrics.peer_metrics import PeerMetrics, PeerReadMetrics
 from services.worker.metrics.phase import LifeMetrics
 from services.worker.metrics.scheduler_metrics import WorkerMetrics
 
+COUNTERPARTS = Path(__file__).with_name("metrics_of_sglang.toml")
 HEAD = """# Metrics
 
 Every metric of every process, written by `make docs` from the code that defines it. `/metrics` of the gateway is on its HTTP
@@ -43,11 +45,11 @@ SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "
 OF_SGLANG = """
 ## SGLang's metrics
 
-All of them, and what says the same here. A worker tells of what it does, whatever SGLang's process of the same metric is called;
-where a name is the same so is its meaning, but for labels.
+All metrics of SGLang and their counterparts here. A worker exports the metrics of its own work, whichever of SGLang's
+processes exports the metric. Equal names have equal meanings; labels may differ.
 
 """
-UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # words of names
+UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # words of a metric's name that are its unit
 UNNAMED = {
     "sglang:token_usage": "0 to 1",
     "sglang:cache_hit_rate": "0 to 1",
@@ -64,16 +66,16 @@ UNNAMED = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """name: without what `series` adds. unit: empty for a plain number."""
+    """A metric in the table of its service."""
 
-    name: str
+    name: str  # without the endings that `series` adds
     kind: str
     labels: tuple[str, ...]
     text: str
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names as Prometheus has them."""
+        """Names of the metric's time series in Prometheus."""
         return tuple(self.name + end for end in SERIES.get(self.kind, ("",)))
 
     @property
@@ -82,7 +84,7 @@ class Row:
 
 
 def services() -> dict[str, list[Row]]:
-    """By service, in order of name; what several have, by itself."""
+    """Returns the metrics by service, sorted by name. The TLS metrics of all services are one entry."""
     found = {
         "gateway": [
             *_own(GatewayMetrics(CollectorRegistry())),
@@ -107,7 +109,7 @@ def services() -> dict[str, list[Row]]:
 
 
 def _own(metrics: object) -> list[Row]:
-    """Of an object whose attributes are metrics."""
+    """Returns the metrics among the attributes of an object."""
     out: list[Row] = []
     for each in vars(metrics).values():
         if isinstance(each, MetricWrapperBase):
@@ -124,13 +126,13 @@ def _described(*collectors: type[Readings[Any]] | type[WorkerMetrics] | type[Gra
 
 
 def _row(metric: Metric, labels: tuple[str, ...] | None = None) -> Row:
-    """The library keeps label names to itself; there is no other way to learn them before there are samples."""
+    """Reads label names from a private attribute, because a metric without samples has no public one."""
     names = getattr(metric, "_labelnames", ()) if labels is None else labels
     return Row(metric.name, metric.type, tuple(names), metric.documentation)
 
 
 def render() -> str:
-    return HEAD + "".join(_section(name, rows) for name, rows in services().items()) + OF_SGLANG + metrics_of_sglang.section()
+    return HEAD + "".join(_section(name, rows) for name, rows in services().items()) + OF_SGLANG + _section_of_sglang()
 
 
 def _section(name: str, rows: list[Row]) -> str:
@@ -143,6 +145,32 @@ def _section(name: str, rows: list[Row]) -> str:
         labels = ", ".join(f"`{label}`" for label in row.labels)
         shown = row.series[0] if row.kind != "histogram" else row.name
         lines.append(f"| `{shown}` | {row.kind} | {row.unit} | {labels} | {row.text} |")
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """A metric of SGLang and its counterpart."""
+
+    theirs: str  # SGLang's name, without the endings of a histogram
+    ours: str  # name here; empty without a counterpart
+    why: str = ""  # reason for no counterpart
+
+
+def counterparts() -> list[Counterpart]:
+    """Returns all rows of services/local/metrics_of_sglang.toml, sorted by SGLang's name."""
+    table = tomllib.loads(COUNTERPARTS.read_text())
+    rows = [Counterpart(name, name) for name in table["same"]]
+    rows += [Counterpart(name, ours) for name, ours in table["named"].items()]
+    rows += [Counterpart(name, "", group["why"]) for group in table["absent"] for name in group["names"]]
+    return sorted(rows, key=lambda row: row.theirs)
+
+
+def _section_of_sglang() -> str:
+    lines = ["| SGLang | here |", "| --- | --- |"]
+    for row in counterparts():
+        ours = "the same" if row.ours == row.theirs else f"`{row.ours}`" if row.ours else f"– {row.why}"
+        lines.append(f"| `{row.theirs}` | {ours} |")
     return "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,7 @@ WRITTEN = re.compile(r"(?<=<!-- make docs: architectures -->\n)(.*?)(?=^ *<!-- e
 
 
 def render(page: str) -> str:
-    """The page with the list as it is."""
+    """Returns the page with the present list of architectures."""
     from services.worker.exec.models.dense import CAUSAL
     from services.worker.exec.models.registry import FAMILIES
 
@@ -67,7 +67,7 @@ def table() -> str:
 
 
 def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, list[str]]:
-    """A key of the table, or "unsupported"; and the layer types or the parts that the worker's sentence names."""
+    """Returns a key of the table, or "unsupported", and the names of layer types or submodels for the worker's message."""
     from services.worker.exec.models.causal_transformers import auto_class_of
     from services.worker.exec.models.encoder import is_encoder
     from services.worker.exec.models.registry import NotCovered, config_of

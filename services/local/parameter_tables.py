@@ -39,7 +39,7 @@ _HEAD = "| field | values | default | |\n| --- | --- | --- | --- |\n"
 
 
 def rendered(page: str) -> str:
-    """The page with its tables as the code has them. Raises KeyError for a table that there is not."""
+    """Returns the page with the present tables. Raises KeyError if a mark names an unknown table."""
     return _TABLE.sub(lambda match: match[1] + TABLES[match[2]](), page)
 
 
@@ -94,7 +94,7 @@ def _routes() -> str:
 
 
 def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
-    """All that a body may have: what is served, what is taken without effect, what asks for something that there is not."""
+    """Returns a table of all known fields of a body: served fields, neutral fields and refused fields."""
 
     def table() -> str:
         rows = {name: f"served | {field.description or ''}" for name, field in body.model_fields.items()}
@@ -178,7 +178,7 @@ def _range(row: SamplingParameter) -> str:
 
 
 def _power(number: float) -> str:
-    """Large ends of a range are powers of two, or lie beside one."""
+    """Formats a number. A large number is a power of two, or one less than a power of two."""
     if abs(number) < 1 << 24:
         return f"{number:,.10g}"
     exponent, sign = round(abs(number)).bit_length() - 1, "-" if number < 0 else ""

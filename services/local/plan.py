@@ -1,4 +1,4 @@
-"""Which processes make up the whole system on one machine, with which flags. Pure: settings and ports in, commands out."""
+"""The processes of the whole system on one machine, with their flags. Pure: takes settings and ports, and returns commands."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from services.shared.settings import load
 from services.worker.settings import WorkerSettings
 
 GRACE_S = 2.0
-MEM_FRACTION = 0.5  # of the free memory, for the KV pools of all workers together
-HOST_FRACTION = 0.25  # of the free memory, for the host tiers of all workers together
-GPU_FRACTION = 0.9  # of a GPU, for all workers on it together
+MEM_FRACTION = 0.5  # share of the free memory for the KV pools of all workers together
+HOST_FRACTION = 0.25  # share of the free memory for the host tiers of all workers together
+GPU_FRACTION = 0.9  # share of a GPU's memory for all workers on the GPU together
 ANY_HOST = ("0.0.0.0", "::", "")  # addresses that mean every interface
 S = TypeVar("S", bound=BaseSettings)
 
@@ -87,7 +87,7 @@ def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Pa
 
 
 def _state(settings: LocalSettings, port: int) -> list[Part]:
-    """What keeps responses and conversations, in a folder that is made when the system is started."""
+    """Returns the Redis of the state store. The launcher makes its folder at the start."""
     if not settings.state_dir:
         return []
     command = Command("state", redis_argv(port, settings.redis_server, state_folder(settings)))
@@ -99,7 +99,7 @@ def log_folder(settings: LocalSettings) -> Path:
 
 
 def kv_folder(settings: LocalSettings) -> Path:
-    """Of the sockets by which workers read each other's KV."""
+    """Returns the folder of the sockets through which workers read each other's KV."""
     return log_folder(settings) / "kv"
 
 
@@ -113,12 +113,12 @@ def state_folder(settings: LocalSettings) -> Path:
 
 
 def names(service: str, count: int) -> list[str]:
-    """A single one is called as its service is."""
+    """Returns names for the processes of a service. A single process has the name of the service."""
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
 def worker_names(settings: LocalSettings) -> list[str]:
-    """In the order of their roles; where roles are apart, each is called as its own."""
+    """Returns the names of the workers in the order of worker_roles. A worker with a role is named after the role."""
     roles = settings.worker_roles
     return [f"{'worker' if role == 'both' else role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
 

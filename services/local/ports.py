@@ -1,7 +1,7 @@
 """Free loopback ports for processes that are about to start.
 
-Between a look and the start anybody may take a port that was free. Those who ask here do not take each other's: each process
-claims a block of ports, another one once these are used up, and keeps them as long as it lives.
+Another program may take a free port before the process listens on it. Processes that use this module never get the same port:
+each claims blocks of ports, one at a time, and keeps its blocks until it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Collection
 
 HOST = "127.0.0.1"
 RANGE = range(10_000, 32_768)  # Linux gives outgoing connections 32768 and above
-BLOCKS = range(RANGE.start, RANGE.stop - 255, 256)  # each begins there
+BLOCKS = range(RANGE.start, RANGE.stop - 255, 256)  # first ports of the blocks
 _LOCK = threading.Lock()
 
 
@@ -45,11 +45,11 @@ def why_not_listen(host: str, port: int) -> str:
 
 
 class _Ports:
-    """Those of one process. A claim is a socket of UDP on a block's first port, which stays free for TCP."""
+    """The blocks of one process. A claim is a UDP socket on the first port of a block, so the port stays free for TCP."""
 
     def __init__(self) -> None:
         self._claims: list[socket.socket] = []
-        self._ports: deque[int] = deque()  # what was given the longest ago, or never, comes first
+        self._ports: deque[int] = deque()  # the ports of all blocks; unused ports and ports returned longest ago come first
 
     def take(self, count: int, besides: Collection[int]) -> list[int]:
         with contextlib.ExitStack() as held:
@@ -61,7 +61,7 @@ class _Ports:
                 port = self._ports.popleft()
                 self._ports.append(port)
                 tried += 1
-                with contextlib.suppress(OSError):  # somebody has it
+                with contextlib.suppress(OSError):  # another program uses the port
                     if port not in besides:
                         held.enter_context(contextlib.closing(socket.socket())).bind((HOST, port))
                         found.append(port)
@@ -79,19 +79,29 @@ class _Ports:
                 self._ports.extendleft(reversed(range(first, first + BLOCKS.step)))
                 return
         raise RuntimeError(
-            f"no block of ports of {HOST} is to be had: {len(BLOCKS)} are claimed, by this process {len(self._claims)}"
+            f"no free block of ports on {HOST}: all {len(BLOCKS)} are claimed, {len(self._claims)} of them by this process"
         )
 
 
 @functools.cache
 def _ports_of(pid: int) -> _Ports:
-    """A child that was forked claims blocks of its own."""
+    """Returns the blocks of a process, by pid, so that a forked child claims blocks of its own."""
     return _Ports()
 
 
 def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
-    """`count` different ports, none of them in `besides`, that were free a moment ago and that no outgoing connection is given by
-    default: a server that stops finds its port free again. No other process that asks here is given them while this one lives,
-    and this one gets them again as late as can be. Raises RuntimeError if there are not as many."""
+    """Returns different ports on which no program listens.
+
+    The ports are below the range of outgoing connections, so a server that restarts finds its port free. While this process
+    lives, other callers of this function in other processes do not get them. This process gets a port again only after all
+    others of its blocks.
+
+    Args:
+        count: number of ports.
+        besides: ports that are not returned.
+
+    Raises:
+        RuntimeError: All blocks are claimed.
+    """
     with _LOCK:
         return _ports_of(os.getpid()).take(count, besides)

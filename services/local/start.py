@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local import demo
 from services.local.demo import BrokenOff, Endpoint, Kind, NoAnswer
-from services.local.faults.ends import Memory, num_memory_kills, why_it_ended
+from services.local.ends import Memory, num_memory_kills, why_it_ended
 from services.local.plan import Part, address, log_folder, served_name
 from services.local.ports import HOST
 from services.local.settings import LocalSettings

@@ -63,7 +63,7 @@ class StartView:
         self._told: set[str] = set()  # texts that stay on the screen: workers tell the same
 
     def waiting(self, name: str, log: Path) -> None:
-        """Shows news of the process `name`, which is not ready. Called as often as one likes."""
+        """Shows the news of a process that is not ready. May be called at any rate."""
         reader = self._logs.setdefault(log, LogReader(log))
         for told in reader.news():
             if told.is_warning or not (self._is_tty or told.is_bar):
@@ -98,7 +98,7 @@ class StartView:
 
 
 def _told(line: bytes) -> Told | None:
-    """A line that is no JSON is a library's own, and not shown."""
+    """Returns the news in a line of a log. Lines that are not JSON are output of libraries, and are not shown."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -27,8 +27,8 @@ from services.shared.settings import WRONG_SETTINGS
 
 logger = logging.getLogger(__name__)
 
-STOP_S = 4.0  # from SIGTERM to SIGKILL
-RESTART_S = 0.5
+STOP_S = 4.0  # seconds from SIGTERM to SIGKILL
+RESTART_S = 0.5  # seconds between two looks for ended children
 MOST_ENDS = 2  # ends before a process was ready that fail the start
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -36,11 +36,11 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """env is added to the launcher's own environment."""
+    """A process to start."""
 
     name: str
     argv: list[str]
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)  # added to the launcher's environment
 
 
 class Child:
@@ -93,7 +93,7 @@ class Child:
             self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """Kills what the process has started and left behind: a compiler, say."""
+        """Kills child processes that outlived the process, for example a compiler."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ class Supervisor:
         child.start()
 
     async def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to what is left after STOP_S seconds. On return no child is left."""
+        """Sends SIGTERM to all children, and SIGKILL to the rest after STOP_S seconds. No child is left on return."""
         for child in self.children:
             child.signal(signal.SIGTERM)
         deadline = asyncio.get_running_loop().time() + STOP_S
@@ -182,6 +182,6 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec. Linux only; elsewhere a killed launcher leaves its children."""
+    """Runs in the child before exec. Works on Linux only; on other systems the children survive a killed launcher."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.local import metrics_of_sglang, metrics_reference
+from services.local import metrics_reference
 from services.local.metrics_reference import Row
 from tests.chart.promql import names
 
@@ -58,7 +58,7 @@ def test_the_dashboards_are_up_to_date() -> None:
 
 
 def test_each_of_sglangs_metrics_is_emitted_or_has_a_reason_not_to_be() -> None:
-    table = metrics_of_sglang.counterparts()
+    table = metrics_reference.counterparts()
     known = emitted() | {row.name for row in rows()} | {"process_cpu_seconds_total"}
     theirs = [each.theirs for each in table]
     assert len(theirs) == len(set(theirs)) > 150

@@ -1,4 +1,4 @@
-"""Ports for processes that are about to start: two who ask at once are not given the same."""
+"""Processes that ask for ports at the same time get different ports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 from services.local.ports import BLOCKS, free_ports, is_taken
 
-# Asks for so many ports as each argument says, then for 300 that are none of the first ones, and lives until its stdin ends.
+# Takes ports as each argument says, then 300 ports that are not in the first list, and lives until stdin ends.
 ASKS = """
 import json, sys
 from services.local.ports import free_ports
@@ -20,7 +20,7 @@ sys.stdin.read()
 
 
 def given_to(*counts: int, stack: contextlib.ExitStack) -> list[list[int]]:
-    """By ask, to a process that lives as long as the stack."""
+    """Returns the ports of each request by a process that lives as long as the stack."""
     command = [sys.executable, "-c", ASKS, *map(str, counts)]
     asking = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     assert asking.stdin and asking.stdout
@@ -33,7 +33,7 @@ def blocks_of(asks: list[list[int]]) -> set[int]:
     return {(port - BLOCKS.start) // BLOCKS.step for ports in asks for port in ports}
 
 
-def test_they_are_nobody_elses_and_come_again_as_late_as_can_be() -> None:
+def test_free_ports_differ_between_processes_and_are_reused_last() -> None:
     with contextlib.ExitStack() as stack:
         others = [given_to(100, 100, 0, 100, stack=stack) for _ in range(3)]
         blocks = [blocks_of(each) for each in [*others, [free_ports(100)]]]

@@ -1,4 +1,4 @@
-"""The bundled server runs unless a setting names another, whatever is on PATH."""
+"""The bundled server runs unless a setting names another program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.local.settings import LocalSettings
 
 
 def started(**settings: str) -> str:
-    """The program of the Redis that would be started."""
+    """Returns the program of the planned Redis."""
     local = LocalSettings(_cli_parse_args=False, **settings)  # type: ignore[call-arg]
     (part,) = [each for each in parts(local, "models/demo", list(range(num_ports(local)))) if each.command.name == "redis"]
     return part.command.argv[0]
@@ -29,17 +29,17 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(program)
 
 
-def test_the_bundled_one_runs_by_itself(other: str) -> None:
+def test_plan_runs_the_bundled_redis_by_default(other: str) -> None:
     said = subprocess.run([started(), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.startswith("Valkey server v=9.")
 
 
-def test_a_setting_names_another(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_runs_the_redis_of_the_setting(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(redis_server="redis-server") == started(redis_server=other) == other
     monkeypatch.setenv("ROOTSTOCK_LOCAL_REDIS_SERVER", other)
     assert started() == other
 
 
-def test_one_that_is_not_there_is_said(other: str) -> None:
+def test_plan_refuses_a_missing_redis(other: str) -> None:
     with pytest.raises(ValueError, match="redis_server: no-such-server is not a program here"):
         started(redis_server="no-such-server")

@@ -29,7 +29,7 @@ class Screen(io.StringIO):
     ],
     ids=["half", "stalled", "layers", "nothing"],
 )
-def test_a_line_is_read_as_it_was_written(progress: Progress, line: str) -> None:
+def test_progress_line_is_parsed_to_equal_progress(progress: Progress, line: str) -> None:
     assert progress.line() == line
     assert read(line) == progress
     assert read(f"not {line}") is None

@@ -1,4 +1,4 @@
-"""Children and what they started are gone when the launcher says so; a failed demo question is no reason to stop."""
+"""The supervisor starts, restarts and stops processes; the plan gives them flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 
 @pytest.mark.parametrize("code", [NEST, STUBBORN], ids=["grandchild", "ignores-sigterm"])
-def test_stop_leaves_nothing(tmp_path: Path, code: str) -> None:
+def test_stop_ends_children_and_their_processes(tmp_path: Path, code: str) -> None:
     marker = f"ROOTSTOCK_TEST_MARKER={uuid.uuid4().hex}"
     supervisor = Supervisor(tmp_path)
     supervisor.start(Command("child", [sys.executable, "-c", code], dict([marker.split("=")])))
@@ -33,7 +33,7 @@ def test_stop_leaves_nothing(tmp_path: Path, code: str) -> None:
     assert supervisor.children[0].exit_code is not None
 
 
-def test_what_ends_is_started_again(tmp_path: Path) -> None:
+def test_supervisor_restarts_an_ended_process(tmp_path: Path) -> None:
     async def run() -> tuple[int, int]:
         supervisor = Supervisor(tmp_path)
         child = supervisor.start(Command("child", [sys.executable, "-c", "import time; time.sleep(60)"]))
@@ -118,18 +118,18 @@ def test_output_of_a_child_begins_at_the_last_start(tmp_path: Path) -> None:
         (4, 1, 4, ["--device", "cuda:1", "--hicache-memory-fraction", "0.0625"]),
     ],
 )
-def test_workers_take_turns_at_the_gpus(workers: int, index: int, gpus: int, flags: list[str]) -> None:
+def test_plan_spreads_workers_over_gpus(workers: int, index: int, gpus: int, flags: list[str]) -> None:
     assert memory_flags(workers, index, gpus) == flags
 
 
-def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
+def test_num_gpus_counts_device_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert num_gpus(tmp_path) == 2 and num_gpus(tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_shares_memory_among_workers_and_names_them_to_the_gateway(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.local.plan.num_gpus", lambda: 0)
     settings = LocalSettings(_cli_parse_args=False, workers=workers, worker_flags="--mem-fraction-static 0.1")  # type: ignore[call-arg]
     ports = list(range(9000, 9000 + num_ports(settings)))
@@ -142,8 +142,8 @@ def test_workers_share_the_memory_and_the_gateway_knows_them_all(workers: int, m
     assert len(gateway[gateway.index("--workers") + 1].split(",")) == workers
 
 
-def test_roles_take_the_place_of_whole_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `make run` starts them, whose --workers counts for nothing then."""
+def test_plan_replaces_workers_when_roles_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make run` also passes --workers, which is then ignored."""
     monkeypatch.setattr("services.local.plan.num_gpus", lambda: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     argv = ["--workers", "1", "--prefill-workers", "1", "--decode-workers", "2", "--admin-port", "8001"]
@@ -167,13 +167,13 @@ def test_roles_take_the_place_of_whole_workers(monkeypatch: pytest.MonkeyPatch) 
     assert len(set(given)) == len(given), "no port twice"
 
 
-def test_workers_of_no_role_are_told_none() -> None:
+def test_plan_gives_no_role_flag_to_workers_without_a_role() -> None:
     settings = LocalSettings(_cli_parse_args=False)  # type: ignore[call-arg]
     plan = parts(settings, "models/demo", list(range(9000, 9000 + num_ports(settings))))
     assert not [part for part in plan if "--disaggregation-mode" in part.command.argv]
 
 
-@pytest.mark.parametrize("served", [True, False], ids=["unless told otherwise", "told otherwise"])
+@pytest.mark.parametrize("served", [True, False], ids=["default", "disabled"])
 def test_every_gateway_serves_the_playground(served: bool) -> None:
     flags = [] if served else ["--no-playground"]
     settings = load(LocalSettings, "rootstock-local", ["--gateways", "2", *flags])
@@ -199,7 +199,7 @@ def test_plan_has_the_urls_of_the_gateways_own_flags(flags: str, url: str, metri
 
 
 @pytest.mark.parametrize("role", ["--prefill-workers", "--decode-workers"])
-def test_one_role_without_the_other_is_refused(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_refuse_one_role_without_the_other(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(LocalSettings, "rootstock-local", [role, "2"])
-    assert "prefill_workers and decode_workers go together: each needs one of the others" in capsys.readouterr().err
+    assert "prefill_workers and decode_workers go together: set both to at least 1" in capsys.readouterr().err

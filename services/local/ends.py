@@ -98,7 +98,7 @@ def _redis_error(line: str) -> str:
 
 
 def _plain_line(line: str) -> str:
-    """A program's own last words: of a Python traceback its last line, the exception."""
+    """Returns the line if it is plain text, as the exception at the end of a traceback is; otherwise an empty string."""
     return "" if _record(line) is not None or REDIS_LINE.match(line) else line
 
 

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder as it is, or a hub id whose files are fetched first.
+"""The folder of a model's files: a folder as it is, or a hub id whose files are fetched first.
 
 A folder that cannot be served is refused here, before any process starts, in one sentence with the remedy. Only facts that need
 no model code are checked: files, their formats, their sizes. The worker checks the rest.
@@ -70,7 +70,7 @@ def _may_be_hub_id(model: str) -> bool:
 
 
 def _fetched(model: str, path: Path) -> Path:
-    """config.json comes first: a model that it rules out is not downloaded."""
+    """Downloads a model, config.json first, so that the weights of an unsupported model are not downloaded."""
     from huggingface_hub import snapshot_download
 
     try:
