@@ -1,4 +1,4 @@
-"""Random heads that draft, in the form in which they are published, and what they say by transformers' own modules."""
+"""Writes random EAGLE-3 heads and MTP layers in their published formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-LAYERS = (0, 1, 2)  # whose outputs an EAGLE-3 head reads
+LAYERS = (0, 1, 2)  # an EAGLE-3 head reads the outputs of these layers
 
 
 def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def _layer(config: Any, place: str, attended: int) -> dict[str, tuple[int, ...]]
 
 
 def write_eagle3(folder: Path, target: Path, draft_vocab: int, prefix: str = "", place: str = "midlayer") -> None:
-    """For a target of three layers."""
+    """Writes a head for a target of three layers."""
     config = AutoConfig.from_pretrained(str(target))
     hidden = config.hidden_size
     shapes = {
@@ -73,7 +73,7 @@ def write_eagle3(folder: Path, target: Path, draft_vocab: int, prefix: str = "",
 
 
 def add_mtp(target: Path, deepseek: bool) -> None:
-    """To the checkpoint itself."""
+    """Adds an MTP layer to the checkpoint of the target."""
     config = AutoConfig.from_pretrained(str(target))
     hidden, behind = config.hidden_size, f"model.layers.{config.num_hidden_layers}"
     place = behind if deepseek else "mtp.layers.0"

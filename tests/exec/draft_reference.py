@@ -1,4 +1,4 @@
-"""What heads that draft say of a whole text at once, in plain torch beside transformers' model of the target."""
+"""Draft tokens of heads for a whole text, computed by plain torch and by transformers' model of the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.exec.draft_folders import LAYERS
 
 
 def small_guesses(folder: Path, text: Sequence[int], count: int) -> list[int]:
-    """Of a decoder of its own."""
+    """Returns the draft tokens of a separate decoder."""
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     ids = list(text)
     with torch.inference_mode():
@@ -28,9 +28,10 @@ def small_guesses(folder: Path, text: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class HeadReference:
-    """eagle3: the folder of a head; None for the checkpoint's own layer, of either form."""
+    """Computes the draft tokens of an EAGLE-3 head or of an MTP layer."""
 
     target: Path
+    # folder of a head. None for the MTP layer of the target's checkpoint
     eagle3: Path | None
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class HeadReference:
                 self._tensors[renamed[start] + name.removeprefix(start) if start else name] = tensor
 
     def guesses(self, text: Sequence[int], count: int) -> list[int]:
-        """By entries 0 .. n - 2 of the target's states, and from there by its own."""
+        """Returns draft tokens from the target's states of entries 0 .. n - 2, and from the head's own states after these."""
         with torch.inference_mode():
             states = self._states(text)
             found: list[int] = []

@@ -18,9 +18,10 @@ LEGACY_SWITCHES = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_t
 
 @dataclass(frozen=True)
 class EmbeddingFolder:
-    """pooling: as sentence-transformers names it, empty for a folder without its files."""
+    """A random embedding model, with or without the files of sentence-transformers."""
 
     family: str
+    # name in sentence-transformers; empty for a folder without its files
     pooling: str
     options: dict[str, Any] = field(default_factory=dict)
     normalize: bool = True

@@ -57,9 +57,11 @@ class TinyModel:
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """What transformers answers to each, past any end-of-sequence token: one batch, padded on the left and masked there.
+    """Returns the answer of transformers to each prompt, without a stop at end-of-sequence tokens.
 
-    On one thread: beside another process, threads that wait for each other take twenty times as long over so little."""
+    Computes one batch, padded on the left, on one thread. With several threads, so small a computation takes twenty times as
+    long if another process runs.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     longest = max(map(len, prompts))

@@ -57,7 +57,7 @@ def refuse_by_config(config: Any, asked_context: int | None) -> None:
     """Refuses a model by its config, before its weights are read. Raises UnsupportedModel.
 
     Args:
-        asked_context: tokens; None for the model's longest context.
+        asked_context: context length in tokens, or None for the model's longest.
     """
     name = architecture_of(config)
     refuse_layer_types(config, name)

@@ -88,7 +88,7 @@ class DenseModel(ABC):
     embedding: Embedding
     layers: tuple[TransformerLayer, ...]
     norm: RmsNorm
-    # None if the checkpoint has no vocabulary projection
+    # absent if the checkpoint has no vocabulary projection
     head: Head | None
 
     @classmethod
