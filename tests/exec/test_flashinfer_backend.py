@@ -453,7 +453,7 @@ def test_a_decoders_logits_are_those_of_its_own_attention(name: str, tmp_path: P
     request = load_request(tmp_path, "float16", 16, None)
     decoder = load_model(request).model
     assert isinstance(decoder, Decoder)
-    config = decoder.config
+    config = decoder.model.config
     windows = tuple(sorted(set(config.windows)))
     shape = AttentionShape(config.num_heads, config.num_kv_heads, 64, 16, windows, 4, 96, 64, 40)
     bench, library = Bench(shape, torch.device("cpu"), torch.float16), Library(torch.device("cpu"))

@@ -79,7 +79,7 @@ def test_a_salt_that_was_deleted_is_computed_anew_also_after_a_restart(folder: P
         first = {salt: served.ask(prompt(0), salt=salt) for salt in ("a", "b")}
         handle = served.submit(prompt(0), salt="a")
         served.turn()
-        flushed = flush(served.core, served.executor, parse((), "a", None))
+        flushed = flush(SchedulerControl(served.core), served.executor, parse((), "a", None))
         assert flushed.stored is not None
         deleted = flushed.stored.result(DEADLINE_S)
         assert deleted.pages == PROMPT_TOKENS // PAGE_SIZE and not deleted.pending
