@@ -262,7 +262,7 @@ def test_terminal_names_cost_and_package_without_a_compiler(tmp_path: Path) -> N
     (line,) = [line for line in text.splitlines() if "compiler" in line]
     assert line.endswith(
         "the model runs on torch's own kernels, 2 to 7 times slower than on C++ kernels: no C++ compiler (g++, c++, clang++) is"
-        " installed; Debian's and Ubuntu's package is build-essential"
+        " installed; on Debian or Ubuntu install build-essential"
     )
     assert "  17 + 25 = 42.\n" in text
 
