@@ -9,6 +9,7 @@ from tests.contracts import imports
 ROOMS_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
 OTHER_SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
 IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
+WEB = ("starlette", "fastapi", "uvicorn", "services.gateway.http")
 NEVER = {
     "services.worker.core": (*(f"services.worker.{room}" for room in ROOMS_OF_THE_WORKER if room != "core"), *IO, "torch"),
     "services.worker.core.kv": ("services.worker.core.requests",),
@@ -18,6 +19,11 @@ NEVER = {
     "services.tokenizer": ("services.gateway", "services.worker", "services.detokenizer", "torch"),
     "services.detokenizer": ("services.gateway", "services.worker", "services.tokenizer", "torch"),
     "services.worker": ("services.gateway", "services.tokenizer", "services.detokenizer"),
+    "services.gateway.service": WEB,
+    "services.gateway.dispatch": WEB,
+    "services.gateway.request": WEB,
+    "services.gateway.batches": WEB,
+    "services.gateway.background": WEB,
     "services.gateway.routing": IO,
     "services.gateway.parsers": IO,
     "services.cli": (*(f"services.{other}" for other in OTHER_SERVICES), "torch", "rootstock", "grpc"),

@@ -199,6 +199,14 @@ def test_a_client_that_leaves_ends_every_span(collector: Collector) -> None:
     assert attempt.parent == server.id
 
 
+def test_health_probe_has_no_span(collector: Collector) -> None:
+    with System(otlp_endpoint=collector.address) as system:
+        assert system.get("/health_generate").status_code == 200
+        assert chat(system, TRACED).status_code == 200
+        collector.wait_for(SERVER)
+    assert not collector.named("POST /health_generate")
+
+
 def test_a_collector_that_is_down_disturbs_nobody() -> None:
     with System(otlp_endpoint="127.0.0.1:1") as system:
         assert [chat(system, TRACED).status_code for _ in range(5)] == [200] * 5

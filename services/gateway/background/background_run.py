@@ -25,13 +25,12 @@ from services.gateway.background.journal import STORE_AWAY, Journal, JournalSink
 from services.gateway.background.ports import Answers
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.caller import Caller
 from services.gateway.request.choice_output import Progress, WeightsName
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError, internal, timed_out
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Admission, Choice
+from services.gateway.request.request import Choice, KeyAdmission
 from services.gateway.request.usage import access_state
 from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
 from services.gateway.state.background_past import pages
@@ -57,7 +56,7 @@ class First:
     stored: Stored
     plan: Plan
     caller: Caller
-    admission: Admission | None
+    admission: KeyAdmission | None
     open: Callable[[], Awaitable[None]]
 
 
@@ -191,7 +190,7 @@ class BackgroundRun:
         stored: Stored,
         prepare: Prepare,
         caller: Caller,
-        admission: Admission | None,
+        admission: KeyAdmission | None,
         store: Callable[[], Awaitable[None]],
     ) -> ApiError | None:
         """None: it is over. Raises LeaseLost, StoreAway."""
@@ -217,11 +216,11 @@ class BackgroundRun:
             raise StoreAway(failure.message)
         return failure
 
-    async def _served(self, prepare: Prepare, caller: Caller, admission: Admission | None, sink: JournalSink) -> None:
+    async def _served(self, prepare: Prepare, caller: Caller, admission: KeyAdmission | None, sink: JournalSink) -> None:
         context = CallContext(self.order.request_id, ROUTE, caller=caller, routing_key=self.order.routing_key)
         began = time.monotonic()
         try:
-            await self._ports.run(GenerationCall(context, prepare, _no_body, asyncio.Event().wait, admission), sink)
+            await self._ports.run(GenerationCall(context, prepare, admission=admission), sink)
         finally:
             access, failure = self._ports.access, sink.failure
             if access.enabled and sink.running is not None:
@@ -258,11 +257,6 @@ class BackgroundRun:
         ports = self._ports
         response, events = await held(lambda: ports.answers.concluded(stored, status, error))
         await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
-
-
-async def _no_body(_held: object) -> ReceivedBody:
-    """The prompt is stored; there is no body."""
-    return ReceivedBody(b"")
 
 
 async def _progress(stored: Stored) -> Progress:

@@ -20,7 +20,7 @@ from services.gateway.request.caller import Caller
 from services.gateway.request.choice_output import WeightsName
 from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Admission, Choice
+from services.gateway.request.request import Choice, KeyAdmission
 from services.gateway.service.sink import RunGeneration
 from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
@@ -95,7 +95,7 @@ class BackgroundWork:
         record: bytes,
         plan: Plan,
         caller: Caller,
-        admission: Admission | None,
+        admission: KeyAdmission | None,
         events: Sequence[bytes],
     ) -> None:
         """Returns once it is kept, and waits for a worker or has one. record: what is kept of it until it is over. events: its

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class LineCalls:
 
         operation = self._operations[path]()
         sink, began = CollectedAnswer(OPENAI, operation.make_renderer), time.monotonic()
-        call = GenerationCall(CallContext(request_id, path, caller=caller), operation.prepare, read, asyncio.Event().wait)
+        call = GenerationCall(CallContext(request_id, path, caller=caller), operation.prepare, read)
         try:
             await self._run(call, sink)
         finally:

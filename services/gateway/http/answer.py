@@ -53,7 +53,7 @@ T = TypeVar("T")
 READ_AHEAD_BYTES = 1 << 16  # response bytes that the server buffers for a slow client
 ERROR_SEND_S = 0.5  # for sending an error to a client that may have stopped reading
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
-_SSE_HEADERS = [
+SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -253,7 +253,7 @@ class HttpSink(Sink):
         """Sends the status of a stream, once. Before the request is prepared, a renderer's headers are unknown and left out."""
         if not self._started:
             self._streams = True
-            await self._start(200, [*_SSE_HEADERS, *headers_of(self._renderer)])
+            await self._start(200, [*SSE_HEADERS, *headers_of(self._renderer)])
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._started = True

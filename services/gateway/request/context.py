@@ -18,4 +18,4 @@ class CallContext:
     caller: Caller = NOBODY
     routing_key: str = ""  # from a header; it goes before the body's own
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # W3C traceparent and tracestate of the client
-    is_counted: bool = True  # False for a health probe: no limit applies, and no series of clients counts it
+    is_counted: bool = True  # False for a health probe: no limit, no trace, and not in the metrics of clients

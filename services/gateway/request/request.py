@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.request.body_budget import HeldBytes
 from services.gateway.request.choice_output import ChoiceOutput, Ending, Progress
 from services.gateway.request.context import CallContext
 from services.gateway.request.decoding import Decoding
@@ -61,7 +62,7 @@ class Releaser(Protocol):
     def release(self, choice: Choice) -> None: ...
 
 
-class Admission(Protocol):
+class KeyAdmission(Protocol):
     """A request's slot within the limits of its API key. end() is called once, by its owner."""
 
     def reserve(self, tokens: int) -> None:
@@ -69,13 +70,6 @@ class Admission(Protocol):
 
     def end(self, used_tokens: int) -> None:
         """Frees the slot and settles the reservation with the tokens that the request has used."""
-
-
-class Held(Protocol):
-    """Bytes that a request holds in the body budget."""
-
-    def close(self) -> None:
-        """Gives them back. Idempotent."""
 
 
 class Course(Protocol):
@@ -314,17 +308,18 @@ class RunningRequest:
         context: CallContext,
         releaser: Releaser,
         measures: Measures,
+        held: HeldBytes,
+        closed: Callable[[RunningRequest], None],
         trace: RequestTrace | None = None,
         course: Course | None = None,
-        held: Held | None = None,
-        on_release: Callable[[RunningRequest], None] | None = None,
     ) -> None:
-        """Begins the request's time.
+        """Starts the request's clock.
 
         Args:
+            held: Bytes of the body budget. The request frees them.
+            closed: Takes the request out of the open ones. Idempotent.
             trace: None if the request is not traced.
-            course: Notes the workers of the request; None if its client has not asked for that.
-            on_release: Called once, at the end of release().
+            course: Notes the workers of the request; None if its client does not want a report.
         """
         self.context = context
         self.request_id = context.request_id
@@ -332,7 +327,7 @@ class RunningRequest:
         self.trace = trace
         self.course = course
         self.held = held
-        self.admission: Admission | None = None
+        self.admission: KeyAdmission | None = None
         self.usage: dict[str, Any] | None = None  # of a complete response
         self.task: asyncio.Task[Any] | None = None  # serves the request
         self.wants_stream = False
@@ -349,7 +344,7 @@ class RunningRequest:
         self.first_output_s: float | None = None  # seconds from arrival to the first output of a choice
         self._waits: dict[int, float] = {}  # seconds that each choice waited for a worker, by its index
         self._releaser = releaser
-        self._on_release = on_release
+        self._closed = closed
         self._open = 0  # choices without their terminal event
         self._news: dict[int, Choice] = {}  # by index
         self._waker: asyncio.Future[None] | None = None
@@ -445,19 +440,17 @@ class RunningRequest:
         admission and its trace. Ends every path of a request; a second call has no effect."""
         if self.phase is Phase.ENDED:
             return
-        if (admission := self.hand_over()) is not None:
-            admission.end(self.tokens_used)
-
-    def hand_over(self) -> Admission | None:
-        """Releases the request but for its admission, which the caller now owns."""
         self.phase = Phase.ENDED
         self._release_choices()
-        if self.held is not None:
-            self.held.close()
+        self.held.close()
+        if (admission := self.hand_over()) is not None:
+            admission.end(self.tokens_used)
         if self.trace is not None:
             self.trace.end()
-        if self._on_release is not None:
-            self._on_release(self)
+
+    def hand_over(self) -> KeyAdmission | None:
+        """Gives up the request's place among the open requests, and its admission, which the caller of this method now owns."""
+        self._closed(self)
         admission, self.admission = self.admission, None
         return admission
 

@@ -90,7 +90,7 @@ class GenerationProbe:
 
         context = CallContext(f"health-{next(self._numbers)}", "/health_generate", is_counted=False)
         avoid = {link.address for link in pool.links.values() if link not in idle}
-        call = GenerationCall(context, prepared, _no_body, asyncio.Event().wait, avoid=avoid)
+        call = GenerationCall(context, prepared, avoid=avoid)
         try:
             async with asyncio.timeout(TRY_S):
                 await self._run(call, sink)
@@ -103,11 +103,6 @@ class GenerationProbe:
         pools = [pool for link in idle if (pool := self._dispatcher.fleet.pool_of(link)) is not None]
         default = self._dispatcher.catalog.default
         return next((pool for pool in pools if pool.model == default), pools[0])
-
-
-async def _no_body(_held: object) -> ReceivedBody:
-    """A probe has no body."""
-    return ReceivedBody(b"")
 
 
 def _trouble(link: Link) -> str:

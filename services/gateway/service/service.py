@@ -14,10 +14,10 @@ from services.gateway.peers.token_texts import TokenTexts
 from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
 from services.gateway.request.bodies import ReceivedBody
-from services.gateway.request.body_budget import BodyBudget, ClientGone, HeldBytes
+from services.gateway.request.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, Measures, Phase, Releaser, RunningRequest, Series
+from services.gateway.request.request import Choice, Phase, Releaser, RunningRequest, Series
 from services.gateway.request.trace import begin_trace
 from services.gateway.request.usage import usage_of
 from services.gateway.service.sink import GenerationCall, Sink
@@ -83,13 +83,12 @@ class GenerationService:
         Raises:
             ClientGone: The client left while its body was read.
         """
-        held = self._bodies.open(call.gone)
-        running = self._opened(call, held)
-        sink.open(running)
+        running = self._opened(call)
         try:
+            sink.open(running)
             try:
                 self._admit(running, call)
-                body = await call.read_body(held)
+                body = await call.read_body(running.held)
             except ApiError as error:
                 running.fail(error)
                 await self._tell(running, sink, error)
@@ -116,11 +115,12 @@ class GenerationService:
     def idle(self) -> bool:
         return not self._open
 
-    def _opened(self, call: GenerationCall, held: HeldBytes) -> RunningRequest:
-        context = call.context
+    def _opened(self, call: GenerationCall) -> RunningRequest:
+        context, held = call.context, self._bodies.open(call.gone)
+        if not context.is_counted:
+            return RunningRequest(context, self._dispatcher, _UNCOUNTED, held, self._forget)
         trace = None if self._tracing is None else begin_trace(self._tracing, context)
-        measures: Measures = self.metrics if context.is_counted else _UNCOUNTED
-        return RunningRequest(context, self._dispatcher, measures, trace, call.report, held, self._forget)
+        return RunningRequest(context, self._dispatcher, self.metrics, held, self._forget, trace, call.report)
 
     def _admit(self, running: RunningRequest, call: GenerationCall) -> None:
         """Admits the request. Raises ApiError if too many requests are open, or the key's limits are reached."""
@@ -166,8 +166,7 @@ class GenerationService:
         if not await sink.begin(plan, self.token_texts.of_model(plan.model.source, plan.model.tokenizer)):
             return
         self._dispatcher.start(running, call.avoid)
-        if running.held is not None:
-            running.held.close()
+        running.held.close()
         await sink.queued()
         more = True
         while more:

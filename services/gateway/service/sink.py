@@ -12,6 +12,7 @@ The service calls the methods one at a time, from the request's task. A method t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -25,11 +26,21 @@ from services.gateway.request.context import CallContext
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Admission, Course, Delta, RunningRequest
+from services.gateway.request.request import Course, Delta, KeyAdmission, RunningRequest
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send
 Prepare = Callable[[ReceivedBody, Origin], Awaitable[Plan]]  # raises ApiError
+
+
+async def no_body(_held: HeldBytes) -> ReceivedBody:
+    """Returns an empty body, for a call that is prepared without one."""
+    return ReceivedBody(b"")
+
+
+async def never() -> None:
+    """Waits until it is cancelled, for a call without a connection."""
+    await asyncio.Event().wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +49,11 @@ class GenerationCall:
 
     context: CallContext
     prepare: Prepare  # parses the body, tokenizes the prompts and checks them against the model
-    read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]]  # holds the bytes that it reads; raises ApiError, ClientGone
-    gone: Gone  # returns when the client has closed its connection
-    admission: Admission | None = None  # the key's admission if the call has one already; if None, the service asks for one
+    read_body: Callable[[HeldBytes], Awaitable[ReceivedBody]] = (
+        no_body  # holds the bytes that it reads; raises ApiError, ClientGone
+    )
+    gone: Gone = never  # returns when the client has closed its connection
+    admission: KeyAdmission | None = None  # the key's admission if the call has one already; if None, the service asks for one
     report: Course | None = None  # notes the workers of the request for a client that asked for a report
     avoid: Collection[str] = ()  # addresses of workers that must not get it
 
@@ -128,7 +141,7 @@ class Detached(ABC):
     """Takes the place of a renderer if the request is computed in the background, whether its client stays or leaves."""
 
     @abstractmethod
-    async def detach(self, plan: Plan, admission: Admission | None) -> Respond:
+    async def detach(self, plan: Plan, admission: KeyAdmission | None) -> Respond:
         """Returns the response to the client. The background now owns the admission, also if this fails. Raises ApiError."""
 
 

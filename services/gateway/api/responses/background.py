@@ -16,7 +16,7 @@ from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Admission
+from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import Detached, Respond
 from services.gateway.state.background_record import BackgroundOrder, Status
 from services.gateway.state.owner import owner_of
@@ -40,7 +40,7 @@ class Background(Protocol):
         record: bytes,
         plan: Plan,
         caller: Caller,
-        admission: Admission | None,
+        admission: KeyAdmission | None,
         events: Sequence[bytes],
     ) -> None:
         """Returns once it is kept. The admission has ended where it is not. record: what is kept of it until it is over."""
@@ -80,7 +80,7 @@ class DetachedCall(Detached):
         self._record = record
         self._context_bytes = context_bytes
 
-    async def detach(self, plan: Plan, admission: Admission | None) -> Respond:
+    async def detach(self, plan: Plan, admission: KeyAdmission | None) -> Respond:
         response, owner = self._record["response"], owner_of(self._origin.caller.key)
         try:
             events = numbered(({"type": f"response.{kind}", "response": response} for kind in ("created", "queued")), 0)

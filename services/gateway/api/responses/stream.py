@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.background.follow import Follow
+from services.gateway.http.answer import SSE_HEADERS
 from services.gateway.http.body import attended, cut
 from services.gateway.http.direct_routes import HEAD
 from services.gateway.request.body_budget import ClientGone
@@ -15,11 +16,6 @@ from services.gateway.request.errors import OPENAI, ApiError
 from services.gateway.state.state_store import StoreAway
 
 UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its stream
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class FollowedStream(Response):
@@ -39,7 +35,7 @@ class FollowedStream(Response):
 
         try:
             with attended(scope, receive):
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                 if HEAD not in scope.get("extensions", {}):
                     try:
                         await self._follow(write)
