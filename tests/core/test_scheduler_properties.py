@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.contracts.config import EvictionPolicy, SchedulePolicy, SchedulerConfig
@@ -191,7 +191,34 @@ configs = st.builds(
 )
 
 
+# Two loads are under way, the later one into a page that the earlier one brought and that was evicted since.
+REUSED_LOADS = config_of(
+    page_size=4,
+    pool_tokens=96,
+    slots=2,
+    chunk=16,
+    enable_mixed_chunk=True,
+    retract_interval=1,
+    schedule_policy=SchedulePolicy.DFS_WEIGHT,
+    eviction_policy=EvictionPolicy.LFU,
+    schedule_low_priority_values_first=True,
+    priority_preemption_threshold=1,
+    max_drafts=1,
+    drafts_by_model=True,
+    adaptive_chunk_rows=1,
+    adaptive_chunk_s=1e-4,
+    prefill_max_requests=1,
+    max_prompt_logprob_tokens=16,
+    max_sessions=3,
+    host_pages=400,
+    hicache_storage_salt_quota=2e-6,
+    has_storage=True,
+    hicache_write_policy=WritePolicy.WRITE_BACK,
+)
+
+
 @settings(max_examples=32 if NIGHTLY else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(config=REUSED_LOADS, seed=497727636, overlap=True)
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
 def test_every_request_gets_its_answer_once_and_nothing_leaks(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     check_run(drive(config, seed, 120, overlap))

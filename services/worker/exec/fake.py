@@ -272,15 +272,14 @@ class FakeExecutor:
         Returns when the last of the latter is over, 0 where there is none."""
         if not self._landing:
             return 0.0
-        waited, now, landing = 0.0, self._clock(), self._landing
-        self._landing = []
-        for until, operation, count in landing:
-            awaited = pages is None or bool(np.isin(pages, operation.pages).any())
-            if until > now and not awaited:
-                self._landing.append((until, operation, count))
-                continue
-            self._load(operation, count)
-            self._loaded.append((until, Fact(UNASKED, loaded=(count, self._time.per_page_moved * count))))
+        waited, now = 0.0, self._clock()
+        awaited = [pages is None or until <= now or bool(np.isin(pages, op.pages).any()) for until, op, _ in self._landing]
+        # One lane brings all loads: before the last awaited one is there, those before it are, also if their pages are reused.
+        count = max((at + 1 for at, is_awaited in enumerate(awaited) if is_awaited), default=0)
+        landing, self._landing = self._landing[:count], self._landing[count:]
+        for until, operation, num_pages in landing:
+            self._load(operation, num_pages)
+            self._loaded.append((until, Fact(UNASKED, loaded=(num_pages, self._time.per_page_moved * num_pages))))
             waited = max(waited, until)
         return waited
 
