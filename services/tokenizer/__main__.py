@@ -21,11 +21,12 @@ from services.shared.tls.metrics import TlsMetrics
 from services.shared.tls.mutual_tls import mutual_tls
 from services.shared.tls.roles import Role
 from services.tokenizer.metrics import TokenizerMetrics
-from services.tokenizer.render_child import MAPPED_BLOCK_BYTES
 from services.tokenizer.server import TokenizerServicer
 from services.tokenizer.settings import TokenizerSettings
 
 SERVICE = "tokenizer"
+# Threshold of map_large_blocks(), as in render_child. That module is not imported, because it loads jinja2.
+MAPPED_BLOCK_BYTES = 1 << 18
 
 
 async def run(settings: TokenizerSettings) -> None:

@@ -39,7 +39,7 @@ from services.tokenizer.chat import (
 from services.tokenizer.history.template_forms import TemplateForms
 from services.tokenizer.history.turns import Message
 
-MAPPED_BLOCK_BYTES = 1 << 18  # threshold of map_large_blocks(), here and in the service: texts of 256 KiB are large requests
+MAPPED_BLOCK_BYTES = 1 << 18  # threshold of map_large_blocks(); a text of 256 KiB is a large request
 ALARM_MARGIN_S = 1.0  # added to the time limit, so that the parent kills the process first
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
