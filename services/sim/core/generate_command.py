@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     scored = _kind(kinds, "scores", "Items behind queries, as /v1/score computes them, without output.")
     _ints(scored, queries=64, items=16, query=512, item=32)
 
-    storm = _kind(kinds, "storm", "Outputs that for a while are FACTOR times longer than the scheduler has learned to expect.")
+    storm = _kind(kinds, "storm", "Outputs that for a while are FACTOR times as long as the scheduler has learned to expect.")
     _ints(storm, requests=4000, input_len=512, output=64, factor=10)
     storm.add_argument("--begin", type=float, default=0.4, help="Share of the requests before the storm (default 0.4).")
     storm.add_argument("--end", type=float, default=0.5, help="Share of the requests up to the end of the storm (default 0.5).")

@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--digest", action="store_true", help="Print only the SHA-256 of all plans and outputs, to compare two checkouts."
     )
-    lines = "Also write the hashed lines, one per plan and output; implies --digest."
+    lines = "Also write the hashed lines, one per submission, plan and output; implies --digest."
     parser.add_argument("--digest-lines", type=Path, metavar="FILE", help=lines)
     add_config_flags(parser)
     return parser

@@ -202,14 +202,14 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="W@T[+S]",
-        help="Kill worker W after T seconds and restart it S seconds later.",
+        help="Kill worker W after T seconds; with +S, restart it S seconds later.",
     )
 
 
 def _add_role_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefill and decode workers (docs/design/prefill-and-decode.md)")
     add = group.add_argument
-    about = "Number of prefill workers; every policy then also runs without roles (default 0)."
+    about = "Number of the workers that are prefill workers; above 0, every policy also runs without roles (default 0)."
     add("--prefill-workers", type=int, default=0, metavar="N", help=about)
     add(
         "--transfer-gbs",

@@ -41,9 +41,6 @@ class Wire:
         return self.seconds(num_bytes) < READ_TIMEOUT_S
 
 
-NO_WIRE = Wire(0.0, 0.0)
-
-
 class OpenReservations:
     """The KV reservations of all workers, by the address at which they are read.
 
