@@ -147,9 +147,8 @@ def fetch(folder: Path, source: str, store: DownloadStore) -> None:
         versions = "\n".join((source, *sorted(f"{file.name} {file.version}" for file in files)))
         key = hashlib.sha256(versions.encode()).hexdigest()[:12]
         partial = folder.with_name(f".{folder.name}.{key}.partial")
-        mine = re.compile(
-            rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial"
-        )  # excludes folders whose names begin with this one's
+        # The pattern excludes folders whose names only begin with this one's.
+        mine = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial")
         for other in list(folder.parent.iterdir()):
             if mine.fullmatch(other.name) and other != partial:
                 shutil.rmtree(other)
@@ -196,7 +195,8 @@ def fill(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> N
         shutil.rmtree(folder)
     if total - held > (free := shutil.disk_usage(partial).free):
         raise Unfetchable(
-            f"{partial.parent} has only {free / 1e9:.2f} GB free. The old model stays until the new one is complete."
+            f"{partial.parent} has {free / 1e9:.2f} GB free, but the download needs {(total - held) / 1e9:.2f} GB. Free space, or"
+            f" use a larger volume.{' The old model stays until the new one is complete.' if folder.exists() else ''}"
         )
     for file in files:
         if not (partial / file.name).resolve().is_relative_to(partial.resolve()):
