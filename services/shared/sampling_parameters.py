@@ -220,7 +220,15 @@ SCALARS = (
 )
 
 # Number, seeds, lengths and stop rules of the completions of a prompt.
-N = _integer(_everywhere("n"), "", 1, limits.MAX_N, "Number of completions per prompt.", 1, (1,))
+N = _integer(
+    _everywhere("n"),
+    "",
+    1,
+    limits.MAX_N,
+    "Number of completions per prompt; on `/generate` the same for all prompts.",
+    1,
+    (1,),
+)
 BEST_OF = _integer(
     _on((Api.COMPLETION,), "best_of"),
     "",
