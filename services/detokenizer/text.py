@@ -219,8 +219,7 @@ class TokenTexts:
     def of(self, token_id: int) -> bytes:
         """Returns the UTF-8 bytes that the token adds to a text, which may be part of a character.
 
-        Returns:
-            The name of a special token; b"" for an id outside the vocabulary.
+        A special token gives its name. An id outside the vocabulary gives b"".
         """
         raw = self._tokenizer.token_bytes(token_id)
         if raw is not None:

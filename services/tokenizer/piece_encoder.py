@@ -63,7 +63,7 @@ def limited(ids: Sequence[int], limit: TokenLimit) -> EncodedText:
 
 
 class PieceEncoder:
-    """Encodes texts with one tokenizer. Thread-safe, because calls share no mutable state."""
+    """Encodes texts with one tokenizer. Thread-safe: calls share only the cache of Boundaries."""
 
     def __init__(
         self, tokenizer: HfTokenizer, piece_chars: int = PIECE_CHARS, max_word_chars: int = limits.MAX_WORD_CHARS

@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 class Histogram:
     """The counts of one set of label values.
 
-    A scrape in another thread sees all or none of the observations of one call, except for the sum, which may lag by one call.
+    A scrape in another thread finds all or none of the observations of one call in the buckets. It reads the sum after them, so
+    the sum may lack the last call or include later calls.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")

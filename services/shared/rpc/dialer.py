@@ -2,7 +2,7 @@
 
 A gRPC channel reconnects with the credentials with which it was created. An owner of a long-lived channel therefore asks for the
 current channel before each stream (KeptChannel.now). A call that waits for a connection is given up when the files change.
-Streams over earlier channels continue.
+Streams over earlier channels continue for at most CLOSE_S.
 """
 
 from __future__ import annotations

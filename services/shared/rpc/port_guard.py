@@ -58,7 +58,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
     async def _check(self, context: grpc.aio.ServicerContext) -> None:
         names = context.auth_context().get("peer_dns", ())
         if self._callers.isdisjoint(names):
-            shown = ", ".join(name.decode(errors="replace") for name in names) or "no name"
+            shown = ", ".join(name.decode(errors="replace") for name in names) or "nothing"
             wanted = " or ".join(sorted(caller.decode() for caller in self._callers))
             await self._refuse(
                 context,

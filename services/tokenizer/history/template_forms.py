@@ -28,7 +28,7 @@ from services.tokenizer.history.turns import CONSEQUENT, REPAIRS, STRICT, Messag
 Render = Callable[[list[Message], bool], str | None]
 
 MAX_TRIES = 128  # small chats rendered for one order of roles
-MAX_ORDER = 48  # turns of a small chat; later turns of a chat are not tried
+MAX_ORDER = 48  # turns of a small chat; turns after them in the shortened order are not tried
 MAX_ORDERS = 512  # orders that are remembered
 
 _MARK = "a7f3c9"  # a text that no template contains
