@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields
@@ -168,8 +169,24 @@ def test_stream_weights_packs_with_the_given_kernels(saved: Callable[[str], Path
         assert torch.equal(ours.mlp.gate_up.data.cpu(), theirs.mlp.gate_up.data.flip(0)) and ours.mlp.gate_up.out_features == 96
 
 
+def test_stream_weights_releases_each_tensor_that_kernels_copy(saved: Callable[[str], Path], device: torch.device) -> None:
+    given: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Copying:
+        """Packs copies, so that each unpacked weight can be released before the next one."""
+
+        def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+            assert not any(storage() for storage in given), "earlier unpacked weights are released"
+            given.append(weakref.ref(weight.untyped_storage()))
+            return reference.pack_linear(weight.clone(), bias)
+
+        pack_gated = pack_linear
+
+    streamed(saved("llama-untied"), device, kernels=Copying())
+    assert len(given) > 4
+
+
 def test_filled_source_returns_each_tensor_once() -> None:
-    """Kernels that pack a copy then need memory for one more tensor, not for all."""
     allocated = Allocated(torch.float32, torch.device("cpu"))
     fused = allocated.stacked([("a", (2, 3)), ("b", (1, 3))])
     assert [(part.name, part.into.data_ptr() - fused.data_ptr()) for part in allocated.placements] == [("a", 0), ("b", 24)]

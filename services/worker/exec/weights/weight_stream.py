@@ -164,7 +164,9 @@ def stream_weights(
         total = sum(load.place.num_bytes for load in loads)
         _read_all(loads, torch.device(device), options, LoadMeter(total, phases.clock, progress), slab)
         phases.weight_bytes_read += total
-        return read(WeightReader(Filled(allocated.tensors), kernels))
+        filled = Filled(allocated.tensors)
+        del allocated, loads  # views of the unpacked tensors would keep all of them in memory while kernels pack copies
+        return read(WeightReader(filled, kernels))
 
 
 def _places(checkpoint: Checkpoint, placements: Sequence[Placement]) -> dict[str, TensorPlace]:
