@@ -35,7 +35,7 @@ class LoadedCausal:
 
 
 def max_context(config: Any) -> int:
-    """Returns the longest context in which other rows do not change a row's positions. Raises UnsupportedModel."""
+    """Returns the longest context in which other rows do not change a row's rotation. Raises UnsupportedModel."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise UnsupportedModel(f"{architecture_of(config)} names no max_position_embeddings")

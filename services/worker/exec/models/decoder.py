@@ -51,10 +51,11 @@ class Decoder:
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         assert len(input_ids) == len(rows.positions) == len(rows.locations), "a position and a place in the pool for each token"
         assert len(pool.keys) == len(self.model.layers), "a pool for each layer"
-        self._last = activations = Activations(self._space, len(input_ids), self._hidden_size)
+        activations = Activations(self._space, len(input_ids), self._hidden_size)
         context = ForwardContext(rows, self._cos_sin, self._attend, activations)
         aux = dict(zip(self._aux_layers, self.aux_states(len(input_ids)), strict=True))
         self.model.forward(input_ids, pool, context, aux)
+        self._last = activations
 
     def aux_states(self, num_tokens: int) -> tuple[Tensor, ...]:
         """Returns the inputs of the aux layers, [num_tokens, N] each, for the first tokens of the last pass.

@@ -56,7 +56,7 @@ class DenseConfig:
     mlp_bias: bool = False
     # whether an RMS norm is applied to each head's queries and keys
     qk_norm: bool = False
-    # whether the checkpoint has a vocabulary projection
+    # whether the model has a vocabulary projection, its own or the embedding
     has_head: bool = True
     # prefix of all tensor names except the vocabulary projection's: "model." or empty
     prefix: str = "model."

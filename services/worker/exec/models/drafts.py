@@ -51,7 +51,7 @@ EAGLE3 = "Eagle3"  # ending of the architecture of an EAGLE-3 head
 
 
 class DecoderDraftModel:
-    """Implements DraftModel by any causal model with the target's vocabulary."""
+    """Implements DraftModel by a causal model whose vocabulary is at least the target's."""
 
     shift = 0
 
@@ -196,13 +196,14 @@ class HeadDraftModel:
     def forward(self, ids: Tensor, states: Tensor | None, rows: RaggedRows, pool: KVPool) -> None:
         assert states is not None and len(states) == len(ids), "a state for each token"
         head = self._head
-        self._last = activations = Activations(self._space, len(ids), self._hidden_size)
+        activations = Activations(self._space, len(ids), self._hidden_size)
         context = ForwardContext(rows, self._cos_sin, self._attend, activations)
         head.embedding.forward(activations.residual, ids)
         head.embedding_norm.forward(activations.hidden, activations.residual)
         head.state_norm.forward(activations.update, states)
         both = torch.cat((activations.hidden, activations.update), 1)
         head.layer.forward(head.layer_input(both, states, activations), pool.layer(0), context)
+        self._last = activations
 
     def guess(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         assert self._last is not None, "draft tokens follow a pass"

@@ -40,15 +40,15 @@ class Workspace:
         """Returns a buffer [rows, columns] of undefined contents, valid until the same name is taken again.
 
         Raises:
-            ValueError: the workspace is fixed and the buffer is smaller than that.
+            ValueError: the workspace is fixed and has no buffer of this name and size.
         """
-        assert rows >= 0 and columns > 0, "a buffer of no columns"
+        assert rows >= 0 and columns > 0, "a buffer has columns"
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < rows * columns:
             if self._fixed:
                 raise ValueError(f"{rows} rows of {name} are more than was reserved")
             buffer = self._buffers[name] = torch.empty(rows * columns, dtype=dtype or self._dtype, device=self._device)
-        assert buffer.dtype == (dtype or self._dtype), "one name is taken with two dtypes"
+        assert buffer.dtype == (dtype or self._dtype), "a name is always taken with the same dtype"
         assert buffer.numel() >= rows * columns, "a buffer holds what is taken of it"
         return buffer[: rows * columns].view(rows, columns)
 
