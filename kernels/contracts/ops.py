@@ -4,7 +4,8 @@ The module kernels.reference.layers and the classes CpuKernels and TritonLayers 
 
 Letters in shapes: T tokens of a ragged batch (rows follow each other), R rows, H query heads, G key/value heads, D head size,
 P pages of S tokens each. Unless a line states another dtype, a tensor has the model dtype: float32, bfloat16 or float16.
-A kernel writes its outputs into its first argument, which aliases no input. All tensors are contiguous and on one device.
+Unless its docstring says otherwise, a kernel writes only its first argument, which aliases no input. All tensors are on one
+device. They are contiguous; some implementations also take strided inputs.
 """
 
 from __future__ import annotations

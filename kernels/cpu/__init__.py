@@ -28,7 +28,7 @@ def load_kernels(num_threads: int, dtype: torch.dtype, deterministic: bool = Fal
     Args:
         num_threads: size of the OpenMP team of each call.
         dtype: dtype of the model.
-        deterministic: whether results keep the second contract of Kernels.
+        deterministic: whether results have the guarantees of a deterministic implementation of Kernels.
 
     Raises:
         ValueError: deterministic kernels cannot run here; the torch twins are not deterministic.

@@ -101,7 +101,7 @@ class CpuKernels:
         Args:
             path: the shared library.
             threads: size of the OpenMP team of each call.
-            deterministic: whether results keep the second contract of Kernels.
+            deterministic: whether results have the guarantees of a deterministic implementation of Kernels.
 
         Raises:
             OSError: the library cannot be loaded.

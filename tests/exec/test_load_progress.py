@@ -45,6 +45,7 @@ def test_executor_reports_load_phases(tmp_path: Path) -> None:
     assert list(seconds) == ["config", "weights", "kv_pool", "profile", "graphs", "warm_up", "total"]
     assert min(seconds.values()) >= 0 and sum(seconds.values()) <= 2 * seconds["total"]
     assert said[-1].startswith("loaded in: config ")
+    assert any(line.startswith("weights: 100 %, 0.00 of 0.00 GB in ") for line in said)
 
 
 def test_load_meter_reports_every_few_seconds_and_at_the_end() -> None:

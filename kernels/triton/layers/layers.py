@@ -31,8 +31,8 @@ class TritonLayers:
 
         Args:
             device: the device of all tensors.
-            deterministic: whether results keep the second contract of Kernels, except paged_attention(), for which the caller
-                uses TritonAttention.
+            deterministic: whether results have the guarantees of a deterministic implementation of Kernels. They exclude
+                paged_attention(), for which the caller uses TritonAttention.
         """
         self._device, self._deterministic = device, deterministic
         self._in_order = OrderedLinear(device) if deterministic else None

@@ -15,8 +15,6 @@ from services.shared import served_config
 QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # file dtypes; floats below 16 bits count as quantised in any tensor
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the dtype's name in the files
 NAMED_AT_MOST = 8  # tensors that an error message lists
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

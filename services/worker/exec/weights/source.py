@@ -80,7 +80,7 @@ class CheckpointSource:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device = HOST
-    # Receives the size in bytes of each tensor that was read.
+    # Receives the size in bytes of each tensor that was read, after its conversion.
     on_read: Callable[[int], None] = lambda _: None
 
     def view(self, name: str, shape: tuple[int, ...]) -> Tensor:
