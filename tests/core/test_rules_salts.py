@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.worker.core.contracts.messages import Finish, SessionTurn
 from services.worker.core.contracts.transfers import UNASKED, Deleted, Fact, Selection, Tier
 from services.worker.core.contracts.tree_name import is_retired, retired_name
+from services.worker.core.control import SchedulerControl
 from services.worker.core.kv.radix_cache import STALE_ENTRIES, RadixCache
 from services.worker.core.tiers.page_keys import tag_of
 from services.worker.exec.contracts.operations import DeleteStored
@@ -95,6 +96,20 @@ def test_who_uses_it_goes_on_and_leaves_nothing_behind() -> None:
     assert kept(engine, "a") == 0 and engine.core.memory.tree.num_pages == 0
     assert not any(is_retired(name) for name in engine.core.memory.tree.names())
     assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
+
+
+def test_second_control_deletes_a_salt_again_when_requests_use_it() -> None:
+    """Each deletion gives its retired tree a name of its own, whichever SchedulerControl makes it."""
+    engine = slow(tiered())
+    for handle in range(2):
+        engine.submit(handle, prompt(0), max_new_tokens=20, ignore_eos=True, salt="a")
+        engine.turn()
+        engine.turn()
+        SchedulerControl(engine.core).forget_salt("a", EVERYWHERE)
+    assert len([name for name in engine.core.memory.tree.names() if is_retired(name)]) == 2
+    engine.drain()
+    engine.check_answer(0)
+    engine.check_answer(1)
 
 
 def test_who_is_retracted_after_it_finds_its_own_pages_and_keeps_them_to_itself() -> None:

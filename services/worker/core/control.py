@@ -74,12 +74,11 @@ RANGES: Mapping[str, Range | None] = {
 class SchedulerControl:
     """The operators' calls on one scheduler: pause, retune, flush, replace weights, check and trace.
 
-    Called on the loop's thread, between two calls of the scheduler. Holds no state of its own but the number of deleted salts.
+    Called on the loop's thread, between two calls of the scheduler. Holds no state of its own.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._num_retirements = 0
 
     @property
     def paused(self) -> bool:
@@ -145,8 +144,8 @@ class SchedulerControl:
         """
         scheduler, pages = self._scheduler, 0
         if Tier.DEVICE in tiers:
-            self._num_retirements += 1
-            pages += self._retire(salt, self._num_retirements)
+            scheduler.num_retirements += 1
+            pages += self._retire(salt, scheduler.num_retirements)
         return pages if scheduler.tiers is None else pages + scheduler.tiers.forget_salt(salt, tiers)
 
     def _retire(self, salt: str, number: int) -> int:
@@ -173,7 +172,7 @@ class SchedulerControl:
         The scheduler must be idle and settled, without a step in flight.
         """
         scheduler = self._scheduler
-        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "somebody uses the memory"
+        assert scheduler.idle and scheduler.settled and scheduler.flight_step < 0, "nothing uses the memory"
         scheduler.sessions.close_all(scheduler.memory)
         scheduler.reservations.end_all()
         if scheduler.tiers is not None:
@@ -233,7 +232,11 @@ class SchedulerControl:
 
 
 def _retuned(config: SchedulerConfig, changes: Mapping[str, Tunable], num_slots: int) -> SchedulerConfig:
-    """config with the changes. Raises ValueError naming the field that is unknown, of the wrong type or out of range."""
+    """Returns the configuration with the changes.
+
+    Raises:
+        ValueError: names the field that is unknown, of the wrong type or out of range.
+    """
     values = {name: _checked(config, name, value) for name, value in changes.items()}
     if config.whole_prompts and (cutting := {"chunked_prefill_size", "enable_mixed_chunk", "max_prefill_tokens"} & set(values)):
         raise ValueError(f"{min(cutting)}: this model needs each prompt whole, in one step")

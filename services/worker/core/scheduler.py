@@ -119,6 +119,7 @@ class Scheduler:
         self._next_seq = 0
         self.paused = False
         self.begins_copies = True  # whether copies to other tiers and prefetches may begin
+        self.num_retirements = 0  # deletions of a salt on the device, so that each retired tree has a name of its own
         self.closed = ""  # reason for refusing new requests; empty if they are accepted
         self.revision = revision  # requests for another revision are refused
 
