@@ -274,14 +274,16 @@ class ExtendPlanner:
         return self._may_add(request, match, self._adder(ratio, 0))[0] is not AddResult.NO_TOKEN
 
     def _free_slots(self, request: Request) -> int:
-        free = min(self._memory.slots.num_free, self.running_limit - self._queues.num_running)
-        return free - self._queues.waiting.kept_from(request.rank).slots if self._queues.waiting.num_held else free
+        queues = self._queues
+        free = min(self._memory.slots.num_free, self.running_limit - queues.num_running)
+        return free - queues.waiting.kept_from(request.rank).slots if queues.waiting.num_held else free
 
     def _admit_before(self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> None:
-        """Who begins before the next chunk of started extends, since what is left of these may be long: who had to wait for one
-        of them, was let past, and need not any more; who is more urgent; and those of flows whose turn it is. Where all of it
-        is
-        kept for the extends there may be no room; the batch is not full then."""
+        """Admits the waiting requests that come before the next chunk of the started extends, which may have many chunks left.
+
+        These are requests that precede a started extend and whose wait for a prefix is over, more urgent requests, and requests
+        of flows with an earlier turn. The KV that the extends need is set aside. If no other KV is left, the batch is not full.
+        """
         turn = max(map(_turn, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _turn(r) < turn]
         order = chain(sorted(overtaken, key=_turn), self._due_before(started[0]))
@@ -290,8 +292,10 @@ class ExtendPlanner:
     def _fairly_again(
         self, started: list[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int, may_admit: bool
     ) -> list[Request]:
-        """What was planned has moved turns, and the step has room: who begins before the next of the started extends that are
-        left; and these, in the order of their turns."""
+        """Returns the extends that are left, in the order of their turns, which planned tokens have moved.
+
+        Before that, it admits the waiting requests that come before the first of them.
+        """
         left = sorted((request for request in started if request.kv.lease is not None), key=_fair_turn)
         if left and may_admit:
             self._admit_beside(self._due_before(left[0]), left, adder, rows, now, step_id)
@@ -306,7 +310,10 @@ class ExtendPlanner:
         adder.set_aside = 0
 
     def _due_before(self, first: Request) -> Iterator[Request]:
-        """first: of the started extends the next one. Whoever comes is taken out, or held, before the next one is asked for."""
+        """Yields the waiting requests that come before `first`, the next started extend.
+
+        The caller admits or holds a request before it takes the next one.
+        """
         if self._queues.shares.num_flows > 1:
             yield from due_before(self._queues.waiting, first)
         elif self._outranked(first):
@@ -318,15 +325,22 @@ class ExtendPlanner:
         return bool(ranks) and ranks[0] < first.rank
 
     def _admit_waiting(self, order: Iterable[Request], adder: PrefillAdder, rows: ExtendRows, now: float, step_id: int) -> bool:
-        """One pass. True where somebody found no room: a full batch, but not for those behind a held request, which comes back
-        before anybody leaves."""
+        """Admits the requests in the given order.
+
+        The pass stops if a request does not fit, if a budget is exhausted, or at a request that this plan has retracted.
+
+        Returns:
+            Whether a request found no slot or no KV. The batch is then full, unless gates hold requests, which may be freed
+            before a running one ends.
+        """
+        has_tiers = self._lifecycle.has_tiers
         for request in order:
-            assert request.phase is Phase.WAITING and not request.held, "who is looked at waits in the queue, at no gate"
+            assert request.phase is Phase.WAITING and not request.held, "a request to admit waits and is not held"
             if adder.exhausted or request.progress.parked_step == step_id:
                 return False
             if self._free_slots(request) <= 0:
                 return True
-            if self._lifecycle.begin_import(request):
+            if has_tiers and self._lifecycle.begin_import(request):
                 continue
             answer = self._ask(request)
             if answer.ending is not None:
@@ -350,8 +364,10 @@ class ExtendPlanner:
         return ADMIT
 
     def _most_kv(self, request: Request, extend: int) -> int:
-        """Tokens of KV that admission asks for where so many are to be extended; and one page to spare, as it keeps for rows that
-        do not stop early."""
+        """Returns the tokens of KV that admission needs for `extend` tokens and the output, and one page more.
+
+        The budgets reserve such a page for rows that do not stop early.
+        """
         page_size = self.config.page_size
         left = request.most_outputs - len(request.progress.output_ids)
         outputs = left if request.params.ignore_eos else min(left, CLIP_MAX_NEW_TOKENS)
@@ -395,7 +411,8 @@ class ExtendPlanner:
             available -= self._queues.waiting.kept_from(request.rank).tokens
         result, count = self._asked(request, match, adder, available)
         if result is AddResult.NO_TOKEN and not self._queues.num_running:
-            # Alone it must get its chance: submit() saw to it that the prompt fits the pool. Operations may hold all of it.
+            # Without running requests the pass must admit it: submit() has checked that the prompt fits the pool. Operations may
+            # hold all pages.
             self._lifecycle.release_pins()
             if self._memory.num_available:
                 start = len(match.pages) * self.config.page_size
@@ -423,7 +440,7 @@ class ExtendPlanner:
         assert start + count <= target, "a chunk ends with what is to be extended"
         last = start + count == target
         logprobs = _computes_logprobs(request)
-        assert request.flow is not None, "who extends has prompt tokens to be planned"
+        assert request.flow is not None, "an extending request has prompt tokens to plan"
         self._queues.shares.charge(request.flow, count)
         rows.add(request, start, count, last)
         columns.computed[lease.slot] = start + count
@@ -444,7 +461,7 @@ def _turn(request: Request) -> tuple[int, int]:
 
 
 def _fair_turn(request: Request) -> tuple[int, float, float, int]:
-    assert request.flow is not None, "who extends has prompt tokens to be planned"
+    assert request.flow is not None, "an extending request has prompt tokens to plan"
     return request.rank, *request.flow.turn, request.seq
 
 

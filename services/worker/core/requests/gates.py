@@ -130,19 +130,20 @@ class PrefixGate:
             self._list_extends()
         if not self._extends:
             return ADMIT
-        most = request.prefix_limit()
-        node, num_cached = self._memory.peek(request.namespace, request.kv.token_key, most)
-        hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(request.kv.token_key) - TOKEN_BYTES)
+        kv, most = request.kv, request.prefix_limit()
+        key = kv.token_key
+        node, num_cached = self._memory.peek(request.namespace, key, most)
+        hit, limit = num_cached * TOKEN_BYTES, min(most * TOKEN_BYTES, len(key) - TOKEN_BYTES)
         if hit + self._cut > limit:
             return ADMIT
-        other = self._extend_of(node, request.kv.token_key, hit, hit + self._cut)
+        other = self._extend_of(node, key, hit, hit + self._cut)
         if other is None:
             return ADMIT
-        if hit > request.kv.prefix_seen:
-            request.kv.prefix_seen, request.kv.prefix_passes = hit, 0
-        if request.kv.prefix_passes >= MAX_PASSES:
+        if hit > kv.prefix_seen:
+            kv.prefix_seen, kv.prefix_passes = hit, 0
+        if kv.prefix_passes >= MAX_PASSES:
             return ADMIT
-        wait = _Wait(request, limit, self.num_passes - request.kv.prefix_passes)
+        wait = _Wait(request, limit, self.num_passes - kv.prefix_passes)
         lead = self._leads.get(other.seq) or self._lead(other)
         lead.due = min(lead.due, wait.since + MAX_PASSES)
         lead.waits.append(wait)

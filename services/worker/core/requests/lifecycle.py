@@ -32,16 +32,18 @@ MAX_TIER_LOOKUPS = 2  # per wait: at its begin, and before the admission
 
 @dataclass(frozen=True, slots=True, order=True)
 class Deadline:
-    """at: absolute. waiting: of waiting for the first admission; else of the request as a whole."""
+    """A time limit of one request."""
 
-    at: float
+    at: float  # absolute
     seq: int
     peer: int
     handle: int
-    waiting: bool
+    waiting: bool  # limits the wait for the first admission; otherwise the request as a whole
 
 
 class Deadlines:
+    """The time limits of all requests. Those of requests that have ended stay until they are due or keep() drops them."""
+
     def __init__(self) -> None:
         self._heap: list[Deadline] = []
 
@@ -52,13 +54,14 @@ class Deadlines:
         heapq.heappush(self._heap, Deadline(at, seq, peer, handle, waiting))
 
     def due(self, now: float) -> list[Deadline]:
-        """Takes out all that are over."""
+        """Removes and returns the limits that are reached."""
         out = []
         while self._heap and self._heap[0].at <= now:
             out.append(heapq.heappop(self._heap))
         return out
 
     def keep(self, seqs: set[int]) -> None:
+        """Drops the limits of all other requests."""
         self._heap = [entry for entry in self._heap if entry.seq in seqs]
         heapq.heapify(self._heap)
 
@@ -87,6 +90,11 @@ class RequestLifecycle:
         self._counters, self._sessions, self._reservations = counters, sessions, reservations
         self._outputs, self._trace, self._tiers = outputs, trace, tiers
         self._deadlines = Deadlines()
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there are tiers below the device, so that requests may wait for imports."""
+        return self._tiers is not None
 
     @property
     def pages_may_come_back(self) -> bool:
@@ -186,7 +194,7 @@ class RequestLifecycle:
     def announce(self, request: Request) -> None:
         """Adds the computed pages of a prompt to its reservation, and tells the gateway how many can be read."""
         room, lease = request.kv.reservation, request.kv.lease
-        assert room is not None and lease is not None, "who computes for others runs, and has a room"
+        assert room is not None and lease is not None, "a request that is announced runs and has a reservation"
         count = int(self._memory.slots.num_shared[lease.slot])
         if count <= request.kv.num_announced or (request.kv.num_announced and not self._reservations.stands(room)):
             return
@@ -270,7 +278,7 @@ class RequestLifecycle:
         elif request.kv.num_announced:
             self._reservations.leave_asker((request.peer, request.handle))
         self._trace.add(request.request_id, TraceKind.ENDED, len(request.progress.output_ids))
-        assert self._adds_up, "who has ended stands in no queue and has no slot"
+        assert self._adds_up, "a request that has ended stands in no queue and has no slot"
         aborted = ending.reason is FinishReason.ABORT
         self._counters.aborts_total += aborted
         self._counters.grammar_aborts_total += aborted and request.params.grammar is not None
@@ -321,7 +329,7 @@ class RequestLifecycle:
             The number of pages; 0 if the salt of the request was deleted meanwhile.
         """
         room, tokens = request.kv.reservation, request.tokens().tobytes()
-        assert room is not None, "who is handed over has a room"
+        assert room is not None, "a request that is handed over has a reservation"
         if is_retired(request.namespace):
             self._reservations.leave_asker((request.peer, request.handle))
             return 0

@@ -43,7 +43,7 @@ class RequestProgress:
     output_ids: list[int] = field(default_factory=list)
     num_given: int = 0  # first output tokens, which another worker sampled
     num_followed: int = 0  # of the given tokens, those that the matcher has accepted
-    num_sent: int = 0  # output tokens that the gateway has received
+    num_sent: int = 0  # output tokens sent to the gateway; SlotColumns.sent counts them while the request runs
     logprobs: list[RowLogprobs] = field(default_factory=list)  # of output tokens after the given ones, if the client wants them
     logprob_planned: int = 0  # prompt positions below this one have their logprobs planned
     logprob_done: int = 0  # prompt positions below this one have their logprobs committed
@@ -76,7 +76,7 @@ class RequestKv:
 class Request:
     """One request in the scheduler: its identity, its parameters and its phase.
 
-    RequestQueues changes the phase. `progress` is written at commits, `kv` at plans and moves.
+    RequestQueues changes the phase. `progress` and `kv` are written by RequestLifecycle, the planners and the committer.
     """
 
     seq: int  # order of arrival, unique
@@ -123,8 +123,11 @@ class Request:
 
     @property
     def jump(self) -> bool:
-        """Tokens that nothing sampled have no logprobs and escape penalties and sets of tokens, so requests with any of them
-        sample each one. Who goes on elsewhere gets them there."""
+        """Whether tokens that the grammar forces are appended without sampling.
+
+        Such tokens have no logprobs, and penalties and sets of allowed tokens do not apply to them. A request with any of these
+        samples each token. A request that another worker continues gets its forced tokens there.
+        """
         params = self.params
         steered = params.banned_token_ids or params.allowed_token_ids or params.logit_bias
         penalised = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.dry
@@ -137,7 +140,7 @@ class Request:
         self.phase = phase
 
     def tokens(self) -> NDArray[np.int32]:
-        """int32[n]: prompt and committed output. What admission treats as the prompt."""
+        """Returns prompt and committed output as int32[n]. Admission treats them as the prompt."""
         if not self.progress.output_ids:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, np.asarray(self.progress.output_ids, dtype=np.int32)])
@@ -147,7 +150,7 @@ class Request:
         self.kv.token_key = self.tokens().tobytes()
 
     def prefix_limit(self) -> int:
-        """Tokens that a prefix hit may cover at this admission: hidden states of later ones are wanted."""
-        if self.progress.logprob_done < self.num_prompt_tokens and self.params.prompt_logprobs_from >= 0:
+        """Returns the tokens that a prefix hit may cover at this admission. The hidden states of later ones must be computed."""
+        if self.params.prompt_logprobs_from >= 0 and self.progress.logprob_done < self.num_prompt_tokens:
             return min(self.reuse_limit, self.progress.logprob_done - 1)
         return self.reuse_limit
