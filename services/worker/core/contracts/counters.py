@@ -1,6 +1,6 @@
 """Counts of the scheduler, and the figures of a turn for metrics, load reports and the simulator.
 
-A field that is a metric by itself says so with Told. The core knows no Prometheus: whoever makes metrics asks told().
+A field that is a metric by itself says so with Told. The core has no Prometheus: the exporter of metrics calls told().
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class TraceLog:
     """The ring of events. RequestLifecycle writes it."""
 
     def __init__(self) -> None:
-        self.now = 0.0  # time of the next events; the scheduler sets it at each call
+        self.now = 0.0  # time of the next events; Scheduler.submit(), plan() and commit() set it
         self._count = 0  # number of events since the start
         self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
 

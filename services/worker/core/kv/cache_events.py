@@ -102,7 +102,7 @@ class CacheEventLog:
         self._begin_anew()
 
     def flushed(self) -> None:
-        """Reports the remaining blocks after a reset instead of the removed ones, if those are more."""
+        """Reports a reset and the remaining blocks instead of the removed blocks, if more were removed than remain."""
         gone = sum(before is not None and self._tier(name) is None for name, before in self._changed.items())
         if gone > len(self._held.keys() | self._below.keys()):
             self._begin_anew()

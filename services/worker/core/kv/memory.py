@@ -59,7 +59,8 @@ class KVShape:
 class KVMemory:
     """The owner of the pages, the slots and the radix tree.
 
-    RequestLifecycle and the planners call it. Sessions hold paths of the tree, reservations and imports pin them.
+    RequestLifecycle and the planners allocate and free, the committer publishes computed pages. Sessions hold paths of the tree,
+    reservations and operations pin them.
     """
 
     def __init__(
@@ -105,29 +106,29 @@ class KVMemory:
         return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def peek(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
-        """Where such a match would end and how many tokens it has. Changes nothing, recency neither."""
+        """Returns the node in which match() would end and the number of its tokens. Changes nothing, not even recency."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
     def forget_empty(self) -> None:
-        """Between two turns: see RadixCache.forget_empty, and forget_retired."""
+        """Forgets empty namespaces and unused pages of retired ones. Called between two turns, see RadixCache.forget_empty."""
         if self.tree.has_retired:
             self.forget_retired()
         self.tree.forget_empty()
 
     def forget_retired(self) -> int:
-        """Pages that nobody uses any more of trees that are retired; returns their number."""
+        """Frees the unused pages of retired trees. Returns their number."""
         freed = self.tree.forget_retired()
         for pages in freed:
             self.pages.free(pages)
         return sum(map(len, freed))
 
     def _usable(self, num_bytes: int, limit: int) -> int:
-        """Bytes of a key of so many that a hit of at most `limit` tokens may cover."""
+        """Returns the bytes of a token key of `num_bytes` that a hit of at most `limit` tokens may cover."""
         return self.usable_pages(num_bytes // TOKEN_BYTES, limit) * self.page_size * TOKEN_BYTES
 
     def usable_pages(self, num_tokens: int, limit: int) -> int:
-        """Whole pages that a hit of at most `limit` tokens may cover of so many."""
+        """Returns the whole pages of `num_tokens` tokens that a hit of at most `limit` tokens may cover."""
         return min(num_tokens - 1, limit) // self.page_size if self._enable_radix_cache else 0
 
     def lock(self, match: Match) -> None:

@@ -357,7 +357,7 @@ class RadixCache:
         self.num_evictable -= len(node.pages)
         assert 0 <= self.num_evictable <= self.num_pages, "what goes was evictable"
         node.gone = True
-        node.entry = 0  # whoever forgets it has not taken it out of the queue
+        node.entry = 0  # forget() leaves its entry in the queue, which is stale now
         if self._events:
             self._events.removed(node)
         if self._backups is not None:

@@ -30,7 +30,7 @@ class Outputs:
         self.add_predicted(request)
 
     def _add_tokens(self, request: Request) -> None:
-        assert request.progress.num_sent <= len(request.progress.output_ids), "a front end was told more than there is"
+        assert request.progress.num_sent <= len(request.progress.output_ids), "the gateway has no more tokens than the output"
         tokens = request.progress.output_ids[request.progress.num_sent :]
         if not tokens:
             return

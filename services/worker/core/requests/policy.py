@@ -169,7 +169,7 @@ def fairly(requests: Iterable[Request]) -> Iterator[Request]:
     for _, alike in groupby(requests, key=lambda r: r.rank):
         flows: dict[Flow, list[Request]] = {}
         for request in alike:
-            assert request.flow is not None, "who waits has prompt tokens to be planned"
+            assert request.flow is not None, "a waiting request has prompt tokens to plan"
             flows.setdefault(request.flow, []).append(request)
         yield from _merged(flows)
 
@@ -184,7 +184,7 @@ def in_fair_turn(queue: WaitingQueue) -> Iterator[Request]:
 
 def due_before(queue: WaitingQueue, first: Request) -> Iterator[Request]:
     """Yields the waiting requests that are more urgent than the extending request `first`, or as urgent with an earlier turn."""
-    assert first.flow is not None, "who extends has prompt tokens to be planned"
+    assert first.flow is not None, "an extending request has prompt tokens to plan"
     for rank in queue.ranks():
         if rank > first.rank:
             return

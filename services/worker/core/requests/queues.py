@@ -181,6 +181,6 @@ class RequestQueues:
             self.batch_is_full = False
 
     def _unshare(self, request: Request) -> None:
-        assert request.flow is not None, "who leaves a flow is in one"
+        assert request.flow is not None, "a request that leaves a flow is in one"
         self.shares.leave(request.flow)
         request.flow = None

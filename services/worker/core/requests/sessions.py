@@ -183,8 +183,8 @@ class SessionTable:
     def end(self, request: Request, node: TreeNode | None, memory: KVMemory, now: float) -> None:
         """Stores a turn that has ended. node: end of its cached context; None if the turn was aborted and is not stored.
 
-        Where another turn has replaced its parent meanwhile, all of its context is its own; it is kept if there is room for
-        that.
+        If another turn has replaced its parent meanwhile, the whole context belongs to this turn. It is stored if the session's
+        capacity suffices.
         """
         turn = request.session
         assert turn is not None
@@ -198,7 +198,7 @@ class SessionTable:
             return
         if turn.replace and turn.parent:
             self._forget_children(session, turn.parent, memory)
-        parent = began.parent if session.turns.get(turn.parent) is began.parent else None  # whose name another may have by now
+        parent = began.parent if session.turns.get(turn.parent) is began.parent else None  # another turn may have its name by now
         kept = turn.offset if parent else 0
         added = request.tokens()[kept:]
         if parent is not began.parent and len(added) > session.room:

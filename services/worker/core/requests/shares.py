@@ -78,7 +78,7 @@ class Shares:
 
     def charge(self, flow: Flow, tokens: int) -> None:
         """Charges newly planned prompt tokens to a flow."""
-        assert tokens > 0 and flow.num_pending > 0, "only who has something to compute is charged"
+        assert tokens > 0 and flow.num_pending > 0, "only a flow with pending requests is charged"
         tenant = flow.tenant
         self._now = max(self._now, tenant.start)
         tenant.start += tokens / tenant.weight

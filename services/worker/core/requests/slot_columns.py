@@ -41,8 +41,8 @@ class SlotColumns:
         """Fills the row of a request that is admitted with `num_cached` tokens of KV."""
         outputs = len(request.progress.output_ids)
         target = request.num_prompt_tokens + outputs
-        assert 0 <= num_cached < target, "whoever is admitted has a token to compute"
-        assert request.progress.num_sent <= outputs, "a front end was told more than there is"
+        assert 0 <= num_cached < target, "an admitted request has a token to compute"
+        assert request.progress.num_sent <= outputs, "the gateway has no more tokens than the output"
         self.computed[slot] = self.committed[slot] = num_cached
         self.target[slot] = target
         self.planned_out[slot] = self.num_out[slot] = outputs

@@ -56,7 +56,7 @@ class WaitingQueue:
         return len(self._have_run)
 
     def add(self, request: Request, back: bool = False) -> None:
-        assert not request.held, "who comes to the queue is held by no gate"
+        assert not request.held, "no gate holds a request that enters the queue"
         rank = self._ranks.get(request.rank)
         if rank is None:
             rank = self._ranks[request.rank] = _Rank()
@@ -68,7 +68,7 @@ class WaitingQueue:
                 self._have_run.add(request.seq)
         else:
             assert request.seq not in rank.fresh, "a request stands in the queue twice"
-            assert request.flow is not None, "who waits has prompt tokens to be planned"
+            assert request.flow is not None, "a waiting request has prompt tokens to plan"
             rank.fresh = _with(rank.fresh, request)
             rank.flows[request.flow] = _with(rank.flows.get(request.flow, {}), request)
         self._size += 1
@@ -83,7 +83,7 @@ class WaitingQueue:
             rank.back.remove(request)
             self._have_run.discard(request.seq)
         else:
-            assert request.flow is not None, "who waits has prompt tokens to be planned"
+            assert request.flow is not None, "a waiting request has prompt tokens to plan"
             mine = rank.flows[request.flow]
             del mine[request.seq]
             if not mine:
