@@ -121,11 +121,6 @@ def total(by_process: Mapping[str, ProcessTrace]) -> ProcessTrace:
     )
 
 
-def traced_types() -> frozenset[str]:
-    """Runs the trace and returns the qualified names of all types that a chat constructs, without protobuf messages."""
-    return total(traces(measure())).types
-
-
 def measure() -> list[dict[str, Any]]:
     """Starts the system, runs both windows and returns the counts of each process that lives until the end.
 

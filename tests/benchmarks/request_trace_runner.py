@@ -44,7 +44,7 @@ def write_script(folder: Path) -> Path:
 
 def _send_when_asked(connection: socket.socket, counts: ProcessCounts, module: str) -> None:
     with connection:
-        if connection.recv(1):  # empty if the conductor has ended
+        if connection.recv(1):  # empty if request_trace has ended
             found = {"module": module, "functions": counts.functions(), "types": counts.types(module)}
             connection.sendall(json.dumps(found).encode() + b"\n")
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic_settings import BaseSettings
 
+from services import __version__
 from services.local.reference import SERVICES
 from services.shared.settings import of_values
 
@@ -54,6 +55,7 @@ def test_compose_builds_the_target_of_the_service(name: str) -> None:
     build = PARTS[name]["build"]
     assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "docker" / "Dockerfile")
     assert f'ENTRYPOINT ["python", "-m", "services.{name}"]' in stage(build["target"])
+    assert PARTS[name]["image"] == f"rootstock/{name}:{__version__}"
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -48,9 +48,8 @@ class Server:
         parts = urlsplit(target.url)
         self._secure, self._path = parts.scheme == "https", parts.path
         self._host = parts.hostname or ""
-        self._port = parts.port or (
-            443 if self._secure else 80
-        )  # explicit, because HTTPConnection looks for a port in an IPv6 address
+        # Never None, because HTTPConnection would look for a port in an IPv6 address.
+        self._port = parts.port or (443 if self._secure else 80)
 
     def get(self, path: str) -> Any:
         """Returns the JSON of the response. Raises CommandFailed."""
@@ -107,9 +106,8 @@ class Server:
         headers |= content.headers if content is not None else {}
         headers |= {"authorization": f"Bearer {self.target.key}"} if self.target.key else {}
         try:
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # a server may refuse before it has read the whole body; the response has the reason
+            # A server may refuse before it has read the whole body; the response has the reason.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, self._path + path, None if content is None else content.body, headers)
             response = connection.getresponse()
             if response.status == 200:

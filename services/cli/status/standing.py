@@ -25,7 +25,7 @@ class Worker:
     waiting: int | None = None
     kv_use: float | None = None  # used share of the KV pool, 0 to 1
     hit_rate: float | None = None  # cached share of prompt tokens, 0 to 1
-    tokens_per_second: float | None = None  # generated tokens since the report before
+    tokens_per_second: float | None = None  # generated tokens per second since the report before
     retractions: int | None = None
 
 
@@ -125,9 +125,8 @@ class Observer:
         if before is None or count.tokens < before.tokens:  # a smaller counter belongs to a restarted worker
             self._counts[name] = count
             return None
-        if (
-            count.tokens == before.tokens and count.at - before.at < 0.05
-        ):  # the same report; network delays differ by less than 50 ms
+        # The same report again: network delays differ by less than 50 ms.
+        if count.tokens == before.tokens and count.at - before.at < 0.05:
             return before.rate if now - before.at < RATE_VALID_S else None
         rate = (count.tokens - before.tokens) / max(count.at - before.at, 0.05)
         self._counts[name] = _Count(count.at, count.tokens, rate)
