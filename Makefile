@@ -141,4 +141,4 @@ release: dev-env     ## wheel, chart, checksums, and with buildah or docker imag
 	$(PY) -m release --out '$(DIST)' $(if $(call chosen,IMAGES),--images '$(IMAGES)') $(RELEASE_FLAGS)
 
 clean:           ## what was built, not the environment
-	rm -rf build rootstock
+	rm -rf build dist rootstock

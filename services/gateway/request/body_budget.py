@@ -1,7 +1,7 @@
-"""What all bodies of the process may hold together, from before the first byte is read until what was made of it is on its way.
+"""Memory budget of request bodies, from before the first byte is read until the request is dispatched.
 
-Small bodies have a pool of their own, so that no chat waits behind a large one. Who finds no room waits in line, unread: its
-client is held by TCP's flow control. After `wait_s`, or where too many wait already, it is refused with a 503.
+Small bodies have a pool of their own, so that a chat never waits behind a large body. A body waits in line, unread, until there
+is memory for it: TCP flow control holds its client back. After `wait_s`, or if too many bodies wait, the request gets a 503.
 """
 
 from __future__ import annotations
@@ -23,36 +23,39 @@ from services.shared.limits import (
 )
 from services.shared.memory import trim_heap
 
-TRIM_BYTES = 1 << 20  # what was made of a smaller body is reused by the next one
-TRIM_S = 1.0  # from its end, so that one trim does for several
-QUIET_S = 15.0  # from the last one's end
+TRIM_BYTES = 1 << 20  # the allocator reuses the memory of a smaller body for the next one
+TRIM_S = 1.0  # seconds from the end of a large body to the trim, which then serves several bodies
+QUIET_S = 15.0  # seconds without a large body
 YOUNG, OLDEST = 1, 2  # generations of the garbage collector
 
 Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
 
 
 class Stuck(Exception):
-    """Whoever could give bytes back waits for more: waiting would not end."""
+    """Raised if every body that holds bytes of the pool waits for more, so the wait would never end."""
 
 
 class Place:
-    """In the line for `size` more bytes. room: done once they are there. holds: bytes that it has already."""
+    """A position in the line of a pool."""
 
     __slots__ = ("holds", "room", "size")
 
     def __init__(self, size: int, holds: int) -> None:
-        self.size = size
-        self.holds = holds
-        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.size = size  # bytes that the body waits for
+        self.holds = holds  # bytes of the pool that the body has
+        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the bytes are taken
 
 
 class BodyPool:
-    """capacity: bytes. held: of them. Who takes gives back the same number, once."""
+    """Bytes that bodies take and give back, in the order of their arrival.
+
+    A body that holds bytes and needs more goes before a body that holds none, because only a complete body gives bytes back.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.held = 0
-        self._begun: deque[Place] = deque()  # those that hold something
+        self.capacity = capacity  # bytes
+        self.held = 0  # bytes that bodies have taken
+        self._begun: deque[Place] = deque()  # bodies that hold bytes
         self._new: deque[Place] = deque()
 
     @property
@@ -60,7 +63,7 @@ class BodyPool:
         return len(self._begun) + len(self._new)
 
     def take(self, size: int, holds: int = 0) -> bool:
-        """Whether there is room at once, with nobody before."""
+        """Takes the bytes if they are free and no body is before this one. Returns whether it has."""
         before = len(self._begun) if holds else self.num_waiting
         if before or self.held + size > self.capacity:
             return False
@@ -68,7 +71,7 @@ class BodyPool:
         return True
 
     def join(self, size: int, holds: int = 0) -> Place:
-        """The end of the line. holds: what it has of this pool, and keeps while it waits. Raises Stuck."""
+        """Joins the end of the line. `holds` are bytes that the body keeps while it waits. Raises Stuck."""
         if holds and self.held == holds + sum(place.holds for place in self._begun):
             raise Stuck
         place = Place(size, holds)
@@ -76,13 +79,13 @@ class BodyPool:
         return place
 
     def leave(self, place: Place) -> None:
-        """It will not take what it waits for, or has been given."""
+        """Leaves the line, and gives back the bytes if they were taken."""
         if place.room.done():
             self.give(place.size)
             return
         place.room.cancel()
         (self._begun if place.holds else self._new).remove(place)
-        self._admit()  # those behind it may fit
+        self._admit()  # the next bodies may fit
 
     def give(self, size: int) -> None:
         self.held -= size
@@ -99,13 +102,20 @@ class BodyPool:
 
 
 class ClientGone(Exception):
-    """The client closed its connection: there is nobody to answer."""
+    """Raised if the client has closed its connection. No response is sent."""
 
 
 class BodyBudget:
-    """One per process. capacity: bytes of large bodies. wait_s: seconds that one waits for room. retry_after_s: of a 503."""
+    """The pools of small and of large bodies. One per process."""
 
     def __init__(self, capacity: int, wait_s: float, retry_after_s: int, metrics: GatewayMetrics) -> None:
+        """Makes empty pools.
+
+        Args:
+            capacity: Bytes of the pool of large bodies.
+            wait_s: Longest wait of a body for memory, in seconds.
+            retry_after_s: Retry-After of the 503, in seconds.
+        """
         self.capacity = capacity
         self._small = BodyPool(SMALL_BODY_POOL_BYTES)
         self._large = BodyPool(capacity)
@@ -117,7 +127,7 @@ class BodyBudget:
         metrics.watch_bodies("large", lambda: self._large.held, lambda: self._large.num_waiting)
 
     def open(self, gone: Gone) -> HeldBytes:
-        """Nothing is held yet."""
+        """Returns the reservation of one body, which holds nothing yet."""
         return HeldBytes(self, gone)
 
     def pool_of(self, size: int) -> BodyPool:
@@ -147,7 +157,7 @@ class BodyBudget:
             left.cancel()
 
     def give(self, pool: BodyPool, size: int, peak: int) -> None:
-        """peak: bytes of the body that they were for."""
+        """Gives bytes back to a pool. `peak` is the size of their body."""
         pool.give(size)
         if peak >= TRIM_BYTES:
             self._trimmer.soon()
@@ -159,7 +169,7 @@ class BodyBudget:
 
 
 class HeldBytes:
-    """Of one body. Whoever opened it closes it, once; closing it again does no harm."""
+    """Bytes that one body holds. The request closes it; a second close has no effect."""
 
     def __init__(self, budget: BodyBudget, gone: Gone) -> None:
         self._budget = budget
@@ -169,11 +179,11 @@ class HeldBytes:
 
     @property
     def most(self) -> int:
-        """That it can grow to."""
+        """Largest size in bytes that the reservation may reach."""
         return self._budget.capacity
 
     async def grow_to(self, size: int) -> None:
-        """At least so many bytes are held. What outgrows the small pool changes to the large. Raises ApiError, or ClientGone."""
+        """Grows to at least this size, in the large pool if the small one does not suffice. Raises ApiError, ClientGone."""
         if size <= self.size:
             return
         budget, pool = self._budget, self._budget.pool_of(size)
@@ -186,7 +196,7 @@ class HeldBytes:
         self._pool, self.size = pool, size
 
     async def grow_by(self, size: int) -> None:
-        """For what is fetched to go with the body. Raises ApiError."""
+        """Grows for data that is fetched for the request. Raises ApiError."""
         try:
             await self.grow_to(min(self.size + size, self.most))
         except ClientGone:
@@ -215,7 +225,7 @@ def body_too_large(max_bytes: int) -> ApiError:
 async def hold_values(held: HeldBytes, body: ReceivedBody) -> None:
     """Holds the memory that the parsed values of a large body may take. Raises ApiError 413 or 503, or ClientGone."""
     if held.size <= SMALL_BODY_BYTES:
-        return  # a small one becomes little, whatever it is made of
+        return  # the values of a small body need little memory
     values = body.num_values
     if values > MAX_JSON_VALUES:
         message = f"The request's body has more than {MAX_JSON_VALUES} values, counted as commas and opening brackets."
@@ -224,9 +234,11 @@ async def hold_values(held: HeldBytes, body: ReceivedBody) -> None:
 
 
 class MemoryTrimmer:
-    """Gives what the allocator keeps for later back to the system: glibc holds on to the pages of large bodies for ever. A
-    request that was refused is in a cycle with its traceback, and its body with it: such cycles are looked for first, among
-    young objects while bodies come, among all once none has come for a while."""
+    """Returns freed memory to the system, because glibc keeps the pages of large bodies.
+
+    A refused request is in a reference cycle with its traceback, and so is its body. The trimmer collects young objects while
+    bodies come, and all objects QUIET_S after the last body.
+    """
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None

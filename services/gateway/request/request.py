@@ -5,9 +5,9 @@
     validating,  known; waits  on a worker   come back     the request has its error, or the
     tokenizing   for a worker                              client is gone
 
-Written on the event loop only. A choice's output is written by what its worker says (ChoiceOutput), its text by what its
-detokenizer says (ChoiceText); where it is, and how long it has waited for that, the dispatcher's Placement and Wait know. What
-reaches the client waits here, merged per choice, until the request's task takes it.
+All methods run on the event loop. ChoiceOutput receives the outputs of the worker, and ChoiceText the text of the detokenizer.
+The dispatcher's Placement has the worker of a choice, and Wait its time in the queue. New output waits in the choice, merged,
+until the request's task takes it.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Series(Protocol):
     def further_tokens(self, between_two: float, count: int) -> None: ...
 
     def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
-        """Tokens; cached: of those of the prompt. Seconds."""
+        """Counts a complete response: tokens of the prompts, cached tokens among them, output tokens, and seconds."""
 
 
 class Measures(Protocol):
     def series(self, model: str, key: str) -> Series:
-        """key: its name, "" where nobody has keys."""
+        """Returns the series of a model and the name of an API key, "" without keys."""
 
 
 class Releaser(Protocol):
-    """Who frees what a choice holds on a worker, in a queue and on a detokenizer. Idempotent."""
+    """Frees the slot of a choice on its worker, its position in a queue, and its stream to a detokenizer. Idempotent."""
 
     def release(self, choice: Choice) -> None: ...
 
@@ -73,13 +73,13 @@ class KeyAdmission(Protocol):
 
 
 class Course(Protocol):
-    """Who keeps what becomes of a request, for a client that wants to know."""
+    """Notes the workers of a request for a client that has asked for a report."""
 
     def placed(self, worker_id: str) -> None:
-        """A worker has got one of its choices."""
+        """Notes that a choice was submitted to this worker."""
 
     def told(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """As JSON, of choices that have ended."""
+        """Returns the report on choices that have ended, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Delta:
 
 
 class ChoiceText:
-    """decoding: its way through detokenizers. ending: the whole answer's, once its last text is here."""
+    """The text of one choice, and the part of it that its client has not taken."""
 
     __slots__ = (
         "_choice",
@@ -118,11 +118,11 @@ class ChoiceText:
         self._generation: Generation = generation
         self._output = output
         self._pieces = [part.prefix] if part.prefix else []
-        self._shown_ids = 0  # ids whose text has come, not counting those at the end that have given no text yet
-        self._taken_ids = 0
-        self._delivered = False  # the client has something of it
-        self._last_at = 0.0
-        self.ending: Ending | None = None
+        self._shown_ids = 0  # ids with text; the last ones count when their text has come
+        self._taken_ids = 0  # ids whose text has been taken
+        self._delivered = False  # a delta has been taken
+        self._last_at = 0.0  # loop time of the last token; 0.0 before the first
+        self.ending: Ending | None = None  # set with the last text
         self.decoding = Decoding(
             self,
             request.request_id,
@@ -138,7 +138,13 @@ class ChoiceText:
         )
 
     def resume(self, decoded: int, chars: int, shown: int) -> None:
-        """So many ids have been decoded elsewhere, to so many characters, which somebody has. shown: ids that these are of."""
+        """Continues behind text that the client has already.
+
+        Args:
+            decoded: Ids that have been decoded.
+            chars: Characters of their text.
+            shown: Ids whose text the client has.
+        """
         self.decoding.resume(decoded, chars)
         self._shown_ids = self._taken_ids = shown
         self._delivered = chars > 0
@@ -147,21 +153,21 @@ class ChoiceText:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Ids decoded, characters of them, and ids whose text has been taken: what resume() goes on from after a take()."""
+        """Arguments of a resume() that continues behind the last take()."""
         return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
 
     def finish(self, finish: worker_pb2.Finish) -> None:
-        """The output is complete; its last text is still to come, unless it is a vector or a score."""
-        # What a stop pattern has matched stays in the text; a stop string is cut off.
+        """Ends the output. The last text follows, unless the output is a vector or a score."""
+        # The text that a stop pattern has matched stays; a stop string is cut off.
         self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
         if finish.reason in (pb.FINISH_REASON_EMBEDDED, pb.FINISH_REASON_SCORED):
             self._end()
 
     def ids_came(self, count: int) -> None:
-        """So many have been added to the output. Of an answer that nobody reads before its end, this is when they are timed."""
+        """Notes that `count` ids were added to the output. Unless the response is a stream, they are timed now."""
         if self.decoding.patient:
             self._time(count)
-            self._choice.begun()
+            self._choice.request.streaming()
 
     def on_text(self, text: str, count: int) -> None:
         if text and not self._generation.hidden:
@@ -173,10 +179,10 @@ class ChoiceText:
         if self.decoding.done:
             self._end()
         else:
-            self._choice.has_news()
+            self._choice.request.has_news(self._choice)
 
     def on_decode_failed(self, error: ApiError) -> None:
-        self._choice.failed(error)
+        self._choice.request.fail(error)
 
     def take(self) -> Delta | None:
         """Returns the output since the last take, or None if there is none. After the ending it is never None."""
@@ -196,8 +202,8 @@ class ChoiceText:
         verdict = self._output.verdict
         assert self.ending is None and verdict is not None, "one terminal event per choice"
         self.ending = verdict
-        self._choice.ended()
-        self._choice.has_news()
+        self._choice.request.choice_ended(self._choice)
+        self._choice.request.has_news(self._choice)
 
     def _time(self, count: int) -> None:
         request = self._choice.request
@@ -210,15 +216,14 @@ class ChoiceText:
 
 
 class Choice:
-    """One answer to one prompt. sampling: the same on every worker that goes on with it. trace: where it is traced. resumed: what
-    had come of it at another gateway, or in an earlier try, but for its log probabilities; None: it begins here."""
+    """One output for one prompt. It may move from worker to worker with the same parameters."""
 
     __slots__ = ("generation", "index", "number", "output", "part", "prompt", "request", "resumed", "sampling", "text", "trace")
 
     def __init__(self, request: RunningRequest, index: int, number: int, part: Part, sampling: ChoiceSampling) -> None:
         self.request = request
-        self.index = index  # within the request
-        self.number = number  # within its prompt
+        self.index = index  # among all choices of the request
+        self.number = number  # among the choices of its prompt
         self.part = part
         self.prompt: Prompt = part.prompt
         self.generation: Generation = part.generation
@@ -226,17 +231,17 @@ class Choice:
         self.output = ChoiceOutput(part.generation)
         self.text = ChoiceText(self, part, self.output)
         self.trace = None if request.trace is None else request.trace.choice(self.request_id)
-        self.resumed: Progress | None = None
+        self.resumed: Progress | None = None  # output of another gateway or an earlier try, without log probabilities
 
     def resume(self, progress: Progress) -> None:
-        """Goes on where it stood. Before it is dispatched. Raises ValueError for log probabilities that do not fit."""
-        self.resumed = replace(progress, logprobs=())  # the output has them from here on
+        """Continues earlier output. Called before the choice is dispatched. Raises ValueError if log probabilities do not fit."""
+        self.resumed = replace(progress, logprobs=())  # ChoiceOutput has them
         self.output.resume(progress.ids, progress.logprobs)
         self.text.resume(progress.decoded, progress.chars, progress.shown)
 
     @property
     def request_id(self) -> str:
-        """What a worker knows it by."""
+        """Request id on the worker."""
         own = self.part.request_id
         if not own:
             return f"{self.request.request_id}-{self.index}"
@@ -244,38 +249,37 @@ class Choice:
 
     @property
     def cache_salt(self) -> str:
-        """As workers know it."""
+        """Cache salt on the worker, which may have the API key's own part."""
         return self.request.caller.cache_salt_of(self.generation.cache_salt)
 
     @property
     def session_id(self) -> str:
-        """As workers know it; "" outside of sessions."""
+        """Session id on the worker; "" outside of sessions."""
         session = self.generation.session
         return "" if session is None else session_home.owned_id(session.session_id, self.request.key)
 
     @property
     def priority(self) -> int:
-        """As its caller may have it."""
+        """Priority within the limit of its API key."""
         return self.request.caller.priority_of(self.generation.priority)
 
     @property
     def ending(self) -> Ending | None:
-        """Of the whole answer, once its last text is here."""
+        """Ending of the choice; None until its last text has come."""
         return self.text.ending
 
     @property
     def can_move(self) -> bool:
-        """Whether another worker can go on with it: from its prompt and the output so far. A turn of a session goes on from what
-        only its worker has."""
+        """Whether another worker can continue it from its prompt and output. A session's turn needs the KV of its own worker."""
         return self.output.verdict is None and self.generation.session is None and self.request.error is None
 
     @property
     def generates(self) -> bool:
-        """Whether it is tokens, and neither a vector nor a score."""
+        """Whether the output is tokens, not a vector or a score."""
         return not self.generation.ends_with_prompt
 
     def finish(self, finish: worker_pb2.Finish) -> None:
-        """The worker's terminal output, for an answer that is complete; its text is still to come."""
+        """Receives the worker's terminal output of a complete choice. Its last text follows."""
         self.output.finish(finish)
         self.text.finish(finish)
 
@@ -283,21 +287,9 @@ class Choice:
         """Returns the output since the last take, or None if there is none. After the ending it is never None."""
         return self.text.take()
 
-    def has_news(self) -> None:
-        self.request.has_news(self)
-
-    def begun(self) -> None:
-        self.request.streaming()
-
-    def ended(self) -> None:
-        self.request.choice_ended(self)
-
-    def failed(self, error: ApiError) -> None:
-        self.request.fail(error)
-
 
 class RunningRequest:
-    """One generation request from its arrival to release(). Owns its choices, body bytes, admission and trace."""
+    """A generation request from its arrival to release(). Owns its choices, body bytes, admission and trace."""
 
     generation: Generation  # of its first part, for what all parts have in common
     model: ModelInfo  # from begin() on
@@ -328,7 +320,7 @@ class RunningRequest:
         self.course = course
         self.held = held
         self.admission: KeyAdmission | None = None
-        self.usage: dict[str, Any] | None = None  # of a complete response
+        self.usage: dict[str, Any] | None = None  # set when the response is complete
         self.task: asyncio.Task[Any] | None = None  # serves the request
         self.wants_stream = False
         self.origin = Origin(self.request_id, trace, context.caller, wants_stream=self._asks_for_stream)
@@ -352,11 +344,11 @@ class RunningRequest:
 
     @property
     def key(self) -> str:
-        """Name of the API key that it came with; "" where nobody has keys."""
+        """Name of the API key of the caller; "" without keys."""
         return self.caller.key
 
     def begin(self, parts: Sequence[Part], model: ModelInfo) -> None:
-        """Makes the choices, prompt by prompt. `stream` and `include_usage` are the same in all parts."""
+        """Makes the choices of each prompt in order. All parts have the same `stream` and `include_usage`."""
         self.generation = parts[0].generation
         self.model, self.model_source = model, model.source
         self.series = self._measures.series(model.name, self.key)
@@ -370,7 +362,7 @@ class RunningRequest:
 
     @property
     def begun(self) -> bool:
-        """Output of one of its choices is there."""
+        """Whether a choice has output."""
         return any(choice.output.ids for choice in self.choices)
 
     @property
@@ -379,7 +371,7 @@ class RunningRequest:
 
     @property
     def tokens_used(self) -> int:
-        """Of its prompts, once a worker has had one of them, and of all output that came here."""
+        """Tokens of all prompts, if a worker has received one of them, and of the output that came to this gateway."""
         prompts = sum(len(part.prompt.ids) for part in self.parts) if self.reached_worker else 0
         earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
         return prompts + sum(len(choice.output.ids) for choice in self.choices) - earlier
@@ -415,12 +407,12 @@ class RunningRequest:
             self._wake()
 
     def nudge(self) -> None:
-        """Whoever waits for news goes on, with none if there are none."""
+        """Ends the current news(), which may then return no choice."""
         self._nudged = True
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """Ends every choice. The first error counts; after a complete answer there is none."""
+        """Ends every choice with an error. No effect after another error, or if the request is complete."""
         if self.error is not None or (self.choices and self._open == 0):
             return
         self.error = error
@@ -428,7 +420,7 @@ class RunningRequest:
         self._wake()
 
     def interrupt(self, error: ApiError) -> None:
-        """Ends the request with `error`, whatever it is waiting for. No effect on one that has failed already."""
+        """Ends the request with an error, also while it is prepared. No effect after another error."""
         if self.error is not None:
             return
         self.fail(error)
@@ -459,7 +451,8 @@ class RunningRequest:
             self._releaser.release(choice)
 
     async def news(self) -> list[Choice]:
-        """Choices with something to take, in the order in which it came; none after a nudge. Raises the request's ApiError."""
+        """Waits for output, and returns the choices that have some in the order of its arrival; none after nudge(). Raises the
+        request's ApiError."""
         while self.error is None and not self._ready() and not self._nudged:
             self._waker = asyncio.get_running_loop().create_future()
             await self._waker
