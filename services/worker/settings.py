@@ -109,7 +109,7 @@ class WorkerSettings(ServiceSettings):
     max_sessions: int = Field(1024, ge=0, description="Sessions that may be open at once.")
     session_capacity: int = Field(1 << 20, ge=1, description="Tokens of a session over all its turns, if it names no limit.")
     session_ttl_s: float = Field(600.0, gt=0, description="Seconds after its last turn that a session stays open.")
-    grammar_compile_timeout_s: float = Field(10.0, gt=0, description="Seconds that compiling a grammar may take.")
+    grammar_compile_timeout_s: float = Field(10.0, gt=0, description="CPU time in seconds that compiling a grammar may take.")
     grammar_memory_mib: int = Field(512, ge=64, description="Memory that compiling a grammar may take, in MiB.")
     grammar_cache_mib: int = Field(256, ge=0, description="Compiled grammars that are kept, in MiB.")
     grammar_idle_s: float = Field(

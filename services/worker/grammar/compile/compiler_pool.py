@@ -1,10 +1,13 @@
-"""Grammars compiled in processes of their own first, and here once they are known to be good. Owns the compiling process
+"""Compiles grammars in child processes first, and in this process once they are known to be good. Owns the compiling process
 and the threads that wait on it.
 
-Two queues keep good grammars from waiting behind bad ones: every grammar is first given quick_s by one of `workers` threads;
-what is not done by then starts over in the slow queue, served by one thread that gives compile_s. Each queue takes one of every
-tenant in turn. The first are compiled at a
-priority below the worker's, the second at the lowest: on a full machine a good grammar takes seconds, not minutes.
+Two queues keep good grammars from waiting behind bad ones. One of `workers` threads compiles each grammar for quick_s at most. A
+grammar that needs longer starts over in the slow queue, whose one thread compiles it for compile_s of CPU time at most. Each
+queue serves the tenants in turn.
+
+The quick queue has a lower priority than the worker and the slow queue the lowest, so a child may get little CPU time on a full
+machine. The slow queue therefore counts CPU time: a grammar is never refused because other processes were busy, unless it takes
+WALL_FACTOR * compile_s.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ JOIN_S = 2.0
 MARGIN_S = 2.0  # the child's own alarm comes first
 QUICK_NICENESS, SLOW_NICENESS = 10, 19
 DYING_S = 0.2
+WALL_FACTOR = 10.0  # longest compilation on a full machine, in multiples of its CPU time
 QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
 
 Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]
@@ -253,7 +257,7 @@ class CompilerPool:
             self._done(spec, compiled, reason, busy)
 
     def _compile(self, spec: GrammarSpec, seconds: float, niceness: int) -> Compiled:
-        """Once more if the process that forks compilers was gone."""
+        """Compiles a grammar, and once more if the process that forks compilers was gone."""
         try:
             return self._exchange(spec, seconds, niceness)
         except CompilerGone:
@@ -267,15 +271,16 @@ class CompilerPool:
             with theirs:
                 forker = self._nursery.hand_over(theirs)
             started = time.monotonic()
-            ours.settimeout(seconds + MARGIN_S)
+            wall_s = seconds if seconds < self._limits.compile_s else WALL_FACTOR * seconds
+            ours.settimeout(wall_s + MARGIN_S)
             try:
                 request = {"kind": spec.kind, "source": spec.source, "parts": [astuple(part) for part in spec.parts]}
-                send_message(ours, {**request, "seconds": seconds, "niceness": niceness})
+                send_message(ours, {**request, "cpu_s": seconds, "wall_s": wall_s, "niceness": niceness})
                 reply = receive_message(ours)
                 text = receive_frame(ours).decode() if reply["error"] is None else ""
             except TimeoutError:
                 raise _Slow from None
-            except (OSError, EOFError):
+            except (OSError, EOFError):  # one thread uses no more CPU time than wall time
                 raise self._why_gone(spec, forker, time.monotonic() - started >= seconds) from None
         if reply["error"] is not None:
             raise GrammarRefused(reply["error"], part=reply["part"])

@@ -3,7 +3,7 @@
 It loads xgrammar and the vocabulary once, then forks a child for every grammar: a child that loops, swells or overruns its
 stack dies alone, by its own alarm and limits, and the next one starts in milliseconds with clean memory.
   setup     {"limits": GrammarLimits' fields, "jumps"}, one frame with the vocabulary → {"ready": true}
-  a grammar one byte with a socket attached; over that socket {"kind", "source", "parts", "seconds", "niceness"}
+  a grammar one byte with a socket attached; over that socket {"kind", "source", "parts", "cpu_s", "wall_s", "niceness"}
             → {"error": null or one line, "part" or "is_tag"}, and without an error one frame: the text that was compiled
 The worker compiles that text once more, knowing by then that it is good, and what it costs: xgrammar writes a compiled grammar
 as text of a hundred times its size (440 MB for a schema of 500 properties), which costs more than compiling does.
@@ -76,11 +76,15 @@ def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
 
 
 def _serve(bench: Workbench, link: socket.socket) -> None:
-    """One grammar. Its time begins with the fork."""
+    """Compiles one grammar. Its time begins with the fork."""
     request = receive_message(link)
     spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is in the middle of
-    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    for alarm, timer, seconds in (
+        (signal.SIGPROF, signal.ITIMER_PROF, request["cpu_s"]),
+        (signal.SIGALRM, signal.ITIMER_REAL, request["wall_s"]),
+    ):
+        signal.signal(alarm, signal.SIG_DFL)  # ends the process, also within a call of xgrammar
+        signal.setitimer(timer, seconds)
     give_way(os.getpid(), request["niceness"])
     log = _confine(bench.limits)
     try:

@@ -1,4 +1,4 @@
-"""What one grammar may cost. One frozen table for the pool, the compiling process and the matchers."""
+"""Limits of one grammar, for the pool, the compiling process and the matchers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """compile_s: wall time of one compilation with its trial. quick_s: after so long it gives way to others and is tried once
-    more, behind all quick ones. memory_mib: what a compilation may allocate. compiled_mib: size of a compiled
-    grammar. cache_mib: compiled grammars that are kept. unused_mib: of those without use for idle_s. workers: compilations at
-    once, besides one slow one. queue: grammars that wait, in each of the two queues. failure_s: how long a refusal is
-    remembered. step_ms, burst_ms: CPU time that masks, accepts and jumps of one output may take, see StepMeter. loop_factor: how
-    much more than that is borne outside the trial. fill_ms: CPU time of the same for all outputs of a step together, see
-    MaskFiller."""
+    """Limits of compiling and matching.
+
+    Attributes:
+        compile_s: CPU time of one compilation with its trial.
+        quick_s: Time after which a grammar goes to the slow queue, where it starts over.
+        memory_mib: Memory that a compilation may allocate.
+        compiled_mib: Size of a compiled grammar.
+        cache_mib: Size of all compiled grammars that are kept.
+        unused_mib: Size of kept grammars that no request has used for idle_s.
+        idle_s: See unused_mib.
+        workers: Threads of the quick queue. The slow queue has one more.
+        queue: Grammars that may wait in each queue.
+        failure_s: Time for which a refusal is remembered.
+        step_ms: CPU time of one step of a request, see StepMeter.
+        burst_ms: CPU time that a request may use at once, see StepMeter.
+        fill_ms: CPU time of the masks of all requests of a step, see MaskFiller.
+        loop_factor: Multiple of step_ms and burst_ms that applies outside of the trial.
+    """
 
     compile_s: float = 10.0
     quick_s: float = 1.0

@@ -286,6 +286,17 @@ def test_a_child_killed_in_mid_compilation_fails_its_grammar_alone() -> None:
         assert serves(book, news, "after")
 
 
+def test_a_child_without_cpu_time_is_not_refused() -> None:
+    spec = regex("a?" * 500 + "a" * 500)  # a second of CPU time
+    with opened(replace(LIMITS, quick_s=LIMITS.compile_s)) as (book, news):
+        assert serves(book, news, "warm")
+        child = compiling(book, spec)
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(LIMITS.compile_s + 0.5)
+        os.kill(child, signal.SIGCONT)
+        assert news.next() == (spec, "too expensive: working out which tokens may come next takes too long"), "the trial's verdict"
+
+
 def test_the_compiler_killed_comes_back() -> None:
     with opened(LIMITS) as (book, news):
         assert serves(book, news, "warm")
