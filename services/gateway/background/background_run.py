@@ -224,8 +224,10 @@ class BackgroundRun:
         finally:
             access, failure = self._ports.access, sink.failure
             if access.enabled and sink.running is not None:
-                state = access_state(sink.running, "" if failure is None else failure.code or "")
-                status = 200 if failure is None else failure.status
+                code = "" if failure is None else failure.code or ""
+                interrupted = (failure is None and not sink.is_over) or sink.is_lost
+                state = access_state(sink.running, code, interrupted=interrupted)
+                status = 200 if sink.is_over else failure.status if failure is not None else 0
                 access.ended("background", "POST", ROUTE, state, status, 0, time.monotonic() - began)
 
     def _journal(self, stored: Stored) -> Journal:

@@ -52,7 +52,7 @@ class LineCalls:
             await self._run(call, sink)
         finally:
             if self._access.enabled and sink.running is not None:
-                state, seconds = access_state(sink.running, sink.code), time.monotonic() - began
+                state, seconds = access_state(sink.running, sink.code, interrupted=not sink.status), time.monotonic() - began
                 self._access.ended("batch", "POST", path, state, sink.status, len(sink.body), seconds)
         retry_after_s = int(dict(sink.headers).get(b"retry-after", b"0"))
         body_kept = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # of more, nothing is stored

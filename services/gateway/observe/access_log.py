@@ -26,6 +26,7 @@ Form = Literal["json", "text", "off"]
 # Keys of scope["state"] that routes fill in for the access log.
 ERROR_CODE = "error_code"  # code of the ApiError that ended the request
 CUT = "cut"  # the gateway closed the connection before the response was complete
+INTERRUPTED = "interrupted"  # the batch line or background response was cancelled before its end
 WORK = "work"  # a Work
 _SAME_FIELDS = b'"level":"info","service":"gateway","logger":"access","msg":"request",'
 _NO_WORK = (None, None, None, None, None, None, False)
@@ -43,6 +44,7 @@ class End(StrEnum):
     ABORTED = "aborted"  # an operator or another call of the client aborted a choice; the response has the output so far
     CLIENT_GONE = "client_gone"
     CUT = "cut"  # the client did not read, and the gateway closed the connection
+    INTERRUPTED = "interrupted"  # a batch line or background response was cancelled, or continues at another gateway
 
 
 class Work(NamedTuple):
@@ -127,7 +129,7 @@ class AccessLog:
             "key": state.get("key", ""),
             "status": status,
             "code": code,
-            "end": _end_of(status, code, bool(state.get(CUT)), aborted),
+            "end": _end_of(status, code, state, aborted),
             "total_ms": round(seconds * 1e3, 1),
             "bytes": num_bytes,
             "queue_ms": queue_ms if queue_ms is None else round(queue_ms, 1),
@@ -220,11 +222,13 @@ def _utc(second: int) -> str:
 _IN_HEAD = frozenset(("method", "route", "status", "end"))
 
 
-def _end_of(status: int, code: str, cut: bool, aborted: bool) -> End:
+def _end_of(status: int, code: str, state: Mapping[str, Any], aborted: bool) -> End:
     if status == _GONE:
         return End.CLIENT_GONE
-    if cut:
+    if state.get(CUT):
         return End.CUT
+    if state.get(INTERRUPTED):
+        return End.INTERRUPTED
     if status >= 400:
         return End.REFUSED
     if code or not status:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.observe.access_log import ERROR_CODE, WORK, Work
+from services.gateway.observe.access_log import ERROR_CODE, INTERRUPTED, WORK, Work
 from services.gateway.request.choice_output import TIERS, Ending
 from services.gateway.request.request import Choice, RunningRequest
 
@@ -27,13 +27,19 @@ def usage_of(request: RunningRequest) -> dict[str, Any]:
     }
 
 
-def access_state(running: RunningRequest, code: str) -> dict[str, Any]:
-    """Returns what AccessLog.ended reads of a request that no HTTP request carries. code: of its error."""
+def access_state(running: RunningRequest, code: str, *, interrupted: bool) -> dict[str, Any]:
+    """Returns the state that AccessLog.ended reads, for a batch line or a background response.
+
+    Args:
+        code: Code of the request's error; "" without one.
+        interrupted: The request has neither a response nor an error, because its task was cancelled.
+    """
     return {
         "request_id": running.request_id,
         "key": running.key,
         "model": running.model.name if running.parts else "",
         ERROR_CODE: code,
+        INTERRUPTED: interrupted,
         WORK: work_of(running),
     }
 

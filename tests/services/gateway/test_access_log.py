@@ -14,10 +14,12 @@ import orjson
 import pytest
 
 from services.gateway.observe.access_log import AccessLog
+from services.gateway.state.owner import owner_of
 from services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.fakes import MODEL
 from tests.services.gateway.http.test_slow_readers import LARGE, Deaf
 from tests.services.gateway.system import RawClient, System, wait_until
+from tests.services.redis_server import redis_server
 
 SECRET = "s3cr3t-of-alice"
 KEYS = [{"name": "alice", "key": SECRET}]
@@ -170,6 +172,17 @@ def test_access_log_has_connections_that_were_cut(tmp_path: Path) -> None:
         line = logged.line()
         assert (line["status"], line["end"], line["code"]) == (200, "cut", "timeout")
         deaf.close()
+
+
+def test_access_log_has_background_responses_that_other_gateways_continue(tmp_path: Path) -> None:
+    with redis_server() as store, Logged(tmp_path, state_redis_url=store.url) as logged:
+        system = logged.system
+        system.allow(4)
+        response = system.openai().responses.create(model=MODEL, input="Hi", background=True)
+        wait_until(lambda: bool(system.worker.submits), "a worker to have the response")
+        store.client.set(f"state:lease:background:{owner_of('')}:{response.id}", "another", px=2000)
+        line = logged.line(2)
+    assert (line["source"], line["route"], line["end"]) == ("background", "/v1/responses", "interrupted")
 
 
 def test_access_log_has_requests_that_the_connection_refused(logged: Logged) -> None:
