@@ -53,7 +53,7 @@ $(VENV)/.ready-run: pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "First: sudo apt-get install python3-venv"; exit 1; }
 	@echo "making $(VENV) and installing what a server needs, once: 1.3 GB, with a GPU 6 GB"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[run]'
+	$(INSTALL) '.[protos]'
 	@$(HAS_GPU) || $(PY) -m pip uninstall -q -y --disable-pip-version-check triton  # a gigabyte that xgrammar asks for, for GPUs alone
 	-@$(PY) -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib
 	@touch $@
@@ -72,7 +72,7 @@ $(PROTOS): $(ENV) $(wildcard protos/rootstock/v1/*.proto)
 chosen = $(filter-out file,$(origin $(1)))
 
 run: env         ## the whole system on this machine (MODEL=, PORT=, WORKERS=, CHAT_TEMPLATE=)
-	@exec $(PY) -m services.local $(if $(call chosen,MODEL),--model '$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \
+	@exec $(PY) -m services.cli serve $(if $(call chosen,MODEL),'$(MODEL)') $(if $(call chosen,PORT),--port $(PORT)) \
 	  $(if $(call chosen,WORKERS),--workers $(WORKERS)) $(if $(call chosen,CHAT_TEMPLATE),--chat-template '$(CHAT_TEMPLATE)') $(RUN_FLAGS)
 
 check: dev-env       ## lint, types, core tests, contracts: before every commit
@@ -122,7 +122,7 @@ mutants: dev-env     ## whether the tests notice small faults, each put in alone
 docs: dev-env        ## what is written from code: settings, metrics, the client and models in docs/, the chart's schema and dashboards, the record of public names
 	$(PY) -m services.local.reference > docs/reference/configuration.md
 	$(PY) -m services.local.metrics_reference > docs/reference/metrics.md
-	$(PY) -m services.local.cli_reference > docs/reference/cli.md
+	$(PY) -m services.cli.reference > docs/reference/cli.md
 	$(PY) -m services.local.models_reference
 	$(PY) -m services.local.parameter_tables
 	$(PY) -m tests.contracts.picture

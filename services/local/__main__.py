@@ -1,4 +1,4 @@
-"""python -m services.local: starts the whole system as processes on this machine, as `make run` does."""
+"""python -m services.local: starts the whole system as processes on this machine, as `rootstock serve` and `make run` do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.local.ends import Memory, num_memory_kills
@@ -85,7 +86,14 @@ def _make_folders(settings: LocalSettings) -> None:
             raise ValueError(f"{flag} {folder} is not writable; choose another folder")
 
 
-def main() -> int:
+def serve(words: Sequence[str]) -> int:
+    """Runs `rootstock serve`: a model, if the first word is no flag, and the launcher's flags. Returns the exit status."""
+    model = ["--model", words[0]] if words and not words[0].startswith("-") else []
+    return main([*model, *words[bool(model) :]], "rootstock serve")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "local") -> int:
+    """Runs the launcher until a signal and returns the exit status. `prog` is its name in messages."""
     logging.basicConfig(level="WARNING", format="  %(message)s")
     if sys.platform != "linux":
         print(
@@ -93,7 +101,7 @@ def main() -> int:
         )
         return 1
     try:
-        settings = settings_of(LocalSettings, "local", sys.argv[1:])
+        settings = settings_of(LocalSettings, prog, sys.argv[1:] if argv is None else argv)
     except ValueError as error:
         print(f"cannot serve: {error}", file=sys.stderr)
         return WRONG_SETTINGS

@@ -7,6 +7,7 @@ import io
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -151,18 +152,23 @@ def _gateway(port: int, health_port: int, flags: list[str], name: str) -> Part:
     return Part(command, "gateway", effective.health_port, metrics, url, settings=effective)
 
 
-def settings_of(cls: type[S], service: str, argv: list[str]) -> S:
-    """Returns the settings that a process reads from these flags and the environment. Raises ValueError for wrong ones."""
+def settings_of(cls: type[S], service: str, argv: Sequence[str]) -> S:
+    """Returns the settings that a process reads from these flags and the environment. Raises ValueError for wrong ones.
+
+    Args:
+        service: Name of the service, or a command line that begins with "rootstock".
+    """
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return load(cls, service, argv)
+            return load(cls, service, list(argv))
     except SystemExit as end:
         if not end.code:  # --help
             raise
     fault = said.getvalue().strip().splitlines()[-1].removeprefix(f"{service}: ").removeprefix("error: ")
     stop = "" if fault.endswith((".", "?")) else "."
-    raise ValueError(f"{service} refuses its settings: {fault}{stop} `python -m services.{service} --help` lists them.")
+    program = service if service.startswith("rootstock") else f"python -m services.{service}"
+    raise ValueError(f"{service} refuses its settings: {fault}{stop} `{program} --help` lists them.")
 
 
 def address(host: str) -> str:

@@ -35,6 +35,7 @@ OPERATORS_COMMANDS = {
     "services.cli.commands": (
         *("services.gateway.keys.flags", "services.gateway.keys.__main__"),
         *("services.worker.control.flags", "services.worker.control.__main__"),
+        "services.local.__main__",
         *("services.sim.flags", "services.sim.core.__main__", "services.sim.fleet.__main__"),
     )
 }

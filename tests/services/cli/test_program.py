@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands import COMMANDS, EXITS, build_parser
+from services.cli import reference
+from services.cli.commands import COMMANDS, EXITS
 from services.cli.program import main
 from services.cli.shared.exits import Exit
 from services.cli.shared.terminal import Terminal
-from services.local import cli_reference
 from tests.services.cli.fake_server import FakeServer
 from tests.services.cli.interrupts import hear_interrupts
 
@@ -165,18 +165,44 @@ def test_terminal_writes_colours_to_terminals_and_control_characters_to_pipes(
     assert stream.getvalue() == shown
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["models/absent", "--no-demo"], Exit.FAILED, "models/absent: there is no such folder here"),
+        (["--model", "models/absent"], Exit.FAILED, "models/absent: there is no such folder here"),
+        (["models/demo", "--prot", "1"], Exit.USAGE, "did you mean --port? `rootstock serve --help` lists them."),
+        (["models/demo", "more"], Exit.USAGE, "`rootstock serve --help` lists them."),
+    ],
+    ids=["model", "flag", "misspelt flag", "two models"],
+)
+def test_serve_passes_its_words_to_the_launcher(
+    words: list[str], status: Exit, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert main(["serve", *words]) == status
+    assert told in capsys.readouterr().err
+
+
+def test_serve_prints_the_flags_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert not end.value.code
+    said = capsys.readouterr().out
+    assert said.startswith("usage: rootstock serve ") and "--port" in said and "--worker-flags" in said
+
+
 def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in COMMANDS:
         with pytest.raises(SystemExit) as caught:
-            build_parser().parse_args([command, "--help"])
+            main([command, "--help"])
         text = capsys.readouterr().out
         assert caught.value.code == 0 and max(map(len, text.splitlines())) <= 80, text
 
 
 def test_page_of_the_client_matches_the_code_and_has_every_status() -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
-    assert page == cli_reference.render(), "run `make docs`"
+    assert page == reference.render(), "run `make docs`"
     assert [int(line.split()[0]) for line in EXITS.splitlines()[1:]] == [*Exit]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.cli import reference
 from services.cli.program import main
 from services.cli.shared.exits import CommandFailed, Exit
 from services.cli.shared.server import unreachable
@@ -18,7 +19,6 @@ from services.cli.status.command import _next_look
 from services.cli.status.standing import Observer, Standing, Worker
 from services.cli.status.table import lines
 from services.cli.status.trouble import troubles
-from services.local import cli_reference
 from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,7 +110,7 @@ def test_table_fits_80_columns_and_keeps_worker_names_distinct() -> None:
 
 def test_picture_in_the_tutorial_matches_the_table() -> None:
     """The tutorial shows docs/pictures/status.txt."""
-    text = cli_reference.PICTURE.read_text().rstrip("\n")
+    text = reference.PICTURE.read_text().rstrip("\n")
     assert "\n".join(f"    {line}".rstrip() for line in text.splitlines()) in (ROOT / "docs/tutorials/laptop.md").read_text()
     (url, model), _, _, _, *rows, _, foot = map(str.split, text.splitlines())
     workers = [worker_of(model, row) for row in rows]

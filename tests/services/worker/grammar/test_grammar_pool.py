@@ -294,7 +294,9 @@ def test_a_child_without_cpu_time_is_not_refused() -> None:
         os.kill(child, signal.SIGSTOP)
         time.sleep(LIMITS.compile_s + 0.5)
         os.kill(child, signal.SIGCONT)
-        assert news.next() == (spec, "too expensive: working out which tokens may come next takes too long"), "the trial's verdict"
+        assert news.next() == (spec, "too expensive: working out which tokens may come next takes too long"), (
+            "the trial's verdict"
+        )
 
 
 def test_the_compiler_killed_comes_back() -> None:

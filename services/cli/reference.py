@@ -1,4 +1,4 @@
-"""python -m services.local.cli_reference prints docs/reference/cli.md.
+"""python -m services.cli.reference prints docs/reference/cli.md.
 
 It reads the parser of the client and the picture in docs/pictures/status.txt.
 """
@@ -66,6 +66,10 @@ CONTROL = """
 [What each operation does](control.md). Names and values of flags that are not given come from `ROOTSTOCK_` variables of the
 environment, as `ROOTSTOCK_CONTROL_TOKEN`.
 """
+SERVE = """
+`make run` calls it. The flags and their defaults are those of [the launcher](configuration.md#python--m-serviceslocal), and
+the model stands before them.
+"""
 SIM = """
 [What is simulated, and the figures](../how-to/simulator.md). Each action has its own `--help`.
 """
@@ -96,9 +100,10 @@ echo "{\\"keys\\": [$(cat entry.json)]}" > keys.json
 SYSTEM = "run: with make run"
 MARKS = {
     **dict.fromkeys(("chat", "complete", "models", "status", "bench", "batch"), SYSTEM),
+    "serve": "run: serves",
     "control": """run: with make run RUN_FLAGS="--worker-flags='--control-port 9203'\"""",
 }
-FURTHER = {"chat": CHAT, "status": STATUS, "batch": BATCH, "control": CONTROL, "sim": SIM}
+FURTHER = {"serve": SERVE, "chat": CHAT, "status": STATUS, "batch": BATCH, "control": CONTROL, "sim": SIM}
 
 
 def render() -> str:
