@@ -9,9 +9,9 @@ from typing import Any
 
 from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, extend
 from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.choice import Choice, Delta
 from services.gateway.request.generation import Generation
 from services.gateway.request.logprobs import TokenLogprob
-from services.gateway.request.request import Choice, Delta
 
 
 def _slices(generation: Generation, token_texts: ModelTexts) -> Slices:
@@ -121,7 +121,7 @@ def _output_entries(delta: Delta) -> Iterator[Entry]:
 
 def _prompt_entries(choice: Choice) -> Iterator[Entry]:
     was_cut_short = choice.ending is not None and choice.ending.finish_reason == "abort"
-    values = choice.output.prompt_logprobs
+    values = choice.prompt_logprobs
     return zip(choice.prompt.ids, chain((None,), values.span(0, len(values))), strict=not was_cut_short)
 
 

@@ -26,11 +26,11 @@ from services.gateway.background.ports import Answers
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
-from services.gateway.request.choice_output import Progress, WeightsName
+from services.gateway.request.choice import Choice, EarlierOutput
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError, internal, timed_out
-from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, KeyAdmission
+from services.gateway.request.generation import ModelVersion, Plan
+from services.gateway.request.request import KeyAdmission
 from services.gateway.request.usage import access_state
 from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
 from services.gateway.state.background_past import pages
@@ -63,13 +63,13 @@ class First:
 @dataclass(frozen=True, slots=True)
 class RunPorts:
     """callers: who has the key of a name, of work that was asked for in that Unix second; raises ApiError. computed_by: what a
-    choice's output is of, see Progress. wrote: told the id of a response with new events."""
+    choice's output is of, see EarlierOutput. wrote: told the id of a response with new events."""
 
     store: BackgroundStore
     answers: Answers
     run: RunGeneration
     callers: Callable[[str, float], Caller]
-    computed_by: Callable[[Choice], tuple[WeightsName | None, str]]
+    computed_by: Callable[[Choice], tuple[ModelVersion | None, str]]
     wrote: Callable[[str], None]
     metrics: GatewayMetrics
     access: AccessLog
@@ -261,12 +261,12 @@ class BackgroundRun:
         await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
 
 
-async def _progress(stored: Stored) -> Progress:
+async def _progress(stored: Stored) -> EarlierOutput:
     past, ids = stored.past, array("I")
     async for page in pages(lambda first: held(lambda: past.ids(first))):
         ids.extend(page)
     logprobs = [rows async for page in pages(lambda first: held(lambda: past.logprobs(first))) for rows in page]
-    return Progress(ids, stored.decoded, stored.chars, stored.shown, logprobs, stored.weights, stored.numerics)
+    return EarlierOutput(ids, stored.decoded, stored.chars, stored.shown, logprobs, stored.weights, stored.numerics)
 
 
 def _passes(failure: ApiError) -> bool:

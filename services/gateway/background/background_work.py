@@ -17,10 +17,10 @@ from services.gateway.config.settings import GatewaySettings
 from services.gateway.observe.access_log import AccessLog
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
-from services.gateway.request.choice_output import WeightsName
+from services.gateway.request.choice import Choice
 from services.gateway.request.errors import ApiError, unavailable
-from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, KeyAdmission
+from services.gateway.request.generation import ModelVersion, Plan
+from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import RunGeneration
 from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
@@ -44,7 +44,7 @@ class BackgroundWork:
         answers: Answers,
         run: RunGeneration,
         callers: Callable[[str, float], Caller],
-        computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
+        computed_by: Callable[[Choice], tuple[ModelVersion | None, str]],
         is_ready: Callable[[], bool],
         metrics: GatewayMetrics,
         access: AccessLog,

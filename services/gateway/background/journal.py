@@ -20,10 +20,10 @@ from typing import TypeVar
 from services.gateway.background.ports import Json, Story
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice_output import Progress, WeightsName
+from services.gateway.request.choice import Choice, Delta, EarlierOutput
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, Delta, Phase, RunningRequest
+from services.gateway.request.generation import ModelVersion, Plan
+from services.gateway.request.request import Phase, RunningRequest
 from services.gateway.request.silence import Silence
 from services.gateway.service.sink import Sink
 from services.gateway.state.background_past import BackgroundPast, pages
@@ -80,16 +80,16 @@ class Journal:
 
     def said(self, choice: Choice) -> Said:
         """Right after a take()."""
-        output, offset = choice.output, self._ids
-        rows = output.logprobs.rows(offset).SerializeToString() if choice.generation.wants_logprobs else b""
-        return Said(offset, array("I", output.ids[offset:]).tobytes(), rows, *choice.text.place)
+        offset = self._ids
+        rows = choice.logprobs.rows(offset).SerializeToString() if choice.generation.wants_logprobs else b""
+        return Said(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
 
     async def tell(self, events: Sequence[bytes], status: Status) -> None:
         """What no token says."""
         decoded, chars, shown = self._place
         await self._write(Piece(self._pieces + 1, status, events, self._ids, decoded=decoded, chars=chars, shown=shown))
 
-    async def add(self, said: Said, text: str, events: Sequence[bytes], computed_by: tuple[WeightsName | None, str]) -> None:
+    async def add(self, said: Said, text: str, events: Sequence[bytes], computed_by: tuple[ModelVersion | None, str]) -> None:
         weights, numerics = computed_by
         place = (said.decoded, said.chars, said.shown)
         await self._write(
@@ -149,15 +149,15 @@ class JournalSink(Sink):
         journal: Journal,
         record: Callable[[Json], Awaitable[Kept]],
         stored: Stored,
-        progress: Progress | None,
-        computed_by: Callable[[Choice], tuple[WeightsName | None, str]],
+        earlier: EarlierOutput | None,
+        computed_by: Callable[[Choice], tuple[ModelVersion | None, str]],
         store: Callable[[], Awaitable[None]],
     ) -> None:
         """Begins one try.
 
         Args:
             record: Returns the record of the complete response.
-            progress: Output of earlier tries; None if there is none.
+            earlier: Output of earlier tries; None if there is none.
             computed_by: Returns the model version and numerics of a choice's output.
             store: Stores the response before its first event. Raises LeaseLost, ApiError.
         """
@@ -169,7 +169,7 @@ class JournalSink(Sink):
         self._story: Story | None = None
         self._journal = journal
         self._record = record
-        self._progress = progress
+        self._earlier = earlier
         self._computed_by = computed_by
         self._store = store
         self._has_begun = stored.status is Status.IN_PROGRESS
@@ -183,8 +183,8 @@ class JournalSink(Sink):
     async def begin(self, plan: Plan, texts: ModelTexts) -> bool:
         assert self.running is not None
         (choice,) = self.running.choices
-        if self._progress is not None:
-            choice.resume(self._progress)
+        if self._earlier is not None:
+            choice.resume(self._earlier)
         self._story = self._make_story(self.running, texts)
         self._silence = Silence(LOOK_S, self.running.nudge)
         return True
@@ -206,7 +206,7 @@ class JournalSink(Sink):
             (delta,) = deltas
             choice = delta.choice
             said, computed_by = self._journal.said(choice), self._computed_by(choice)
-            has_ended = choice.output.verdict is not None
+            has_ended = choice.worker_ending is not None
             await self._begin_events()
             events = [*self._unwritten, *await self._story.of(delta)]
             if delta.ending is not None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
 from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
 

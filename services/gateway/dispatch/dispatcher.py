@@ -19,19 +19,18 @@ from rootstock.v1 import worker_pb2
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.dispatch import sessions, worker_errors
 from services.gateway.dispatch.fleet import Fleet
-from services.gateway.dispatch.handover import kept_by, read_ahead
 from services.gateway.dispatch.model_catalog import ModelCatalog
-from services.gateway.dispatch.model_pool import PromptBlocks
 from services.gateway.dispatch.pace import Pace
-from services.gateway.dispatch.placement import Ahead, Home, Link, Placement, Pool
+from services.gateway.dispatch.placement import Home, Link, Placement, Pool, PrefetchedPages, reservation_of
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.dispatch.waiting import Waiting
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.peers.detokenizer_link import DetokPool
 from services.gateway.peers.reconnect import StreamBroken
-from services.gateway.request.choice_output import WeightsName
+from services.gateway.request.choice import Choice
 from services.gateway.request.errors import ApiError, internal, unavailable
-from services.gateway.request.request import Choice, RunningRequest
+from services.gateway.request.generation import ModelVersion
+from services.gateway.request.request import RunningRequest
 from services.gateway.routing import session_home
 from services.gateway.routing.columns import Pick
 from services.shared.observe.log_fields import fields
@@ -103,8 +102,10 @@ class Dispatcher:
         queued: list[Placement] = []
         for choice in request.choices:
             if choice.number == 0:
-                blocks = PromptBlocks(choice.prompt, choice.cache_salt)
-            self._placements[choice] = placement = Placement(choice, pool, blocks, refused_by, batch, home)
+                first = None
+            placement = Placement(request, choice, pool, first, refused_by, batch, home)
+            first = first or placement
+            self._placements[choice] = placement
             if choice.resumed is not None:
                 placement.resume(choice.resumed)
             if placement.has_begun:
@@ -131,7 +132,7 @@ class Dispatcher:
         placement = self._placements.pop(choice, None)
         if placement is not None:
             self._withdraw(placement)
-        self._detoks.drop(choice.text.decoding)
+        self._detoks.drop(choice.decoding)
 
     def _withdraw(self, placement: Placement) -> None:
         self._waiting.leave(placement)
@@ -143,19 +144,19 @@ class Dispatcher:
     def abort(self, choice: Choice) -> bool:
         """Ends a choice with what has come so far; its last text is still to come. False for one that has ended."""
         placement = self._placements.get(choice)
-        if placement is None or choice.output.verdict is not None or choice.request.error is not None:
+        if placement is None or choice.worker_ending is not None or choice.request.error is not None:
             return False
         self._withdraw(placement)
-        prompt_tokens, completion_tokens = len(choice.prompt.ids), len(choice.output.ids)
+        prompt_tokens, completion_tokens = len(choice.prompt.ids), len(choice.output_ids)
         reason = pb.FINISH_REASON_ABORT
         choice.finish(worker_pb2.Finish(reason=reason, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
-        self._detoks.touch(choice.text.decoding)
+        self._detoks.touch(choice.decoding)
         return True
 
-    def computed_by(self, choice: Choice) -> tuple[WeightsName | None, str]:
+    def computed_by(self, choice: Choice) -> tuple[ModelVersion | None, str]:
         """What its output is of: weights, and the fingerprint of what decides its bits beside them."""
         placement = self._placements.get(choice)
-        return (None, "") if placement is None else (placement.weights, placement.numerics)
+        return (None, "") if placement is None else (placement.model_version, placement.numerics)
 
     def worker_ids(self, choice: Choice) -> list[str]:
         """Of those that it is on."""
@@ -195,7 +196,7 @@ class Dispatcher:
         return placement.pool.pick_prefill(placement, now, pick, self._settings.disaggregation_min_tokens, without)
 
     def _submit(self, placement: Placement, link: Link, reason: str, predicted_tokens: int, hands_over: bool = False) -> None:
-        handle, request = placement.handle_at(link) or next(self._handles), placement.choice.request
+        handle, request = placement.handle_at(link) or next(self._handles), placement.request
         placement.place(link, handle, predicted_tokens, request.clock())
         self._send(placement, link, handle, reason, predicted_tokens, hands_over)
         self._metrics.other_numerics.inc(placement.changes_numerics)
@@ -207,8 +208,8 @@ class Dispatcher:
     def _send(
         self, placement: Placement, link: Link, handle: int, reason: str, predicted_tokens: int, hands_over: bool = False
     ) -> None:
-        choice, pool = placement.choice, placement.pool
-        request, generation = choice.request, choice.generation
+        request, choice, pool = placement.request, placement.choice, placement.pool
+        generation = choice.generation
         worker_id = link.info.worker_id if link.info is not None else ""
         if request.course is not None:
             request.course.placed(worker_id)
@@ -217,14 +218,14 @@ class Dispatcher:
         submit = worker_pb2.Submit(
             handle=handle,
             request_id=choice.request_id,
-            output_ids=choice.output.ids,
+            output_ids=choice.output_ids,
             stream=generation.stream,
             cache_salt=choice.cache_salt,
             priority=choice.priority,
             timeout_ms=max(1, int(left_s * 1000)),
             routing_key=generation.routing_key,
             session=generation.session,
-            revision="" if link.weights is None else link.weights.revision,
+            revision="" if link.model_version is None else link.model_version.revision,
             tenant=request.caller.tenant,
             batch=placement.batch,
             tenant_weight=request.caller.weight,
@@ -246,7 +247,7 @@ class Dispatcher:
     def _hedge(self, placement: Placement) -> None:
         """Makes the copy, unless the first token has come or nobody else has room. It, too, may go through a prefill worker, and
         has a room of its own then."""
-        if placement.link is None or placement.has_begun or len(placement.choice.output.prompt_logprobs):
+        if placement.link is None or placement.has_begun or len(placement.choice.prompt_logprobs):
             return
         pool = placement.pool
         now = asyncio.get_running_loop().time()
@@ -323,14 +324,13 @@ class Dispatcher:
                 continue  # aborted here, and the worker did not know yet
             if placement.hedge is not None:
                 self._settle(placement, link)
-            placement.choice.output.extend(token_ids[begin:position])
-            placement.choice.text.ids_came(count)
+            placement.choice.extend(token_ids[begin:position])
             link.open_tokens += count
-            self._detoks.touch(placement.choice.text.decoding)
+            self._detoks.touch(placement.choice.decoding)
         self._on_logprobs(link, step)
         for handle, accepted, rejected in zip(*predicted, strict=True):
             if (placement := link.open.get(handle)) is not None:
-                placement.choice.output.predicted(accepted, rejected)
+                placement.choice.set_predicted(accepted, rejected)
         for ready in step.ready:
             if (placement := link.open.get(ready.handle)) is not None:
                 self._on_ready(link, placement, ready)
@@ -343,25 +343,25 @@ class Dispatcher:
         try:
             for rows in step.logprobs:
                 if (placement := link.open.get(rows.handle)) is not None:
-                    placement.choice.output.add_logprobs(rows)
+                    placement.choice.add_logprobs(rows)
             for rows in step.prompt_logprobs:
                 if (placement := link.open.get(rows.handle)) is not None:
                     self._settle(placement, link)
-                    placement.choice.output.add_prompt_logprobs(rows)
+                    placement.choice.add_prompt_logprobs(rows)
         except ValueError as error:
             raise StreamBroken(str(error)) from None
 
     def _on_ready(self, link: Link, placement: Placement, ready: worker_pb2.PagesReady) -> None:
         """The link's worker has computed further pages of a prompt: who will go on with it reads them meanwhile."""
-        ahead = placement.ahead_of(ready.handle)
-        if ahead is not None:
-            ahead.link.more_ready(ahead.handle, ready.room)
+        pages = placement.prefetched_of(ready.handle)
+        if pages is not None:
+            pages.link.more_ready(pages.handle, ready.room)
             return
         pool, now = placement.pool, asyncio.get_running_loop().time()
         pick = pool.pick_reader(placement, now, link)
         if pick is not None:
             reader, handle = pool.links[pick.row], next(self._handles)
-            placement.read_ahead(ready.handle, read_ahead(placement, link, reader, handle, ready.room, pick.predicted_tokens))
+            placement.prefetch(ready.handle, link, reader, handle, ready.room, pick.predicted_tokens)
             pool.picked(placement, reader, now + self._settings.speculative_s)
             pool.recount(reader)
             self._metrics.prefetches.inc()
@@ -374,35 +374,37 @@ class Dispatcher:
         elif placement.survives(link):
             self._has_room(placement.pool, link)
             return
-        ahead = placement.take_ahead(finish.handle)
+        prefetched = placement.take_prefetched(finish.handle)
         placement.leave()
         if finish.reason == pb.FINISH_REASON_HANDED_OVER:
-            self._handed_over(link, placement, finish, ahead)
+            self._handed_over(link, placement, finish, prefetched)
             self._has_room(placement.pool, link)
             return
-        if ahead is not None:
-            ahead.leave()
+        if prefetched is not None:
+            prefetched.release()
         self.pace.completed()
         self._waiting.charge(placement)
         if finish.reason in (pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED):
             self._aborted(link, placement, finish)
-        elif choice.output.lacks_logprobs:
-            choice.request.fail(internal("The worker's log probabilities do not fit its tokens."))
-        elif not choice.output.fits(finish):
-            choice.request.fail(internal("The worker's log probabilities do not fit the labels of the score."))
+        elif choice.lacks_logprobs:
+            placement.request.fail(internal("The worker's log probabilities do not fit its tokens."))
+        elif not choice.fits(finish):
+            placement.request.fail(internal("The worker's log probabilities do not fit the labels of the score."))
         else:
             if choice.number == 0:  # as cached tokens are counted
                 self._metrics.predicted_tokens.inc(placement.predicted_tokens)
             choice.finish(finish)
             if choice.ending is None:
-                self._detoks.touch(choice.text.decoding)
+                self._detoks.touch(choice.decoding)
         self._has_room(placement.pool, link)
 
-    def _handed_over(self, link: Link, placement: Placement, finish: worker_pb2.Finish, ahead: Ahead | None) -> None:
-        kept = kept_by(link, finish, asyncio.get_running_loop().time())
-        placement.hand_over(kept, ahead)
-        placement.choice.output.handed_over(finish)
-        self._metrics.handovers.labels("none" if kept is None else "room").inc()
+    def _handed_over(
+        self, link: Link, placement: Placement, finish: worker_pb2.Finish, prefetched: PrefetchedPages | None
+    ) -> None:
+        reservation = reservation_of(link, finish, asyncio.get_running_loop().time())
+        placement.hand_over(reservation, prefetched)
+        placement.choice.handed_over(finish)
+        self._metrics.handovers.labels("none" if reservation is None else "room").inc()
         self.fleet.refresh(link)
         if not self._place(placement):
             self._waiting.wait_first(placement)
@@ -424,10 +426,10 @@ class Dispatcher:
     def _aborted(self, link: Link, placement: Placement, finish: worker_pb2.Finish) -> None:
         choice, code = placement.choice, finish.error
         if code == pb.ERROR_CODE_QUEUE_FULL:
-            link.crowded_until = choice.request.clock() + CROWDED_S
+            link.crowded_until = placement.request.clock() + CROWDED_S
         self.fleet.refresh(link)
         if code == pb.ERROR_CODE_UNAVAILABLE and placement.in_session:
-            choice.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
+            placement.request.fail(sessions.session_worker_away(self._settings.retry_after_s))
         elif code == pb.ERROR_CODE_UNAVAILABLE and choice.can_move:
             self._move(placement, "drain")
         elif code == pb.ERROR_CODE_QUEUE_FULL and choice.can_move:
@@ -438,12 +440,12 @@ class Dispatcher:
             placement.count_retry()
             self._move(placement, RETRY)
         else:
-            choice.request.fail(worker_errors.of_finish(finish, choice, self._settings.retry_after_s))
+            placement.request.fail(worker_errors.of_finish(finish, choice, self._settings.retry_after_s))
 
     def _other_weights(self, link: Link, placement: Placement) -> None:
         """The submit has crossed the hello that tells of others. A worker that names the ones that it refuses gets one more
         chance: it may have had others in between."""
-        request, contradicts = placement.choice.request, placement.weights == link.weights
+        request, contradicts = placement.request, placement.model_version == link.model_version
         if placement.in_session:
             request.fail(sessions.session_weights_replaced(self._settings.retry_after_s))
         elif contradicts and placement.retried:
@@ -472,7 +474,7 @@ class Dispatcher:
             placement.leave()
             placement.forget_refusals()
         for placement in orphans:
-            if placement.choice.request.error is None:  # else a sibling has just ended the whole request
+            if placement.request.error is None:  # else a sibling has just ended the whole request
                 self._go_on(placement, link)
             self._waiting.pump(placement.pool)  # who was to come to a reader may have left room there
         for other in self.fleet.unused(link):
@@ -480,7 +482,7 @@ class Dispatcher:
 
     def _go_on(self, placement: Placement, link: Link) -> None:
         """With a choice whose worker, the link's, was lost."""
-        request, retry_after_s = placement.choice.request, self._settings.retry_after_s
+        request, retry_after_s = placement.request, self._settings.retry_after_s
         if not link.draining:  # else it was about to end anyway
             placement.count_crash(survived=request.clock() - placement.placed_at >= SHORT_LIFE_S)
         if placement.choice.can_move and placement.crashes <= MAX_CRASHES:
@@ -493,11 +495,11 @@ class Dispatcher:
 
     def _move(self, placement: Placement, cause: str) -> None:
         """To another worker, with the output so far."""
-        choice, tokens = placement.choice, len(placement.choice.output.ids)
+        choice, tokens = placement.choice, len(placement.choice.output_ids)
         self._metrics.moves.labels(cause, "begun" if tokens else "new").inc()
-        told = fields(**choice.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
+        told = fields(**placement.request.origin.log_fields, choice=choice.request_id, cause=cause, output_tokens=tokens)
         logger.info("request moves to another worker", extra=told)
-        choice.output.leave_worker()
+        choice.leave_worker()
         if not self._place(placement):
             self._waiting.wait_first(placement)
             self._waiting.give_up(placement.pool, self.fleet.may_serve)

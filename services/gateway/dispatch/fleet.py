@@ -16,9 +16,8 @@ from services.gateway.dispatch.placement import Link, Placement, Pool
 from services.gateway.index.mirror import IndexMirror
 from services.gateway.peers.replicas import Replicas
 from services.gateway.peers.silence import Patience
-from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import LinkEvents, WorkerLink
-from services.gateway.request.generation import ModelInfo
+from services.gateway.request.generation import ModelInfo, ModelVersion
 from services.gateway.routing.breaker import BreakerConfig, CircuitBreaker
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import RoutingConfig, RoutingPolicy, make_policy
@@ -148,12 +147,12 @@ class Fleet:
         _agree(pool)
         return pool
 
-    def may_serve(self, weights: Weights) -> bool:
+    def may_serve(self, version: ModelVersion) -> bool:
         """Whether a worker has them, or may have when it is back: one that is lost had them, or was never met. While discovery
         names none that serves the model, whoever comes may have them."""
-        known = [link.weights for link in self.links.values() if not link.retiring]
-        mine = [each for each in known if each is None or each.model == weights.model]
-        return not mine or any(each in (None, weights) for each in mine)
+        known = [link.model_version for link in self.links.values() if not link.retiring]
+        mine = [each for each in known if each is None or each.model == version.model]
+        return not mine or any(each in (None, version) for each in mine)
 
     def _new_pool(self, model: ModelInfo) -> Pool:
         settings = self._settings
@@ -256,15 +255,15 @@ def _agree(pool: Pool) -> None:
     links = [link for link in pool.links.values() if link.info is not None]
     infos = [link.info for link in links if link.info is not None]
     model = pool.model
-    before = Weights(model.source, model.revision, model.tokenizer)
-    counts = Counter(link.weights for link in links if link.weights is not None)
-    most = max(counts, key=lambda weights: (counts[weights], weights == before), default=before)
+    before = ModelVersion(model.source, model.revision, model.tokenizer)
+    counts = Counter(link.model_version for link in links if link.model_version is not None)
+    most = max(counts, key=lambda version: (counts[version], version == before), default=before)
     model = replace(model, revision=most.revision, tokenizer=most.tokenizer)
     if infos:
         context_len, cuts = min(info.context_len for info in infos), all(info.auto_truncates for info in infos)
-        numerics = {(link.weights, info.numerics) for link in links if (info := link.info) is not None}
+        numerics = {(link.model_version, info.numerics) for link in links if (info := link.info) is not None}
         deterministic = len(numerics) == 1 and all(info.numerics for info in infos)
-        infos = [link.info for link in links if link.info is not None and link.weights == most] or infos
+        infos = [link.info for link in links if link.info is not None and link.model_version == most] or infos
         defaults = _defaults_of(min(infos, key=lambda info: info.worker_id))
         model = replace(model, context_len=context_len, auto_truncates=cuts, defaults=defaults, deterministic=deterministic)
     pool.model = model

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.v1 import worker_pb2
-from services.gateway.peers.weights import Weights
 from services.gateway.peers.worker_link import Occupant, WorkerLink
-from services.gateway.request.generation import ModelInfo, Prompt
+from services.gateway.request.generation import ModelInfo, ModelVersion
 from services.gateway.routing.columns import HOST_SAVES, STORAGE_SAVES, Ask, Pick, WorkerColumns
 from services.gateway.routing.fair_queue import FairQueue
 from services.gateway.routing.policies import Policy, has_room
@@ -20,8 +19,6 @@ from services.gateway.routing.prefill import pick_prefill
 from services.gateway.routing.prefix_index import PrefixIndex
 from services.gateway.routing.sharing import SharingMeter
 from services.gateway.routing.tier_hits import Hits, hits_of
-from services.shared.index.block_hash import block_hashes
-from services.shared.index.prefix_index import split_hashes
 
 PREFILL, DECODE = "prefill", "decode"  # WorkerInfo.role
 TRIES_ONE_IN = 16
@@ -41,33 +38,15 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-class PromptBlocks:
-    """Names of a prompt's full blocks in the prefix index, made when routing first asks for them."""
-
-    __slots__ = ("_cache_salt", "_hashes", "_prompt")
-
-    def __init__(self, prompt: Prompt, cache_salt: str) -> None:
-        self._prompt = prompt
-        self._cache_salt = cache_salt
-        self._hashes: Sequence[bytes] | None = None
-
-    def of(self, model: ModelInfo) -> Sequence[bytes]:
-        if self._hashes is None:
-            prompt = self._prompt
-            joined = prompt.block_hashes or block_hashes(model.hash_root(self._cache_salt), prompt.ids)
-            self._hashes = tuple(split_hashes(joined))
-        return self._hashes
-
-
 class Candidate(Occupant, Protocol):
-    """What a worker is picked for. weights, numerics: that it began with, where it has_begun; numerics is "" if that worker
+    """What a worker is picked for. model_version, numerics: that it began with, where it has_begun; numerics is "" if that worker
     promised none. refused_by: addresses."""
 
     @property
     def has_begun(self) -> bool: ...
 
     @property
-    def weights(self) -> Weights | None: ...
+    def model_version(self) -> ModelVersion | None: ...
 
     @property
     def numerics(self) -> str: ...
@@ -86,8 +65,8 @@ class Candidate(Occupant, Protocol):
     def is_scored(self) -> bool:
         """Whether it needs a worker that serves scores (WorkerInfo.ends_with_prompt)."""
 
-    @property
-    def blocks(self) -> PromptBlocks: ...
+    def block_hashes(self) -> Sequence[bytes]:
+        """Returns the names of its prompt's full blocks in the prefix index."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -245,9 +224,9 @@ class ModelPool(Generic[C]):
         if not self._prefill:
             return
         usable = np.flatnonzero(self.columns.usable).tolist()
-        others = {self.links[row].weights for row in usable if row not in self._prefill}
+        others = {self.links[row].model_version for row in usable if row not in self._prefill}
         for row in self._prefill:
-            self.columns.serves[row] = self.links[row].weights not in others
+            self.columns.serves[row] = self.links[row].model_version not in others
 
     def _count(self, link: AnyLink) -> None:
         """After its requests have changed: ours as they are, others' as it last told them. Those that it reads ahead for are on
@@ -300,7 +279,7 @@ class ModelPool(Generic[C]):
         """Who will go on with what the link's worker computes of its prompt, as things are now. None: nobody who could read that
         has room."""
         info = prefill.info
-        if info is None or prefill.weights != one.weights:
+        if info is None or prefill.model_version != one.model_version:
             return None
         allowed = self._same_numerics(one)
         for row, link in self.links.items():
@@ -341,7 +320,7 @@ class ModelPool(Generic[C]):
         for row, link in self.links.items():
             info = link.info
             if info is not None and info.kv_port and link.address not in one.refused_by and not link.refuses_new:
-                allowed[row] = link.weights == decode.weights and info.kv_layout == mine.kv_layout
+                allowed[row] = link.model_version == decode.model_version and info.kv_layout == mine.kv_layout
         return allowed
 
     def _ask(self, one: C, now: float, allowed: NDArray[np.bool_] | None, decides: bool = False) -> Ask:
@@ -349,7 +328,7 @@ class ModelPool(Generic[C]):
         matched, saved, first_block = None, None, b""
         if self._index is not None and self.wants_hashes:
             self._index.expire(now)
-            blocks = one.blocks.of(self.model)
+            blocks = one.block_hashes()
             reach = self._index.reach(blocks)
             if blocks and decides:
                 self._sharing.decided(bool(reach.any()))
@@ -378,7 +357,7 @@ class ModelPool(Generic[C]):
         self.columns.last_pick[row] = self._picks
         owner = int(self.columns.owner[row])
         if self._index is not None and self.wants_hashes and owner >= 0:
-            self._index.speculate(owner, one.blocks.of(self.model), until)
+            self._index.speculate(owner, one.block_hashes(), until)
 
     def _allowed(self, one: C, without: AnyLink | None) -> NDArray[np.bool_] | None:
         if one.has_begun:
@@ -431,12 +410,12 @@ class ModelPool(Generic[C]):
         allowed = np.zeros(self.columns.capacity, np.bool_)
         for row, link in self.links.items():
             fits = link.info is not None and one.num_tokens < link.info.context_len
-            allowed[row] = fits and link.weights == one.weights
+            allowed[row] = fits and link.model_version == one.model_version
         return allowed
 
     def is_held_up(self, one: C) -> bool:
         """Whether what it began with is on a worker that is paused."""
-        return any(link.paused and link.weights == one.weights for link in self.links.values())
+        return any(link.paused and link.model_version == one.model_version for link in self.links.values())
 
     def can_go_on(self, one: C) -> bool:
         """Whether a worker takes requests that could go on with what has begun."""

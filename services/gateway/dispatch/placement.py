@@ -1,6 +1,7 @@
-"""Where one choice is: its pool, its worker, perhaps a copy on a second one, and what workers have done with it.
+"""Where one choice is: its pool, its worker or its wait for one, its copy on a second worker, its pages on other workers.
 
-A choice that is slow to begin may get a copy on another worker; the first of the two to say something keeps it.
+A choice that is slow to begin may get a copy on another worker. The first of the two workers to send output keeps the choice.
+Pages of its prompt may be on a prefill worker, which reserves them for the decode worker (docs/design/prefill-and-decode.md).
 """
 
 from __future__ import annotations
@@ -12,57 +13,58 @@ from typing import TypeAlias
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.model_pool import ModelPool, PromptBlocks, reads
-from services.gateway.dispatch.wait import Wait
-from services.gateway.peers.weights import Weights
+from services.gateway.dispatch.model_pool import ModelPool, reads
 from services.gateway.peers.worker_link import WorkerLink
-from services.gateway.request.choice_output import Progress
-from services.gateway.request.request import Choice
+from services.gateway.request.choice import Choice, EarlierOutput
+from services.gateway.request.generation import ModelVersion
+from services.gateway.request.request import RunningRequest
+from services.shared.index.block_hash import block_hashes
+from services.shared.index.prefix_index import split_hashes
 
 Link: TypeAlias = "WorkerLink[Placement]"
 Pool: TypeAlias = "ModelPool[Placement]"
 
 
 @dataclass(frozen=True, slots=True)
-class Hedge:
-    """The copy. The placement's own link, handle, weights and numerics are the original's."""
+class HedgeCopy:
+    """The copy of a choice on a second worker. The Placement's own fields describe the original."""
 
     link: Link
-    handle: int
-    weights: Weights | None
-    numerics: str
+    handle: int  # on that link
+    model_version: ModelVersion | None  # None: the worker was never connected
+    numerics: str  # see numerics_of
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Pages that the link's worker keeps of what it has handed over, as `handle`: where they are read, and their layout."""
+class KvReservation:
+    """KV pages of a prompt that the worker which computed them reserves for the worker that continues the choice."""
 
-    link: Link
-    handle: int
-    source: worker_pb2.KvSource
-    layout: bytes
+    link: Link  # of the worker that has the pages
+    handle: int  # of the choice on that link
+    source: worker_pb2.KvSource  # address and secret for the reader
+    layout: bytes  # of the pages; only a worker with an equal layout can read them
 
-    def leave(self) -> None:
-        """Nobody will come for them."""
+    def release(self) -> None:
+        """Tells the worker that no other worker will read the pages."""
         self.link.leave_room(self.handle)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """The link's worker reads pages of a prompt that another one still computes, and counts on it. handle: of its submit, if it
-    is the one that goes on. predicted_tokens: that it was thought to have cached before."""
+class PrefetchedPages:
+    """Pages of a prompt that a decode worker reads while a prefill worker still computes the rest."""
 
-    link: Link
-    handle: int
+    link: Link  # of the decode worker
+    handle: int  # of the submit to the decode worker, if it gets the choice
     pool: Pool
-    predicted_tokens: int
+    predicted_tokens: int  # prompt tokens that the decode worker probably had cached before
 
     @property
-    def stands(self) -> bool:
+    def is_valid(self) -> bool:
+        """Whether the decode worker is still connected and reads them."""
         return self.link.reads_ahead(self.handle)
 
-    def leave(self) -> None:
-        """It is not, or nobody goes on."""
+    def release(self) -> None:
+        """Tells the decode worker that it does not get the choice. No effect after its submit."""
         self.link.leave_prefetch(self.handle)
         self.pool.recount(self.link)
 
@@ -75,78 +77,108 @@ class Home:
 
 
 def numerics_of(link: Link | None) -> str:
-    """Fingerprint of what decides its results' bits beside the weights; "" where these may differ from one time to the next."""
+    """Returns the fingerprint of everything beside the model version that decides the bits of a worker's results. Returns "" if
+    they may differ between two runs."""
     return "" if link is None or link.info is None else link.info.numerics
 
 
+def reservation_of(link: Link, finish: worker_pb2.Finish, now: float) -> KvReservation | None:
+    """Returns the reservation of a worker that has handed a choice over, or None if it reserves no page. Keeps the link open for
+    as long as the pages may be reserved."""
+    info = link.info
+    if info is None or not finish.HasField("room"):
+        return None
+    link.kept_until = max(link.kept_until, now + info.kv_hold_ms / 1000)
+    return KvReservation(link, finish.handle, _source(link, info, finish.room), info.kv_layout)
+
+
+def _source(link: Link, info: worker_pb2.WorkerInfo, room: worker_pb2.KvRoom) -> worker_pb2.KvSource:
+    """Returns the source at the host that discovery has named."""
+    host = link.address.rpartition(":")[0]
+    return worker_pb2.KvSource(address=f"{host}:{info.kv_port}", room=room)
+
+
 class Placement:
-    """wait: its time without a worker. weights: that its output comes from, or will; None while it was placed nowhere.
-    numerics: fingerprint of what its output began with; "" for none that anybody has promised.
-    placed_at: when its worker got it, 0.0 while none has. predicted_tokens: of its prompt, that its worker was thought to have
-    cached. crashes: workers lost soon after they got it. refused_by: addresses of workers that would not or could not serve it.
-    prefilled: another worker has computed its prompt for the next one that it goes to. retried: elsewhere, after a worker's
-    fault. blocks: shared by all choices of a prompt. batch: a number of the request's own where it has several prompts, or 0."""
+    """The worker of one choice, or its wait for one. The dispatcher makes it and drops it when the choice is released."""
 
     __slots__ = (
-        "_ahead",
+        "_block_hashes",
+        "_first",
         "_hedge_timer",
-        "_kept",
-        "_taken",
+        "_named",
+        "_patience_s",
+        "_prefetched",
+        "_reservation",
         "batch",
-        "blocks",
+        "charged",
         "choice",
         "crashes",
         "handle",
         "hedge",
         "home",
         "link",
+        "model_version",
         "numerics",
         "placed_at",
         "pool",
         "predicted_tokens",
         "prefilled",
         "refused_by",
+        "request",
         "retried",
-        "wait",
-        "weights",
+        "wait_timer",
+        "waiting_since",
     )
 
     def __init__(
         self,
+        request: RunningRequest,
         choice: Choice,
         pool: Pool,
-        blocks: PromptBlocks,
+        first: Placement | None = None,
         refused_by: Collection[str] = (),
         batch: int = 0,
         home: Home | None = None,
     ) -> None:
-        """All items of a score request share one home. Other requests have None."""
+        """Makes the placement of a choice without a worker.
+
+        Args:
+            first: The placement of the first choice of the same prompt, which has the block hashes. None for that choice itself.
+            batch: A number for all choices of a request with several prompts; else 0.
+            home: Shared by all items of a score request; else None.
+        """
+        self.request = request
         self.choice = choice
+        self.pool = pool
         self.batch = batch
         self.home = home
-        self.pool = pool
-        self.blocks = blocks
-        self.wait = Wait()
-        self.link: Link | None = None
+        self._first = first
+        self._block_hashes: Sequence[bytes] | None = None  # None until routing has asked for them
+        self.link: Link | None = None  # None: on no worker
         self.handle = 0  # on the worker's stream; a new one with every submit
-        self.weights: Weights | None = None
-        self.numerics = ""
-        self.placed_at = 0.0
-        self.predicted_tokens = 0
-        self.hedge: Hedge | None = None
+        self.model_version: ModelVersion | None = None  # that its output comes from, or will; None until it has had a worker
+        self.numerics = ""  # see numerics_of; of the worker that its output began with
+        self.placed_at = 0.0  # loop time at which its worker got it; 0.0 until it has had a worker
+        self.predicted_tokens = 0  # prompt tokens that its worker probably had cached
+        self.crashes = 0  # workers lost soon after they got it
+        self.refused_by = set(refused_by)  # addresses of workers that would not or could not serve it
+        self.retried = False  # a worker's fault has moved it to another worker
+        self.prefilled = False  # another worker has computed the prompt for the next worker
+        # The wait for a worker.
+        self.wait_timer: asyncio.TimerHandle | None = None  # runs while the choice waits
+        self.waiting_since = 0.0  # loop time at which the last wait began
+        self._patience_s: float | None = None  # seconds left then, after which waiting ends with an error; None before a wait
+        self.charged = 0  # prompt and output tokens, by weight, that have been charged to its API key
+        # Copies and pages on other workers.
+        self.hedge: HedgeCopy | None = None
         self._hedge_timer: asyncio.TimerHandle | None = None  # runs until a copy is made
-        self.crashes = 0
-        self.refused_by = set(refused_by)
-        self.retried = False
-        self.prefilled = False
-        self._ahead: dict[int, Ahead] = {}  # by the handle under which its prompt is computed; 0: it has been
-        self._kept: Kept | None = None
-        self._taken: tuple[int, Kept] | None = None  # by the submit of this handle
+        self._prefetched: dict[int, PrefetchedPages] = {}  # by the handle under which the prompt is computed; 0: computed
+        self._reservation: KvReservation | None = None  # for the next worker
+        self._named: tuple[int, KvReservation] | None = None  # the reservation that the submit of this handle has named
 
-    def resume(self, progress: Progress) -> None:
-        """Its output is of what another gateway's worker had."""
-        self.weights = None if progress.weights is None else Weights(*progress.weights)
-        self.numerics = progress.numerics
+    def resume(self, earlier: EarlierOutput) -> None:
+        """Takes the model version and numerics of output that another gateway's worker has computed."""
+        self.model_version, self.numerics = earlier.version, earlier.numerics
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -158,21 +190,22 @@ class Placement:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
-        return len(self.choice.prompt.ids) + len(self.choice.output.ids)
+        """Tokens of prompt and output."""
+        return len(self.choice.prompt.ids) + len(self.choice.output_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
-        return [*self.choice.prompt.ids, *self.choice.output.ids]
+        """Token ids of prompt and output."""
+        return [*self.choice.prompt.ids, *self.choice.output_ids]
 
     @property
     def has_begun(self) -> bool:
-        """There is output, which is of its weights."""
-        return bool(self.choice.output.ids)
+        """Whether there is output, which belongs to `model_version`."""
+        return bool(self.choice.output_ids)
 
     @property
     def changes_numerics(self) -> bool:
-        """What has begun goes on with other bits than its worker has promised."""
+        """Whether its worker may continue its output with other bits than the worker that began it."""
         return self.has_begun and self.numerics not in ("", numerics_of(self.link))
 
     @property
@@ -187,8 +220,23 @@ class Placement:
     def in_session(self) -> bool:
         return self.choice.generation.session is not None
 
+    def block_hashes(self) -> Sequence[bytes]:
+        """Returns the names of the prompt's full blocks in the prefix index, computed once for all choices of the prompt."""
+        if self._first is not None:
+            return self._first.block_hashes()
+        if self._block_hashes is None:
+            prompt = self.choice.prompt
+            joined = prompt.block_hashes or block_hashes(self.pool.model.hash_root(self.choice.cache_salt), prompt.ids)
+            self._block_hashes = tuple(split_hashes(joined))
+        return self._block_hashes
+
     def write_sampling(self, into: pb.SamplingParams, ends_with_prompt: bool) -> None:
-        """ends_with_prompt: of the worker, see WorkerInfo. An older one makes a token for a request for none; it is not shown."""
+        """Writes the sampling parameters of a submit.
+
+        Args:
+            ends_with_prompt: Whether the worker accepts requests for no token (WorkerInfo). An older worker makes one token,
+                which is not shown.
+        """
         self.choice.sampling.write(into)
         if ends_with_prompt and self.choice.generation.hidden:
             into.max_new_tokens = 0
@@ -198,53 +246,118 @@ class Placement:
             self.choice.trace.aborted(handle)
 
     def lost(self, handle: int, heard: bool) -> None:
-        """heard: the worker had been told of it, and may have begun to read what it was to read: nobody else will."""
-        if self._taken is not None and self._taken[0] == handle:
-            kept, self._taken = self._taken[1], None
+        """Its worker is gone. If it had received the submit, it may have begun to read the reserved pages, so the reservation is
+        released; else the next worker gets it."""
+        if self._named is not None and self._named[0] == handle:
+            reservation, self._named = self._named[1], None
             if heard:
-                kept.leave()
+                reservation.release()
             else:
-                self._kept, self.prefilled = kept, True
+                self._reservation, self.prefilled = reservation, True
         if self.choice.trace is not None:
             self.choice.trace.lost(handle)
 
     def place(self, link: Link, handle: int, predicted_tokens: int, now: float) -> None:
-        """The link gets it."""
+        """Sets the worker. `now` is in loop time."""
         self.link, self.handle = link, handle
         self.placed_at, self.predicted_tokens = now, predicted_tokens
         if self.home is not None:
             self.home.link = link
         if not self.has_begun:
-            self.weights, self.numerics = link.weights, numerics_of(link)
+            self.model_version, self.numerics = link.model_version, numerics_of(link)
 
     def leave(self) -> None:
-        """Its worker has ended it, or is gone, and no copy goes on."""
+        """Its worker has ended it or is gone, and no copy continues it."""
         self.link = None
         self.cancel_hedge()
-        self._leave_ahead()
+        self._release_prefetched()
 
     def withdraw(self) -> list[Link]:
-        """From wherever it is. Returns the links that have lost it, or that it was to come to."""
-        if self._kept is not None:
-            self._kept.leave()
-            self._kept = None
+        """Frees it everywhere but in the queue. Returns the links that have lost it, or a prefetch for it."""
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
         copy, link = self.cancel_hedge(), self.link
         if link is not None:
             self.link = None
             self._abort(link, self.handle)
-        readers = [ahead.link for ahead in self._ahead.values()]
-        self._leave_ahead()
+        readers = [pages.link for pages in self._prefetched.values()]
+        self._release_prefetched()
         return [each for each in (copy, link, *readers) if each is not None]
+
+    def count_crash(self, survived: bool) -> None:
+        """Counts a lost worker. If the worker had the choice for long (`survived`), earlier ones no longer count."""
+        self.crashes = 1 if survived else self.crashes + 1
+
+    def count_retry(self) -> None:
+        self.retried = True
+
+    def refused(self, address: str) -> None:
+        self.refused_by.add(address)
+
+    def forget_refusals(self) -> None:
+        self.refused_by.clear()
+
+    def worker_ids(self) -> list[str]:
+        """Returns the ids of its worker and of the copy's worker."""
+        links = [self.link, self.hedge.link if self.hedge is not None else None]
+        return [link.info.worker_id for link in links if link is not None and link.info is not None]
+
+    # The wait for a worker
+
+    def begin_wait(self, patience_s: float, afresh: bool, expired: Callable[[], None]) -> None:
+        """Starts the timer of a wait.
+
+        Args:
+            patience_s: Seconds for all waits of the choice together; time on workers between them does not count.
+            afresh: Earlier waits do not count.
+            expired: Called on the event loop if the choice still waits when its patience ends.
+        """
+        loop = asyncio.get_running_loop()
+        self.waiting_since = loop.time()
+        if self._patience_s is None or afresh:
+            self._patience_s = patience_s
+        self.wait_timer = loop.call_at(self.waiting_since + max(0.0, self._patience_s), expired)
+
+    def prolong_wait(self, patience_s: float, expired: Callable[[], None]) -> None:
+        """Starts the timer again, for `patience_s` from now on."""
+        loop = asyncio.get_running_loop()
+        self._patience_s = loop.time() - self.waiting_since + patience_s
+        self.wait_timer = loop.call_at(self.waiting_since + self._patience_s, expired)
+
+    def end_wait(self) -> float | None:
+        """Stops the timer. Returns the seconds of the wait, or None if the choice did not wait."""
+        if self.wait_timer is None:
+            return None
+        self.wait_timer.cancel()
+        self.wait_timer = None
+        waited_s = asyncio.get_running_loop().time() - self.waiting_since
+        assert self._patience_s is not None, "a wait that has begun has its patience"
+        self._patience_s -= waited_s
+        return waited_s
+
+    def charge(self, spent: int) -> int:
+        """Returns the part of `spent`, the weighted tokens of the choice so far, that has not been charged, and counts it as
+        charged."""
+        due = max(0, spent - self.charged)
+        self.charged += due
+        return due
+
+    # The copy
 
     def hedge_after(self, seconds: float, make: Callable[[], None]) -> None:
         self._hedge_timer = asyncio.get_running_loop().call_later(seconds, make)
 
     def copy_to(self, link: Link, handle: int) -> None:
         self._hedge_timer = None
-        self.hedge = Hedge(link, handle, link.weights, numerics_of(link))
+        self.hedge = HedgeCopy(link, handle, link.model_version, numerics_of(link))
 
     def settle(self, link: Link) -> Link | None:
-        """This link's copy has spoken first: the other one is given up. Returns the other one's link, if there was a copy."""
+        """Keeps the copy on this link, whose worker has sent output first, and aborts the other one.
+
+        Returns:
+            The link of the other one; None if there was no copy.
+        """
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return None
@@ -254,24 +367,21 @@ class Placement:
         loser = self.link
         assert loser is not None
         self._abort(loser, self.handle)
-        self._go_on_as(hedge)
+        self._continue_as(hedge)
         return loser
 
     def survives(self, link: Link) -> bool:
-        """This link's copy is gone. Whether the other one goes on."""
+        """Drops the copy on this link, whose worker has ended it or is gone. Returns whether the other one continues."""
         hedge, self.hedge = self.hedge, None
         if hedge is None:
             return False
-        self._leave_ahead_of(hedge.handle if hedge.link is link else self.handle)
+        self._release_prefetched_of(hedge.handle if hedge.link is link else self.handle)
         if hedge.link is not link:
-            self._go_on_as(hedge)
+            self._continue_as(hedge)
         return True
 
-    def _go_on_as(self, hedge: Hedge) -> None:
-        self.link, self.handle, self.weights, self.numerics = hedge.link, hedge.handle, hedge.weights, hedge.numerics
-
     def cancel_hedge(self) -> Link | None:
-        """Neither a copy nor a timer for one remains. Returns the link of the copy, if there was one."""
+        """Aborts the copy and stops the timer for one. Returns the link of the copy, or None if there was none."""
         if self._hedge_timer is not None:
             self._hedge_timer.cancel()
             self._hedge_timer = None
@@ -281,84 +391,100 @@ class Placement:
         self._abort(hedge.link, hedge.handle)
         return hedge.link
 
-    def count_crash(self, survived: bool) -> None:
-        """survived: the worker had it for long."""
-        self.crashes = 1 if survived else self.crashes + 1
-
-    def refused(self, address: str) -> None:
-        self.refused_by.add(address)
-
-    def forget_refusals(self) -> None:
-        self.refused_by.clear()
-
-    def take_source(self, link: Link, handle: int) -> worker_pb2.KvSource | None:
-        """For one worker, the link's, if it can read it: what is read is read once. handle: of the submit that says so."""
-        kept, self._kept, self.prefilled, self._taken = self._kept, None, False, None
-        if kept is None:
-            return None
-        if not reads(link, kept.layout):
-            kept.leave()
-            return None
-        self._taken = handle, kept
-        return kept.source
+    def _continue_as(self, hedge: HedgeCopy) -> None:
+        self.link, self.handle = hedge.link, hedge.handle
+        self.model_version, self.numerics = hedge.model_version, hedge.numerics
 
     def _abort(self, link: Link, handle: int) -> None:
-        """A worker that has not heard of it cannot leave what it was to read."""
-        self._leave_ahead_of(handle)
-        if link.abort(handle) and self._taken is not None and self._taken[0] == handle:
-            self._taken[1].leave()
+        """Aborts it on one worker. A worker that has not received the submit cannot release the reservation that it names."""
+        self._release_prefetched_of(handle)
+        if link.abort(handle) and self._named is not None and self._named[0] == handle:
+            self._named[1].release()
 
-    def hand_over(self, kept: Kept | None, ahead: Ahead | None = None) -> None:
-        """Its worker has computed the prompt, and said the first token. kept: its pages; None: there is none. ahead: who has
-        begun to read them; None: nobody."""
-        self._kept, self.prefilled = kept, True
-        if ahead is not None:
-            self._ahead[0] = ahead
+    # Pages on other workers
 
-    def read_ahead(self, handle: int, ahead: Ahead) -> None:
-        """handle: under which the prompt is computed."""
-        self._leave_ahead_of(handle)
-        self._ahead[handle] = ahead
+    def hand_over(self, reservation: KvReservation | None, prefetched: PrefetchedPages | None = None) -> None:
+        """Its worker has computed the prompt and the first token.
 
-    def ahead_of(self, handle: int) -> Ahead | None:
-        """Who reads what is computed under this handle, while that is so."""
-        ahead = self._ahead.get(handle)
-        return ahead if ahead is not None and ahead.stands else None
-
-    def take_ahead(self, handle: int) -> Ahead | None:
-        return self._ahead.pop(handle, None)
-
-    @property
-    def reader(self) -> Ahead | None:
-        """Who has begun to read what has been computed of it, and so is to go on with it."""
-        return self.ahead_of(0)
-
-    def handle_at(self, link: Link) -> int | None:
-        """It goes there. The handle under which that worker has read its pages ahead; None: it has not."""
-        ahead = self.reader
-        if ahead is None or ahead.link is not link:
-            self._leave_ahead()
-            return None
-        del self._ahead[0]
-        return ahead.handle
-
-    def _leave_ahead(self) -> None:
-        for handle in list(self._ahead):
-            self._leave_ahead_of(handle)
-
-    def _leave_ahead_of(self, handle: int) -> None:
-        if (ahead := self._ahead.pop(handle, None)) is not None:
-            ahead.leave()
+        Args:
+            reservation: The worker's pages; None if it reserves none.
+            prefetched: Pages that a decode worker has begun to read; None if none has.
+        """
+        self._reservation, self.prefilled = reservation, True
+        if prefetched is not None:
+            self._prefetched[0] = prefetched
 
     @property
     def source_layout(self) -> bytes:
-        """Of pages that another worker has for the next one that it goes to; empty: nobody has any."""
-        return b"" if self._kept is None else self._kept.layout
+        """Layout of the pages that another worker reserves for the next worker; empty if none does."""
+        return b"" if self._reservation is None else self._reservation.layout
 
-    def count_retry(self) -> None:
-        self.retried = True
+    def take_source(self, link: Link, handle: int) -> worker_pb2.KvSource | None:
+        """Returns the reserved pages for the submit of this handle, or None if there are none that this link's worker can read.
+        They are read once: the next call returns None."""
+        reservation, self._reservation, self.prefilled, self._named = self._reservation, None, False, None
+        if reservation is None:
+            return None
+        if not reads(link, reservation.layout):
+            reservation.release()
+            return None
+        self._named = handle, reservation
+        return reservation.source
 
-    def worker_ids(self) -> list[str]:
-        """Of those that it is on: of two, while it has a copy."""
-        links = [self.link, self.hedge.link if self.hedge is not None else None]
-        return [link.info.worker_id for link in links if link is not None and link.info is not None]
+    def prefetch(
+        self, handle: int, prefill: Link, decode: Link, decode_handle: int, room: worker_pb2.KvRoom, predicted_tokens: int
+    ) -> None:
+        """Lets a decode worker read the pages that the prefill worker has computed so far.
+
+        Args:
+            handle: Of the choice at the prefill worker.
+            decode_handle: Of the submit to the decode worker that is to follow.
+            room: The pages.
+            predicted_tokens: Prompt tokens that the decode worker probably has cached.
+        """
+        info, version, choice = prefill.info, decode.model_version, self.choice
+        assert info is not None, "a worker that has sent a message is connected"
+        message = worker_pb2.Prefetch(
+            handle=decode_handle,
+            cache_salt=choice.cache_salt,
+            revision="" if version is None else version.revision,
+            source=_source(prefill, info, room),
+            priority=choice.priority,
+        )
+        decode.prefetch(self, message)
+        self._release_prefetched_of(handle)
+        self._prefetched[handle] = PrefetchedPages(decode, decode_handle, self.pool, predicted_tokens)
+
+    def prefetched_of(self, handle: int) -> PrefetchedPages | None:
+        """Returns the valid prefetch of the prompt that is computed under this handle, or None."""
+        pages = self._prefetched.get(handle)
+        return pages if pages is not None and pages.is_valid else None
+
+    def take_prefetched(self, handle: int) -> PrefetchedPages | None:
+        return self._prefetched.pop(handle, None)
+
+    @property
+    def reader(self) -> PrefetchedPages | None:
+        """The prefetch of a worker that has begun to read the computed prompt, and so is to continue the choice; else None."""
+        return self.prefetched_of(0)
+
+    def handle_at(self, link: Link) -> int | None:
+        """Takes the handle for a submit to this link.
+
+        Returns:
+            The handle under which its worker has prefetched pages. None if it has not; other prefetches are then released.
+        """
+        pages = self.reader
+        if pages is None or pages.link is not link:
+            self._release_prefetched()
+            return None
+        del self._prefetched[0]
+        return pages.handle
+
+    def _release_prefetched(self) -> None:
+        for handle in list(self._prefetched):
+            self._release_prefetched_of(handle)
+
+    def _release_prefetched_of(self, handle: int) -> None:
+        if (pages := self._prefetched.pop(handle, None)) is not None:
+            pages.release()

@@ -11,8 +11,8 @@ from services.gateway.dispatch import sessions
 from services.gateway.dispatch.placement import Placement, Pool
 from services.gateway.dispatch.refusals import Refusals
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.peers.weights import Weights
 from services.gateway.request.errors import ApiError
+from services.gateway.request.generation import ModelVersion
 from services.gateway.routing.fair_queue import Placed, QueueFull
 from services.shared.limits import PRIORITY_RANGE
 
@@ -48,10 +48,10 @@ class Waiting:
             self._begin(placement, moved=False)
         for placement in displaced:
             self._end(placement)
-            if placement.choice.request.begun:
+            if placement.request.begun:
                 self.wait_first(placement)
             else:
-                placement.choice.request.fail(self._refusals.full())
+                placement.request.fail(self._refusals.full())
 
     def wait_first(self, placement: Placement) -> None:
         """Before the queue: somebody has been promised its answer already."""
@@ -77,22 +77,22 @@ class Waiting:
     def fail_all(self, pool: Pool, error: ApiError) -> None:
         """Nobody will ever serve what waits here."""
         for placement in (*pool.queue, *pool.moved, *pool.parked):
-            placement.choice.request.fail(error)
+            placement.request.fail(error)
 
-    def give_up(self, pool: Pool, may_serve: Callable[[Weights], bool]) -> None:
+    def give_up(self, pool: Pool, may_serve: Callable[[ModelVersion], bool]) -> None:
         """Ends begun requests whose weights no worker has or may bring back, and new requests if every worker refuses them."""
         for placement in list(pool.moved):
-            weights = placement.weights if placement.has_begun else None
-            if placement in pool.moved and weights is not None and not may_serve(weights):
-                placement.choice.request.fail(self._refusals.weights_gone())
+            version = placement.model_version if placement.has_begun else None
+            if placement in pool.moved and version is not None and not may_serve(version):
+                placement.request.fail(self._refusals.weights_gone())
         if pool.refuses_new:
             for placement in (*pool.queue, *pool.moved):
-                if not placement.has_begun and not placement.choice.request.begun:
-                    placement.choice.request.fail(self._refusals.refusing())
+                if not placement.has_begun and not placement.request.begun:
+                    placement.request.fail(self._refusals.refusing())
 
     def leave(self, placement: Placement) -> None:
         """No effect on one that does not wait."""
-        if placement.wait.timer is None:
+        if placement.wait_timer is None:
             return
         self._end(placement)
         pool = placement.pool
@@ -130,27 +130,27 @@ class Waiting:
     def charge(self, placement: Placement) -> None:
         """What has been spent on it since the last time, to its key's account."""
         choice = placement.choice
-        due = placement.wait.due(len(choice.prompt.ids) + OUTPUT_WEIGHT * len(choice.output.ids))
+        due = placement.charge(len(choice.prompt.ids) + OUTPUT_WEIGHT * len(choice.output_ids))
         if due > 0:
             placement.pool.queue.charge(_key(placement), due)
 
     def _begin(self, placement: Placement, moved: bool) -> None:
         patience_s = self._settings.queue_timeout_s
-        placement.wait.begin(patience_s, placement.has_begun, partial(self._expire, placement))
+        placement.begin_wait(patience_s, placement.has_begun, partial(self._expire, placement))
         if placement.choice.trace is not None:
             placement.choice.trace.waits(moved)
 
     def _end(self, placement: Placement) -> None:
-        waited_s = placement.wait.end()
+        waited_s = placement.end_wait()
         if waited_s is not None:
             choice = placement.choice
             self._metrics.queue_time.observe(waited_s)
             if choice.trace is not None:
                 choice.trace.waited()
-            choice.request.choice_waited(choice, waited_s)
+            placement.request.choice_waited(choice, waited_s)
 
     def _expire(self, placement: Placement) -> None:
-        pool, request = placement.pool, placement.choice.request
+        pool, request = placement.pool, placement.request
         if placement.in_session and pool.links:
             request.fail(sessions.session_worker_away(self._settings.retry_after_s))
         elif not pool.usable():
@@ -158,12 +158,12 @@ class Waiting:
         elif placement.has_begun and not pool.can_go_on(placement):
             request.fail(self._refusals.paused() if pool.is_held_up(placement) else self._refusals.weights_gone())
         elif request.begun:  # somebody reads what there is of it: its patience ends with the request's time
-            placement.wait.prolong(self._settings.queue_timeout_s, partial(self._expire, placement))
+            placement.prolong_wait(self._settings.queue_timeout_s, partial(self._expire, placement))
         else:
             request.fail(self._refusals.busy())
 
     def _urgency(self, placement: Placement) -> int:
-        if placement.choice.request.caller.background:
+        if placement.request.caller.background:
             return BACKGROUND
         if not self._settings.enable_priority_scheduling:
             return 0
@@ -173,4 +173,4 @@ class Waiting:
 
 def _key(placement: Placement) -> str:
     """Whose it is."""
-    return placement.choice.request.key
+    return placement.request.key

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
+from services.gateway.request.choice import Choice
 from services.gateway.request.errors import MAX_DETAIL_CHARS, ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Generation
-from services.gateway.request.request import Choice
 from services.shared.field_refusal import why_of
 
 SESSION_ID = "session.session_id"  # what a worker names where there is no such session

@@ -24,11 +24,12 @@ from services.gateway.playground.report import report_for
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import ClientGone, HeldBytes
 from services.gateway.request.caller import NOBODY
+from services.gateway.request.choice import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import CLIENT_CLOSED, OPENAI, ApiError, bad_request
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import OMITTED_TOOLS
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.silence import Silence, commented
 from services.gateway.request.usage import work_of
 from services.gateway.service.sink import (

@@ -19,7 +19,7 @@ import grpc
 from rootstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.gateway.peers.reconnect import Duplex, StreamBroken, keep_connected
 from services.gateway.peers.silence import Patience, until_lost
-from services.gateway.peers.weights import Weights, weights_of
+from services.gateway.request.generation import ModelVersion
 from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.observe.log_fields import fields
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer, KeptChannel
@@ -93,7 +93,7 @@ class WorkerLink(Generic[Open]):
         self._dialer = dialer
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
-        self.weights: Weights | None = None  # by its last hello, also once it is lost; None: never met
+        self.model_version: ModelVersion | None = None  # by its last hello, also once it is lost; None: never met
         self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
         self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
         self.told_at = 0.0  # when it came
@@ -222,7 +222,7 @@ class WorkerLink(Generic[Open]):
             if not first.HasField("hello"):
                 raise StreamBroken("the first message is no hello")
             self.info = self.last_info = first.hello
-            self.weights = weights_of(self.info)
+            self.model_version = _version_of(self.info)
             self.load, self.met = None, True
             self.draining = False
             logger.info("worker connected", extra=fields(address=self.address, worker=self.info.worker_id, model=self.info.model))
@@ -251,7 +251,7 @@ class WorkerLink(Generic[Open]):
         """Raises StreamBroken: sessions and ids of prompts are by worker and by model."""
         if (info.worker_id, info.model) != (before.worker_id, before.model):
             raise StreamBroken("a second hello that names another worker or model")
-        self.info, self.weights = info, weights_of(info)
+        self.info, self.model_version = info, _version_of(info)
         logger.info("worker has other weights", extra=fields(address=self.address, worker=info.worker_id, revision=info.revision))
         self._events.on_hello(self)
 
@@ -319,3 +319,7 @@ class WorkerLink(Generic[Open]):
                     await call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, with its reason
+
+
+def _version_of(info: worker_pb2.WorkerInfo) -> ModelVersion:
+    return ModelVersion(info.model, info.revision, info.tokenizer)

@@ -5,12 +5,11 @@ Written on the event loop by whoever places its choices; nobody else's request h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Scope
 
-from services.gateway.request.request import Choice
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 
 REPORT_HEADER = b"x-rootstock-report"
@@ -29,13 +28,13 @@ class Report:
         if worker_id not in self._workers:
             self._workers.append(worker_id)
 
-    def told(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def told(self, request: RunningRequest) -> dict[str, Any]:
         """Of all that it says, times are those of the choice that waited longest, and counts are those of all together."""
-        endings = [choice.ending for choice in choices if choice.ending is not None]
+        endings = [choice.ending for choice in request.choices if choice.ending is not None]
         return {
-            "gateway_queue_s": round(choices[0].request.longest_wait_s, 6),
+            "gateway_queue_s": round(request.longest_wait_s, 6),
             "worker_queue_s": max((ending.queue_ms for ending in endings), default=0) / 1000,
-            "cached_tokens": usage_of(choices[0].request)["prompt_tokens_details"]["cached_tokens"],
+            "cached_tokens": usage_of(request)["prompt_tokens_details"]["cached_tokens"],
             "workers": list(self._workers),
             "retractions": sum(ending.retractions for ending in endings),
             "drafted_tokens": sum(ending.drafted_tokens for ending in endings),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rootstock.v1 import common_pb2 as pb
 from rootstock.v1 import worker_pb2
@@ -21,6 +21,14 @@ from services.shared.sampling_defaults import API_DEFAULTS, NAMES, SamplingDefau
 _UINT64_MASK = (1 << 64) - 1
 
 UNLIMITED_ANSWER_TOKENS = 16384  # what an answer without max_tokens counts as in budgets
+
+
+class ModelVersion(NamedTuple):
+    """A version of a model. Workers of equal versions can continue each other's output and read each other's KV."""
+
+    model: str  # this and the next two as in WorkerInfo
+    revision: str
+    tokenizer: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,31 +5,24 @@
     validating,  known; waits  on a worker   come back     the request has its error, or the
     tokenizing   for a worker                              client is gone
 
-All methods run on the event loop. ChoiceOutput receives the outputs of the worker, and ChoiceText the text of the detokenizer.
-The dispatcher's Placement has the worker of a choice, and Wait its time in the queue. New output waits in the choice, merged,
-until the request's task takes it.
+All methods run on the event loop. A Choice (choice.py) receives the outputs of the worker and the text of the detokenizer. The
+dispatcher's Placement has its worker and its time in the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from rootstock.v1 import common_pb2 as pb
-from rootstock.v1 import worker_pb2
 from services.gateway.request.body_budget import HeldBytes
-from services.gateway.request.choice_output import ChoiceOutput, Ending, Progress
+from services.gateway.request.choice import Choice, Series
 from services.gateway.request.context import CallContext
-from services.gateway.request.decoding import Decoding
 from services.gateway.request.errors import ApiError
-from services.gateway.request.generation import ChoiceSampling, Generation, ModelInfo, Part, Prompt
-from services.gateway.request.logprobs import LogprobSpan
+from services.gateway.request.generation import Generation, ModelInfo, Part
 from services.gateway.request.origin import Origin
 from services.gateway.request.trace import RequestTrace
-from services.gateway.routing import session_home
 
 
 class Phase(Enum):
@@ -38,17 +31,6 @@ class Phase(Enum):
     SUBMITTED = "submitted"
     STREAMING = "streaming"
     ENDED = "ended"
-
-
-class Series(Protocol):
-    """Counts requests of one model and API key. Times are in seconds."""
-
-    def first_token(self, since_arrival: float) -> None: ...
-
-    def further_tokens(self, between_two: float, count: int) -> None: ...
-
-    def answered(self, prompt: int, cached: int, output: int, since_arrival: float) -> None:
-        """Counts a complete response: tokens of the prompts, cached tokens among them, output tokens, and seconds."""
 
 
 class Measures(Protocol):
@@ -78,214 +60,8 @@ class Course(Protocol):
     def placed(self, worker_id: str) -> None:
         """Notes that a choice was submitted to this worker."""
 
-    def told(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Returns the report on choices that have ended, as JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New output of one choice, for its client."""
-
-    choice: Choice
-    first: bool  # the choice has had no delta before
-    text: str
-    # If the client wants them: ids whose text this is, and their log probabilities. An id without text so far (held back for a
-    # stop string, part of a character) waits for the next delta.
-    token_ids: Sequence[int]
-    logprobs: LogprobSpan
-    ending: Ending | None  # None while the choice goes on
-
-
-class ChoiceText:
-    """The text of one choice, and the part of it that its client has not taken."""
-
-    __slots__ = (
-        "_choice",
-        "_delivered",
-        "_generation",
-        "_last_at",
-        "_output",
-        "_pieces",
-        "_shown_ids",
-        "_taken_ids",
-        "decoding",
-        "ending",
-    )
-
-    def __init__(self, choice: Choice, part: Part, output: ChoiceOutput) -> None:
-        request, generation = choice.request, part.generation
-        self._choice = choice
-        self._generation: Generation = generation
-        self._output = output
-        self._pieces = [part.prefix] if part.prefix else []
-        self._shown_ids = 0  # ids with text; the last ones count when their text has come
-        self._taken_ids = 0  # ids whose text has been taken
-        self._delivered = False  # a delta has been taken
-        self._last_at = 0.0  # loop time of the last token; 0.0 before the first
-        self.ending: Ending | None = None  # set with the last text
-        self.decoding = Decoding(
-            self,
-            request.request_id,
-            output.ids,
-            part.prompt.ids,
-            generation.sampling.stop,
-            generation.skip_special_tokens,
-            generation.include_stop,
-            model=request.model_source,
-            traceparent=request.origin.traceparent,
-            patient=not generation.stream,
-            kept_tokens=generation.parsing.kept_tokens if generation.parsing is not None else (),
-        )
-
-    def resume(self, decoded: int, chars: int, shown: int) -> None:
-        """Continues behind text that the client has already.
-
-        Args:
-            decoded: Ids that have been decoded.
-            chars: Characters of their text.
-            shown: Ids whose text the client has.
-        """
-        self.decoding.resume(decoded, chars)
-        self._shown_ids = self._taken_ids = shown
-        self._delivered = chars > 0
-        if decoded:
-            self._last_at = self._choice.request.clock()  # the next token is not its first
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Arguments of a resume() that continues behind the last take()."""
-        return self.decoding.decoded, self.decoding.emitted_chars, self._taken_ids
-
-    def finish(self, finish: worker_pb2.Finish) -> None:
-        """Ends the output. The last text follows, unless the output is a vector or a score."""
-        # The text that a stop pattern has matched stays; a stop string is cut off.
-        self.decoding.finish(finish.matched_stop if finish.reason == pb.FINISH_REASON_MATCHED_STRING else "")
-        if finish.reason in (pb.FINISH_REASON_EMBEDDED, pb.FINISH_REASON_SCORED):
-            self._end()
-
-    def ids_came(self, count: int) -> None:
-        """Notes that `count` ids were added to the output. Unless the response is a stream, they are timed now."""
-        if self.decoding.patient:
-            self._time(count)
-            self._choice.request.streaming()
-
-    def on_text(self, text: str, count: int) -> None:
-        if text and not self._generation.hidden:
-            self._pieces.append(text)
-        if count and not self.decoding.patient:
-            self._time(count)
-        if text or self.decoding.done:
-            self._shown_ids = self.decoding.decoded
-        if self.decoding.done:
-            self._end()
-        else:
-            self._choice.request.has_news(self._choice)
-
-    def on_decode_failed(self, error: ApiError) -> None:
-        self._choice.request.fail(error)
-
-    def take(self) -> Delta | None:
-        """Returns the output since the last take, or None if there is none. After the ending it is never None."""
-        if not self._pieces and self.ending is None:
-            return None
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        generation, output = self._generation, self._output
-        begin, end = self._taken_ids, 0 if generation.hidden else self._shown_ids
-        self._taken_ids = self._shown_ids
-        ids = output.ids[begin:end] if generation.answer.return_token_ids or generation.wants_logprobs else ()
-        logprobs = output.logprobs.span(begin, end if generation.wants_logprobs else 0)
-        first, self._delivered = not self._delivered, True
-        return Delta(self._choice, first, text, ids, logprobs, self.ending)
-
-    def _end(self) -> None:
-        verdict = self._output.verdict
-        assert self.ending is None and verdict is not None, "one terminal event per choice"
-        self.ending = verdict
-        self._choice.request.choice_ended(self._choice)
-        self._choice.request.has_news(self._choice)
-
-    def _time(self, count: int) -> None:
-        request = self._choice.request
-        now = request.clock()
-        if self._last_at == 0.0:
-            request.series.first_token(now - request.arrived)
-        else:
-            request.series.further_tokens((now - self._last_at) / count, count)
-        self._last_at = now
-
-
-class Choice:
-    """One output for one prompt. It may move from worker to worker with the same parameters."""
-
-    __slots__ = ("generation", "index", "number", "output", "part", "prompt", "request", "resumed", "sampling", "text", "trace")
-
-    def __init__(self, request: RunningRequest, index: int, number: int, part: Part, sampling: ChoiceSampling) -> None:
-        self.request = request
-        self.index = index  # among all choices of the request
-        self.number = number  # among the choices of its prompt
-        self.part = part
-        self.prompt: Prompt = part.prompt
-        self.generation: Generation = part.generation
-        self.sampling = sampling
-        self.output = ChoiceOutput(part.generation)
-        self.text = ChoiceText(self, part, self.output)
-        self.trace = None if request.trace is None else request.trace.choice(self.request_id)
-        self.resumed: Progress | None = None  # output of another gateway or an earlier try, without log probabilities
-
-    def resume(self, progress: Progress) -> None:
-        """Continues earlier output. Called before the choice is dispatched. Raises ValueError if log probabilities do not fit."""
-        self.resumed = replace(progress, logprobs=())  # ChoiceOutput has them
-        self.output.resume(progress.ids, progress.logprobs)
-        self.text.resume(progress.decoded, progress.chars, progress.shown)
-
-    @property
-    def request_id(self) -> str:
-        """Request id on the worker."""
-        own = self.part.request_id
-        if not own:
-            return f"{self.request.request_id}-{self.index}"
-        return f"{own}-{self.number}" if self.generation.n > 1 else own
-
-    @property
-    def cache_salt(self) -> str:
-        """Cache salt on the worker, which may have the API key's own part."""
-        return self.request.caller.cache_salt_of(self.generation.cache_salt)
-
-    @property
-    def session_id(self) -> str:
-        """Session id on the worker; "" outside of sessions."""
-        session = self.generation.session
-        return "" if session is None else session_home.owned_id(session.session_id, self.request.key)
-
-    @property
-    def priority(self) -> int:
-        """Priority within the limit of its API key."""
-        return self.request.caller.priority_of(self.generation.priority)
-
-    @property
-    def ending(self) -> Ending | None:
-        """Ending of the choice; None until its last text has come."""
-        return self.text.ending
-
-    @property
-    def can_move(self) -> bool:
-        """Whether another worker can continue it from its prompt and output. A session's turn needs the KV of its own worker."""
-        return self.output.verdict is None and self.generation.session is None and self.request.error is None
-
-    @property
-    def generates(self) -> bool:
-        """Whether the output is tokens, not a vector or a score."""
-        return not self.generation.ends_with_prompt
-
-    def finish(self, finish: worker_pb2.Finish) -> None:
-        """Receives the worker's terminal output of a complete choice. Its last text follows."""
-        self.output.finish(finish)
-        self.text.finish(finish)
-
-    def take(self) -> Delta | None:
-        """Returns the output since the last take, or None if there is none. After the ending it is never None."""
-        return self.text.take()
+    def told(self, request: RunningRequest) -> dict[str, Any]:
+        """Returns the report on the choices that have ended, as JSON."""
 
 
 class RunningRequest:
@@ -363,7 +139,7 @@ class RunningRequest:
     @property
     def begun(self) -> bool:
         """Whether a choice has output."""
-        return any(choice.output.ids for choice in self.choices)
+        return any(choice.output_ids for choice in self.choices)
 
     @property
     def complete(self) -> bool:
@@ -374,7 +150,7 @@ class RunningRequest:
         """Tokens of all prompts, if a worker has received one of them, and of the output that came to this gateway."""
         prompts = sum(len(part.prompt.ids) for part in self.parts) if self.reached_worker else 0
         earlier = sum(len(choice.resumed.ids) for choice in self.choices if choice.resumed is not None)
-        return prompts + sum(len(choice.output.ids) for choice in self.choices) - earlier
+        return prompts + sum(len(choice.output_ids) for choice in self.choices) - earlier
 
     def submitted(self) -> None:
         self.reached_worker = True

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.observe.access_log import ERROR_CODE, INTERRUPTED, WORK, Work
-from services.gateway.request.choice_output import TIERS, Ending
-from services.gateway.request.request import Choice, RunningRequest
+from services.gateway.request.choice import TIERS, Choice, Ending
+from services.gateway.request.request import RunningRequest
 
 
 def usage_of(request: RunningRequest) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def work_of(running: RunningRequest) -> Work:
     if usage is None:
         usage = usage_of(running)
         usage["prompt_tokens"] = sum(len(part.prompt.ids) for part in running.parts) if running.reached_worker else 0
-        usage["completion_tokens"] = sum(len(choice.output.ids) for choice in running.choices)
+        usage["completion_tokens"] = sum(len(choice.output_ids) for choice in running.choices)
     return Work(
         trace_id="" if running.trace is None else running.trace.trace_id,
         queue_ms=running.longest_wait_s * 1e3 + max([ending.queue_ms for ending in ended], default=0),
@@ -79,7 +79,7 @@ def _reasoned(request: RunningRequest) -> dict[str, int]:
 
 def _reasoning_tokens(choice: Choice) -> int | None:
     parsing = choice.generation.parsing
-    return None if parsing is None else parsing.reasoning_tokens(choice.output.ids)
+    return None if parsing is None else parsing.reasoning_tokens(choice.output_ids)
 
 
 def _predicted(request: RunningRequest) -> dict[str, int]:

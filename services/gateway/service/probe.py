@@ -12,11 +12,12 @@ from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.placement import Link, Pool
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.choice import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import ApiError
 from services.gateway.request.generation import Generation, ModelInfo, Part, Plan, Prompt, one_step
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import GenerationCall, RunGeneration, Sink
 from services.shared.limits import PRIORITY_RANGE
 

@@ -15,9 +15,10 @@ from services.gateway.request import budgets
 from services.gateway.request.abort import AbortScope
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import BodyBudget, ClientGone
+from services.gateway.request.choice import Choice, Series
 from services.gateway.request.errors import ApiError, bad_request, internal, timed_out, unavailable
 from services.gateway.request.generation import Plan
-from services.gateway.request.request import Choice, Phase, Releaser, RunningRequest, Series
+from services.gateway.request.request import Phase, Releaser, RunningRequest
 from services.gateway.request.trace import begin_trace
 from services.gateway.request.usage import usage_of
 from services.gateway.service.sink import GenerationCall, Sink

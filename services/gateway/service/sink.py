@@ -22,11 +22,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.body_budget import Gone, HeldBytes
+from services.gateway.request.choice import Delta
 from services.gateway.request.context import CallContext
 from services.gateway.request.errors import AnswerForm, ApiError, Headers
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Course, Delta, KeyAdmission, RunningRequest
+from services.gateway.request.request import Course, KeyAdmission, RunningRequest
 
 T = TypeVar("T")
 Respond = Callable[[Any, Any, Any], Awaitable[None]]  # an ASGI application: scope, receive, send

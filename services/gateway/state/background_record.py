@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.request.choice_output import WeightsName
+from services.gateway.request.generation import ModelVersion
 from services.gateway.state.background_past import BackgroundPast
 
 
@@ -73,7 +73,7 @@ def order_of(content: bytes) -> BackgroundOrder:
 class Piece:
     """What is new since the piece before. number: from 1, of the pieces of one response. events: JSON, each with its sequence
     number. offset: output ids before `ids`, which are 4 bytes each, little-endian. text: as the detokenizer gave it. logprobs: of
-    `ids`, as LogprobRows; b"" where there are none. The others: see Progress."""
+    `ids`, as LogprobRows; b"" where there are none. The others: see EarlierOutput."""
 
     number: int
     status: Status
@@ -110,7 +110,7 @@ class Kept:
 class Stored:
     """Where a response stands. prompt: its ids, as those of a Piece. cancelled: its client wants no more of it. takes: gateways
     that have had it since it last ran for long. pieces: written so far. past: what they say, which is read by itself. The others:
-    see Progress."""
+    see EarlierOutput."""
 
     order: BackgroundOrder
     status: Status
@@ -122,7 +122,7 @@ class Stored:
     decoded: int = 0
     chars: int = 0
     shown: int = 0
-    weights: WeightsName | None = None
+    weights: ModelVersion | None = None
     numerics: str = ""
 
 

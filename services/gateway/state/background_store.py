@@ -38,6 +38,7 @@ from typing import Any
 
 import orjson
 
+from services.gateway.request.generation import ModelVersion
 from services.gateway.state import background_scripts as scripts
 from services.gateway.state.background_past import ID_BYTES, PAGE_BYTES, PAGE_ITEMS, BackgroundPast, Lengths
 from services.gateway.state.background_record import BackgroundOrder, Kept, Page, Piece, Status, Stored, order_of
@@ -195,7 +196,7 @@ class BackgroundStore:
             decoded=int(fields["decoded"]),
             chars=int(fields["chars"]),
             shown=int(fields["shown"]),
-            weights=None if weights is None else tuple(orjson.loads(weights)),
+            weights=None if weights is None else ModelVersion(*orjson.loads(weights)),
             numerics=fields.get("numerics", b"").decode(),
         )
 

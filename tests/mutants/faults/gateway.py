@@ -229,10 +229,10 @@ GATEWAY = (
     ),
     *of(
         "gateway",
-        "services/gateway/dispatch/wait.py",
-        ("if self.patience_s is None or afresh:", "if self.patience_s is None:"),
-        ("        self.patience_s -= waited_s\n", ""),
-        only="test_wait",
+        "services/gateway/dispatch/placement.py",
+        ("if self._patience_s is None or afresh:", "if self._patience_s is None:"),
+        ("        self._patience_s -= waited_s\n", ""),
+        only="test_placement",
     ),
     *of(
         "gateway",
@@ -298,7 +298,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/dispatch/waiting.py",
-        ("choice.request.choice_waited(choice, waited_s)", "choice.request.choice_waited(choice, 0.0)"),
+        ("placement.request.choice_waited(choice, waited_s)", "placement.request.choice_waited(choice, 0.0)"),
         only="test_report",
     ),
     *of(

@@ -55,11 +55,11 @@ PEERS = (
     *of(
         "peers",
         "services/gateway/dispatch/placement.py",
-        ("        self._leave_ahead_of(hedge.handle if hedge.link is link else self.handle)\n", ""),
-        ("        self._leave_ahead_of(handle)\n        if link.abort", "        if link.abort"),
+        ("        self._release_prefetched_of(hedge.handle if hedge.link is link else self.handle)\n", ""),
+        ("        self._release_prefetched_of(handle)\n        if link.abort", "        if link.abort"),
         (
-            "        if ahead is None or ahead.link is not link:\n            self._leave_ahead()\n",
-            "        if ahead is None or ahead.link is not link:\n",
+            "        if pages is None or pages.link is not link:\n            self._release_prefetched()\n",
+            "        if pages is None or pages.link is not link:\n",
         ),
         only="test_dispatch_ahead",
     ),
@@ -84,7 +84,7 @@ PEERS = (
     *of(
         "peers",
         "services/gateway/dispatch/dispatcher.py",
-        ("        if ahead is not None:\n            ahead.leave()\n", ""),
+        ("        if prefetched is not None:\n            prefetched.release()\n", ""),
         ("HEDGE, at.predicted_tokens, hands_over=prefill is not None)", "HEDGE, at.predicted_tokens)"),
         ("            pool.recount(reader)\n", ""),
         only="test_dispatch_ahead",
@@ -197,9 +197,12 @@ PEERS = (
     *of(
         "peers",
         "services/gateway/dispatch/model_pool.py",
-        ("self.columns.serves[row] = self.links[row].weights not in others", "self.columns.serves[row] = False"),
-        ("link.weights == decode.weights and info.kv_layout == mine.kv_layout", "info.kv_layout == mine.kv_layout"),
-        ("link.weights == decode.weights and info.kv_layout == mine.kv_layout", "link.weights == decode.weights"),
+        ("self.columns.serves[row] = self.links[row].model_version not in others", "self.columns.serves[row] = False"),
+        ("link.model_version == decode.model_version and info.kv_layout == mine.kv_layout", "info.kv_layout == mine.kv_layout"),
+        (
+            "link.model_version == decode.model_version and info.kv_layout == mine.kv_layout",
+            "link.model_version == decode.model_version",
+        ),
         ("and info.kv_port and", "and"),
         ("        if not self._has_decoded:\n            return list(self.links.values())\n", ""),
         ("self.links.items() if row not in self._prefill]", "self.links.items()]"),
@@ -229,8 +232,8 @@ PEERS = (
     ),
     *of(
         "peers",
-        "services/gateway/request/choice_output.py",
-        ("if (first := self._prefilled) is not None:", "if (first := self._prefilled) is not None and False:"),
+        "services/gateway/request/choice.py",
+        ("finish if self._prefilled is None else self._prefilled", "finish"),
         only="test_dispatch_prefill",
     ),
     *of(

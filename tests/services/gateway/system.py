@@ -191,7 +191,7 @@ class System:
     def has_tokens(self, count: int) -> bool:
         """Whether the gateway has got so many tokens of every choice: a worker that stops takes along what is on its way."""
         choices = list(self.gateway.dispatcher._placements)
-        return bool(choices) and all(len(choice.output.ids) == count for choice in choices)
+        return bool(choices) and all(len(choice.output_ids) == count for choice in choices)
 
     def url(self, path: str, gateway: int = 0) -> str:
         return f"http://127.0.0.1:{self.ports[gateway]}{path}"

@@ -12,11 +12,10 @@ import orjson
 from pydantic_core import from_json
 
 from services.gateway.api.anthropic.errors import ANTHROPIC
-from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
-from services.gateway.request.choice_output import Ending
+from services.gateway.request.choice import ChoiceReader, Delta, Ending
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 
 Json = dict[str, Any]
@@ -29,7 +28,7 @@ class MessageRenderer:
     def __init__(self, request: RunningRequest, model: str, shows_thinking: bool | None, max_tokens: int) -> None:
         self._request = request
         self._max_tokens = max_tokens
-        self._events = ChoiceEvents(request.generation.parsing)
+        self._reader = ChoiceReader(request.generation.parsing)
         self._blocks = _Blocks(shows_thinking)
         self._ending: Ending | None = None
         self._message: Json = {
@@ -65,7 +64,7 @@ class MessageRenderer:
         return orjson.dumps({**self._message, "content": content, **self._finished(), "usage": _usage(self._request)})
 
     def _told(self, delta: Delta) -> Iterator[Json]:
-        for event in self._events.of(delta):
+        for event in self._reader.read(delta):
             yield from self._blocks.add(event)
         if delta.ending is not None:
             self._ending = delta.ending

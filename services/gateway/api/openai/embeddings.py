@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.request import Choice, Delta, RunningRequest
+from services.gateway.request.choice import Choice, Delta
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 
 
@@ -31,5 +32,5 @@ class EmbeddingRenderer:
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _encoded(self, choice: Choice) -> Any:
-        vector = choice.output.vector()
+        vector = choice.vector()
         return base64.b64encode(vector.tobytes()).decode() if choice.generation.vector_as_base64 else vector

@@ -6,42 +6,31 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from services.gateway.parsers.output_parser import Parsing
-from services.gateway.request.request import Delta
+from services.gateway.request.choice import ChoiceReader, Delta
 
 Json = dict[str, Any]
 
 
-class ReadChoice:
-    """One choice's output as it comes. called: it has made a call, so that its end is no stop."""
+def message_deltas(events: Iterable[Event]) -> Iterable[Json]:
+    """Yields the deltas of a message for the events of a choice."""
+    for event in events:
+        if isinstance(event, Text):
+            yield {"content": event.text}
+        elif isinstance(event, Reasoning):
+            yield {"reasoning_content": event.text, "reasoning": event.text}
+        elif isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            yield _call({"index": event.index, "id": _call_id(), "type": "function", "function": function})
+        elif isinstance(event, CallArguments):
+            yield _call({"index": event.index, "function": {"arguments": event.fragment}})
 
-    def __init__(self, parsing: Parsing | None) -> None:
-        self._events = ChoiceEvents(parsing)
-        self.called = False
 
-    def read(self, delta: Delta) -> list[Json]:
-        """The deltas that it makes, perhaps none."""
-        return list(self._deltas(self._events.of(delta)))
-
-    def finish_reason(self, delta: Delta) -> str:
-        assert delta.ending is not None
-        reason = delta.ending.finish_reason
-        return "tool_calls" if self.called and reason == "stop" else reason
-
-    def _deltas(self, events: Iterable[Event]) -> Iterable[Json]:
-        for event in events:
-            if isinstance(event, Text):
-                yield {"content": event.text}
-            elif isinstance(event, Reasoning):
-                yield {"reasoning_content": event.text, "reasoning": event.text}
-            elif isinstance(event, CallStart):
-                self.called = True
-                function = {"name": event.name, "arguments": ""}
-                yield _call({"index": event.index, "id": _call_id(), "type": "function", "function": function})
-            elif isinstance(event, CallArguments):
-                yield _call({"index": event.index, "function": {"arguments": event.fragment}})
+def finish_reason(reader: ChoiceReader, delta: Delta) -> str:
+    """Returns the finish reason of a choice whose last delta the reader has read: "tool_calls" if it stopped after a call."""
+    assert delta.ending is not None
+    reason = delta.ending.finish_reason
+    return "tool_calls" if reader.called and reason == "stop" else reason
 
 
 def message_of(deltas: Iterable[Json]) -> Json:

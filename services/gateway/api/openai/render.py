@@ -13,10 +13,11 @@ from typing import Any
 import orjson
 
 from services.gateway.api.logprob_forms import ChatLogprobs, CompletionLogprobs
-from services.gateway.api.openai.message import ReadChoice, message_of
+from services.gateway.api.openai.message import finish_reason, message_deltas, message_of
 from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.choice import ChoiceReader, Delta
 from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 
 
@@ -33,12 +34,12 @@ class _Envelope:
         """With the usage, where it is wanted."""
         if not self.usage:
             return DONE
-        course = b',"rootstock":%s' % orjson.dumps(request.course.told(request.choices)) if request.course is not None else b""
+        course = b',"rootstock":%s' % orjson.dumps(request.course.told(request)) if request.course is not None else b""
         return b"".join((self.head, b'],"usage":', orjson.dumps(usage_of(request)), course, b"}\n\n", DONE))
 
     def document(self, request: RunningRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """All that is not streamed."""
-        course = {} if request.course is None else {"rootstock": request.course.told(request.choices)}
+        course = {} if request.course is None else {"rootstock": request.course.told(request)}
         return {**self.fields, "choices": choices, "usage": usage_of(request), **course}
 
 
@@ -67,13 +68,13 @@ class ChatRenderer:
         kind = "chat.completion.chunk" if request.generation.stream else "chat.completion"
         self._envelope = _Envelope(request, kind, "chatcmpl", created, model)
         self._began = False
-        self._read: dict[int, ReadChoice] = {}  # by index
+        self._readers: dict[int, ChoiceReader] = {}  # by index
 
-    def _choice_of(self, delta: Delta) -> ReadChoice:
+    def _reader_of(self, delta: Delta) -> ChoiceReader:
         index = delta.choice.index
-        if index not in self._read:
-            self._read[index] = ReadChoice(delta.choice.generation.parsing)
-        return self._read[index]
+        if index not in self._readers:
+            self._readers[index] = ChoiceReader(delta.choice.generation.parsing)
+        return self._readers[index]
 
     async def chunk(self, delta: Delta) -> bytes:
         """One chunk for each thing that is new: the first has the log probabilities and ids of all of them, the last one the
@@ -81,8 +82,8 @@ class ChatRenderer:
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:
             return role
-        choice = self._choice_of(delta)
-        deltas = [orjson.dumps(each) for each in choice.read(delta)] or [b"{}"]
+        reader = self._reader_of(delta)
+        deltas = [orjson.dumps(each) for each in message_deltas(reader.read(delta))] or [b"{}"]
         if deltas == [b"{}"] and delta.ending is None and not self._ids and not delta.choice.generation.wants_logprobs:
             return role
         logprobs = await self._logprobs.of(delta)
@@ -90,7 +91,7 @@ class ChatRenderer:
         chunks = [role]
         for number, content in enumerate(deltas):
             if number == len(deltas) - 1:
-                reason = choice.finish_reason(delta) if delta.ending is not None else ""
+                reason = finish_reason(reader, delta) if delta.ending is not None else ""
                 ending = _ending_fields(delta, logprobs, reason)
             else:
                 ending = _going_on(logprobs)
@@ -125,10 +126,10 @@ class ChatRenderer:
         return orjson.dumps(answer)
 
     async def _choice(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice_of(delta)
-        message = message_of(choice.read(delta))
+        reader = self._reader_of(delta)
+        message = message_of(message_deltas(reader.read(delta)))
         fields = _choice_fields(delta, await self._logprobs.of(delta), self._ids)
-        fields["finish_reason"] = choice.finish_reason(delta)
+        fields["finish_reason"] = finish_reason(reader, delta)
         return {"index": delta.choice.index, "message": message, **fields}
 
 

@@ -18,10 +18,11 @@ from services.gateway.api.responses.translation import chat_of, own_fields
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.request.bodies import ReceivedBody
+from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, internal
 from services.gateway.request.generation import Plan, Prompt
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
 from services.gateway.state.background_past import pages
 from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored

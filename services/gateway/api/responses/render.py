@@ -7,13 +7,13 @@ from typing import Any
 
 import orjson
 
-from services.gateway.api.choice_events import ChoiceEvents
 from services.gateway.api.logprob_forms import ChatLogprobs
 from services.gateway.api.responses.output import OutputItems
 from services.gateway.api.responses.types import ResponsesRequest
 from services.gateway.peers.token_texts import ModelTexts
+from services.gateway.request.choice import ChoiceReader, Delta
 from services.gateway.request.errors import ApiError
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 from services.gateway.service.sink import HeaderRenderer
 
@@ -31,7 +31,7 @@ class Draft:
         self._request = request
         self._output = output
         self._logprobs = ChatLogprobs(request.generation, token_texts)
-        self._events = ChoiceEvents(request.generation.parsing)
+        self._reader = ChoiceReader(request.generation.parsing)
         # Which tokens are the text's is known only where all of them are.
         self._has_logprobs = request.generation.wants_logprobs and request.generation.parsing is None
         self.response = response
@@ -39,13 +39,13 @@ class Draft:
     def restore(self, events: Iterable[Json], texts: Iterable[str]) -> None:
         """As it was behind these events, which came of these texts."""
         self._output.restore(events)
-        self._events.replay(texts)
+        self._reader.replay(texts)
 
     async def told(self, delta: Delta) -> list[Json]:
         """Raises ApiError."""
         if self._has_logprobs:
             self._output.logprobs(orjson.loads(await self._logprobs.of(delta))["content"])
-        told = [each for event in self._events.of(delta) for each in self._output.add(event)]
+        told = [each for event in self._reader.read(delta) for each in self._output.add(event)]
         if delta.ending is not None:
             status = _STATUS.get(delta.ending.finish_reason, "completed")
             told += self._output.finish("completed" if status == "completed" else "incomplete")

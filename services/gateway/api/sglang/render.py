@@ -14,9 +14,9 @@ from services.gateway.api.logprob_slices import LOWEST, Entry, Slices, Texts, ex
 from services.gateway.api.sglang.batch import Form
 from services.gateway.api.sglang.sampling import LogprobWish
 from services.gateway.peers.token_texts import ModelTexts
-from services.gateway.request.choice_output import Ending
+from services.gateway.request.choice import Choice, Delta, Ending
 from services.gateway.request.errors import DONE, OPENAI, ApiError
-from services.gateway.request.request import Choice, Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 
 WEIGHT_VERSION = "default"
 ABORT_MESSAGE = "The request was aborted."
@@ -87,7 +87,7 @@ class _Answer:
             return iter(())
         ids = choice.prompt.ids[wish.start :]
         # Values begin at position `start`, or 1: nothing predicts the first token. An aborted request may have fewer.
-        values = choice.output.prompt_logprobs
+        values = choice.prompt_logprobs
         known = values.span(1 if wish.start else 0, len(values))
         return zip(ids, chain((None,), known))  # noqa: B905
 
@@ -195,4 +195,4 @@ class EncodeRenderer:
     def _answer(choice: Choice, ending: Ending | None) -> dict[str, Any]:
         meta = _meta_of(choice, ending, 0, hidden=True)
         del meta["completion_tokens"]
-        return {"embedding": choice.output.vector(), "meta_info": meta}
+        return {"embedding": choice.vector(), "meta_info": meta}

@@ -28,10 +28,11 @@ from services.gateway.peers.token_texts import ModelTexts
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import ReceivedBody
 from services.gateway.request.budgets import check_chars
+from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import ModelInfo, Models, Part, Plan, Prompt
 from services.gateway.request.origin import Origin
-from services.gateway.request.request import Delta, RunningRequest
+from services.gateway.request.request import RunningRequest
 from services.gateway.request.usage import usage_of
 from services.shared import limits
 
@@ -159,7 +160,7 @@ class ScoreRenderer:
         return orjson.dumps(
             {
                 "object": "scoring",
-                "scores": [_scores(delta.choice.output.label_logprobs(), self._softmax).tolist() for delta in deltas],
+                "scores": [_scores(delta.choice.label_logprobs(), self._softmax).tolist() for delta in deltas],
                 "model": self._model,
                 "usage": usage_of(self._request),
             }

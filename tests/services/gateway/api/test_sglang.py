@@ -273,7 +273,7 @@ class TestAbort:
         wait_until(lambda: len(system.worker.running) == texts, "the worker's requests")
         system.do(lambda: system.worker.allow(tokens))
         placed = system.gateway.dispatcher._placements
-        wait_until(lambda: [len(choice.output.ids) for choice in list(placed)] == [tokens] * texts, "the ids")
+        wait_until(lambda: [len(choice.output_ids) for choice in list(placed)] == [tokens] * texts, "the ids")
         return waiting
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

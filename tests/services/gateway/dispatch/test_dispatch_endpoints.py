@@ -107,7 +107,7 @@ def test_an_address_that_comes_back_before_its_lost_link_was_closed() -> None:
         system.call(first.stop())
         wait_until(lambda: link.info is None, "the loss")
         discover(system, w0=True, w1=True)
-        assert system.links[index] is not link and system.links[index].weights is None
+        assert system.links[index] is not link and system.links[index].model_version is None
         discover(system, **{f"w{1 - index}": True})
         assert pending.result().json()["error"]["code"] == "weights_not_served"
 

@@ -1,25 +1,26 @@
-"""What a placement says to workers about pages that one of them keeps for another."""
+"""Placement: the reservations that it releases, and the time that a choice may wait."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from rootstock.v1 import worker_pb2
-from services.gateway.dispatch.placement import Kept, Placement
+from services.gateway.dispatch.placement import KvReservation, Placement
 
 
 @dataclass
 class Link:
-    """knows: what it was given has been sent."""
+    """A link that records aborts and released reservations."""
 
-    knows: bool = True
+    knows: bool = True  # the worker has received the submit
     left: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     info: Any = field(default_factory=lambda: worker_pb2.WorkerInfo(role="decode", kv_layout=b"pages"))
-    weights: Any = None
+    model_version: Any = None
 
     def abort(self, handle: int) -> bool:
         self.aborted.append(handle)
@@ -29,15 +30,17 @@ class Link:
         self.left.append(handle)
 
 
+unused: Any = None
+
+
 @pytest.mark.parametrize(("knows", "left"), [(True, [8]), (False, [7])])
-def test_who_keeps_pages_for_one_that_will_not_come_for_them_is_told(knows: bool, left: list[int]) -> None:
-    """One that has heard of them, and is not lost, says itself that it does not want them any more."""
-    unused: Any = None
+def test_placement_releases_reservation_when_no_worker_reads_it(knows: bool, left: list[int]) -> None:
+    """A connected worker that has received the submit releases the reservation itself."""
     prefill, decode, copy = Link(), Link(knows), Link(knows=False)
     placement = Placement(unused, unused, unused)
-    placement.choice = type("Choice", (), {"output": type("Output", (), {"ids": [1]})})()
+    placement.choice = type("Choice", (), {"output_ids": [1]})()
     source = worker_pb2.KvSource()
-    placement.hand_over(Kept(prefill, 7, source, b"pages"))  # type: ignore[arg-type]
+    placement.hand_over(KvReservation(prefill, 7, source, b"pages"))  # type: ignore[arg-type]
     assert placement.take_source(decode, 12) is source  # type: ignore[arg-type]
     placement.place(decode, 12, 0, 0.0)  # type: ignore[arg-type]
     placement.copy_to(copy, 13)  # type: ignore[arg-type]
@@ -46,9 +49,40 @@ def test_who_keeps_pages_for_one_that_will_not_come_for_them_is_told(knows: bool
     again = Placement(unused, unused, unused)
     again.choice = placement.choice
     again.choice.trace = None
-    again.hand_over(Kept(prefill, 8, source, b"pages"))  # type: ignore[arg-type]
+    again.hand_over(KvReservation(prefill, 8, source, b"pages"))  # type: ignore[arg-type]
     again.take_source(decode, 14)  # type: ignore[arg-type]
     again.lost(14, heard=knows)
     assert again.prefilled is not knows and again.source_layout == (b"" if knows else b"pages")
     placement.withdraw()
     assert decode.aborted == [12] and prefill.left == left
+
+
+def test_placement_spends_patience_only_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time on workers between two waits does not count, and a choice with output gets all of its patience again."""
+
+    async def run() -> list[float]:
+        loop, placement, now = asyncio.get_running_loop(), Placement(unused, unused, unused), 0.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        ends = []
+        for begins, lasts, afresh in ((100.0, 4.0, False), (500.0, 2.0, False), (900.0, 1.0, True), (950.0, 1.0, False)):
+            now = begins
+            placement.begin_wait(10.0, afresh, lambda: None)
+            assert placement.wait_timer is not None
+            ends.append(placement.wait_timer.when())
+            now += lasts
+            assert placement.end_wait() == lasts
+        now = 1000.0
+        placement.begin_wait(10.0, False, lambda: None)
+        now = 1008.0  # it expires, and is prolonged
+        placement.prolong_wait(10.0, lambda: None)
+        assert placement.wait_timer is not None
+        ends.append(placement.wait_timer.when())
+        now = 1011.0
+        placement.end_wait()
+        placement.begin_wait(10.0, False, lambda: None)
+        assert placement.wait_timer is not None
+        ends.append(placement.wait_timer.when())
+        placement.end_wait()
+        return ends
+
+    assert asyncio.run(run()) == [110.0, 506.0, 910.0, 959.0, 1018.0, 1018.0]
