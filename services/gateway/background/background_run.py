@@ -34,7 +34,7 @@ from services.gateway.request.request import KeyAdmission
 from services.gateway.request.usage import access_state
 from services.gateway.service.sink import GenerationCall, Prepare, RunGeneration
 from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Stored
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
@@ -167,10 +167,10 @@ class BackgroundRun:
                 pause = min(2 * pause, longest)
             stored = await self._read()
             if stored.cancelled:
-                return await self._conclude(stored, Status.CANCELLED, None)
+                return await self._conclude(stored, BackgroundStatus.CANCELLED, None)
             if stored.takes > MAX_TAKES:
                 message = f"{MAX_TAKES} gateways were lost soon after they had begun with it."
-                return await self._conclude(stored, Status.FAILED, internal(message))
+                return await self._conclude(stored, BackgroundStatus.FAILED, internal(message))
             failure = await self._resumed(stored)
             if failure is None:
                 return None
@@ -246,7 +246,7 @@ class BackgroundRun:
         return False
 
     async def _fail(self, failure: ApiError) -> None:
-        await self._conclude(await self._read(), Status.FAILED, failure)
+        await self._conclude(await self._read(), BackgroundStatus.FAILED, failure)
 
     async def _read(self) -> Stored:
         stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
@@ -254,7 +254,7 @@ class BackgroundRun:
             raise LeaseLost(self.lease.name)
         return replace(stored, order=self.order)  # it may have 8 MiB, and is here already
 
-    async def _conclude(self, stored: Stored, status: Status, error: ApiError | None) -> None:
+    async def _conclude(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> None:
         """It ends with what is stored."""
         ports = self._ports
         response, events = await held(lambda: ports.answers.concluded(stored, status, error))

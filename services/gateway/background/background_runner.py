@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.errors import ApiError, unavailable
-from services.gateway.state.background_record import BackgroundOrder, Status
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
@@ -233,7 +233,7 @@ class BackgroundRunner:
             logger.exception("the record of a response cannot be read", extra=fields(response=response_id))
             record = b""
         await self._store.give_up(lease, owner, response_id, record)
-        self._metrics.background_responses.labels(Status.FAILED.value).inc()
+        self._metrics.background_responses.labels(BackgroundStatus.FAILED.value).inc()
 
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
         """After a fault its lease is left to run out: so the next try, here or elsewhere, is not at once."""

@@ -22,7 +22,7 @@ from services.gateway.request.errors import ApiError, unavailable
 from services.gateway.request.generation import ModelVersion, Plan
 from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import RunGeneration
-from services.gateway.state.background_record import OPEN, BackgroundOrder, Status, Stored
+from services.gateway.state.background_record import OPEN, BackgroundOrder, BackgroundStatus, Stored
 from services.gateway.state.background_store import BackgroundLimits, BackgroundStore, Begun, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.owner import owner_of
@@ -122,7 +122,7 @@ class BackgroundWork:
         if begun is Begun.STORE_FULL:
             raise ApiError(429, "No more can be kept for this API key.", code="store_full")
 
-    async def status(self, owner: str, response_id: str) -> Status | None:
+    async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
         """None: nothing is known of it but what is kept of every response."""
         try:
             return await self._store.status(owner, response_id)
@@ -172,9 +172,9 @@ class BackgroundWork:
         if stored is None:
             return
         try:
-            response, events = await self._answers.concluded(stored, Status.CANCELLED, None)
+            response, events = await self._answers.concluded(stored, BackgroundStatus.CANCELLED, None)
             journal = Journal(self._store, lease, stored, partial(self._streams.wrote, response_id), self._metrics)
-            await journal.finish(Status.CANCELLED, lambda: self._answers.record(stored.order, response), events)
+            await journal.finish(BackgroundStatus.CANCELLED, lambda: self._answers.record(stored.order, response), events)
         except LeaseLost:
             await self._until_over(owner, response_id)  # somebody else cancels it, too
 

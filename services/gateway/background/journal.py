@@ -27,7 +27,7 @@ from services.gateway.request.request import Phase, RunningRequest
 from services.gateway.request.silence import Silence
 from services.gateway.service.sink import Sink
 from services.gateway.state.background_past import BackgroundPast, pages
-from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Piece, Stored
 from services.gateway.state.background_store import BackgroundStore, Room
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.state_store import StoreAway
@@ -84,7 +84,7 @@ class Journal:
         rows = choice.logprobs.rows(offset).SerializeToString() if choice.generation.wants_logprobs else b""
         return Said(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
 
-    async def tell(self, events: Sequence[bytes], status: Status) -> None:
+    async def tell(self, events: Sequence[bytes], status: BackgroundStatus) -> None:
         """What no token says."""
         decoded, chars, shown = self._place
         await self._write(Piece(self._pieces + 1, status, events, self._ids, decoded=decoded, chars=chars, shown=shown))
@@ -95,7 +95,7 @@ class Journal:
         await self._write(
             Piece(
                 self._pieces + 1,
-                Status.IN_PROGRESS,
+                BackgroundStatus.IN_PROGRESS,
                 events,
                 said.offset,
                 said.ids,
@@ -109,7 +109,7 @@ class Journal:
         self._ids = said.offset + len(said.ids) // array("I").itemsize
         self._place = place
 
-    async def finish(self, status: Status, record: Callable[[], Awaitable[Kept]], events: Sequence[bytes]) -> None:
+    async def finish(self, status: BackgroundStatus, record: Callable[[], Awaitable[Kept]], events: Sequence[bytes]) -> None:
         """It is over. record: what is kept of it; raises ApiError."""
         kept = await held(record)
         self.is_finishing = True
@@ -128,7 +128,7 @@ class Journal:
         self._metrics.background_responses.labels(status.value).inc()
         self._wrote()
 
-    async def _finished(self, status: Status, kept: Kept, events: Sequence[bytes]) -> bool:
+    async def _finished(self, status: BackgroundStatus, kept: Kept, events: Sequence[bytes]) -> bool:
         return await self._store.finish(self._lease, self._order, self._pieces + 1, status, kept, events)
 
     async def _write(self, piece: Piece) -> None:
@@ -172,7 +172,7 @@ class JournalSink(Sink):
         self._earlier = earlier
         self._computed_by = computed_by
         self._store = store
-        self._has_begun = stored.status is Status.IN_PROGRESS
+        self._has_begun = stored.status is BackgroundStatus.IN_PROGRESS
         self._past = stored.past if stored.pieces else None
         self._unwritten: list[bytes] = []  # events of a choice that has ended, whose last text is to come
         self._silence: Silence | None = None
@@ -212,7 +212,7 @@ class JournalSink(Sink):
             if delta.ending is not None:
                 response, last = self._story.ending()
                 record = partial(self._record, response)
-                await self._journal.finish(Status(response["status"]), record, [*events, *last])
+                await self._journal.finish(BackgroundStatus(response["status"]), record, [*events, *last])
                 self.is_over = True
             elif has_ended:  # no gateway could go on behind the last token: what is written ends before it
                 self._unwritten = events
@@ -242,7 +242,7 @@ class JournalSink(Sink):
         assert self.running is not None and self._story is not None
         if not self._has_begun and self.running.phase is not Phase.TOKENIZED:
             self._has_begun = True
-            await self._journal.tell(self._story.begins(), Status.IN_PROGRESS)
+            await self._journal.tell(self._story.begins(), BackgroundStatus.IN_PROGRESS)
 
     @contextmanager
     def _lease(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from services.gateway.request.choice import Delta
 from services.gateway.request.errors import ApiError
 from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
-from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Stored
 
 Json = dict[str, Any]
 
@@ -49,5 +49,5 @@ class Answers(Protocol):
             ValueError, TypeError, LookupError: Its record cannot be read.
         """
 
-    async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
+    async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
         """Returns a response that ends with what is stored, and its last events. error: of a failed one. Raises ApiError."""

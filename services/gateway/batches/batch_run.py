@@ -30,7 +30,7 @@ from services.gateway.batches.line_results import CANCELLED, EXPIRED, answered, 
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import ApiError, bad_request
-from services.gateway.state.batch_record import BatchOrder, BatchRecord, Status
+from services.gateway.state.batch_record import BatchOrder, BatchRecord, BatchStatus
 from services.gateway.state.batch_store import BatchStore, LineResult
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease
@@ -92,7 +92,7 @@ class BatchRun:
         if record is None or not record.is_open:
             await patiently(lambda: self._batches.forget(self.order.owner, self.order.id))
             return
-        if record.status is Status.CANCELLING:
+        if record.status is BatchStatus.CANCELLING:
             self.stop(CANCELLED)
         try:
             await self._run(record)
@@ -100,13 +100,13 @@ class BatchRun:
             await self._fail((BadLine("input_file_gone", "The input file is not there any more."),))
 
     async def _run(self, record: BatchRecord) -> None:
-        if record.status is Status.VALIDATING:
+        if record.status is BatchStatus.VALIDATING:
             if not await self._validated():
                 return
             if (known := await self._record()) is None:
                 return
             record = known
-        if record.status is Status.IN_PROGRESS and not self._over.done():
+        if record.status is BatchStatus.IN_PROGRESS and not self._over.done():
             await self._until_stopped()
         await self._conclude(record)
 
@@ -119,7 +119,7 @@ class BatchRun:
             await self._fail(checked.errors)
             return False
         known: dict[str, str | int] = {"total": checked.total, "last": checked.last, "model": checked.model}
-        before, after = Status.VALIDATING, Status.IN_PROGRESS
+        before, after = BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS
         if not await patiently(lambda: self._batches.advance(self.lease, self.order, before, after, **known)):
             self.stop(CANCELLED)
         logger.info("batch begins", extra=fields(batch=self.order.id, lines=checked.total))
@@ -128,7 +128,7 @@ class BatchRun:
     async def _fail(self, errors: Sequence[BadLine]) -> None:
         record = await self._record()
         if record is not None:
-            await self._finish(record, Status.FAILED, orjson.dumps([error.as_dict() for error in errors]))
+            await self._finish(record, BatchStatus.FAILED, orjson.dumps([error.as_dict() for error in errors]))
 
     # Executing
 
@@ -206,11 +206,11 @@ class BatchRun:
 
     async def _conclude(self, record: BatchRecord) -> None:
         """Every line that has no result gets one that says why, and the files are made. record: as it was checked."""
-        if record.status is Status.FINALIZING or (not self._over.done() and await self._finalizing()):
-            end = Status.COMPLETED
+        if record.status is BatchStatus.FINALIZING or (not self._over.done() and await self._finalizing()):
+            end = BatchStatus.COMPLETED
         else:
             why = self._over.result() if self._over.done() else CANCELLED
-            end = Status.EXPIRED if why == EXPIRED else Status.CANCELLED
+            end = BatchStatus.EXPIRED if why == EXPIRED else BatchStatus.CANCELLED
             if record.total:
                 await self._give_up(why)
         last = await self._record()
@@ -219,7 +219,7 @@ class BatchRun:
 
     async def _finalizing(self) -> bool:
         """False: it has been cancelled meanwhile."""
-        before, after = Status.IN_PROGRESS, Status.FINALIZING
+        before, after = BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING
         return await patiently(lambda: self._batches.advance(self.lease, self.order, before, after))
 
     async def _give_up(self, why: str) -> None:
@@ -243,7 +243,7 @@ class BatchRun:
         for each in results:
             self._metrics.batch_lines.labels("completed" if each.part == OUTPUT and each not in full else "failed").inc()
 
-    async def _finish(self, record: BatchRecord, status: Status, errors: bytes = b"") -> None:
+    async def _finish(self, record: BatchRecord, status: BatchStatus, errors: bytes = b"") -> None:
         now = int(time.time())
         expires_at = now + self.order.results_live_s
         files = [self._file(record, part, now, expires_at) for part in (OUTPUT, ERRORS)]

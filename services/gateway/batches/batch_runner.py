@@ -16,7 +16,7 @@ from services.gateway.batches.line_results import CANCELLED, EXPIRED
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.caller import Caller
 from services.gateway.request.errors import KEY_NOT_HERE, ApiError
-from services.gateway.state.batch_record import BatchOrder, Status, Unreadable
+from services.gateway.state.batch_record import BatchOrder, BatchStatus, Unreadable
 from services.gateway.state.batch_store import BatchStore, WaitingBatch, batch_lease
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease, LeaseLost, Leases
@@ -117,7 +117,7 @@ class BatchRunner:
             return
         if record is None or not record.is_open:
             task.cancel()  # another one had the lease meanwhile, and has ended it
-        elif record.status is Status.CANCELLING:
+        elif record.status is BatchStatus.CANCELLING:
             run.stop(CANCELLED)
         elif self._clock() >= run.order.expires_at:
             run.stop(EXPIRED)
@@ -182,7 +182,7 @@ class BatchRunner:
             await stores.leases.give_back(lease)
             return None
         order = record.order
-        is_to_end = record.status is Status.CANCELLING or self._clock() >= order.expires_at
+        is_to_end = record.status is BatchStatus.CANCELLING or self._clock() >= order.expires_at
         if not is_to_end and self._may_know_later(order):  # meanwhile a gateway that does takes it
             self._unknown[owner] = order
             await stores.leases.give_back(lease)

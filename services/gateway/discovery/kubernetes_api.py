@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 16 << 20
 GONE = 410
 
 
-class ApiError(Exception):
+class KubernetesApiError(Exception):
     """The API server refuses. status: HTTP's, or that of an ERROR event."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -66,7 +66,7 @@ class SliceApi:
         self._stopped = False
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """All slices, and the version to watch from. Raises ApiError, urllib3.exceptions.HTTPError or ValueError."""
+        """All slices, and the version to watch from. Raises KubernetesApiError, urllib3.exceptions.HTTPError or ValueError."""
         response = self._get(timeout_s=LIST_S)
         try:
             listed = _object(response.data)
@@ -92,7 +92,7 @@ class SliceApi:
                 event = _object(line)
                 if event.get("type") == "ERROR":
                     status = event.get("object") or {}
-                    raise ApiError(int(status.get("code") or 0), str(status.get("message") or ""))
+                    raise KubernetesApiError(int(status.get("code") or 0), str(status.get("message") or ""))
                 yield event
         finally:
             self._response = None
@@ -118,11 +118,11 @@ class SliceApi:
                 **query,
             )
         except client.ApiException as error:
-            raise ApiError(int(error.status or 0), _message(error.body) or str(error.reason or "")) from None
+            raise KubernetesApiError(int(error.status or 0), _message(error.body) or str(error.reason or "")) from None
         response: urllib3.HTTPResponse = answer  # as it comes, for _preload_content=False
         if response.status != 200:  # older clients leave it to the caller
             try:
-                raise ApiError(response.status, _message(response.data))
+                raise KubernetesApiError(response.status, _message(response.data))
             finally:
                 response.release_conn()
         return response

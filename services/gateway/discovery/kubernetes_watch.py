@@ -19,7 +19,7 @@ from kubernetes import client, config
 
 from services.gateway.discovery.endpoint_slices import endpoints_of, has_names, number_of
 from services.gateway.discovery.endpoints import Endpoints
-from services.gateway.discovery.kubernetes_api import GONE, WATCH_S, ApiError, SliceApi, load_client, own_namespace
+from services.gateway.discovery.kubernetes_api import GONE, WATCH_S, KubernetesApiError, SliceApi, load_client, own_namespace
 from services.gateway.discovery.targets import DnsTarget, KubernetesTarget
 from services.shared.observe.log_fields import fields
 
@@ -33,7 +33,7 @@ DENIED = (401, 403)
 
 LoadClient = Callable[[], client.ApiClient]
 _Tell = Callable[[Callable[[Any], None], object], object]  # (what is to be called on the event loop, with what)
-_FAILURES = (ApiError, config.ConfigException, urllib3.exceptions.HTTPError, OSError, ValueError, KeyError)
+_FAILURES = (KubernetesApiError, config.ConfigException, urllib3.exceptions.HTTPError, OSError, ValueError, KeyError)
 
 
 class KubernetesWatch:
@@ -107,7 +107,7 @@ class KubernetesWatch:
                 self._namespace = self._target.namespace or own_namespace()
                 self._api = SliceApi(self._load(), self._namespace, self._target.service, self._watch_s)
             self._follow(self._api, tell)
-        except ApiError as error:
+        except KubernetesApiError as error:
             if error.status == GONE:
                 logger.info("the versions of the EndpointSlices are gone, listing again", extra=self._fields())
                 self._failures = min(self._failures, 1)
@@ -161,7 +161,7 @@ class KubernetesWatch:
         if self._failing_since is None:
             self._failing_since = now
         self._failures += 1
-        denied = isinstance(error, ApiError) and error.status in DENIED
+        denied = isinstance(error, KubernetesApiError) and error.status in DENIED
         before = self._name
         if self._name is None and (denied or now - self._failing_since >= PATIENCE_S):
             self._name = self._name_of_the_pods()

@@ -123,7 +123,7 @@ class KeyFile:
         return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
 
 
-class Weights(Mapping[str, float]):
+class KeyShares(Mapping[str, float]):
     """Of keys by name, as the table has them at any moment; of what it does not name there is none."""
 
     def __init__(self, table: Callable[[], KeyTable]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.gateway.keys.key_file import KeyFile, Weights
+from services.gateway.keys.key_file import KeyFile, KeyShares
 from services.gateway.keys.key_limits import Admission, KeyLimits
 from services.gateway.keys.key_table import ApiKey, KeyTable, digest_of, time_of
 from services.gateway.observe.metrics import GatewayMetrics, KeySigns
@@ -41,7 +41,7 @@ class KeyRing:
         self._options = options
         self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
         self._metrics = metrics
-        self.weights: Mapping[str, float] = Weights(lambda: self.table or _NO_KEYS)
+        self.weights: Mapping[str, float] = KeyShares(lambda: self.table or _NO_KEYS)
 
         def refused(kind: str) -> None:
             metrics.rate_limited.labels(kind).inc()

@@ -35,7 +35,7 @@ class Stuck(Exception):
     """Raised if every body that holds bytes of the pool waits for more, so the wait would never end."""
 
 
-class Place:
+class BodyReservation:
     """A position in the line of a pool."""
 
     __slots__ = ("holds", "room", "size")
@@ -55,8 +55,8 @@ class BodyPool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # bytes
         self.held = 0  # bytes that bodies have taken
-        self._begun: deque[Place] = deque()  # bodies that hold bytes
-        self._new: deque[Place] = deque()
+        self._begun: deque[BodyReservation] = deque()  # bodies that hold bytes
+        self._new: deque[BodyReservation] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -70,15 +70,15 @@ class BodyPool:
         self.held += size
         return True
 
-    def join(self, size: int, holds: int = 0) -> Place:
+    def join(self, size: int, holds: int = 0) -> BodyReservation:
         """Joins the end of the line. `holds` are bytes that the body keeps while it waits. Raises Stuck."""
         if holds and self.held == holds + sum(place.holds for place in self._begun):
             raise Stuck
-        place = Place(size, holds)
+        place = BodyReservation(size, holds)
         (self._begun if holds else self._new).append(place)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: BodyReservation) -> None:
         """Leaves the line, and gives back the bytes if they were taken."""
         if place.room.done():
             self.give(place.size)

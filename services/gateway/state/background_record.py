@@ -13,7 +13,7 @@ from services.gateway.request.generation import ModelVersion
 from services.gateway.state.background_past import BackgroundPast
 
 
-class Status(StrEnum):
+class BackgroundStatus(StrEnum):
     """OpenAI's."""
 
     QUEUED = "queued"
@@ -24,7 +24,7 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-OPEN = frozenset((Status.QUEUED, Status.IN_PROGRESS))
+OPEN = frozenset((BackgroundStatus.QUEUED, BackgroundStatus.IN_PROGRESS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Piece:
     `ids`, as LogprobRows; b"" where there are none. The others: see EarlierOutput."""
 
     number: int
-    status: Status
+    status: BackgroundStatus
     events: Sequence[bytes]
     offset: int = 0
     ids: bytes = b""
@@ -113,7 +113,7 @@ class Stored:
     see EarlierOutput."""
 
     order: BackgroundOrder
-    status: Status
+    status: BackgroundStatus
     prompt: bytes
     cancelled: bool
     takes: int
@@ -130,7 +130,7 @@ class Stored:
 class Page:
     """Some of a response's events, and how many there are of them. status: of the response."""
 
-    status: Status
+    status: BackgroundStatus
     total: int
     events: Sequence[bytes]
 

@@ -41,7 +41,7 @@ import orjson
 from services.gateway.request.generation import ModelVersion
 from services.gateway.state import background_scripts as scripts
 from services.gateway.state.background_past import ID_BYTES, PAGE_BYTES, PAGE_ITEMS, BackgroundPast, Lengths
-from services.gateway.state.background_record import BackgroundOrder, Kept, Page, Piece, Status, Stored, order_of
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Page, Piece, Stored, order_of
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, StateRedis
 from services.shared.limits import MAX_BACKGROUND_BYTES
@@ -121,7 +121,7 @@ class BackgroundStore:
         return _ROOM[found]
 
     async def finish(
-        self, lease: Lease, order: BackgroundOrder, number: int, status: Status, kept: Kept, events: Sequence[bytes]
+        self, lease: Lease, order: BackgroundOrder, number: int, status: BackgroundStatus, kept: Kept, events: Sequence[bytes]
     ) -> bool:
         """It is over. number: as of a piece. Its record is kept whatever the quota says: it has been answered, and what it is
         made of goes; its conversation where there is room. False: that has changed, and nothing has been written."""
@@ -176,7 +176,7 @@ class BackgroundStore:
 
     def asked(self, order: BackgroundOrder, prompt: bytes, num_events: int) -> Stored:
         """As begin() will have it."""
-        return Stored(order, Status.QUEUED, prompt, False, 1, 0, self._past(order.owner, order.id, Lengths(num_events)))
+        return Stored(order, BackgroundStatus.QUEUED, prompt, False, 1, 0, self._past(order.owner, order.id, Lengths(num_events)))
 
     async def read(self, owner: str, response_id: str) -> Stored | None:
         """Of one that is not over. What has come of it stays in the store until somebody asks for it."""
@@ -187,7 +187,7 @@ class BackgroundStore:
         weights = fields.get("weights")
         return Stored(
             order=order_of(fields["order"]),
-            status=Status(fields["status"].decode()),
+            status=BackgroundStatus(fields["status"].decode()),
             prompt=fields["prompt"],
             cancelled="cancel" in fields,
             takes=int(fields["takes"]),
@@ -203,17 +203,17 @@ class BackgroundStore:
     def _past(self, owner: str, response_id: str, lengths: Lengths) -> BackgroundPast:
         return BackgroundPast(self._redis, _keys(owner, response_id)[2:6], lengths)
 
-    async def status(self, owner: str, response_id: str) -> Status | None:
+    async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
         """None: nothing is known of it beside its record."""
         (_, hash_key, *_) = _keys(owner, response_id)
         found = await self._redis.call(READS + "return redis.call('HGET', KEYS[1], 'status')", [hash_key])
-        return None if found is None else Status(found.decode())
+        return None if found is None else BackgroundStatus(found.decode())
 
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
         """Its events from that sequence number on, a page as those of BackgroundPast. None: there are none, or not any more."""
         keys, last = _keys(owner, response_id)[1:3], first + PAGE_ITEMS - 1
         status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, last, PAGE_BYTES)
-        return Page(Status(status.decode()), total, events) if status and total else None
+        return Page(BackgroundStatus(status.decode()), total, events) if status and total else None
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Whatever response it is, and whoever is at it. Whether there was one."""

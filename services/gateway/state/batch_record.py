@@ -12,7 +12,7 @@ import orjson
 from services.gateway.state.state_store import StoreAway
 
 
-class Status(StrEnum):
+class BatchStatus(StrEnum):
     """OpenAI's."""
 
     VALIDATING = "validating"
@@ -29,7 +29,7 @@ class Unreadable(StoreAway):
     """It is there, and not for this gateway: another version has written it."""
 
 
-OPEN = frozenset((Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING))
+OPEN = frozenset((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING))
 USAGE = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
 
 
@@ -64,8 +64,8 @@ class BatchRecord:
     not."""
 
     order: BatchOrder
-    status: Status
-    times: Mapping[Status, int]
+    status: BatchStatus
+    times: Mapping[BatchStatus, int]
     total: int
     last: int
     completed: int
@@ -97,8 +97,8 @@ def _record_of(stored: Mapping[str, bytes]) -> BatchRecord:
 
     return BatchRecord(
         order=BatchOrder(**{each.name: asked[each.name] for each in fields(BatchOrder) if each.name in asked}),
-        status=Status(stored["status"].decode()),
-        times={status: number(f"at:{status.value}") for status in Status if f"at:{status.value}" in stored},
+        status=BatchStatus(stored["status"].decode()),
+        times={status: number(f"at:{status.value}") for status in BatchStatus if f"at:{status.value}" in stored},
         total=number("total"),
         last=number("last"),
         completed=number("completed"),

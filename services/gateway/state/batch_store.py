@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.state.batch_record import BatchOrder, BatchRecord, Status, Unreadable, record_of
+from services.gateway.state.batch_record import BatchOrder, BatchRecord, BatchStatus, Unreadable, record_of
 from services.gateway.state.file_store import page
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.state_redis import READS, WRITES, StateRedis
@@ -214,7 +214,9 @@ class BatchStore:
         parts = [await self._redis.call(script, [keys.lines(order.id, part)]) for part in (OUTPUT, ERRORS)]
         return {int(number) for numbers in parts for number in numbers}
 
-    async def advance(self, lease: Lease, order: BatchOrder, before: Status, after: Status, **fields: str | int) -> bool:
+    async def advance(
+        self, lease: Lease, order: BatchOrder, before: BatchStatus, after: BatchStatus, **fields: str | int
+    ) -> bool:
         """False: it is not what it was. fields: of its hash that become known with it."""
         place = [OwnerKeys(order.owner).batch(order.id)]
         flat = [each for pair in fields.items() for each in pair]
@@ -233,7 +235,13 @@ class BatchStore:
         return [each for each, answer in zip(results, said, strict=True) if answer == _FULL]
 
     async def finish(
-        self, lease: Lease, record: BatchRecord, status: Status, files: Sequence[StoredFile], expires_at: int, errors: bytes = b""
+        self,
+        lease: Lease,
+        record: BatchRecord,
+        status: BatchStatus,
+        files: Sequence[StoredFile],
+        expires_at: int,
+        errors: bytes = b"",
     ) -> bool:
         """It is over, and its files are there. False: it was over before. files: of its results. errors: of its input, JSON."""
         order, keys = record.order, OwnerKeys(record.order.owner)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.state.batch_record import BatchRecord, Status
+from services.gateway.state.batch_record import BatchRecord, BatchStatus
 from services.gateway.state.stored_files import StoredFile
 
 Json = dict[str, Any]
 
 _TIMES = (
-    Status.IN_PROGRESS,
-    Status.FINALIZING,
-    Status.COMPLETED,
-    Status.FAILED,
-    Status.EXPIRED,
-    Status.CANCELLING,
-    Status.CANCELLED,
+    BatchStatus.IN_PROGRESS,
+    BatchStatus.FINALIZING,
+    BatchStatus.COMPLETED,
+    BatchStatus.FAILED,
+    BatchStatus.EXPIRED,
+    BatchStatus.CANCELLING,
+    BatchStatus.CANCELLED,
 )
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.gateway.request.errors import ApiError, bad_request, unavailable
-from services.gateway.state.batch_record import BatchOrder, BatchRecord, Status
+from services.gateway.state.batch_record import BatchOrder, BatchRecord, BatchStatus
 from services.gateway.state.batch_store import BatchStore
 from services.gateway.state.file_store import FileStore, NoSuchPlace
 from services.gateway.state.state_store import StoreAway
@@ -125,7 +125,7 @@ class Kept:
         async with self.reached() as stores:
             await stores.batches.cancel(owner, batch_id)
         record = await self.batch(owner, batch_id)
-        if record.status not in (Status.CANCELLING, Status.CANCELLED):
+        if record.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
             message = f"A batch that is {record.status.value} cannot be cancelled."
             raise ApiError(409, message, param="batch_id", code="batch_not_cancellable")
         return record

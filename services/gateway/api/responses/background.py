@@ -18,7 +18,7 @@ from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import KeyAdmission
 from services.gateway.service.sink import Detached, Respond
-from services.gateway.state.background_record import BackgroundOrder, Status
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus
 from services.gateway.state.owner import owner_of
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.output_formats import OutputFormats
@@ -45,7 +45,7 @@ class Background(Protocol):
     ) -> None:
         """Returns once it is kept. The admission has ended where it is not. record: what is kept of it until it is over."""
 
-    async def status(self, owner: str, response_id: str) -> Status | None:
+    async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
         """None: nothing is known of it but what is kept of every response."""
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:

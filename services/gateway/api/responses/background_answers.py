@@ -25,7 +25,7 @@ from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
 from services.gateway.service.sink import Prepare
 from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, Kept, Status, Stored
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Stored
 from services.shared.limits import MAX_RECORD_BYTES
 from services.shared.observe.log_fields import fields
 from services.shared.output_formats import OutputFormats
@@ -115,7 +115,7 @@ class BackgroundAnswers:
         error = internal("None of the gateways that have taken it could go on with it, or end it.")
         return await self._records.ended(owner, response_id, failure(error))
 
-    async def concluded(self, stored: Stored, status: Status, error: ApiError | None) -> tuple[Json, list[bytes]]:
+    async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
         """A response that ends with what is stored, and its last events. error: of one that failed. What is too large to keep
         is left out."""
         order, events = stored.order, list[Json]()

@@ -25,7 +25,7 @@ from services.gateway.request.errors import ApiError, bad_request
 from services.gateway.request.generation import Plan
 from services.gateway.request.origin import Origin
 from services.gateway.request.request import RunningRequest
-from services.gateway.state.background_record import Status
+from services.gateway.state.background_record import BackgroundStatus
 from services.gateway.state.owner import owner_of
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ResponsesCall:
         response_id = f"{RESPONSE_PREFIX}{secrets.token_hex(16)}"
         if self._asked.background:
             assert self._background is not None
-            response = begun(response_id, created, model, self._asked) | {"status": Status.QUEUED.value}
+            response = begun(response_id, created, model, self._asked) | {"status": BackgroundStatus.QUEUED.value}
             try:
                 record = record_of(response, self._items, self._before.chain, self._before.num_bytes)
             except (orjson.JSONEncodeError, RecursionError):

@@ -19,7 +19,7 @@ from services.gateway.batches import batch_run, batch_runner, lanes
 from services.gateway.batches.line_call import LineCalls, Told
 from services.gateway.keys import key_file, key_ring
 from services.gateway.request.caller import Caller
-from services.gateway.state.batch_record import Status
+from services.gateway.state.batch_record import BatchStatus
 from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
 from services.gateway.state.lease import Lease, Leases
 from services.gateway.state.owner import owner_of
@@ -289,7 +289,7 @@ def test_a_key_that_is_taken_back_has_no_more_answers(system: System, client: Op
 
     work = system.gateway._work
     assert work is not None
-    wait_until(lambda: ended().status is Status.COMPLETED, "it to be over")
+    wait_until(lambda: ended().status is BatchStatus.COMPLETED, "it to be over")
     system.allow(None)
     system.write_keys("alice", "bob")
     wait_until(lambda: system.get("/v1/models", headers={"x-api-key": "alice"}).status_code == 200, "the key to be back")

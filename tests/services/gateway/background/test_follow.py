@@ -8,7 +8,7 @@ from typing import Any
 
 from services.gateway.background import follow
 from services.gateway.background.follow import Streams
-from services.gateway.state.background_record import Page, Status
+from services.gateway.state.background_record import BackgroundStatus, Page
 
 
 class Store:
@@ -16,7 +16,7 @@ class Store:
 
     def __init__(self) -> None:
         self.events = [b'{"type":"a"}']
-        self.status = Status.IN_PROGRESS
+        self.status = BackgroundStatus.IN_PROGRESS
         self.calls = 0
 
     async def follow(self, _owner: str, _response_id: str, first: int) -> Page | None:
@@ -69,7 +69,7 @@ def test_many_streams_of_one_response_are_told_at_once_of_what_is_written_here(m
         streams = Streams(store, 0)  # type: ignore[arg-type]
         following = await fifty(store, streams, told)
         store.events.append(b'{"type":"b"}')
-        store.status = Status.COMPLETED
+        store.status = BackgroundStatus.COMPLETED
         streams.wrote("resp_a")
         async with asyncio.timeout(60):
             await asyncio.gather(*following)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.request.body_budget import BodyPool, Place, Stuck
+from services.gateway.request.body_budget import BodyPool, BodyReservation, Stuck
 
 
 def looping(test: Callable[[BodyPool], None]) -> None:
@@ -17,7 +17,7 @@ def looping(test: Callable[[BodyPool], None]) -> None:
     asyncio.run(run())
 
 
-def granted(*places: Place) -> list[bool]:
+def granted(*places: BodyReservation) -> list[bool]:
     return [place.room.done() for place in places]
 
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from services.gateway.keys.__main__ import main
-from services.gateway.keys.key_file import KeyFile, Weights
+from services.gateway.keys.key_file import KeyFile, KeyShares
 from services.gateway.keys.key_table import BadKeys, parse_keys
 from services.shared import limits
 
@@ -108,7 +108,7 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path) -> N
     async def run() -> None:
         turn(0)
         followed = KeyFile(str(path))
-        weights = Weights(lambda: followed.table)
+        weights = KeyShares(lambda: followed.table)
         tables = [followed.table]
         followed.listen(tables.append)
         await followed.refresh()

@@ -14,7 +14,7 @@ import pytest
 from rootstock.v1 import worker_pb2
 from services.gateway.state import background_past, background_store
 from services.gateway.state.background_past import pages
-from services.gateway.state.background_record import BackgroundOrder, Kept, Piece, Status, Talk
+from services.gateway.state.background_record import BackgroundOrder, BackgroundStatus, Kept, Piece, Talk
 from services.gateway.state.background_store import GIVEN_UP, BackgroundLimits, BackgroundStore, Begun, Room, new_lease
 from services.gateway.state.lease import Lease, LeaseLost
 from services.gateway.state.owner import owner_of
@@ -67,7 +67,14 @@ def piece(number: int, ids: range, **fields: Any) -> Piece:
     """One event for it, as of a response that began with two."""
     content = array("I", ids).tobytes()
     return Piece(
-        number, Status.IN_PROGRESS, events(number + 1, 1), ids.start, content, f"text {number}", decoded=ids.stop, **fields
+        number,
+        BackgroundStatus.IN_PROGRESS,
+        events(number + 1, 1),
+        ids.start,
+        content,
+        f"text {number}",
+        decoded=ids.stop,
+        **fields,
     )
 
 
@@ -105,7 +112,7 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
         ):
             assert await store.write(lease, ORDER, each) is Room.YES
         found = await store.read(ALICE, ORDER.id)
-        assert found is not None and (found.order, found.status, found.pieces) == (ORDER, Status.IN_PROGRESS, 2)
+        assert found is not None and (found.order, found.status, found.pieces) == (ORDER, BackgroundStatus.IN_PROGRESS, 2)
         assert (found.prompt, found.decoded, found.chars, found.shown) == (b"prompt", 5, 9, 4)
         assert (found.weights, found.numerics) == (weights, "n")
         assert await whole(found.past.events) == events(0, 4) and await whole(found.past.texts) == ["text 1", "text 2"]
@@ -116,7 +123,7 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
         page = await store.follow(ALICE, ORDER.id, 3)
         assert page is not None and (page.total, page.events, page.is_over) == (4, events(3, 1), False)
         for _ in range(2):
-            await store.finish(lease, ORDER, 3, Status.COMPLETED, Kept(b"whole"), events(4, 1))
+            await store.finish(lease, ORDER, 3, BackgroundStatus.COMPLETED, Kept(b"whole"), events(4, 1))
         page = await store.follow(ALICE, ORDER.id, 4)
         assert page is not None and page.is_over and page.events == events(4, 1) and page.total == 5
         (record,) = await records.get(ALICE, [ORDER.id])
@@ -137,7 +144,7 @@ def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch
         for number in range(300):
             text = "x" * (9000 if number == 150 else 300)
             ids = range(2 * number, 2 * number + 2)
-            new = Piece(number + 1, Status.IN_PROGRESS, [text.encode()], ids.start, array("I", ids).tobytes(), text)
+            new = Piece(number + 1, BackgroundStatus.IN_PROGRESS, [text.encode()], ids.start, array("I", ids).tobytes(), text)
             assert await store.write(lease, ORDER, replace(new, logprobs=rows[number].SerializeToString())) is Room.YES
         found, called = await store.read(ALICE, ORDER.id), StateRedis.call
 
@@ -154,7 +161,7 @@ def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch
             for page in (past.events, past.texts):
                 assert [len(each) for each in await whole(page)][-300:] == [300] * 150 + [9000] + [300] * 149
         assert max(sizes) == 9000 and sorted(sizes)[-3] <= 4000 and len(sizes) > 50
-        await store.finish(lease, ORDER, 301, Status.CANCELLED, Kept(b"cancelled"), [])
+        await store.finish(lease, ORDER, 301, BackgroundStatus.CANCELLED, Kept(b"cancelled"), [])
         for gone in (past.ids, past.texts, past.logprobs):
             with pytest.raises(LeaseLost):
                 await gone(128)
@@ -174,7 +181,10 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
         other = await store.take(ALICE, ORDER.id)
         assert other is not None and await store.take(ALICE, ORDER.id) is None
         before = await store.read(ALICE, ORDER.id)
-        for call in (store.write(lease, ORDER, piece(1, range(1))), store.finish(lease, ORDER, 1, Status.FAILED, Kept(b""), [])):
+        for call in (
+            store.write(lease, ORDER, piece(1, range(1))),
+            store.finish(lease, ORDER, 1, BackgroundStatus.FAILED, Kept(b""), []),
+        ):
             with pytest.raises(LeaseLost):
                 await call
         assert await store.keep({lease: ORDER, other: ORDER}) == [lease]
@@ -182,7 +192,7 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
         again = await store.read(ALICE, ORDER.id)
         assert before is not None and again is not None and again.past.lengths == before.past.lengths
         assert replace(again, past=before.past) == before and await store.write(other, ORDER, piece(1, range(1))) is Room.YES
-        await store.finish(other, ORDER, 2, Status.COMPLETED, Kept(b"whole"), events(3, 1))
+        await store.finish(other, ORDER, 2, BackgroundStatus.COMPLETED, Kept(b"whole"), events(3, 1))
         for number in (1, 2, 3):
             with pytest.raises(LeaseLost):
                 await store.write(other, ORDER, piece(number, range(1)))
@@ -227,8 +237,8 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
         next_one = await store.take(ALICE, ORDER.id)
         found = await store.read(ALICE, ORDER.id)
         assert next_one is not None and found is not None and found.cancelled, "whoever comes next ends it"
-        await store.finish(next_one, ORDER, 1, Status.CANCELLED, Kept(b"cancelled"), [])
-        assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is Status.CANCELLED
+        await store.finish(next_one, ORDER, 1, BackgroundStatus.CANCELLED, Kept(b"cancelled"), [])
+        assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is BackgroundStatus.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
 
     with_stores(server, use)
@@ -277,10 +287,10 @@ def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None
         try:
             with pytest.raises(StoreAway, match="OutOfMemory"):
                 await store.write(lease, ORDER, piece(1, range(1)))
-            await store.finish(lease, ORDER, 1, Status.FAILED, Kept(b"whole"), events(2, 1))
+            await store.finish(lease, ORDER, 1, BackgroundStatus.FAILED, Kept(b"whole"), events(2, 1))
         finally:
             server.client.config_set("maxmemory", 0)
-        assert await store.status(ALICE, ORDER.id) is Status.FAILED
+        assert await store.status(ALICE, ORDER.id) is BackgroundStatus.FAILED
 
     with_stores(server, use)
 
@@ -295,7 +305,9 @@ def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) 
             return None if found is None else (found.content, found.version)
 
         async def finish(lease: Lease, version: int, content: bytes, asked: BackgroundOrder = ORDER) -> bool:
-            return await store.finish(lease, asked, 1, Status.COMPLETED, Kept(b"whole", Talk("conv_a", version, content)), [])
+            return await store.finish(
+                lease, asked, 1, BackgroundStatus.COMPLETED, Kept(b"whole", Talk("conv_a", version, content)), []
+            )
 
         assert await records.put(ALICE, "conv_a", b"one", 0)
         lost, other = await begin(store), await begin(store, order("resp_b"))
@@ -307,7 +319,7 @@ def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) 
         assert not await finish(lease, 2, b"one, two") and await kept() == (b"one", 1)
         for _ in range(2):
             assert await finish(lease, 1, b"one, two")
-        assert await kept() == (b"one, two", 2) and await store.status(ALICE, ORDER.id) is Status.COMPLETED
+        assert await kept() == (b"one, two", 2) and await store.status(ALICE, ORDER.id) is BackgroundStatus.COMPLETED
         assert await finish(other, 2, b"x" * 4000, order("resp_b")) and await kept() == (b"one, two", 2)
         sizes = server.client.hgetall(f"state:size:{ALICE}")
         assert int(sizes.pop(b"!")) == sum(map(int, sizes.values())) and sizes[b"conv_a"] == b"8"
@@ -323,8 +335,8 @@ def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
         before = used(server)
         assert await store.write(lease, ORDER, piece(1, range(5))) is Room.YES
         assert used(server) == before + 20 + len("text 1") + len(events(2, 1)[0])
-        assert await store.write(lease, ORDER, Piece(2, Status.IN_PROGRESS, [b"x" * 4000])) is Room.STORE_FULL
-        await store.finish(lease, ORDER, 2, Status.COMPLETED, Kept(b"x" * 5000), [])
+        assert await store.write(lease, ORDER, Piece(2, BackgroundStatus.IN_PROGRESS, [b"x" * 4000])) is Room.STORE_FULL
+        await store.finish(lease, ORDER, 2, BackgroundStatus.COMPLETED, Kept(b"x" * 5000), [])
         told = sum(map(len, events(0, 3)))
         assert server.client.hmget(f"state:size:{ALICE}", ORDER.id, f"work:{ORDER.id}") == [b"5000", b"%d" % told]
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.STORE_FULL

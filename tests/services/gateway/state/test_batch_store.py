@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.gateway.state.batch_record import BatchOrder, Status
+from services.gateway.state.batch_record import BatchOrder, BatchStatus
 from services.gateway.state.batch_store import BatchStore, LineResult, batch_lease
 from services.gateway.state.file_store import FileStore
 from services.gateway.state.lease import Lease, LeaseLost, Leases
@@ -71,7 +71,7 @@ async def begin(stores: Stores, total: int = 3) -> Lease:
     assert lease is not None
     known = {"total": total, "last": total, "model": "demo"}
     for _ in range(2):  # a call whose answer was lost comes again
-        assert await stores.batches.advance(lease, ORDER, Status.VALIDATING, Status.IN_PROGRESS, **known)
+        assert await stores.batches.advance(lease, ORDER, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, **known)
     return lease
 
 
@@ -103,7 +103,7 @@ def test_a_line_has_the_result_that_came_first(server: RedisServer) -> None:
         parts = {OUTPUT: (ORDER.output_id, found.output_bytes), ERRORS: (ORDER.error_id, found.error_bytes)}
         made = [StoredFile(*parts[part], NOW, LATER, part, "batch_output", 0, ORDER.id, part, 3) for part in parts]
         for done in (True, False):
-            assert await batches.finish(other, found, Status.COMPLETED, made, LATER) is done
+            assert await batches.finish(other, found, BatchStatus.COMPLETED, made, LATER) is done
         assert await read(stores, made[0]) == b"2 of one\n3 of two\n" and await read(stores, made[1]) == b"1 failed\n"
         assert await stores.files.get(ALICE, ORDER.output_id) == made[0] and not await batches.is_read(ALICE, "file-in")
         with pytest.raises(LeaseLost):
