@@ -79,10 +79,15 @@ class System:
 
     def kill(self, name: str) -> None:
         self.children[name].signal(signal.SIGKILL)
-        wait_until(lambda: self.children[name].exit_code is not None, 60, f"{name} to die")
+        self.wait_ended(name)
 
     def start(self, name: str) -> None:
+        """Starts a process again that was killed or ends. A killed process has its ports until its memory is freed."""
+        self.wait_ended(name)
         self.children[name].start()
+
+    def wait_ended(self, name: str) -> None:
+        wait_until(lambda: not self.children[name].running, 60, f"{name} to end")
 
     def status(self, path: str) -> int:
         try:
