@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.contracts import imports
@@ -79,3 +81,24 @@ def test_circles_finds_the_modules_of_a_cycle() -> None:
     graph = {"a": frozenset("b"), "b": frozenset("cd"), "c": frozenset("b"), "d": frozenset("e"), "e": frozenset[str]()}
     assert imports.circles(graph) == [["b", "c"]]
     assert imports.circles(imports.part(graph, lambda name: name != "c")) == []
+
+
+def test_no_module_outside_http_builds_an_asgi_scope() -> None:
+    """A batch line, a background response and the health probe call GenerationService.run without a forged HTTP request."""
+    outside = {
+        name: path
+        for name, path in imports.house().modules.items()
+        if below(name, ("services.gateway",)) and not below(name, ("services.gateway.http",))
+    }
+    built = [name for name, path in outside.items() if any(map(_is_scope, ast.walk(ast.parse(path.read_text()))))]
+    assert outside and not built
+
+
+def _is_scope(node: ast.AST) -> bool:
+    """Whether the node is a dict with two keys of an ASGI scope that no other data of the gateway has together."""
+    keys: set[object] = set()
+    if isinstance(node, ast.Dict):
+        keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+        keys = {keyword.arg for keyword in node.keywords}
+    return len(keys & {"type", "query_string", "raw_path", "http_version", "root_path", "asgi", "extensions"}) >= 2
