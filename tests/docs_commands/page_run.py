@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.docs_commands.blocks import ROOT, Block
+from tests.interrupts import hear_interrupts
 
 PORT = 8000
 BLOCK_S = 600.0  # by day; nightly blocks have NIGHTLY_S
@@ -112,7 +113,7 @@ class PageRun:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGINT)
-                process.wait(STOP_S)
+                _wait_or_kill(process)
             out.seek(0)
             self._printed = out.read().decode(errors="replace")
         if (process.returncode > 0 and process.returncode != 128 + signal.SIGINT) or not self._printed:
@@ -127,6 +128,7 @@ class PageRun:
             stdout=out,  # type: ignore[call-overload]
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=hear_interrupts,
         )
 
     def _serve(self, command: str, block: Block) -> None:
@@ -141,7 +143,13 @@ class PageRun:
         argv = ["bash", "--norc", "-euo", "pipefail", "-c", command]
         with log.open("wb") as out:
             self._server = subprocess.Popen(
-                argv, cwd=self.folder, env=self._environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                argv,
+                cwd=self.folder,
+                env=self._environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=hear_interrupts,
             )
         self._serving = command
         begun, limit = time.monotonic(), NIGHTLY_S if self._nightly else START_S
@@ -157,11 +165,7 @@ class PageRun:
             return
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
-        try:
-            server.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        _wait_or_kill(server)
 
     def _compare(self, block: Block) -> bool:
         """Whether there was something to compare. Raises BlockFailed if each line of the page was not printed in its order."""
@@ -170,6 +174,15 @@ class PageRun:
         if not is_printed(block.text, self._printed):
             raise BlockFailed(f"{block.place} shows\n{block.text}\nand its block printed\n{self._printed[-4000:]}")
         return True
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    """Waits for the end of a process that got Ctrl-C, and kills its group after STOP_S."""
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def is_printed(shown: str, printed: str) -> bool:

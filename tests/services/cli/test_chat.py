@@ -19,7 +19,7 @@ from services.cli.shared.flags import Target
 from services.cli.shared.server import Server
 from services.cli.shared.terminal import Terminal
 from tests.services.cli.fake_server import FakeServer
-from tests.services.cli.interrupts import hear_interrupts
+from tests.interrupts import hear_interrupts
 
 ROOT = Path(__file__).resolve().parents[3]
 

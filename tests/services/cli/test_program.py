@@ -18,7 +18,7 @@ from services.cli.program import main
 from services.cli.shared.exits import Exit
 from services.cli.shared.terminal import Terminal
 from tests.services.cli.fake_server import FakeServer
-from tests.services.cli.interrupts import hear_interrupts
+from tests.interrupts import hear_interrupts
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = ["chat", "-m", "Hi"]
