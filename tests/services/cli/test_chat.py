@@ -18,8 +18,8 @@ from services.cli.shared.exits import Exit
 from services.cli.shared.flags import Target
 from services.cli.shared.server import Server
 from services.cli.shared.terminal import Terminal
-from tests.services.cli.fake_server import FakeServer
 from tests.interrupts import hear_interrupts
+from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -17,8 +17,8 @@ from services.cli.commands import COMMANDS, EXITS
 from services.cli.program import main
 from services.cli.shared.exits import Exit
 from services.cli.shared.terminal import Terminal
-from tests.services.cli.fake_server import FakeServer
 from tests.interrupts import hear_interrupts
+from tests.services.cli.fake_server import FakeServer
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = ["chat", "-m", "Hi"]
