@@ -57,7 +57,7 @@ def test_a_reason_holds_in_its_folders_alone() -> None:
     assert allowed("torch sees no GPU", "tests/exec/test_sync.py") is None
 
 
-def test_development_page_names_every_package() -> None:
-    text = (ROOT / "docs/how-to/develop.md").read_text()
+def test_testing_page_names_every_package() -> None:
+    text = (ROOT / "docs/how-to/test.md").read_text()
     assert all(f"`{package}`" in text for package in PACKAGES.values())
     assert all((ROOT / folder).is_dir() for skip in ALLOWED for folder in skip.folders)
