@@ -1,12 +1,12 @@
-"""One response in the background, at the gateway that has its lease: tried until it is over.
+"""Computes one background response at the gateway that holds its lease, and retries until the response is complete.
 
     taken ──► computed ──► finished
-                │  no room, no worker, out of time: again, from what is stored
+                │  no free slot, no worker, overload: retry from the stored state
                 ▼
               failed
 
-Where it stands is in the store alone. Who takes over goes on with the tokens that are there, as with a request whose worker was
-lost, and with the next sequence number.
+The state of a response is only in the store. A gateway that takes a response over resumes after the stored tokens, as it does
+with a request whose worker was lost, and continues with the next sequence number of events.
 """
 
 from __future__ import annotations
@@ -42,50 +42,49 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.5, 15.0)  # between two tries: the first, and the longest
-TRIES = 4  # of what may be the request's own fault: a worker that is lost with it, a fault
-MAX_TAKES = 4  # gateways that one may lose, each soon after it got it
+PAUSES_S = (0.5, 15.0)  # seconds between two attempts: the first pause, and the longest
+TRIES = 4  # attempts after which a response fails, counting failures that its request may have caused
+MAX_TAKES = 4  # gateways in a row that may take a response and be lost soon afterwards
 ROUTE = "/v1/responses"
 _FINAL = frozenset(("weights_not_served", "lease_lost", STORE_AWAY))
 
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """What a client's own request brings along, for the first try. stored: as it will be. open: has it kept; raises ApiError."""
+    """The client's request, from which the first attempt is computed."""
 
-    stored: Stored
+    stored: Stored  # the state that `open` stores
     plan: Plan
     caller: Caller
-    admission: KeyAdmission | None
-    open: Callable[[], Awaitable[None]]
+    admission: KeyAdmission | None  # the request's share of its API key's limits; None if the key has no limits
+    open: Callable[[], Awaitable[None]]  # stores the response; raises ApiError
 
 
 @dataclass(frozen=True, slots=True)
 class RunPorts:
-    """callers: who has the key of a name, of work that was asked for in that Unix second; raises ApiError. computed_by: what a
-    choice's output is of, see EarlierOutput. wrote: told the id of a response with new events."""
+    """The objects and functions of the gateway that a run uses."""
 
     store: BackgroundStore
     answers: Answers
     run: RunGeneration
-    callers: Callable[[str, float], Caller]
-    computed_by: Callable[[Choice], tuple[ModelVersion | None, str]]
-    wrote: Callable[[str], None]
+    callers: Callable[[str, float], Caller]  # API key's name, Unix time of the client's request → caller; raises ApiError
+    computed_by: Callable[[Choice], tuple[ModelVersion | None, str]]  # model version and numerics of a choice's output
+    wrote: Callable[[str], None]  # called with the id of a response that has new events
     metrics: GatewayMetrics
     access: AccessLog
 
 
 class BackgroundRun:
-    """opened, is_in_doubt: see background_runner.Run."""
+    """The work of this gateway on one background response. Implements background_runner.Run."""
 
     def __init__(self, ports: RunPorts, lease: Lease, order: BackgroundOrder, first: First | None = None) -> None:
-        """first: for begin()."""
+        """Creates a run. `first` is required for begin(); a run without it is for resume() and counts as stored."""
         self.lease = lease
         self.order = order
         self._ports = ports
         self._first = first
         self._begun = False
-        self._written: Journal | None = None  # the last try's
+        self._written: Journal | None = None  # journal of the last attempt
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_in_doubt = False
         if first is None:
@@ -100,16 +99,21 @@ class BackgroundRun:
         return self._written is not None and self._written.is_finishing
 
     async def begin(self) -> None:
-        """Until it is over. Raises LeaseLost, StoreAway; cancelled, it goes on elsewhere."""
+        """Runs a client's request until its response is complete. If cancelled, another gateway continues the response.
+
+        Raises:
+            LeaseLost: Another gateway holds the lease, or the response has been deleted.
+            StoreAway: The store is unreachable.
+        """
         self._begun = True
         await self._in_time(self._begin())
 
     async def resume(self) -> None:
-        """As begin(), of one that is stored."""
+        """Runs a stored response until it is complete. Raises the errors of begin()."""
         await self._in_time(self._again(0, None))
 
     def close(self) -> None:
-        """Behind either. Who waits for it to be kept is told; a place that it was given and never came to is free."""
+        """Cancels `opened` if it is pending, and ends the admission if begin() has not run. Called after begin() or resume()."""
         if not self.opened.done():
             self.opened.cancel()
         if self._first is not None and self._first.admission is not None and not self._begun:
@@ -135,7 +139,7 @@ class BackgroundRun:
         caller, admission = self._first.caller, self._first.admission
 
         async def opened() -> None:
-            first, self._first = self._first, None  # its record may have 8 MiB
+            first, self._first = self._first, None  # frees the record, which may have 8 MiB
             assert first is not None
             self.is_in_doubt = True
             try:
@@ -193,14 +197,14 @@ class BackgroundRun:
         admission: KeyAdmission | None,
         store: Callable[[], Awaitable[None]],
     ) -> ApiError | None:
-        """None: it is over. Raises LeaseLost, StoreAway."""
+        """Makes one attempt. Returns its failure, or None if the response is complete. Raises LeaseLost, StoreAway."""
         ports = self._ports
         progress = await _progress(stored) if stored.past.lengths.ids else None
         record = partial(ports.answers.record, self.order)
         make_story = partial(ports.answers.story, stored)
         sink = JournalSink(make_story, self._journal(stored), record, stored, progress, ports.computed_by, store)
         try:
-            # A task of its own: a request that is interrupted cancels the task that serves it.
+            # The request gets its own task, because interrupting a request cancels the task that serves it.
             await asyncio.create_task(self._served(prepare, caller, admission, sink))
         finally:
             if admission is not None and sink.running is None:
@@ -236,7 +240,7 @@ class BackgroundRun:
         return self._written
 
     async def _passes(self, failure: ApiError, own_faults: int) -> bool:
-        """Whether it is tried again; else it has failed."""
+        """Returns whether to retry after this failure. Otherwise stores the response as failed."""
         about = fields(response=self.order.id, status=failure.status, code=failure.code)
         if _passes(failure) and own_faults < TRIES and time.time() < self.order.ends_at:
             logger.info("a response in the background waits for its next try", extra=about)
@@ -252,10 +256,10 @@ class BackgroundRun:
         stored = await held(lambda: self._ports.store.read(self.order.owner, self.order.id))
         if stored is None:
             raise LeaseLost(self.lease.name)
-        return replace(stored, order=self.order)  # it may have 8 MiB, and is here already
+        return replace(stored, order=self.order)  # an order may have 8 MiB; the copy that was read is dropped
 
     async def _conclude(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> None:
-        """It ends with what is stored."""
+        """Ends the response with its stored output."""
         ports = self._ports
         response, events = await held(lambda: ports.answers.concluded(stored, status, error))
         await self._journal(stored).finish(status, lambda: ports.answers.record(self.order, response), events)
@@ -270,18 +274,21 @@ async def _progress(stored: Stored) -> EarlierOutput:
 
 
 def _passes(failure: ApiError) -> bool:
-    """A limit that does not say when is less than the request asks for."""
+    """Returns whether a retry may succeed.
+
+    A 429 without Retry-After never passes, because the request itself exceeds the limit.
+    """
     if failure.code in _FINAL:
         return False
-    if failure.code == "model_not_found":  # this gateway has yet to hear of what another one knew
+    if failure.code == "model_not_found":  # this gateway may not have discovered the model's workers yet
         return True
     return failure.status in (500, 503, 504) or (failure.status == 429 and bool(failure.retry_after_s))
 
 
 def _may_be_its_own(failure: ApiError) -> bool:
-    """A request that takes its workers with it must not do so until its time is over."""
+    """Returns whether the request may have caused the failure. TRIES then keeps it from failing worker after worker."""
     return failure.status == 500 or failure.code == "worker_lost"
 
 
 async def _nothing() -> None:
-    """It is kept already."""
+    """Does nothing, because a resumed response is already stored."""

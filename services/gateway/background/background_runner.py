@@ -1,10 +1,10 @@
-"""Keeps the leases of the responses that this gateway has at work, and takes over those that nobody has any more.
+"""Renews the leases of the background responses that this gateway runs, and takes over responses whose lease is free.
 
-At its drain a gateway leaves its responses at once: others go on with the tokens that are there, and workers have the prefix
-cached. To wait for the end of what may take an hour would gain nothing, and what is not done by then would be left anyway.
+A draining gateway releases its responses at once. Other gateways continue them after the stored tokens, whose prefix the workers
+have cached. Waiting for the responses would gain nothing, because a response may take an hour.
 
-While the store is away leases run out. Those who have them are well and keep them once it is back: so for as long as a lease
-lasts only what was left to others is taken.
+While the store is unreachable, leases expire although their gateways are healthy. These gateways renew their leases when the
+store is back. So for the duration of a lease after an outage, this gateway takes only responses that a gateway has released.
 """
 
 from __future__ import annotations
@@ -25,43 +25,42 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # at what there is to do, and at what is over or cancelled; leases are kept as often
-SEEN = 1000  # of those that nobody has
-MOST_TAKEN = 8  # at a look: other gateways may have room, too
-MOST_IN_DOUBT = 4096
-SLOW_S = 1.0  # a call that took longer has waited for the store
-LEAVE_S = 1.0  # for ending work and giving leases back
+LOOK_S = 0.5  # seconds between two searches for responses, and between two renewals of the leases
+SEEN = 1000  # responses without a lease that one search reads
+MOST_TAKEN = 8  # responses that one search takes over, so that other gateways get some
+MOST_IN_DOUBT = 4096  # responses that are remembered for deletion
+SLOW_S = 1.0  # seconds; a longer call has waited for an unreachable store
+LEAVE_S = 1.0  # seconds in which a draining gateway ends its work and releases its leases
 
 
 class Run(Protocol):
-    """One response, at work. opened: once it is kept, or the error for which it is not; is_kept: it is; is_in_doubt: it is not,
-    as far as is known, and yet the store may have it. is_finishing: its end is being written. What it does raises LeaseLost,
-    StoreAway."""
+    """The work of this gateway on one response. Ends after begin() or resume(), and close()."""
 
     lease: Lease
     order: BackgroundOrder
-    opened: asyncio.Future[None]
-    is_in_doubt: bool
+    opened: asyncio.Future[None]  # done when the response is stored; has the ApiError if it could not be stored
+    is_in_doubt: bool  # storing was tried without a reply, so the store may have the response
 
     @property
-    def is_kept(self) -> bool: ...
+    def is_kept(self) -> bool:
+        """Whether the response is known to be stored."""
 
     @property
-    def is_finishing(self) -> bool: ...
+    def is_finishing(self) -> bool:
+        """Whether the end of the response is being written, or has been."""
 
     async def begin(self) -> None:
-        """A client's request, until it is over."""
+        """Runs a client's request until its response is complete. Raises LeaseLost, StoreAway."""
 
     async def resume(self) -> None:
-        """What is stored, until it is over."""
+        """Runs a stored response until it is complete. Raises LeaseLost, StoreAway."""
 
     def close(self) -> None:
-        """Behind either, also where it was cancelled before its first step."""
+        """Releases the run's resources. Called after begin() or resume(), even if that was cancelled before its first step."""
 
 
 class BackgroundRunner:
-    """taken: makes a run of what is stored. given_up: makes the record of one that nobody can read or end, by owner and id. most:
-    responses at once, those that wait for a worker among them. is_ready: this gateway could serve one."""
+    """The background responses that this gateway runs. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -73,6 +72,14 @@ class BackgroundRunner:
         retry_after_s: int,
         metrics: GatewayMetrics,
     ) -> None:
+        """Creates a runner without responses.
+
+        Args:
+            taken: Makes a run of a stored response whose lease was taken.
+            given_up: Returns the record of a response that cannot be read or ended, by owner and id.
+            most: Largest number of responses at once, including responses that wait for a worker.
+            is_ready: Returns whether this gateway can serve a response.
+        """
         self._store = store
         self._taken = taken
         self._given_up = given_up
@@ -81,24 +88,24 @@ class BackgroundRunner:
         self._retry_after_s = retry_after_s
         self._metrics = metrics
         self._runs: dict[Run, asyncio.Task[None]] = {}
-        # What the store is still to be told of: owner and id of those that are left, and of those whose client was refused.
-        self._left: dict[Lease, tuple[str, str]] = {}
-        self._in_doubt: dict[tuple[str, str], None] = {}
+        # Owner and id of responses, until the store has been called:
+        self._left: dict[Lease, tuple[str, str]] = {}  # to release for other gateways
+        self._in_doubt: dict[tuple[str, str], None] = {}  # to delete, because their clients were refused
         self._stopping = False
-        self._quiet_until = 0.0
+        self._quiet_until = 0.0  # until then, only released responses are taken, on the event loop's clock
         metrics.watch_background(lambda: len(self._runs))
 
     async def run(self) -> None:
-        """Until cancelled; what is unfinished then goes on elsewhere."""
+        """Runs until cancelled. Unfinished responses are then released for other gateways."""
         try:
-            async with asyncio.TaskGroup() as tasks:  # however long a look takes, leases are kept
+            async with asyncio.TaskGroup() as tasks:  # two tasks, so that a long search does not delay renewals
                 tasks.create_task(self._repeat(self._keep))
                 tasks.create_task(self._repeat(self._look))
         finally:
             await self.drain()
 
     async def _repeat(self, work: Callable[[], Awaitable[None]]) -> None:
-        is_away = False  # of this work: one that has nothing to ask does not find out
+        is_away = False  # per task, because a task without calls of the store does not notice an outage
         while True:
             try:
                 await work()
@@ -115,7 +122,7 @@ class BackgroundRunner:
         self._quiet_until = asyncio.get_running_loop().time() + self._store.lease_s + LOOK_S
 
     async def begin(self, run: Run) -> None:
-        """Returns once it is kept. Raises ApiError."""
+        """Starts a run and returns when its response is stored. Raises ApiError."""
         self._start(run, run.begin())
         try:
             await asyncio.shield(run.opened)
@@ -129,7 +136,7 @@ class BackgroundRunner:
         self._runs[run].add_done_callback(lambda task: self._ended(run, task))
 
     def check_room(self) -> None:
-        """Raises ApiError."""
+        """Refuses a new response with an ApiError if the gateway is draining, or if the largest number of responses runs."""
         if self._stopping:
             raise self._shutting_down()
         if len(self._runs) >= self._most:
@@ -139,12 +146,12 @@ class BackgroundRunner:
         return unavailable("The server is shutting down.", self._retry_after_s, "shutting_down")
 
     async def drain(self) -> None:
-        """All that it has is left to others. Again: no effect."""
+        """Cancels all runs and releases their responses for other gateways. A second call has no effect."""
         self._stopping = True
         runs = dict(self._runs)
         for task in runs.values():
             task.cancel()
-        with suppress(StoreAway, TimeoutError):  # leases run out by themselves
+        with suppress(StoreAway, TimeoutError):  # the leases expire in any case
             async with asyncio.timeout(LEAVE_S):
                 if runs:
                     await asyncio.wait(runs.values())
@@ -160,12 +167,12 @@ class BackgroundRunner:
         for lease in await self._store.keep({lease: run.order for lease, run in kept.items()}):
             run = kept[lease]
             task = self._runs.get(run)
-            if task is not None and not run.is_finishing:  # it may have written its end, or it learns of its loss there
+            if task is not None and not run.is_finishing:  # a finishing run has freed its lease, or its write raises LeaseLost
                 logger.info("a response in the background is over, or another gateway's", extra=_about(run))
                 task.cancel()
 
     async def _tell(self) -> None:
-        """Two may do so at once."""
+        """Releases and deletes the remembered responses. Safe if a search and drain() call it at the same time."""
         while self._left:
             lease, of = self._left.popitem()
             try:
@@ -195,7 +202,10 @@ class BackgroundRunner:
             await self._take(owner, response_id)
 
     async def _take(self, owner: str, response_id: str) -> None:
-        """One that cannot be read stays taken until its lease has run out: so the next try is not at once."""
+        """Takes over a response if its lease is free.
+
+        The lease of a response that cannot be read is not released, so that the next attempt waits for its expiry.
+        """
         lease = await self._store.take(owner, response_id)
         if lease is None:
             return
@@ -221,14 +231,17 @@ class BackgroundRunner:
             self._start(run, run.resume())
 
     async def _give_up(self, lease: Lease, owner: str, response_id: str) -> None:
-        """By who has its lease: it has failed. A record that cannot be read stays as it is. Raises LeaseLost, StoreAway."""
+        """Stores a response as failed that cannot be run. Leaves its record unchanged if the record cannot be read.
+
+        The caller holds the lease. Raises LeaseLost, StoreAway.
+        """
         logger.error("a response in the background is given up", extra=fields(response=response_id))
         try:
             record = await self._given_up(owner, response_id)
         except ApiError as error:
             if error.status != 404:
                 raise StoreAway(error.message) from None
-            record = b""  # it has expired
+            record = b""  # the record has expired
         except (ValueError, TypeError, LookupError):
             logger.exception("the record of a response cannot be read", extra=fields(response=response_id))
             record = b""
@@ -236,12 +249,12 @@ class BackgroundRunner:
         self._metrics.background_responses.labels(BackgroundStatus.FAILED.value).inc()
 
     def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
-        """After a fault its lease is left to run out: so the next try, here or elsewhere, is not at once."""
+        """Removes a run. After a fault the lease is not released, so that the next attempt waits for its expiry."""
         del self._runs[run]
         run.close()
         of, is_kept = (run.order.owner, run.order.id), run.is_kept
         error = None if task.cancelled() else task.exception()
-        if run.is_in_doubt and len(self._in_doubt) < MOST_IN_DOUBT:  # while it is away for long, none of them has got there
+        if run.is_in_doubt and len(self._in_doubt) < MOST_IN_DOUBT:  # in a long outage, no response reaches the store anyway
             self._in_doubt[of] = None
         if task.cancelled() or isinstance(error, StoreAway):
             if is_kept:

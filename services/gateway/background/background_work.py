@@ -1,4 +1,4 @@
-"""Responses in the background as a whole, but for their routes: put together from settings, run beside all else."""
+"""Connects the parts of background responses from settings. The HTTP routes are elsewhere."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ from services.gateway.state.state_redis import StateRedis
 from services.gateway.state.state_store import StoreAway
 from services.shared.limits import MAX_BACKGROUND_STREAMS, MAX_OWN_BACKGROUND_STREAMS
 
-CANCEL_S = 5.0  # that a cancelled response takes at most to be over, whoever brings it there
-LOOK_S = 0.05
+CANCEL_S = 5.0  # seconds that a cancellation by another caller may take
+LOOK_S = 0.05  # seconds between two reads of the status during a cancellation
 
 
 class BackgroundWork:
-    """answers: of the API whose responses they are. run: GenerationService.run. computed_by, callers: see
-    RunPorts. is_ready: this gateway could serve one. Every method for a client raises ApiError."""
+    """The background responses of this gateway: their store, streams and runner. Every method for a client raises ApiError."""
 
     def __init__(
         self,
@@ -49,7 +48,18 @@ class BackgroundWork:
         metrics: GatewayMetrics,
         access: AccessLog,
     ) -> None:
-        """Raises ValueError if the store's URL is none."""
+        """Connects the parts. Nothing runs before run().
+
+        Args:
+            answers: The API whose responses run in the background.
+            run: GenerationService.run.
+            callers: See RunPorts.
+            computed_by: See RunPorts.
+            is_ready: Returns whether this gateway can serve a response.
+
+        Raises:
+            ValueError: The store's URL is not valid.
+        """
         self._retry_after_s = settings.retry_after_s
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
         limits = BackgroundLimits(
@@ -74,11 +84,11 @@ class BackgroundWork:
         self.timeout_s = settings.background_timeout_s
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs and takes over responses until cancelled."""
         await self._runner.run()
 
     async def drain(self) -> None:
-        """All work is left to others, and streams of it end."""
+        """Releases all responses for other gateways, and ends the streams."""
         try:
             await self._runner.drain()
         finally:
@@ -98,8 +108,13 @@ class BackgroundWork:
         admission: KeyAdmission | None,
         events: Sequence[bytes],
     ) -> None:
-        """Returns once it is kept, and waits for a worker or has one. record: what is kept of it until it is over. events: its
-        first ones."""
+        """Starts a response and returns when it is stored.
+
+        Args:
+            record: The record that is stored until the response is complete.
+            admission: Taken over by this method, also if it raises.
+            events: The first events of the response.
+        """
         try:
             self._runner.check_room()
         except ApiError:
@@ -123,14 +138,17 @@ class BackgroundWork:
             raise ApiError(429, "No more can be kept for this API key.", code="store_full")
 
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
-        """None: nothing is known of it but what is kept of every response."""
+        """Returns the status of a background response. None if the store has at most its record."""
         try:
             return await self._store.status(owner, response_id)
         except StoreAway:
             raise self._away() from None
 
     async def stream(self, owner: str, response_id: str, after: int) -> Follow:
-        """Its events behind that sequence number, -1 for all; unless too many streams are open, here or of its key."""
+        """Returns a function that streams the events after sequence number `after`; -1 streams all.
+
+        Raises ApiError if the events have expired, or if too many streams are open here or for the API key.
+        """
         try:
             page = await self._store.follow(owner, response_id, after + 1)
         except StoreAway:
@@ -150,15 +168,15 @@ class BackgroundWork:
 
     @property
     def store_is_up(self) -> bool:
-        """By the last call, of a client or of a look at what there is to do."""
+        """Whether the last call of the store succeeded."""
         return not self._redis.is_away
 
     def own_stream(self, owner: str, response_id: str) -> Follow:
-        """All its events, for who has just asked for it."""
+        """Returns a function that streams all events to the client that has just created the response."""
         return self._streams.stream(owner, response_id, 0)
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Returns once it is over, as cancelled or as it was. What has been written of it stays."""
+        """Cancels a response and returns when it has ended. Its stored output remains. No effect if it had ended before."""
         try:
             await self._cancel(owner, response_id)
         except StoreAway:
@@ -176,7 +194,7 @@ class BackgroundWork:
             journal = Journal(self._store, lease, stored, partial(self._streams.wrote, response_id), self._metrics)
             await journal.finish(BackgroundStatus.CANCELLED, lambda: self._answers.record(stored.order, response), events)
         except LeaseLost:
-            await self._until_over(owner, response_id)  # somebody else cancels it, too
+            await self._until_over(owner, response_id)  # another caller cancels the response at the same time
 
     async def _until_over(self, owner: str, response_id: str) -> None:
         loop = asyncio.get_running_loop()
@@ -190,7 +208,7 @@ class BackgroundWork:
             await asyncio.sleep(LOOK_S)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Of any response, which is cancelled by it. Whether there was one."""
+        """Deletes a stored response of any kind; a running one is cancelled. Returns False if the store has no such response."""
         try:
             return await self._store.delete(owner, response_id)
         except StoreAway:
@@ -201,5 +219,5 @@ class BackgroundWork:
 
 
 def _counted(plan: Plan) -> Plan:
-    """What was cut of its prompts has been told."""
+    """Returns the plan without numbers of truncated tokens, because the gateway has already reported them."""
     return replace(plan, parts=[replace(part, prompt=replace(part.prompt, num_cut=0)) for part in plan.parts])

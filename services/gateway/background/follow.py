@@ -1,4 +1,4 @@
-"""The events of a response in the background as a stream: what the store has, then what comes, whichever gateway makes it."""
+"""Streams the events of a background response: first the stored events, then the new events of the gateway that runs it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from services.gateway.state.background_record import Page
 from services.gateway.state.background_store import BackgroundStore
 from services.gateway.state.state_store import StoreAway
 
-POLL_S, LONGEST_POLL_S = 0.15, 1.0  # at what another gateway has written: behind an event, and in long silence
-AWAY_S = 30.0  # that a stream waits for the store
+POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: after an event, and in a long silence
+AWAY_S = 30.0  # seconds that a stream waits for an unreachable store
 
 Write = Callable[[bytes], Awaitable[None]]  # sends events or a comment to a client
-Follow = Callable[[Write], Awaitable[None]]  # returns when the response is over; raises StoreAway
+Follow = Callable[[Write], Awaitable[None]]  # returns when the response has ended; raises StoreAway
 
 
 class _Followed:
-    """A response that streams wait for. news: how often something has been written of it here."""
+    """A response with open streams. Exists as long as it has streams."""
 
     def __init__(self) -> None:
-        self.streams = 0
-        self.news = 0
-        self.asked: dict[tuple[int, int], asyncio.Task[Page | None]] = {}  # by first event and news
+        self.streams = 0  # open streams of the response
+        self.news = 0  # pieces that this gateway has written of the response since the first stream opened
+        self.asked: dict[tuple[int, int], asyncio.Task[Page | None]] = {}  # running reads by first event and `news`
         self._waiting: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -38,7 +38,10 @@ class _Followed:
                 each.set_result(None)
 
     async def wait(self, news: int, limit_s: float) -> None:
-        """For more news than these, or a moment, in which all who wait are woken: so that they ask at once, and one does."""
+        """Waits until `self.news` differs from `news`, or for at most `limit_s` seconds.
+
+        One timer wakes all waiting streams together, so that they share one read of the store.
+        """
         if self.news != news:
             return
         loop = asyncio.get_running_loop()
@@ -52,13 +55,14 @@ class _Followed:
 
 
 class Streams:
-    """All that are open here. comment_s: seconds of silence behind which a stream gets a comment; 0: none."""
+    """The open streams of background responses at this gateway."""
 
     def __init__(self, store: BackgroundStore, comment_s: float) -> None:
+        """Creates an empty set. A stream gets a comment after `comment_s` seconds of silence; 0 sends no comments."""
         self._store = store
         self._comment_s = comment_s
         self._followed: dict[str, _Followed] = {}  # by response
-        self._owners: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()  # open streams by owner
         self._closed = asyncio.Event()
 
     @property
@@ -69,20 +73,20 @@ class Streams:
         return self._owners[owner]
 
     def wrote(self, response_id: str) -> None:
-        """There are new events of it."""
+        """Wakes the streams of a response of which this gateway has written new events."""
         followed = self._followed.get(response_id)
         if followed is not None:
             followed.news += 1
             followed.wake()
 
     def close(self) -> None:
-        """All end where they are: what is behind is told at another gateway."""
+        """Ends all streams. Clients continue them at another gateway."""
         self._closed.set()
         for followed in self._followed.values():
             followed.wake()
 
     def stream(self, owner: str, response_id: str, first: int) -> Follow:
-        """Returns a function that writes the events of the response from this sequence number on."""
+        """Returns a function that writes the events of a response, beginning with sequence number `first`."""
         return partial(self._follow, owner, response_id, first)
 
     async def _follow(self, owner: str, response_id: str, first: int, write: Write) -> None:
@@ -121,7 +125,11 @@ class Streams:
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
     async def _page(self, followed: _Followed, of: tuple[str, str], first: int) -> Page | None:
-        """None: there is nothing any more, or all streams end. Raises StoreAway."""
+        """Returns the page of events from `first` on. None if the events have expired, or if the streams are closed.
+
+        Raises:
+            StoreAway: The store is unreachable for longer than AWAY_S.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + AWAY_S
         while not self._closed.is_set():
@@ -140,7 +148,10 @@ class Streams:
         return None
 
     def _ask(self, followed: _Followed, of: tuple[str, str], first: int) -> asyncio.Task[Page | None]:
-        """What another stream asks just now is not asked again. It ends by itself, whoever leaves."""
+        """Returns the read of this page, starting one unless another stream reads the same page.
+
+        The read is not cancelled if its streams end.
+        """
         what = (first, followed.news)
         asking = followed.asked.get(what)
         if asking is None:
@@ -149,13 +160,13 @@ class Streams:
             def answered(task: asyncio.Task[Page | None]) -> None:
                 del followed.asked[what]
                 if not task.cancelled():
-                    task.exception()  # seen, also where all have left
+                    task.exception()  # marks the exception as retrieved, even if all streams have ended
 
             asking.add_done_callback(answered)
         return asking
 
 
 def _event(event: bytes) -> bytes:
-    """Named by its type, which its JSON begins with."""
+    """Returns a server-sent event named by its type. The JSON begins with the member `type`."""
     kind = event[len(b'{"type":"') : event.index(b'"', len(b'{"type":"'))]
     return b"event: %s\ndata: %s\n\n" % (kind, event)

@@ -1,8 +1,8 @@
-"""What is written of one response while it is made: everything that a client may see is in the store first.
+"""Writes the output of one background response to the store in pieces. A client sees only events that are stored.
 
-A piece is what has come since the piece before, at most one each PIECE_S: a token costs its bytes, and a tenth of a second is
-what a stream is behind. While the store is away a piece waits, and what the worker says meanwhile waits behind it, for HOLD_S;
-then the try ends, and what was not written is computed again.
+A piece has the output since the last piece. At most one piece is written per PIECE_S, so a stream lags by about 0.1 s. While the
+store is unreachable, a piece and the output behind it wait for up to HOLD_S. Then the attempt ends, and the unwritten output is
+computed again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PIECE_S = 0.1
-LOOK_S = 0.5  # seconds between two looks whether a worker has the response
-HOLD_S = 60.0
-PAUSE_S = 0.2
-TURNS, TURN_S = 16, 0.1  # of writers of its conversation, which may meet, and the longest pause of one that has met another
+PIECE_S = 0.1  # seconds between two pieces
+LOOK_S = 0.5  # seconds between two checks whether a worker has the response
+HOLD_S = 60.0  # seconds that a call waits for an unreachable store
+PAUSE_S = 0.2  # seconds between two tries of a call
+TURNS, TURN_S = 16, 0.1  # tries to extend a conversation that others extend too, and the longest pause between them in seconds
 STORE_AWAY = "store_unavailable"
 
 _REFUSED = {
@@ -51,23 +51,26 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a choice has said since the last piece, at the moment in which its text is taken."""
+    """The output of a choice since the last piece, at the moment in which its text is taken."""
 
-    offset: int
-    ids: bytes
-    logprobs: bytes
-    decoded: int
+    offset: int  # output ids in earlier pieces
+    ids: bytes  # output ids, 4 bytes each
+    logprobs: bytes  # LogprobRows of `ids`; empty if the request wants none
+    decoded: int  # these three: see Progress
     chars: int
     shown: int
 
 
 class Journal:
-    """Of one response, for as long as its lease is held. wrote: called after each piece. is_finishing: its end is being written,
-    or has been. Every method that writes raises LeaseLost, and ApiError where there is no room or no store."""
+    """The writer of one response's pieces. Lives as long as the gateway holds the lease.
+
+    Every method that writes raises LeaseLost, and ApiError if the store refuses the piece or is unreachable.
+    """
 
     def __init__(
         self, store: BackgroundStore, lease: Lease, stored: Stored, wrote: Callable[[], None], metrics: GatewayMetrics
     ) -> None:
+        """Continues after the stored pieces, and calls `wrote` after each new piece."""
         self._store = store
         self._lease = lease
         self._order: BackgroundOrder = stored.order
@@ -76,16 +79,16 @@ class Journal:
         self._place = (stored.decoded, stored.chars, stored.shown)
         self._wrote = wrote
         self._metrics = metrics
-        self.is_finishing = False
+        self.is_finishing = False  # the end is being written, or has been
 
     def said(self, choice: Choice) -> Said:
-        """Right after a take()."""
+        """Returns the output since the last piece. Valid only directly after a take() of the choice's text."""
         offset = self._ids
         rows = choice.logprobs.rows(offset).SerializeToString() if choice.generation.wants_logprobs else b""
         return Said(offset, array("I", choice.output_ids[offset:]).tobytes(), rows, *choice.taken)
 
     async def tell(self, events: Sequence[bytes], status: BackgroundStatus) -> None:
-        """What no token says."""
+        """Writes a piece with events but without tokens."""
         decoded, chars, shown = self._place
         await self._write(Piece(self._pieces + 1, status, events, self._ids, decoded=decoded, chars=chars, shown=shown))
 
@@ -110,7 +113,11 @@ class Journal:
         self._place = place
 
     async def finish(self, status: BackgroundStatus, record: Callable[[], Awaitable[Kept]], events: Sequence[bytes]) -> None:
-        """It is over. record: what is kept of it; raises ApiError."""
+        """Writes the end of the response and its last events.
+
+        Args:
+            record: Returns the record to store. Called again if another writer has changed the conversation. Raises ApiError.
+        """
         kept = await held(record)
         self.is_finishing = True
         try:
@@ -141,7 +148,7 @@ class Journal:
 
 
 class JournalSink(Sink):
-    """Writes the output of one try of a response to the store, piece by piece, behind what is stored of it."""
+    """Writes the output of one attempt to the store in pieces that follow the stored ones."""
 
     def __init__(
         self,
@@ -153,11 +160,11 @@ class JournalSink(Sink):
         computed_by: Callable[[Choice], tuple[ModelVersion | None, str]],
         store: Callable[[], Awaitable[None]],
     ) -> None:
-        """Begins one try.
+        """Begins one attempt.
 
         Args:
             record: Returns the record of the complete response.
-            earlier: Output of earlier tries; None if there is none.
+            earlier: Output of earlier attempts; None before the first token.
             computed_by: Returns the model version and numerics of a choice's output.
             store: Stores the response before its first event. Raises LeaseLost, ApiError.
         """
@@ -214,14 +221,14 @@ class JournalSink(Sink):
                 record = partial(self._record, response)
                 await self._journal.finish(BackgroundStatus(response["status"]), record, [*events, *last])
                 self.is_over = True
-            elif has_ended:  # no gateway could go on behind the last token: what is written ends before it
+            elif has_ended:  # no gateway could resume after the last token, so it is written only with the end
                 self._unwritten = events
             else:
                 await self._journal.add(said, delta.text, events, computed_by)
                 await asyncio.sleep(PIECE_S)
 
     async def end(self) -> None:
-        """The last delta has written the end."""
+        """Does nothing, because take() has written the end with the last delta."""
 
     async def fail(self, error: ApiError) -> None:
         self.failure = error
@@ -246,7 +253,7 @@ class JournalSink(Sink):
 
     @contextmanager
     def _lease(self) -> Iterator[None]:
-        """Ends the request if another gateway has the response."""
+        """Ends the request with an ApiError if another gateway has the lease."""
         try:
             yield
         except LeaseLost:
@@ -255,7 +262,12 @@ class JournalSink(Sink):
 
 
 async def held(call: Callable[[], Awaitable[T]]) -> T:
-    """What the store says, if it is there in HOLD_S. Raises LeaseLost, ApiError."""
+    """Returns the result of a call of the store, retrying for HOLD_S while the store is unreachable.
+
+    Raises:
+        LeaseLost: Another gateway has the lease, or the response was deleted.
+        ApiError: The call was refused, or the store stays unreachable (STORE_AWAY).
+    """
     loop = asyncio.get_running_loop()
     until = loop.time() + HOLD_S
     while True:

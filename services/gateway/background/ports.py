@@ -1,4 +1,4 @@
-"""The ports of background responses: the API that they belong to, and the service that computes them."""
+"""Ports through which background responses use their API, which renders events and records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Json = dict[str, Any]
 
 
 class Story(Protocol):
-    """Renders the events of one response from where its stored events end."""
+    """Renders the events of one response that follow its stored events."""
 
     def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
-        """Receives one page of stored events, and the texts that they were made of. Called for each page, before all else."""
+        """Receives a page of stored events, or of the texts behind the events. Called for every page before other methods."""
 
     def begins(self) -> list[bytes]:
-        """Returns the events for a response that a worker has begun."""
+        """Returns the events to send when a worker starts to compute the response."""
 
     async def of(self, delta: Delta) -> list[bytes]:
         """Returns the events of the next delta. Raises ApiError."""
@@ -32,11 +32,13 @@ class Story(Protocol):
 
 
 class Answers(Protocol):
+    """The API whose responses run in the background."""
+
     def prepare(self, stored: Stored) -> Prepare:
-        """Returns a function that prepares the request as it was prepared first, with the prompt that is stored."""
+        """Returns a function that prepares the stored request again, with the stored prompt."""
 
     def story(self, stored: Stored, running: RunningRequest, token_texts: ModelTexts) -> Story:
-        """Returns the story of a stored response, which needs restore() before it goes on."""
+        """Returns the renderer of a stored response. The caller then passes all stored pages to restore()."""
 
     async def record(self, order: BackgroundOrder, response: Json) -> Kept:
         """Returns the record of a complete response. Raises ApiError; 404 if the response was deleted."""
@@ -45,9 +47,16 @@ class Answers(Protocol):
         """Returns the record of a response that no gateway could read or end, as a failed one.
 
         Raises:
-            ApiError: 404: the response was deleted.
-            ValueError, TypeError, LookupError: Its record cannot be read.
+            ApiError: Status 404 if the response was deleted.
+            ValueError, TypeError, LookupError: The response's record cannot be read.
         """
 
     async def concluded(self, stored: Stored, status: BackgroundStatus, error: ApiError | None) -> tuple[Json, list[bytes]]:
-        """Returns a response that ends with what is stored, and its last events. error: of a failed one. Raises ApiError."""
+        """Returns a response that ends with its stored output, and its last events.
+
+        Args:
+            error: The failure of a failed response; otherwise None.
+
+        Raises:
+            ApiError: The record cannot be made.
+        """
