@@ -56,7 +56,7 @@ class Said:
     offset: int  # output ids in earlier pieces
     ids: bytes  # output ids, 4 bytes each
     logprobs: bytes  # LogprobRows of `ids`; empty if the request wants none
-    decoded: int  # these three: see Progress
+    decoded: int  # these three: see EarlierOutput
     chars: int
     shown: int
 

@@ -1,12 +1,12 @@
-"""One batch, by the gateway that has its lease: its input is checked, its lines are answered, its files are made.
+"""Runs one batch at the gateway that holds its lease: checks the input, computes the lines, and creates the result files.
 
     validating ──► in_progress ──► finalizing ──► completed
         │              │  cancelled by its client: cancelling ──► cancelled
         ▼              ▼
-      failed        expired          where its time is over: also out of validating
+      failed        expired          a batch that is being validated can expire too
 
-Where it stands is in the store alone. Who takes over, after a crash, goes on with the lines that have no result; a line that was
-computed and not recorded is computed again. So each custom_id has one result in the end, in one file or the other.
+The state of a batch is only in the store. A gateway that takes a batch over computes the lines without a result. A line that was
+computed but not recorded is computed again. So each custom_id ends with one result, in the output file or in the error file.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PAUSES_S = (0.5, 30.0)  # between two tries of a line, or of a call of the store: the first, and the longest
-TRIES = 4  # of what may be the line's own fault: a worker that is lost with it, a fault
-RESULTS_AT_ONCE = 100  # of lines that are not executed any more
+PAUSES_S = (0.5, 30.0)  # seconds between two attempts of a line or of a store call: the first pause, and the longest
+TRIES = 4  # attempts after which a line fails, counting failures that its request may have caused
+RESULTS_AT_ONCE = 100  # results of lines without execution that one call records
 PURPOSE = "batch_output"
 
 
 class BatchRun:
-    """caller: whose batch it is; raises ApiError where nobody is it any more. lines_at_once: of this batch."""
+    """The work of this gateway on one batch. Belongs to one event loop; ends when run() returns or is cancelled."""
 
     def __init__(
         self,
@@ -63,6 +63,13 @@ class BatchRun:
         most_lines: int,
         metrics: GatewayMetrics,
     ) -> None:
+        """Creates a run.
+
+        Args:
+            caller: Returns the caller of the batch. Raises ApiError if the API key is not accepted any longer.
+            lines_at_once: Lines of this batch that are computed at once.
+            most_lines: Largest number of lines in an input.
+        """
         self.lease = lease
         self.order = order
         self._batches, self._files = batches, files
@@ -71,23 +78,25 @@ class BatchRun:
         self._free = asyncio.Semaphore(lines_at_once)
         self._most_lines = most_lines
         self._metrics = metrics
-        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._recording = 0  # answers that are on their way to the store
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # done: the batch is stopped, with the code
+        self._recording = 0  # results that are being written to the store
         self._all_recorded = asyncio.Event()
         self._all_recorded.set()
 
     def stop(self, why: str) -> None:
-        """No more lines are executed, those that are being executed end. why: the code of lines without an answer. Again: no
-        effect."""
+        """Stops the batch: running lines are cancelled, and lines without a result get the error code `why`.
+
+        A second call has no effect.
+        """
         if not self._over.done():
             self._over.set_result(why)
 
     async def recorded(self) -> None:
-        """Returns once the store has what has been answered by now."""
+        """Returns when the store has the results of all lines that have been computed so far."""
         await self._all_recorded.wait()
 
     async def run(self) -> None:
-        """Until the batch is over. Raises LeaseLost; cancelled, it goes on elsewhere."""
+        """Runs until the batch has ended. If cancelled, another gateway continues the batch. Raises LeaseLost."""
         record = await self._record()
         if record is None or not record.is_open:
             await patiently(lambda: self._batches.forget(self.order.owner, self.order.id))
@@ -113,7 +122,7 @@ class BatchRun:
     # Checking
 
     async def _validated(self) -> bool:
-        """Whether its input is right. It is cancelled where it is not what it was."""
+        """Checks the input, and returns False after a failed batch. Stops the batch if a client has cancelled it meanwhile."""
         checked = await check(self._content(), self.order.endpoint, self._most_lines)
         if checked.errors:
             await self._fail(checked.errors)
@@ -133,7 +142,7 @@ class BatchRun:
     # Executing
 
     async def _until_stopped(self) -> None:
-        """All lines have their result, or the batch is stopped."""
+        """Returns when all lines have a result or the batch is stopped."""
         executing = asyncio.create_task(self._execute())
         try:
             await asyncio.wait((executing, self._over), return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +153,13 @@ class BatchRun:
             await asyncio.wait((executing,))
 
     async def _execute(self) -> None:
-        """Raises FileGone, LeaseLost, and RuntimeError where a line ended without a result: it is for the next try."""
+        """Computes all lines without a result.
+
+        Raises:
+            FileGone: The input file does not exist any longer.
+            LeaseLost: Another gateway has the batch.
+            RuntimeError: A line ended without a result. The next gateway that takes the batch computes the line.
+        """
         done = await patiently(lambda: self._batches.done(self.order))
         given_up: list[int] = []
 
@@ -162,11 +177,15 @@ class BatchRun:
                         task.add_done_callback(partial(ended, number=line.number))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        if given_up:  # which a group does not tell of
+        if given_up:  # a task group does not report cancelled tasks
             raise RuntimeError(f"line {given_up[0]} was cancelled, and nobody had asked for it")
 
     async def _execute_line(self, line: Line) -> None:
-        """Waits out whatever passes: no room, no worker, limits of the key. While it does, others have its lane."""
+        """Computes a line and records its result.
+
+        Temporary failures, such as a full queue, a lost worker or a limit of the API key, are retried. A line that waits for
+        its next attempt has no lane.
+        """
         tries, pauses = 0, _rising()
         while True:
             told = await self._lanes.answer(lambda: self._tried(line))
@@ -178,7 +197,7 @@ class BatchRun:
                 break
             self._metrics.batch_retries.inc()
             await asyncio.sleep(max(next(pauses), told.retry_after_s))
-        self._recording += 1  # in the moment in which the lane is given back: whoever waits for both misses nothing
+        self._recording += 1  # no await since the lane was released: drain() sees the line in a lane or as being recorded
         self._all_recorded.clear()
         try:
             await self._keep([told], {line.number: line})
@@ -188,24 +207,28 @@ class BatchRun:
                 self._all_recorded.set()
 
     async def _tried(self, line: Line) -> Told | LineResult:
-        """A result: that it stays, whenever it is tried."""
+        """Makes one attempt. Returns a LineResult if a retry cannot change the outcome."""
         if line.streams:
             refusal = bad_request("stream", "'stream' cannot be used in a batch.", "unsupported_parameter")
             return answered(line, line_results.Answer(refusal.status, refusal.json(), self._name(line)))
         try:
             return await self._calls.call(self.order.endpoint, line.body, self._caller(), self._name(line))
-        except ApiError as error:  # whose batch it is
+        except ApiError as error:  # raised by self._caller(), because the API key is not accepted
             answer = line_results.Answer(error.status, error.json(), self._name(line))
             return Told(answer, error.retry_after_s or 0, error.code or "")
 
     def _name(self, line: Line) -> str:
-        """What logs of all services call its request."""
+        """Returns the line's request id, which is in the logs of all services."""
         return f"{self.order.id}.{line.number}"
 
     # Concluding
 
     async def _conclude(self, record: BatchRecord) -> None:
-        """Every line that has no result gets one that says why, and the files are made. record: as it was checked."""
+        """Ends the batch: gives every line without a result an error, and creates the files.
+
+        Args:
+            record: The batch after its validation.
+        """
         if record.status is BatchStatus.FINALIZING or (not self._over.done() and await self._finalizing()):
             end = BatchStatus.COMPLETED
         else:
@@ -218,7 +241,7 @@ class BatchRun:
             await self._finish(last, end)
 
     async def _finalizing(self) -> bool:
-        """False: it has been cancelled meanwhile."""
+        """Moves the batch to finalizing. Returns False if a client has cancelled it."""
         before, after = BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING
         return await patiently(lambda: self._batches.advance(self.lease, self.order, before, after))
 
@@ -227,7 +250,7 @@ class BatchRun:
         lines: dict[int, Line] = {}
         async for line in self._lines():
             if line.number not in done:
-                lines[line.number] = replace(line, body=b"")  # which a result says nothing of, and may have 4 MiB
+                lines[line.number] = replace(line, body=b"")  # the result does not need the body, which may have 4 MiB
             if len(lines) == RESULTS_AT_ONCE:
                 await self._keep([not_executed(each, why) for each in lines.values()], lines)
                 lines = {}
@@ -235,7 +258,7 @@ class BatchRun:
             await self._keep([not_executed(each, why) for each in lines.values()], lines)
 
     async def _keep(self, results: list[LineResult], lines: dict[int, Line]) -> None:
-        """Where the quota has no room for an answer, the line's result says so. Raises LeaseLost."""
+        """Records results. A result that exceeds the owner's quota is replaced by the error `store_full`. Raises LeaseLost."""
         full = await patiently(lambda: self._batches.record(self.lease, self.order, results))
         if full:
             small = [not_executed(lines[each.number], "store_full") for each in full]
@@ -271,7 +294,7 @@ class BatchRun:
             yield read_line(number, content, self.order.endpoint)
 
     async def _content(self) -> AsyncIterator[bytes]:
-        """Raises FileGone."""
+        """Yields the chunks of the input file. Raises FileGone."""
         owner = self.order.owner
         file = await patiently(lambda: self._files.get(owner, self.order.input_file_id))
         if file is None:
@@ -281,17 +304,20 @@ class BatchRun:
 
 
 def _passes(told: Told) -> bool:
-    """A limit that does not say when is less than the request asks for."""
+    """Returns whether a retry may succeed.
+
+    A 429 without Retry-After never passes, because the request itself exceeds the limit.
+    """
     return told.answer.status in (500, 503) or (told.answer.status == 429 and told.retry_after_s > 0)
 
 
 def _may_be_its_own(told: Told) -> bool:
-    """A request that takes its workers with it must not do so until its batch expires."""
+    """Returns whether the request may have caused the failure. TRIES then keeps it from failing worker after worker."""
     return told.answer.status == 500 or told.code == "worker_lost"
 
 
 def _rising() -> Iterator[float]:
-    """Seconds, each longer than the one before, and not the same for all who wait."""
+    """Yields pauses in seconds: exponential backoff with jitter, without end."""
     seconds, longest = PAUSES_S
     while True:
         yield seconds * random.uniform(0.5, 1.0)
@@ -299,7 +325,10 @@ def _rising() -> Iterator[float]:
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """What the store says, once it is there. Who loses the lease meanwhile is cancelled, or is told by the first write."""
+    """Returns the result of a store call, retrying without limit while the store is unreachable.
+
+    If the lease is lost meanwhile, the runner cancels the batch, or the next write raises LeaseLost.
+    """
     for pause in _rising():
         try:
             return await call()

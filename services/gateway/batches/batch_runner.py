@@ -1,4 +1,4 @@
-"""Finds batches that nobody runs, and runs them for as long as it has their leases: any gateway any batch, one at a time each."""
+"""Finds batches without a lease, takes their leases and runs them. Any gateway can run any batch; one gateway at a time does."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # at what there is to do, and at what has been cancelled; leases are kept as often
-AT_ONCE = 4  # batches of one gateway: others wait, or other gateways have them
-ENDING_AT_ONCE = 4  # beside these, that are cancelled or expired before they had a place
-SEEN = 200  # of those that wait
-LEAVE_S = 1.0  # for giving leases back
+LOOK_S = 1.0  # seconds between two rounds, which renew leases, notice cancellations and find batches
+AT_ONCE = 4  # batches that one gateway runs at once
+ENDING_AT_ONCE = 4  # additional batches that were cancelled or have expired before they ran
+SEEN = 200  # waiting batches that one round reads
+LEAVE_S = 1.0  # seconds in which a gateway that ends releases its leases
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerStores:
+    """The stores that a runner uses."""
+
     batches: BatchStore
     files: FileStore
     leases: Leases
 
 
 class BatchRunner:
-    """callers: see BatchWork. lines_at_once: of each batch. most_lines: of an input. clock: Unix
-    seconds."""
+    """The batches that this gateway runs. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -54,21 +55,29 @@ class BatchRunner:
         metrics: GatewayMetrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """Creates a runner without batches.
+
+        Args:
+            callers: See BatchWork.
+            lines_at_once: Lines of one batch that are computed at once.
+            most_lines: Largest number of lines in an input.
+            clock: Returns Unix seconds.
+        """
         self._stores = stores
         self._calls, self._lanes = calls, lanes
         self._callers = callers
         self._lines_at_once, self._most_lines = lines_at_once, most_lines
         self._metrics = metrics
         self._clock = clock
-        self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order in which they began
-        self._ending: set[BatchRun] = set()  # of them, that had no place when they were to end
-        self._unknown: dict[str, BatchOrder] = {}  # by owner, whose key has not come here yet
+        self._runs: dict[BatchRun, asyncio.Task[None]] = {}  # in the order of their start
+        self._ending: set[BatchRun] = set()  # runs that only end their batch; they do not count as running batches
+        self._unknown: dict[str, BatchOrder] = {}  # a batch of each owner whose API key is not known here yet
         self._stopping = False
         self._is_away = False
         metrics.watch_batches(lambda: len(self._runs), lambda: lanes.used)
 
     async def run(self) -> None:
-        """Until cancelled; what is unfinished then goes on elsewhere."""
+        """Runs until cancelled. Leases of unfinished batches are then released for other gateways."""
         try:
             while True:
                 await self._look()
@@ -80,7 +89,7 @@ class BatchRunner:
             await self._leave()
 
     async def drain(self) -> None:
-        """No more lines begin. Returns once those that are being answered are, and the store has their answers."""
+        """Starts no more lines, and returns when the running lines are computed and recorded."""
         self._stopping = True
         await self._lanes.close()
         await asyncio.gather(*(run.recorded() for run in self._runs))
@@ -116,14 +125,14 @@ class BatchRunner:
             task.cancel()
             return
         if record is None or not record.is_open:
-            task.cancel()  # another one had the lease meanwhile, and has ended it
+            task.cancel()  # another gateway had the lease meanwhile and has ended the batch
         elif record.status is BatchStatus.CANCELLING:
             run.stop(CANCELLED)
         elif self._clock() >= run.order.expires_at:
             run.stop(EXPIRED)
 
     async def _ended(self, run: BatchRun, task: asyncio.Task[None]) -> None:
-        """After a fault its lease is left to run out: so the next try, here or elsewhere, is not at once."""
+        """Releases the lease of an ended run. After a fault, the next attempt waits for the lease's expiry."""
         error = None if task.cancelled() else task.exception()
         if error is None:
             await self._stores.leases.give_back(run.lease)
@@ -133,8 +142,11 @@ class BatchRunner:
             logger.error("a batch has met a fault", extra=fields(batch=run.order.id), exc_info=error)
 
     async def _find(self) -> None:
-        """Who has few batches at work here goes before who has many, an older batch before a younger one. What is to end waits
-        for no place."""
+        """Takes waiting batches.
+
+        Owners with fewer running batches at this gateway come first, then older batches. Batches that only end do not count
+        against AT_ONCE.
+        """
         self._unknown = {owner: order for owner, order in self._unknown.items() if self._may_know_later(order)}
         waiting = await self._stores.batches.waiting(SEEN, AT_ONCE, int(self._clock()))
         for batch in waiting:
@@ -149,22 +161,27 @@ class BatchRunner:
             self._make_way()
 
     def _of(self, owner: str) -> list[BatchRun]:
-        """Its batches that have a place, the youngest last."""
+        """Returns the owner's running batches in the order of their start. Omits batches that only end."""
         return [run for run in self._runs if run.order.owner == owner and run not in self._ending]
 
     def _make_way(self) -> None:
-        """Somebody who has no batch at work waits: one of whoever has most of them goes on later, if that has several. Of its
-        lines those that are being answered are computed again."""
+        """Cancels the latest batch of the owner with most batches, so that an owner without a running batch gets its turn.
+
+        Has no effect if no owner has several batches. The cancelled batch continues later; its running lines are computed again.
+        """
         if any(task.cancelling() for run, task in self._runs.items() if run not in self._ending):
-            return  # one does already
+            return  # a batch is being cancelled
         most = max((self._of(run.order.owner) for run in self._runs if run not in self._ending), key=len, default=[])
         if len(most) > 1:
             logger.info("a batch makes way for another key's", extra=fields(batch=most[-1].order.id))
             self._runs[most[-1]].cancel()
 
     async def _take(self, batch: WaitingBatch, into: set[BatchRun] | None) -> None:
-        """into: what it is counted among, besides all. Of one that cannot be read the lease runs out: so the next try, by a
-        gateway that can, perhaps, is not at once."""
+        """Takes a batch if its lease is free, and adds its run to `into`.
+
+        The lease of a batch that cannot be read is not released, so that the next attempt waits for its expiry. A gateway of
+        another version may then read it.
+        """
         lease = await self._stores.leases.take(batch_lease(batch.owner, batch.id))
         try:
             run = None if lease is None else await self._begin(batch.owner, batch.id, lease)
@@ -183,7 +200,7 @@ class BatchRunner:
             return None
         order = record.order
         is_to_end = record.status is BatchStatus.CANCELLING or self._clock() >= order.expires_at
-        if not is_to_end and self._may_know_later(order):  # meanwhile a gateway that does takes it
+        if not is_to_end and self._may_know_later(order):  # a gateway that knows the API key can take the batch now
             self._unknown[owner] = order
             await stores.leases.give_back(lease)
             return None
@@ -205,7 +222,7 @@ class BatchRunner:
         return run
 
     def _may_know_later(self, order: BatchOrder) -> bool:
-        """Whose it is: its key is not here, and may be on its way."""
+        """Returns whether the batch's API key is unknown here but may still arrive."""
         try:
             self._callers(order.key, order.created_at)
         except ApiError as error:
@@ -213,7 +230,7 @@ class BatchRunner:
         return False
 
     async def _leave(self) -> None:
-        with suppress(StoreAway, TimeoutError):  # they run out by themselves
+        with suppress(StoreAway, TimeoutError):  # the leases expire in any case
             async with asyncio.timeout(LEAVE_S):
                 for run in self._runs:
                     await self._stores.leases.give_back(run.lease)

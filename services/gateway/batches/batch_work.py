@@ -1,4 +1,4 @@
-"""Batches as a whole, but for their routes: put together from settings, run beside all else, closed at the end."""
+"""Connects the parts of batches from settings. The HTTP routes are elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_LOOK_S = 5.0  # seconds between two looks at the store's memory
 
 
 class BatchWork:
-    """Owns the batches of this gateway: their stores, their lanes and their runner."""
+    """The batches of this gateway: their stores, lanes and runner."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class BatchWork:
         metrics: GatewayMetrics,
         access: AccessLog,
     ) -> None:
-        """Makes the stores.
+        """Connects the parts. Nothing runs before run().
 
         Args:
             run: GenerationService.run.
             operations: Operations of lines by path; filled before run().
             callers: Returns the caller of a key's name for work that was requested at that Unix time. Raises ApiError.
             waiting: Returns the number of choices that wait for a worker, here or at a worker.
-            attendance: Of requests that clients wait for.
+            attendance: Counts the requests that clients wait for.
 
         Raises:
             ValueError: The store's URL is not valid.
         """
-        self._memory: tuple[int, int] | None = None  # of the store, see StoreSigns
+        self._memory: tuple[int, int] | None = None  # the store's memory, see StoreSigns
         self._redis = StateRedis(settings.state_redis_url, settings.state_patience_s)
         leases = Leases(self._redis, settings.batch_lease_s)
         most, most_bytes = settings.state_records_per_key, settings.file_bytes_per_key
@@ -72,7 +72,7 @@ class BatchWork:
             )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs batches until cancelled."""
         if self._runner is None:
             await asyncio.Event().wait()
             return
@@ -89,7 +89,7 @@ class BatchWork:
             await asyncio.sleep(MEMORY_LOOK_S)
 
     async def drain(self) -> None:
-        """No more lines begin. Returns once those that are being answered are, and the store has their answers."""
+        """Starts no more lines, and returns when the running lines are computed and recorded."""
         if self._runner is not None:
             await self._runner.drain()
 

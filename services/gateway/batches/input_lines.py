@@ -1,4 +1,4 @@
-"""A batch's input, line by line: what each asks for, or what is wrong with it. Pure."""
+"""Parses and checks the lines of a batch's input. Has no I/O."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from services.gateway.api.strict_json import load_json
 from services.shared import limits
 
 METHOD = "POST"
-SEVERAL = 2  # models are as good as any number
-MOST_MODEL_CHARS = 256  # of a name that is remembered
-LINES_A_TURN = 256
+SEVERAL = 2  # different models after which no more are collected
+MOST_MODEL_CHARS = 256  # longest model name that is remembered
+LINES_A_TURN = 256  # lines after which the event loop can run other tasks
 
 
 @dataclass(eq=False)
 class BadLine(Exception):
-    """As OpenAI's BatchError has it. line: its number, from 1; None: of no line."""
+    """A fault of the input, with the fields of OpenAI's BatchError. The batch fails with it."""
 
     code: str
     message: str
-    param: str | None = None
-    line: int | None = None
+    param: str | None = None  # member of the line; None if the fault concerns no member
+    line: int | None = None  # number of the line, from 1; None if the fault concerns the whole input
 
     def as_dict(self) -> dict[str, Any]:
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
@@ -33,18 +33,20 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """number: in the input, from 1. body: of the request, JSON. model: that it names, "" for none. streams: it asks for a stream,
-    which a line cannot have."""
+    """One request of a batch."""
 
-    number: int
+    number: int  # number in the input, from 1
     custom_id: str
-    body: bytes
-    model: str
-    streams: bool
+    body: bytes  # JSON of the request's body
+    model: str  # model that the body names; "" if none
+    streams: bool  # the body asks for a stream; such a line gets an error
 
 
 async def numbered(content: AsyncIterable[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1. One that is too long comes cut behind its limit."""
+    """Yields the lines that are not blank, with their numbers from 1.
+
+    A line that is too long is cut one byte after the limit, so that read_line() refuses it.
+    """
     number, rest, most = 1, bytearray(), limits.MAX_BATCH_LINE_BYTES + 1
     async for piece in content:
         *whole, last = piece.split(b"\n")
@@ -55,14 +57,14 @@ async def numbered(content: AsyncIterable[bytes]) -> AsyncIterator[tuple[int, by
             rest.clear()
             number += 1
             if not number % LINES_A_TURN:
-                await asyncio.sleep(0)  # others have the loop meanwhile
+                await asyncio.sleep(0)  # lets the event loop run other tasks
         rest += last[: most - len(rest)]
     if rest.strip():
         yield number, bytes(rest)
 
 
 def read_line(number: int, content: bytes, endpoint: str) -> Line:
-    """Raises BadLine."""
+    """Parses a line. Raises BadLine."""
     if len(content) > limits.MAX_BATCH_LINE_BYTES:
         raise BadLine("line_too_large", f"The line has more than {limits.MAX_BATCH_LINE_BYTES} bytes.", None, number)
     asked = _json(number, content)
@@ -92,17 +94,16 @@ def _json(number: int, content: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What an input comes to. total: lines. last: number of its last one. model: that all its lines name, "" where they do not.
-    errors: the first ones; none: it is right."""
+    """The result of check()."""
 
-    total: int
-    last: int
-    model: str
-    errors: tuple[BadLine, ...]
+    total: int  # lines of a valid input
+    last: int  # number of the last line that was read
+    model: str  # model that all lines name; "" if they name several or none
+    errors: tuple[BadLine, ...]  # the first faults; empty if the input is valid
 
 
 async def check(content: AsyncIterable[bytes], endpoint: str, most_lines: int) -> Checked:
-    """Reads all of it, or as far as there is no room for more errors."""
+    """Checks an input up to its end, up to MAX_BATCH_ERRORS faults, or up to one line more than `most_lines`."""
     seen: dict[str, int] = {}
     models: set[str] = set()
     errors: list[BadLine] = []
@@ -126,7 +127,7 @@ async def check(content: AsyncIterable[bytes], endpoint: str, most_lines: int) -
 
 
 def _fresh(line: Line, seen: dict[str, int]) -> Line:
-    """Raises BadLine."""
+    """Records the line's custom_id in `seen`. Raises BadLine if an earlier line has the same custom_id."""
     before = seen.setdefault(line.custom_id, line.number)
     if before != line.number:
         raise BadLine("duplicate_custom_id", f"Line {before} has the same 'custom_id'.", "custom_id", line.number)

@@ -1,6 +1,13 @@
-"""How many lines of batches a gateway has answered at once: all its lanes while nobody waits for anything else, few while
-somebody does, and no new one while anything waits for a worker. So batches have what others leave: lines run in the gaps between
-others' requests, make way for who comes, and go on beside others where there are no gaps."""
+"""Limits the batch lines that a gateway computes at once, so that batches use only capacity that other requests leave.
+
+| situation | lanes |
+| --- | --- |
+| no other request is open | all |
+| other requests are open | few |
+| a choice waits for a worker | no line starts |
+
+If another request arrives, lines that have just started are cancelled and retried.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +17,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LOOK_S = 0.05  # at what others do, while a line waits
-YOUNG_S = 2.0  # that a line may lose
-HELD_S = 0.5  # that a line leaves a lane empty while others have requests open: where many come, they always have
-MOST_GIVEN_UP = 3  # times; then a line goes on to its end
-QUIET_S = 5.0  # without other requests, after which lanes open: their gaps are shorter while people are at work
-RISE_S = 0.5  # from one lane that opens to the next: who comes back soon meets few lines
+LOOK_S = 0.05  # seconds between two checks for a lane while a line waits
+YOUNG_S = 2.0  # age in seconds up to which a line may be cancelled; its computation is lost
+HELD_S = 0.5  # seconds that a line waits for a gap between other requests; then it starts beside them
+MOST_GIVEN_UP = 3  # cancellations of a line, after which it is not cancelled again
+QUIET_S = 5.0  # seconds without other requests before more lanes open; gaps in interactive use are shorter
+RISE_S = 0.5  # seconds between two lanes that open, so that requests after a short gap meet few lines
 
 
 class Lanes:
-    """most: lines at once. beside: while others have requests open, or had some a moment ago. waiting: choices that wait for
-    a worker, here or at a worker. quiet_s: seconds for which nobody else has had a request open, 0.0 while somebody has. clock:
-    seconds."""
+    """The lanes of one gateway, shared by its batches. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,20 +36,28 @@ class Lanes:
         quiet_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Creates free lanes.
+
+        Args:
+            most: Largest number of lines at once.
+            beside: Lines at once while other requests are open, and for QUIET_S afterwards.
+            waiting: Returns the number of choices that wait for a worker, in this gateway or at a worker.
+            quiet_s: Returns the seconds since the last other request ended; 0.0 while one is open.
+            clock: Returns seconds.
+        """
         self._most, self._beside = most, beside
         self._waiting = waiting
         self._quiet_s = quiet_s
         self._turn = asyncio.Lock()
         self._left = asyncio.Event()
         self._clock = clock
-        # Since when, the oldest first; those that have been given up often were always there.
-        self._asking: dict[asyncio.Task[Any], float] = {}
-        self._displaced: set[asyncio.Task[Any]] = set()
+        self._asking: dict[asyncio.Task[Any], float] = {}  # start of each line; -inf protects it from further cancellations
+        self._displaced: set[asyncio.Task[Any]] = set()  # lines that make_way() has cancelled
         self._closed = False
-        self.used = 0
+        self.used = 0  # lanes with a line
 
     async def answer(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What is asked, in a lane that it waits for, in order. Who makes way asks again."""
+        """Waits for a lane in arrival order, calls `ask` in it and returns the result. Retries if make_way() cancels the call."""
         given_up = 0
         while True:
             await self._enter()
@@ -64,8 +77,12 @@ class Lanes:
                 self._left.set()
 
     def make_way(self, is_first: bool) -> None:
-        """Somebody has come, who waits; is_first: beside nobody else. What has just begun is given up, little of which is lost:
-        all of it behind a gap, else what is too much beside others. What is older goes on to its end."""
+        """Cancels lines younger than YOUNG_S when another request arrives. Older lines run to their end.
+
+        Args:
+            is_first: Whether no other request was open. All young lines are then cancelled; otherwise only the lines beyond
+                the number that may run beside other requests.
+        """
         now = self._clock()
         excess = self.used - len(self._displaced) - (0 if is_first else min(self._beside, self._most))
         young = [asking for asking, begun in self._asking.items() if now - begun < YOUNG_S and asking not in self._displaced]
@@ -74,14 +91,14 @@ class Lanes:
                 self._displaced.add(asking)
 
     async def close(self) -> None:
-        """Nobody enters any more. Returns once all have left."""
+        """Lets no more lines start, and returns when all lanes are free."""
         self._closed = True
         while self.used:
             await self._look()
 
     async def _enter(self) -> None:
         async with self._turn:
-            since: float | None = None  # there is a lane
+            since: float | None = None  # time since which a lane is free; None if none is
             while not self._may_begin(since):
                 since = (self._clock() if since is None else since) if self._has_lane else None
                 await self._look()
@@ -93,7 +110,7 @@ class Lanes:
 
     @property
     def is_open(self) -> bool:
-        """Whether one more may enter."""
+        """Whether a lane is free and no choice waits for a worker."""
         return self._has_lane and not self._waiting()
 
     @property
@@ -102,12 +119,12 @@ class Lanes:
 
     @property
     def _more(self) -> float:
-        """Lanes beyond those beside others, the last one in part; without end where nobody has been there yet."""
+        """Lanes that a quiet period has opened, with a fraction; infinite if no other request has come yet."""
         since_s = self._quiet_s() - QUIET_S
         return 1 + since_s / RISE_S if since_s >= 0 else 0.0
 
     async def _look(self) -> None:
-        """Returns when one has left, or soon."""
+        """Returns when a line has left its lane, or after LOOK_S."""
         self._left.clear()
         try:
             async with asyncio.timeout(LOOK_S):

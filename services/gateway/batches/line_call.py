@@ -1,4 +1,4 @@
-"""Computes one line of a batch by the operation that serves its path over HTTP. The result has the same bytes."""
+"""Computes a line of a batch with the operation that serves its path over HTTP. The result's bytes equal the HTTP response's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from services.shared.limits import MAX_BATCH_RESULT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """retry_after_s: 0 where the answer does not say. code: of an error, "" of none."""
+    """The result of one attempt of a line."""
 
     answer: Answer
-    retry_after_s: int
-    code: str
+    retry_after_s: int  # value of Retry-After; 0 if the response has no such header
+    code: str  # error code; "" on success
 
 
 class LineCalls:
@@ -33,14 +33,20 @@ class LineCalls:
     def __init__(
         self, run: RunGeneration, operations: Mapping[str, MakeOperation], access: AccessLog, max_body_bytes: int
     ) -> None:
-        """operations: by path; filled before the first call."""
+        """Connects the calls to the gateway.
+
+        Args:
+            run: GenerationService.run.
+            operations: Operations by path. The caller fills the mapping before the first call.
+            max_body_bytes: Largest body of a line.
+        """
         self._run = run
         self._operations = operations
         self._access = access
         self._max_body_bytes = max_body_bytes
 
     async def call(self, path: str, body: bytes, caller: Caller, request_id: str) -> Told:
-        """Returns the line's result. Cancelling it releases the request."""
+        """Computes a line and returns the result. If cancelled, the request is aborted and its resources are released."""
 
         async def read(held: HeldBytes) -> ReceivedBody:
             return await hold_content(held, body, self._max_body_bytes)
@@ -55,5 +61,5 @@ class LineCalls:
                 state, seconds = access_state(sink.running, sink.code, interrupted=not sink.status), time.monotonic() - began
                 self._access.ended("batch", "POST", path, state, sink.status, len(sink.body), seconds)
         retry_after_s = int(dict(sink.headers).get(b"retry-after", b"0"))
-        body_kept = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # of more, nothing is stored
+        body_kept = sink.body[: MAX_BATCH_RESULT_BYTES + 1]  # a longer body is replaced by an error, so its rest is not needed
         return Told(Answer(sink.status or 500, body_kept, request_id), retry_after_s, sink.code)

@@ -1,4 +1,4 @@
-"""What becomes of a line → its line in the output file or the error file, as OpenAI writes them. Pure."""
+"""Writes the result of a batch line for the output file or the error file, in OpenAI's format. Has no I/O."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ _WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of an endpoint. body: JSON."""
+    """The response of an endpoint to one line."""
 
-    status: int
-    body: bytes
+    status: int  # HTTP status
+    body: bytes  # JSON
     request_id: str
 
 
 def answered(line: Line, answer: Answer) -> LineResult:
-    """A 200 goes to the output file, all else to the errors. What is too large to keep is none."""
+    """Returns the result of a computed line: status 200 goes to the output file, others go to the error file.
+
+    A response with more than MAX_BATCH_RESULT_BYTES is replaced by the error `result_too_large`.
+    """
     if len(answer.body) > MAX_BATCH_RESULT_BYTES:
         return not_executed(line, "result_too_large")
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": orjson.Fragment(answer.body)}
@@ -44,7 +47,7 @@ def answered(line: Line, answer: Answer) -> LineResult:
 
 
 def not_executed(line: Line, code: str) -> LineResult:
-    """Its result says why there is none. It is kept whatever the quota says, for it is small."""
+    """Returns the result of a line without a response. The store accepts this small result even if the quota is used up."""
     return LineResult(line.number, ERRORS, _line(line, None, {"code": code, "message": _WHY[code]}), forced=True)
 
 
@@ -54,7 +57,7 @@ def _line(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, st
 
 
 def _usage(told: Any) -> dict[str, int]:
-    """Tokens by USAGE, of any endpoint's answer."""
+    """Returns the token counts of a `usage` object by the names of USAGE. Accepts the objects of all endpoints; omits zeros."""
     if not isinstance(told, dict):
         return {}
     prompt = told.get("prompt_tokens", told.get("input_tokens", 0))
