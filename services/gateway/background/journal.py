@@ -1,7 +1,7 @@
 """Writes the output of one background response to the store in pieces. A client sees only events that are stored.
 
 A piece has the output since the last piece. At most one piece is written per PIECE_S, so a stream lags by about 0.1 s. While the
-store is unreachable, a piece and the output behind it wait for up to HOLD_S. Then the attempt ends, and the unwritten output is
+store is unreachable, a piece and the output after it wait for up to HOLD_S. Then the attempt ends, and the unwritten output is
 computed again.
 """
 

@@ -19,7 +19,7 @@ class Story(Protocol):
     """Renders the events of one response that follow its stored events."""
 
     def restore(self, events: Sequence[bytes], texts: Sequence[str]) -> None:
-        """Receives a page of stored events, or of the texts behind the events. Called for every page before other methods."""
+        """Receives a page of stored events, or of the texts that they render. Called for every page before other methods."""
 
     def begins(self) -> list[bytes]:
         """Returns the events to send when a worker starts to compute the response."""

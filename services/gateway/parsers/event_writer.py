@@ -1,4 +1,4 @@
-"""Events of one output as they are found: pieces joined, blanks around calls dropped, calls counted and let through."""
+"""Writes the events of one output: joins pieces, drops blanks around calls, numbers calls and drops calls beyond the limits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from services.gateway.parsers.output_parser import ParserSetup
 from services.gateway.parsers.source import Marks
 
 BLANKS = " \t\r\n"
-_TAIL_CHARS = 31  # more than the beginning of any mark
+_TAIL_CHARS = 31  # longer than any incomplete mark
 
 
 class EventLog:
-    """Events since they were last taken. Neighbours of a kind become one, in time linear in their length."""
+    """The events since the last take(). Joins neighbouring events of a kind, in linear time."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -24,7 +24,12 @@ class EventLog:
         self._pieces: list[str] = []
 
     def grow(self, kind: object, make: Callable[[str], Event], text: str) -> None:
-        """kind: equal for pieces that belong together."""
+        """Adds a piece of text.
+
+        Args:
+            kind: Consecutive pieces with an equal kind become one event.
+            make: Makes the event of the joined text.
+        """
         if kind != self._kind:
             self._settle()
             self._kind, self._make = kind, make
@@ -51,13 +56,13 @@ class EventLog:
 
 
 class HeldBlanks:
-    """Passes text on but for the blanks at its end, which wait for what follows them."""
+    """Passes text on, but holds blanks at its end until other text follows."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
 
     def add(self, text: str) -> str:
-        """What can be shown."""
+        """Returns the text to pass on: held blanks and the new text without blanks at its end."""
         body = text.rstrip(BLANKS)
         if not body:
             self._held.append(text)
@@ -71,35 +76,33 @@ class HeldBlanks:
         return "".join(self._held)
 
     def take(self) -> str:
-        """What was held."""
+        """Returns the held blanks and drops them."""
         found, self._held = "".join(self._held), []
         return found
 
 
 class EventWriter:
-    """One output's. A call is open from start to end, or until it is abandoned; no text comes meanwhile.
-
-    marks: of the format. No text shows one.
-    """
+    """The writer of one output's events. A call is open from start() to end() or abandon(); no text is written within it."""
 
     def __init__(self, setup: ParserSetup, marks: Marks) -> None:
+        """Starts without events. `marks` are the marks of the format, which text must not show."""
         self.log = EventLog()
         self._setup = setup
         self._marks = marks
         self._blanks = HeldBlanks()
         self._thought = HeldBlanks()
-        self._thinking = False  # whether this thought has shown anything
+        self._thinking = False  # the current reasoning has written text
         self._text_since_call = False
         self._tail = deque[str](maxlen=_TAIL_CHARS)  # the last pieces of the text
-        self._at_seam = False  # hidden text follows the tail
-        self._seam = ""  # text behind the hidden text; it may complete a mark
-        self.begun = 0  # calls, dropped ones included
-        self.given = 0  # calls that have an index
-        self._open: int | None = None  # index of the open call
+        self._at_seam = False  # a removed mark or call follows the tail
+        self._seam = ""  # held text after the removed text; with the tail, it may form a mark
+        self.begun = 0  # calls, including dropped ones
+        self.given = 0  # calls with an index
+        self._open: int | None = None  # index of the open call; None if no call with an index is open
 
     @property
     def wrote_text(self) -> bool:
-        """Whether the last call, or the beginning, is followed by more than blanks."""
+        """Whether text other than blanks follows the last call, or the beginning of the output."""
         return self._text_since_call
 
     def knows(self, name: str) -> bool:
@@ -115,14 +118,18 @@ class EventWriter:
             self.log.grow(Text, Text, shown)
 
     def stray(self, text: str) -> None:
-        """Writes what turned out to be no call as text, without marks."""
+        """Writes text of a failed attempt, or a stray mark. Marks are removed."""
         rest = self._marks.without(text)
         self._at_seam = self._at_seam or len(rest) < len(text)
         if rest:
             self.text(rest)
 
     def _joined(self, text: str) -> str:
-        """The next text behind something that is not shown. A blank goes between if both would make a mark together."""
+        """Joins text to the tail in front of a removed mark or call.
+
+        Returns:
+            The text to write: with a blank in front if tail and text would form a mark together; "" if more text decides this.
+        """
         text, before = self._seam + text, "".join(self._tail)[-_TAIL_CHARS:] + self._blanks.held
         joint, size = before + text, len(before)
         found = self._marks.find(joint, 0, len(joint))
@@ -133,7 +140,7 @@ class EventWriter:
         return f" {text}" if found and found.start() < size else text
 
     def _end_seam(self) -> None:
-        """Writes text that no more text can make a mark of."""
+        """Writes the held text, because no more text can complete a mark."""
         text, self._at_seam, self._seam = self._seam, False, ""
         if text:
             self.text(text)
@@ -145,7 +152,7 @@ class EventWriter:
             self.log.grow(Reasoning, Reasoning, shown)
 
     def end_reasoning(self) -> None:
-        """Blanks at either end of a thought are the template's."""
+        """Ends the reasoning. Drops blanks at its end, because the chat template writes them."""
         self._thought.take()
         self._thinking = False
 
@@ -170,11 +177,11 @@ class EventWriter:
         self.abandon()
 
     def abandon(self) -> None:
-        """What has been given of the open call stays."""
+        """Ends the open call without a CallEnd. Its written arguments stay."""
         self._open = None
 
     def finish(self) -> None:
-        """Blanks that end a text are its own; those after a call are nobody's."""
+        """Writes held text at the end of the output. Blanks at the end of text are kept; blanks after a call are dropped."""
         self._end_seam()
         thought, blanks = self._thought.take(), self._blanks.take()
         if thought and self._thinking:

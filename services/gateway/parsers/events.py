@@ -1,4 +1,4 @@
-"""What a parser makes of an output, in the order in which the model wrote it."""
+"""The events into which a parser splits an output, in the order of the model's text."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Part of the answer itself; never empty."""
+    """A piece of the completion's content; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Part of what the model thought before it answered; never empty."""
+    """A piece of the model's reasoning; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """index: counts the calls of an output from 0, without gaps. name: one of the request's tools."""
+    """The beginning of a tool call."""
 
-    index: int
-    name: str
+    index: int  # counts the calls of an output from 0, without gaps
+    name: str  # one of the request's tools
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a JSON object's text. The pieces of an index together are a JSON object where its CallEnd has come, and else the
-    beginning of one."""
+    """A piece of a call's arguments.
+
+    The joined pieces are a JSON object if the CallEnd follows; otherwise they are the beginning of a JSON object.
+    """
 
     index: int
     fragment: str
@@ -38,14 +40,14 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call's arguments are complete. Only a call that the output's limit of tokens cuts off has none."""
+    """The end of a call whose arguments are complete. Missing only if a token limit cuts off the output within the call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallDropped:
-    """A call of a tool that the request does not have, or one more than it allows. It has no index."""
+    """A call without an index that the client does not see: of a tool that the request lacks, or beyond the allowed number."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""One call written as a JSON object: `{"name": …, "arguments": {…}}`, in either order, among members that say nothing to us."""
+"""Reads a call that is a JSON object: `{"name": …, "arguments": {…}}`, in either order, with other members that are ignored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCall:
-    """One object, which ends its call in the writer also where it breaks off.
+    """The reader of one object. Ends the call in the writer, also if the object is malformed.
 
-    marked: whether a mark has said already that it is a call. Otherwise an object is one only if it has arguments, and no
-    members that calls have not. A marked object whose arguments are no object is a call without arguments.
+    A marked object follows a mark that announces a call. If its arguments are not an object, it is a call without arguments.
+    An unmarked object is a call only if it has arguments and no member outside MEMBERS.
     """
 
     MEMBERS = ("name", *_ARGUMENTS, "type", "id")
@@ -25,16 +25,16 @@ class JsonCall:
         self._breaks = breaks
         self._name: str | None = None
         self._before: list[str] = []  # arguments that came before the name
-        self._began = False  # the arguments
-        self._whole = False
+        self._began = False  # the arguments have begun
+        self._whole = False  # the arguments are complete
 
     def read(self) -> Steps[None]:
-        """The object from its opening brace. Raises Malformed."""
+        """Reads the object from its opening brace. Raises Malformed."""
         yield from self._reading.source.expect("{")
         yield from self.members(None)
 
     def members(self, key: str | None) -> Steps[None]:
-        """The same from after the brace, or from after the first key. Raises Malformed."""
+        """Reads the object after its brace, or after its first key if `key` is not None. Raises Malformed."""
         try:
             yield from self._members(key)
         except Malformed:
@@ -47,7 +47,7 @@ class JsonCall:
         self._reading.writer.end()
 
     def _members(self, key: str | None) -> Steps[None]:
-        """Up to the brace that closes the object, which may lack behind the arguments."""
+        """Reads up to and with the closing brace. The brace may be missing after the name and complete arguments."""
         source = self._reading.source
         while True:
             yield from source.space()
@@ -80,7 +80,7 @@ class JsonCall:
             yield from json_text.skip(self._reading.source, self._breaks)
 
     def _arguments(self) -> Steps[None]:
-        """An object, the text of one in a string, or nothing."""
+        """Reads the arguments: an object, a string with an object's text, or null. Accepts any value in a marked object."""
         source = self._reading.source
         first = yield from source.peek()
         if first == "{":
@@ -98,7 +98,7 @@ class JsonCall:
             self._give("{}")
 
     def _text_of_arguments(self) -> Steps[None]:
-        """A string that holds an object."""
+        """Reads arguments in a string after its opening quote, and passes the decoded text to an inner reader."""
         source, inner = self._reading.source, Source()
         reading = self._object_in(inner)
         next(reading)
@@ -133,14 +133,14 @@ class JsonCall:
             self._reading.writer.arguments(text)
 
     def _catch_up(self) -> None:
-        """Gives what came before the name."""
+        """Starts the call with the arguments that came before the name."""
         if self._before and self._name is not None:
             self._reading.begin(self._name)
             self._reading.writer.arguments("".join(self._before))
             self._before = []
 
     def _break_off(self) -> None:
-        """Ends the call, if it is one. Its arguments are an object, unless the output was cut off within them."""
+        """Ends a malformed call if its name is known. Its arguments are an object, unless a token limit cut them off."""
         if self._name is None:
             return
         if self._whole:

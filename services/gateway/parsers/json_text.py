@@ -21,7 +21,7 @@ from services.gateway.parsers.source import SPACE, Malformed, Sink, Source, Step
 from services.shared.limits import MAX_CALL_DEPTH
 
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]*")
-_SCALAR_CHARS = 400  # more than any number that is a float
+_SCALAR_CHARS = 400  # longest number that is accepted; every finite float is shorter
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {word: word for word in ("true", "false", "null")} | {"True": "true", "False": "false", "None": "null"}
 _CLOSERS = {"{": "}", "[": "]"}
@@ -43,7 +43,7 @@ class Breaks:
     def __init__(self, ends: Sequence[str] = (), begins: Sequence[str] = ()) -> None:
         """
         Args:
-            ends: marks behind a call.
+            ends: marks after a call.
             begins: marks before the next call.
         """
         self.marks = (*ends, *begins)
@@ -270,7 +270,7 @@ class _Mender:
 
 
 def skip(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[None]:
-    """Any value. Raises Malformed."""
+    """Reads any value and drops it. Raises Malformed."""
     first = yield from source.peek()
     if first and first in _CLOSERS:
         if not (yield from mended(source, discard, breaks)):
@@ -294,7 +294,7 @@ def scalar(source: Source, chars: re.Pattern[str] = _ANY_SCALAR) -> Steps[str]:
 
 
 def string(source: Source, breaks: Breaks = NO_BREAKS) -> Steps[str]:
-    """A string, decoded. Raises Malformed."""
+    """Reads a string and returns its decoded text. Raises Malformed."""
     pieces: list[str] = []
     yield from source.expect('"')
     yield from decoded(source, pieces.append, breaks)
@@ -309,11 +309,11 @@ def decoded(source: Source, sink: Sink, breaks: Breaks = NO_BREAKS) -> Steps[Non
 def _chars(
     source: Source, sink: Sink, breaks: Breaks, escape: Callable[[Source], Steps[str]], raw: Callable[[str], str]
 ) -> Steps[None]:
-    """The characters of a string up to its closing quote. Raises Malformed.
+    """Reads the characters of a string up to its closing quote. Raises Malformed.
 
     Args:
-        escape: reads what follows a backslash.
-        raw: what is shown of text that JSON has only as an escape, or of text with a mark in it.
+        escape: Reads the text after a backslash and returns the text to pass on.
+        raw: Converts a control character or a mark before it is passed on.
     """
     while True:
         yield from source.run(breaks.plain, sink)
@@ -333,7 +333,7 @@ def _escaped(text: str) -> str:
 
 
 def _as_written(source: Source) -> Steps[str]:
-    """Returns a valid escape for the text behind a backslash. An unknown escape is doubled; an unpaired surrogate is U+FFFD."""
+    """Returns a valid escape for the text after a backslash. An unknown escape is doubled; an unpaired surrogate is U+FFFD."""
     char = yield from source.take()
     if char != "u":
         return f"\\{char}" if char in _ESCAPES else f"\\\\{_escaped(char)}"
@@ -349,7 +349,7 @@ def _as_written(source: Source) -> Steps[str]:
 
 
 def _as_meant(source: Source) -> Steps[str]:
-    """The character after a backslash. A surrogate without its other half is U+FFFD, as elsewhere."""
+    """Returns the character of the escape after a backslash. An unpaired surrogate is U+FFFD."""
     char = yield from source.take()
     if char != "u":
         return _ESCAPES.get(char, f"\\{char}")
@@ -373,7 +373,7 @@ def _is_low(code: str) -> bool:
 
 
 def _code(source: Source) -> Steps[str]:
-    """Up to four digits. Raises Malformed where the text ends before the fourth."""
+    """Reads up to four hexadecimal digits. Raises Malformed if the text ends before the fourth."""
     digits = ""
     while len(digits) < 4:
         char = yield from source.peek()

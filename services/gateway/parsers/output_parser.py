@@ -1,4 +1,4 @@
-"""The port to a parser of one choice's output, and what all of them are told of the request."""
+"""The interface of output parsers, and the parts of a request that they need."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ Schema = Mapping[str, Any] | bool
 
 
 class OutputParser(Protocol):
-    """One output, in one thread. Neither method raises, whatever the model writes; where text is cut makes no difference but
-    in how many pieces a text, a thought or arguments come."""
+    """Parses the output of one choice. Used by one thread.
+
+    The methods do not raise, whatever the model writes. The split of the text into pieces changes only the number of pieces in
+    which text, reasoning and arguments are returned.
+    """
 
     def feed(self, text: str) -> Sequence[Event]:
-        """text: what comes next. Holds back what may be the beginning of a mark, and blanks that a mark would drop."""
+        """Returns the events of the next text. Holds text that may begin a mark, and blanks that a following mark would drop."""
 
     def finish(self, cut: bool = False) -> Sequence[Event]:
         """Returns the events of held text. Called once, after the last feed.
 
         Args:
-            cut: the output has reached its limit of tokens. The arguments of a call then end where they stand; else they are
-                closed, and are a JSON object.
+            cut: Whether the output has reached its token limit. The arguments of an open call then stay incomplete;
+                otherwise they are completed to a JSON object.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ParserSetup:
-    """tools: the JSON schema of each tool's parameters by its name; None where the request gives none.
-    max_calls: how many calls are let through."""
+    """The tools of a request."""
 
-    tools: Mapping[str, Schema | None]
-    max_calls: int
+    tools: Mapping[str, Schema | None]  # JSON schema of the parameters by tool name; None if the request has no schema
+    max_calls: int  # calls that the client gets; further calls are dropped
 
 
 class PlainText:
-    """Without a format, all is text."""
+    """The parser of models without formats: everything is text."""
 
     def feed(self, text: str) -> Sequence[Event]:
         return [Text(text)] if text else []
@@ -52,17 +54,16 @@ MakeParser = Callable[[OutputFormats, ParserSetup], OutputParser]
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the outputs of one request are read: a parser for each, all of the same make. dropped: called for each call of which
-    the client sees nothing."""
+    """The parser settings of one request. Each choice gets a parser of its own."""
 
     formats: OutputFormats
     setup: ParserSetup
     make: MakeParser
-    dropped: Callable[[], None]
-    reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing one; empty where they are not known
+    dropped: Callable[[], None]  # called for each dropped call
+    reasoning_marks: Sequence[int] = ()  # token ids of the opening and the closing mark; empty if unknown
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int | None:
-        """How many of an output's ids are reasoning, its marks included; None where that is not known."""
+        """Returns the number of an output's reasoning tokens with their marks; None if the marks are unknown."""
         if len(self.reasoning_marks) != 2:
             return None
         begin, end = self.reasoning_marks
@@ -72,11 +73,11 @@ class Parsing:
 
     @property
     def kept_tokens(self) -> Sequence[str]:
-        """Special tokens that the text must have, by their text."""
+        """Texts of the special tokens that the detokenizer must leave in the text."""
         return self.formats.kept
 
     def parser(self) -> OutputParser:
-        """For one output."""
+        """Returns a parser for one output."""
         return self.make(self.formats, self.setup)
 
 

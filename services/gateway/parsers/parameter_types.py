@@ -1,4 +1,4 @@
-"""Which JSON a parameter's bare text is, by its schema, for formats that write values without quotes."""
+"""Converts a parameter's unquoted text to JSON by its schema, for formats that write values without quotes."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import orjson
 from services.gateway.parsers.output_parser import Schema
 from services.shared.json_schema import is_annotation
 
-_MAX_REFERENCES = 16  # followed from one parameter's schema, one behind the other
-_MAX_LOOKS = 1024  # at parts of it
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that print values
+_MAX_REFERENCES = 16  # depth to which references and options are followed from a parameter's schema
+_MAX_LOOKS = 1024  # parts of a schema that are examined
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates that print Python values write these words
 _KINDS: Mapping[type, str] = {
     **{bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"},
     type(None): "null",
 }
-ANY: frozenset[str] = frozenset()
+ANY: frozenset[str] = frozenset()  # the schema does not limit the types
 
 
 def parameter_types(tool: Schema | None, name: str) -> frozenset[str]:
-    """The JSON types that a tool's parameter may have; ANY where its schema does not say."""
+    """Returns the JSON types that a tool's parameter may have; ANY if the schema does not limit them."""
     properties = tool.get("properties") if isinstance(tool, Mapping) else None
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return schema_types(schema, tool)
 
 
 def schema_types(schema: Any, root: Any) -> frozenset[str]:
-    """The same of any schema; root: where its references lead."""
+    """Returns the JSON types that a schema allows; ANY if it does not limit them. References point into `root`."""
     return _Types(root).of(schema, _MAX_REFERENCES)
 
 
 def says(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Its keywords that limit anything, known or not."""
+    """Returns the keywords of a schema except annotations. Unknown keywords are included."""
     return frozenset(key for key in schema if not is_annotation(key))
 
 
 def referred(reference: Any, root: Any) -> Any:
-    """What a reference within `root` leads to; None if nowhere."""
+    """Returns the target of a reference within `root`; None if the reference has no target."""
     found = root
     for part in str(reference).removeprefix("#").split("/")[1:]:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -46,7 +46,14 @@ def referred(reference: Any, root: Any) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """text: a parameter's. JSON of an allowed type as it stands, else a string where one is allowed, else whatever it is."""
+    """Returns a parameter's text as JSON.
+
+    The first matching rule applies:
+
+    1. Text that is JSON of an allowed type stays as it is. Python's True, False and None become JSON.
+    2. Text that is JSON of another type stays as it is if strings are not allowed.
+    3. All other text becomes a string.
+    """
     written = text.strip()
     written = _OF_PYTHON.get(written, written)
     kind = _kind_of(written)
@@ -60,7 +67,7 @@ def quoted(text: str) -> str:
 
 
 def _kind_of(text: str) -> str:
-    """Empty for what is no JSON."""
+    """Returns the JSON type of a text; "" if the text is not JSON."""
     try:
         return _KINDS[type(orjson.loads(text))]
     except orjson.JSONDecodeError:
@@ -68,7 +75,7 @@ def _kind_of(text: str) -> str:
 
 
 class _Types:
-    """References lead into the tool's own schema. Of one that is too intricate nothing is said."""
+    """Finds the types of one schema. Returns ANY for a schema with too many parts or references."""
 
     def __init__(self, tool: Any) -> None:
         self._tool = tool

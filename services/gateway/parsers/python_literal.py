@@ -1,7 +1,7 @@
-"""A literal of Python turned into JSON's text, read character by character. Nothing is evaluated.
+"""Converts Python literals to JSON, character by character and without evaluation.
 
-Taken: texts in either quotes, numbers, True, False and None (JSON's words too), lists, tuples (as arrays), and dicts whose keys
-are texts. Depth is bounded by MAX_CALL_DEPTH.
+Accepted literals are strings in single or double quotes, numbers, True, False, None, true, false, null, lists, tuples (which
+become arrays), and dicts with string keys. The nesting is at most MAX_CALL_DEPTH deep.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _quoted(source: Source, out: OpenText) -> Steps[None]:
 
 
 def _text(source: Source, sink: Sink) -> Steps[None]:
-    """A text, decoded, from its opening quote to its closing one. Raises Malformed."""
+    """Reads a string from its opening to its closing quote, and passes the decoded text to the sink. Raises Malformed."""
     quote = yield from source.take()
     if quote not in _BODY:
         raise Malformed
@@ -137,7 +137,7 @@ def _closed(source: Source, closer: str) -> Steps[bool]:
 
 
 def _separated(source: Source, closer: str) -> Steps[None]:
-    """A comma, or nothing before the closer, which stays. Raises Malformed."""
+    """Reads a comma. The comma may be missing before the closer, which stays unread. Raises Malformed."""
     yield from source.space()
     if not (yield from source.choose((",",))) and (yield from source.peek()) != closer:
         raise Malformed
@@ -153,7 +153,7 @@ def _word(source: Source) -> Steps[str]:
 
 
 def _number(source: Source) -> Steps[str]:
-    """As it stands where JSON writes it so too."""
+    """Reads a number. Returns it unchanged if it is valid JSON, and otherwise converted. Raises Malformed."""
     pieces: list[str] = []
     yield from source.run(_NUMBER, pieces.append)
     written = "".join(pieces)
@@ -164,11 +164,11 @@ def _number(source: Source) -> Steps[str]:
 
 
 def _escaped(source: Source) -> Steps[str]:
-    """What follows a backslash; one that is no escape stands for itself, with its backslash, as in Python."""
+    """Returns the character of the escape after a backslash. An unknown escape keeps its backslash, as in Python."""
     char = yield from source.take()
     if char in _DIGITS:
         return (yield from _code(source, char))
-    if char in "\\'\"/":  # the last one as in JSON, which is what calls that are held to a schema are written in
+    if char in "\\'\"/":  # "/" is an escape in JSON only; models write JSON values if a grammar enforces a schema
         return char
     return _ESCAPES.get(char, f"\\{char}")
 

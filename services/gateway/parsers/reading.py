@@ -1,4 +1,4 @@
-"""What the formats share: a coroutine over a source that writes events, and calls that may turn out to be none."""
+"""The base of all format parsers: coroutines that read a source and write events, and attempts to read a call."""
 
 from __future__ import annotations
 
@@ -14,41 +14,47 @@ from services.gateway.parsers.output_parser import ParserSetup, Schema
 from services.gateway.parsers.source import Malformed, Marks, Source, Steps, discard
 
 _BEFORE_END = re.compile(r"[ \t\r\n\]}]*")
-MAX_REREAD_CHARS = 128  # of what looked like a call: as long as one's head. Longer text is not looked through again
+MAX_REREAD_CHARS = 128  # longest text of a failed attempt that is parsed again; the head of a call is about as long
 
 
 class Outcome(enum.Enum):
+    """The result of an attempt to read a call."""
+
     WHOLE = enum.auto()
-    BROKEN = enum.auto()  # it went wrong after its name; the rest of it has not been read
-    NONE = enum.auto()  # it was no call, and has become text
+    BROKEN = enum.auto()  # the call is malformed after its name; the rest of the call has not been read
+    NONE = enum.auto()  # the text was no call and was written as text
 
 
 class Reading:
-    """One output's source and writer.
-
-    Args:
-        setup: what the request says of calls.
-        marks: of the format. No text shows one.
-    """
+    """The source and the writer of one output."""
 
     def __init__(self, source: Source, setup: ParserSetup, marks: Marks) -> None:
+        """Starts a reading.
+
+        Args:
+            setup: The request's tools and number of calls.
+            marks: The marks of the format, which are removed from text.
+        """
         self.source = source
         self.writer = EventWriter(setup, marks)
         self._setup = setup
         self._marks = marks
-        self.failed = False  # a call broke off, or turned out to be text
+        self.failed = False  # an attempt has ended as BROKEN or NONE
 
     def schema(self, name: str) -> Schema | None:
         """Returns the schema of a tool's parameters."""
         return self._setup.tools.get(name)
 
     def trial(self) -> Reading:
-        """Returns another reading of the same source, whose events are its own."""
+        """Returns another reading of the same source with a writer of its own."""
         return Reading(self.source, self._setup, self._marks)
 
     def attempt(self, opening: str, call: Steps[None]) -> Steps[Outcome]:
-        """Reads a call, of which the opening mark has been taken. Before its name is known, what has been read comes out as
-        text if it is none: the mark at once, the rest after another look where it is short."""
+        """Reads a call after its opening mark.
+
+        If the text is malformed before begin(), it is no call. The opening and the text after it are then written without
+        marks. If that text has at most MAX_REREAD_CHARS, it is parsed again instead.
+        """
         begun = self.writer.begun
         self.source.record()
         try:
@@ -59,12 +65,16 @@ class Reading:
         return Outcome.WHOLE
 
     def begin(self, name: str) -> None:
-        """The name is known and the arguments are there: from here on it is a call."""
+        """Starts the call when its name and the beginning of its arguments have been read. It can then no longer become text."""
         self.source.forget()
         self.writer.start(name)
 
     def arguments(self, breaks: Breaks, ends: Sequence[str]) -> Steps[None]:
-        """Reads an object, or nothing before one of the ends, and ends the call. Raises Malformed if something else comes."""
+        """Reads the arguments and ends the call. Arguments are an object, or are empty before one of `ends`.
+
+        Raises:
+            Malformed: Other text comes, or the output was cut off.
+        """
         if (yield from self.source.peek()) == "{":
             is_whole = yield from mended(self.source, self.writer.arguments, breaks)
             self.end()
@@ -75,7 +85,7 @@ class Reading:
             raise Malformed
 
     def body_comes(self, ends: Sequence[str]) -> Steps[bool]:
-        """Whether an object comes next, or none and one of the ends of a call, or the end of the output."""
+        """Returns whether an object, one of `ends` or the end of the output comes next. Reads nothing."""
         if (yield from self.source.peek()) in ("", "{"):
             return True
         end = yield from self.source.choose(ends)
@@ -90,14 +100,14 @@ class Reading:
             self.writer.end()
 
     def closed_by(self, mark: str) -> Steps[None]:
-        """Takes the mark if it comes next, with blanks and brackets too many before it; before anything else they are text."""
+        """Reads the mark if it comes next, with blanks and extra brackets before it. Without the mark, these become text."""
         before: list[str] = []
         yield from self.source.run(_BEFORE_END, before.append)
         if not (yield from self.source.choose((mark,))):
             self.writer.text("".join(before))
 
     def skip_rest(self, ends: Sequence[str], nexts: Sequence[str]) -> Steps[None]:
-        """What is left of a broken call: all up to one of its ends, or to one of the marks after it, which stays."""
+        """Skips the rest of a broken call: up to and with one of `ends`, or up to one of `nexts`, which stays unread."""
         found = yield from self.source.until(Marks(*ends, *nexts), discard)
         if found in nexts:
             self.source.give_back(found)
@@ -120,9 +130,9 @@ class Reading:
 class CallFormat:
     """The notation in which a family of models writes calls."""
 
-    opens: tuple[str, ...]  # texts that a call may begin with, marks or not
-    marks: tuple[str, ...]  # all marks of the format, which no text shows
-    read: Callable[[Reading, str], Steps[None]]  # reads the calls behind one of `opens`
+    opens: tuple[str, ...]  # texts with which a call may begin; not all are marks
+    marks: tuple[str, ...]  # all marks of the format, which are removed from text
+    read: Callable[[Reading, str], Steps[None]]  # reads calls after one of `opens`, which has been read
 
 
 def _no_call(_reading: Reading, mark: str) -> Steps[None]:
@@ -136,9 +146,10 @@ Reader = Callable[[Reading], Steps[None]]
 
 
 class ReadingParser:
-    """An OutputParser of a coroutine that reads until its source ends. marks: of its format."""
+    """An OutputParser that runs a coroutine, which reads until its source ends."""
 
     def __init__(self, read: Reader, marks: Sequence[str], setup: ParserSetup) -> None:
+        """Starts the coroutine `read`. `marks` are the marks of its format."""
         self._source = Source()
         reading = Reading(self._source, setup, Marks(*marks))
         self._writer = reading.writer

@@ -1,6 +1,6 @@
-"""Text as it comes, read by one coroutine, which waits wherever what has come does not decide yet.
+"""Streams a model's text to one reading coroutine, which yields wherever the received text does not decide the next step.
 
-Each method looks at what is new, and at no more of what came before than the longest mark that it was asked for.
+Every method scans the new text, and of the older text at most the length of the longest mark. So reading takes linear time.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import TypeVar
 from services.shared.limits import MAX_HELD_CALL_CHARS
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields where it needs more text
-Sink = Callable[[str], None]
+Steps = Generator[None, None, T]  # a coroutine that yields when it needs more text
+Sink = Callable[[str], None]  # receives text in pieces
 
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Malformed(Exception):
-    """What comes is not what the format has here, is too long to be held, or has ended."""
+    """The next text does not fit the format, is too long to be held, or has ended."""
 
 
 def discard(text: str) -> None:
-    """Whoever passes text here has no use for it."""
+    """Drops the text. For readers that need a sink but not the text."""
 
 
 class Marks:
-    """Texts that are looked for, none of which begins another."""
+    """Texts to search for. No text is the beginning of another."""
 
     def __init__(self, *texts: str) -> None:
         assert all(texts) and not any(one != other and other.startswith(one) for one in texts for other in texts)
@@ -52,11 +52,11 @@ class Marks:
 
 
 class Record:
-    """Text that was read from some point on, up to a number of characters."""
+    """The text read since the record was started, up to a number of characters."""
 
     def __init__(self, most: int, text: str = "") -> None:
         self._pieces = [text] if text else []
-        self.free = most - len(text)
+        self.free = most - len(text)  # characters that can be added
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
@@ -77,16 +77,16 @@ class Record:
 
 
 class Source:
-    """One owner adds text and closes it, one coroutine reads. What is read can be recorded, and then given back.
+    """Text from one owner, which adds text and closes the source, to one coroutine, which reads.
 
-    While the source is bound to marks, it ends in front of the first of them.
+    The reader can record text and give it back, to read it again. A source that is bound to marks ends before the first one.
     """
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0
+        self._at = 0  # index of the next character to read
         self._stop = 0  # end of the text that may be read
-        self._ends = False  # no text comes behind `_stop`
+        self._ends = False  # no text comes after `_stop`
         self._closed = False
         self.was_cut = False  # the text has ended because the model had to stop
         self._bounds: Marks | None = None
@@ -102,26 +102,22 @@ class Source:
             self._settle()
 
     def close(self, cut: bool = False) -> None:
-        """Ends the text.
-
-        Args:
-            cut: whether the model had to stop at a limit of tokens.
-        """
+        """Ends the text. `cut` tells whether the model was stopped by a token limit."""
         self._closed, self.was_cut = True, cut
         self._settle()
 
     @property
     def unread(self) -> str:
-        """The text that may be read."""
+        """Received text that has not been read, up to the bound."""
         return self._text[self._at : self._stop]
 
     def bind(self, marks: Marks | None) -> None:
-        """Ends the source in front of the next of these marks. None removes the bound."""
+        """Ends the source before the next of these marks. None removes the bound."""
         self._bounds = marks
         self._settle()
 
     def hold(self, text: str) -> None:
-        """Starts a second record with `text`. Reading more than MAX_HELD_CALL_CHARS then raises Malformed."""
+        """Starts a second record with `text`. Reading then raises Malformed if the record exceeds MAX_HELD_CALL_CHARS."""
         self._held = Record(MAX_HELD_CALL_CHARS, text)
         self._list_records()
 
@@ -136,18 +132,22 @@ class Source:
         return self._record is not None
 
     def record(self, most: int = MAX_HELD_CALL_CHARS) -> None:
-        """From here on, what is read is kept; a reader that goes on for more than so many characters is Malformed."""
+        """Starts a record. Reading more than `most` characters before forget() raises Malformed."""
         self._record = Record(most)
         self._list_records()
 
     def forget(self) -> str:
-        """What was recorded; the record ends."""
+        """Ends the record of record() and returns its text."""
         found, self._record = self._record, None
         self._list_records()
         return found.text if found is not None else ""
 
     def give_back(self, text: str) -> None:
-        """text: what was read last, to be read again. What is unread behind it is not copied, where the text is still there."""
+        """Makes the last read text unread again.
+
+        Args:
+            text: The text that was read last. The unread text is not copied if `text` is still in the buffer.
+        """
         before = self._at - len(text)
         if before >= 0 and self._text.startswith(text, before):
             self._at = before
@@ -158,19 +158,22 @@ class Source:
             record.give_back(len(text))
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays; empty at the end."""
+        """Returns the next character without reading it; "" at the end."""
         while self._at == self._stop and not self._ends:
             yield
         return self._text[self._at] if self._at < self._stop else ""
 
     def take(self) -> Steps[str]:
-        """The next character. Raises Malformed at the end."""
+        """Reads the next character. Raises Malformed at the end."""
         if not (yield from self.peek()):
             raise Malformed
         return self._read(self._at + 1)
 
     def choose(self, options: Sequence[str]) -> Steps[str]:
-        """The option that comes next, taken; empty, with nothing taken, if none does. None begins another."""
+        """Reads the next text if it is one of `options`, and returns the option. Otherwise reads nothing and returns "".
+
+        No option may be the beginning of another option.
+        """
         longest = max(map(len, options), default=0)
         while True:
             ahead = self._text[self._at : min(self._at + longest, self._stop)]
@@ -182,12 +185,16 @@ class Source:
             yield
 
     def expect(self, text: str) -> Steps[None]:
-        """Takes the text. Raises Malformed if another one comes."""
+        """Reads this text. Raises Malformed if other text comes."""
         if not (yield from self.choose((text,))):
             raise Malformed
 
     def run(self, chars: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """chars: matches as many characters of a kind as there are, or none; whether one belongs depends on it alone."""
+        """Reads a run of characters, which may be empty, and passes it to the sink.
+
+        Args:
+            chars: Matches the longest run. The match must not depend on characters after the run.
+        """
         while True:
             found = chars.match(self._text, self._at, self._stop)
             assert found, "a run may be empty"
@@ -201,7 +208,7 @@ class Source:
         yield from self.run(SPACE, discard)
 
     def until(self, marks: Marks, sink: Sink) -> Steps[str]:
-        """Passes on what stands before the next mark, and takes the mark; empty at the end."""
+        """Passes the text before the next mark to the sink, reads the mark and returns it. Returns "" at the end."""
         while True:
             found = marks.find(self._text, self._at, self._stop)
             stop = found.start() if found else self._undecided(marks)
@@ -217,7 +224,7 @@ class Source:
         return self._stop if self._ends else marks.begun(self._text, self._at, self._stop)
 
     def _settle(self) -> None:
-        """Finds out how far the text may be read, and whether it ends there."""
+        """Sets the index up to which the text may be read, and whether the source ends there."""
         end = len(self._text)
         found = self._bounds.find(self._text, self._at, end) if self._bounds else None
         if found:
@@ -231,7 +238,11 @@ class Source:
         self._records = tuple(record for record in (self._record, self._held) if record is not None)
 
     def _read(self, end: int) -> str:
-        """All reading is done here. Raises Malformed where a record is full: at the same character however text comes."""
+        """Reads up to index `end` and adds the text to the records. All other methods read through this one.
+
+        Raises:
+            Malformed: A record is full. The character at which this happens does not depend on how the text was split.
+        """
         if not self._records:
             found, self._at = self._text[self._at : end], end
             return found

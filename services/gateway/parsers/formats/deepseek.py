@@ -1,4 +1,4 @@
-"""DeepSeek: calls between marks, in one section. V3 and R1 write a kind, a name and fenced JSON; V3.1 a name and JSON."""
+"""Reads DeepSeek's calls, which form one section. V3 and R1 write a kind, a name and fenced JSON; V3.1 writes a name and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[^\s<`{]*")
 
 
 def _read(reading: Reading, mark: str) -> Steps[None]:
-    """A call, or the section and the call that begins it."""
+    """Reads a call, or the beginning of the section with its first call."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
     if outcome is Outcome.WHOLE:
         yield from reading.closed_by(FENCE_END)
@@ -28,9 +28,10 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
 
 
 def _call(reading: Reading, mark: str) -> Steps[None]:
-    """`function<｜tool▁sep｜>NAME` and arguments in a fence, or `NAME<｜tool▁sep｜>` and arguments.
+    """Reads `function<｜tool▁sep｜>NAME` and arguments in a fence, or `NAME<｜tool▁sep｜>` and arguments.
 
-    The separator may be missing behind the name of a known tool, unless the output was cut off, perhaps within the name.
+    The separator may be missing after the name of a known tool. If the output was cut off, it must be there, because the name
+    may be incomplete.
     """
     source = reading.source
     if mark == SECTION:

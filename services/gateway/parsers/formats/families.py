@@ -1,4 +1,4 @@
-"""The formats by name, and the parser of an output in them."""
+"""Maps format names to parsers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 
 
 def output_parser(formats: OutputFormats, setup: ParserSetup) -> OutputParser:
-    """One for one output. Harmony's channels hold reasoning and calls alike, so its parser does both, whichever is asked."""
+    """Returns a parser for one output. Harmony's parser always reads reasoning and calls, because both are in its channels."""
     if "harmony" in (formats.tools, formats.reasoning):
         return ReadingParser(harmony.read, harmony.MARKS, setup)
     if formats == OutputFormats():

@@ -1,7 +1,7 @@
-"""Harmony (gpt-oss): messages, each with a header that says its channel and whom it is for.
+"""Reads harmony (gpt-oss): messages whose headers name a channel and a recipient.
 
-`<|channel|>analysis` is reasoning; what is for `functions.NAME` is a call; any other message is text. The header
-`<|start|>assistant` of the first message is in the prompt. See https://github.com/openai/harmony/blob/main/docs/format.md
+A message in the channel `analysis` is reasoning. A message to `functions.NAME` is a call. Any other message is text. The header
+`<|start|>assistant` of the first message is in the prompt. Source: https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ _HEADER_ENDS = Marks(MESSAGE, END, RETURN, CALL)
 _HEADER_BEGINS = (START, CHANNEL, MESSAGE, " to=", "to=")
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]+)|(?<=>)to=([^\s<]+)")
-MAX_HEADER_CHARS = 1024
+MAX_HEADER_CHARS = 1024  # longer text is no header
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    channel: str
-    recipient: str
+    """The header of a message."""
+
+    channel: str  # "" if the header names none
+    recipient: str  # "" if the header names none
 
     @property
     def calls(self) -> bool:
@@ -44,14 +46,14 @@ def read(reading: Reading) -> Steps[None]:
 
 
 class _Messages:
-    """Of one output. Those of a kind are told apart by a line's end, as if they were paragraphs."""
+    """The messages of one output. Separates messages of the same kind by a line end."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._said: set[str] = set()
 
     def read(self, begun: str) -> Steps[None]:
-        """begun: what has been read of the first header; empty if the output begins without one."""
+        """Reads all messages. `begun` is the text that has been read of the first header; "" if the output begins without one."""
         source, writer = self._reading.source, self._reading.writer
         while True:
             if not begun:
@@ -67,7 +69,11 @@ class _Messages:
             begun = mark if mark in (START, CHANNEL) else ""
 
     def _header(self, begun: str) -> Steps[_Header | None]:
-        """None for what ends without a message and calls nothing, or is longer than any header."""
+        """Reads a header, of which `begun` has been read.
+
+        Returns:
+            None if no message follows the header and it names no function, or if it has more than MAX_HEADER_CHARS.
+        """
         source = self._reading.source
         if begun == MESSAGE:
             return _Header("", "")
@@ -89,7 +95,7 @@ class _Messages:
         return None
 
     def _message(self, header: _Header) -> Steps[str]:
-        """Reads the message's content and returns the mark behind it."""
+        """Reads a message's content and returns the next mark."""
         writer = self._reading.writer
         if header.recipient:
             return (yield from self._call(header.recipient.removeprefix("functions.")))
@@ -106,14 +112,14 @@ class _Messages:
         return mark
 
     def _call(self, name: str) -> Steps[str]:
-        """What is no JSON object is text."""
+        """Reads a call's arguments and returns the next mark. Content that is no JSON object becomes text."""
         outcome = yield from self._reading.attempt("", self._arguments(name))
         if outcome is Outcome.NONE:
             return (yield from self._content("texts", self._reading.writer.text))
         return (yield from self._reading.source.until(_ENDS, discard))
 
     def _arguments(self, name: str) -> Steps[None]:
-        """An object, or nothing. Raises Malformed for any other text."""
+        """Reads an object, which may be missing before the end of the message. Raises Malformed for other text."""
         yield from self._reading.source.space()
         if not (yield from self._reading.body_comes(_MESSAGE_ENDS)):
             raise Malformed

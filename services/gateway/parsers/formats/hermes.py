@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as often as there are calls."""
+"""Reads the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` for each call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Llama 3: `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several with semicolons between them, or in a list.
+"""Reads Llama 3's calls: `{"name": …, "parameters": {…}}`, optionally after `<|python_tag|>`.
 
-Where no mark says that an object is a call, its members do: any `{` may be one until something comes that a call has not.
+Several calls are separated by semicolons or form a list. Without the mark, any `{` may begin a call. The object is text if it has
+a member that calls do not have.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
 
 
 def _another(reading: Reading) -> Steps[bool]:
-    """Takes the text between two objects of a list. Returns False behind the bracket that ends the list."""
+    """Reads the text between two objects of a list, with the brace of the second. Returns False if no object follows."""
     source = reading.source
     yield from source.space()
     yield from source.choose((",",))
@@ -43,7 +44,7 @@ def _behind_mark(reading: Reading, mark: str) -> Steps[None]:
 
 
 def _call(reading: Reading, marked: bool = False) -> Steps[None]:
-    """Reads a call from behind its brace. A marked call may lack its parameters."""
+    """Reads a call after its brace. A call after a mark may have no parameters."""
     yield from reading.source.space()
     key = yield from reading.source.choose(_KEYS)
     if not key:

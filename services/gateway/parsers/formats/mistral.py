@@ -1,6 +1,6 @@
-"""Mistral: `[TOOL_CALLS]` and either a list of `{"name": …, "arguments": {…}}`, or `NAME[ARGS]{…}`, the mark before each.
+"""Reads Mistral's calls: `[TOOL_CALLS]` before a list of `{"name": …, "arguments": {…}}`, or before each `NAME[ARGS]{…}`.
 
-Between name and arguments some of the models write `[CALL_ID]` and an id, which nobody asks for.
+Some models write `[CALL_ID]` and an id between name and arguments. The id is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
 
 
 class _Calls:
-    """The calls behind one mark."""
+    """The calls after one mark."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -49,7 +49,7 @@ class _Calls:
         yield from (self._object() if is_object else _named(self._reading))
 
     def _another(self) -> Steps[bool]:
-        """Takes the text between two objects of a list. Returns False behind the bracket that ends the list."""
+        """Reads the text between two objects of a list. Returns False if no object follows."""
         source = self._reading.source
         yield from source.space()
         yield from source.choose((",",))
@@ -61,7 +61,10 @@ class _Calls:
 
 
 def _named(reading: Reading) -> Steps[None]:
-    """A name and arguments. Without a mark between them, or with arguments that are no object, only a tool's name is one."""
+    """Reads a name and arguments. Raises Malformed if they are no call.
+
+    The name must be a tool's if no object follows, or if neither a mark nor an object follows directly.
+    """
     source, pieces = reading.source, list[str]()
     yield from source.run(_NAME, pieces.append)
     yield from source.space()

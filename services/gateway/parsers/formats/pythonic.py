@@ -1,7 +1,7 @@
-"""Llama's pythonic calls: `[name(key=literal, …), …]`, perhaps between `<|python_start|>` and `<|python_end|>`.
+"""Reads Llama's pythonic calls: `[name(key=literal, …), …]`, optionally between `<|python_start|>` and `<|python_end|>`.
 
-A bracket in the middle of a text begins calls only if a tool's name follows it; at the beginning of an output, or after the
-mark, any name does. Calls of unknown tools are held until they are whole, for they may still be text.
+A bracket within a text begins calls only if the name of a known tool follows. At the beginning of an output and after the mark,
+any name begins a call. A call of an unknown tool is held until it is complete, because it may still be text.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def _read(reading: Reading, mark: str) -> Steps[None]:
 
 
 class _List:
-    """A list of calls, from after its bracket or the mark before it."""
+    """The reader of a list of calls, after its bracket or after the mark before it."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._depth = 0  # number of open brackets where a call broke off; 0 if another list begins there
+        self._depth = 0  # open brackets at the point where a call is malformed; 0 if another list begins there
 
     def read(self, opening: str, any_name: bool) -> Steps[None]:
         """Reads calls until the list ends.
 
         Args:
-            opening: the bracket or mark before the list, which has been taken.
-            any_name: whether an unknown name begins a call too.
+            opening: The bracket or mark before the list, which has been read.
+            any_name: Whether the name of an unknown tool begins a call too.
         """
         source = self._reading.source
         while True:
@@ -108,7 +108,7 @@ class _List:
 
 
 def _name(reading: Reading, chars: re.Pattern[str]) -> Steps[str]:
-    """Raises Malformed if there is none."""
+    """Reads a name and blanks after it. Raises Malformed if no name comes."""
     pieces: list[str] = []
     yield from reading.source.run(chars, pieces.append)
     yield from reading.source.space()

@@ -1,7 +1,7 @@
-"""Qwen3-Coder: a function and its parameters between XML's marks, each value as bare text on lines of its own.
+"""Reads Qwen3-Coder's calls: a function and its parameters between XML tags, each value unquoted on its own lines.
 
-Texts are passed on as they come; a value of another type is passed on when it is whole. A value ends at the next mark of the
-format, whichever it is; but an end of a call is part of the value if `</parameter>` comes before another call does.
+A string is passed on piece by piece; a value of another type is passed on when it is complete. A value ends at the next mark of
+the format. The end mark of a call is part of the value if `</parameter>` comes before another call begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INSIDE = re.compile(r'[^"\\\n]*')
 
 
 def _read(reading: Reading, mark: str) -> Steps[None]:
-    """Some of the models leave `<tool_call>` out: a function alone is a call too."""
+    """Reads a call. `<tool_call>` may be missing, because some models leave it out."""
     outcome = yield from reading.attempt(mark, _call(reading, mark))
     if outcome is Outcome.WHOLE:
         yield from reading.closed_by(END)
@@ -49,10 +49,10 @@ def _call(reading: Reading, mark: str) -> Steps[None]:
 
 
 def _name(reading: Reading, is_known: Callable[[str], bool]) -> Steps[str]:
-    """Reads the name of a function or a parameter, and the bracket after it. Raises Malformed without a name.
+    """Reads the name of a function or a parameter, and the bracket after it. Raises Malformed if no name comes.
 
     Args:
-        is_known: whether a name is one also without the bracket.
+        is_known: Returns whether the bracket may be missing after a name.
     """
     pieces: list[str] = []
     yield from reading.source.run(_NAME, pieces.append)
@@ -114,7 +114,7 @@ class _Parameters:
         self._closing = "}"
 
     def _brackets(self, sink: Sink) -> Steps[None]:
-        """An object or array, if there is one: texts inside it may hold marks, but none at the beginning of a line."""
+        """Reads an object or array if one comes. Its strings may have marks, except at the beginning of a line."""
         source, depth, in_string = self._reading.source, 0, False
         yield from source.space()
         if (yield from source.peek()) not in ("{", "["):
@@ -138,18 +138,18 @@ class _Parameters:
                     return
 
     def _at_mark(self) -> Steps[bool]:
-        """Whether the value ends here, at a mark or with the output."""
+        """Returns whether a mark or the end of the output comes next. Reads nothing."""
         source = self._reading.source
         mark = yield from source.choose(_VALUE_END_TEXTS)
         source.give_back(mark)
         return bool(mark) or not (yield from source.peek())
 
     def _until_end(self, sink: Sink) -> Steps[None]:
-        """A value, without the line's end behind it. Raises Malformed where the output was cut off in it."""
+        """Reads a value and passes it on without the line end after it. Raises Malformed if a token limit cut off the value."""
         source, held = self._reading.source, _HeldLine(sink)
 
         def add(text: str) -> None:
-            if source.was_cut:  # the last piece, which may end with the beginning of a mark
+            if source.was_cut:  # this is the last piece, which may end with an incomplete mark
                 text = text[: _VALUE_ENDS.begun(text, 0, len(text))]
             if text:
                 held.add(text)
@@ -184,9 +184,9 @@ class _Parameters:
         return text
 
     def _inside(self, end: str) -> Steps[str]:
-        """Returns the text up to the next `</parameter>`, because the end of a call in front of it is part of the value.
+        """Reads up to the next `</parameter>` and returns the text, in which the end mark of a call is part of the value.
 
-        Returns "" and reads nothing if the output ends, or another call begins, before such a mark.
+        Returns "" and reads nothing if the output ends or another call begins before such a mark.
         """
         source, read, room = self._reading.source, [end], MAX_HELD_CALL_CHARS
 
@@ -232,7 +232,7 @@ class _HeldLine:
 
 
 def _json(text: str, types: frozenset[str]) -> str:
-    """A value that is no text, as JSON: mended where its brackets allow it, else the text."""
+    """Returns a value as JSON. An invalid object or array is repaired if that is possible, and is a string otherwise."""
     found = as_json(text, types)
     if found[0] == '"' and types and "string" not in types and text.lstrip()[:1] in ("{", "["):
         return mended_text(text) or found

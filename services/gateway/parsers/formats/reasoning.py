@@ -1,7 +1,7 @@
-"""An output that may begin with reasoning between two marks, and goes on with text and calls.
+"""Reads an output that may begin with reasoning between two marks, followed by text and calls.
 
-A model that ends with a whole call in its reasoning has made the call. So the text is held from a call's opening mark on, and
-read as a call beside that. It becomes reasoning as soon as the closing mark or any other text follows.
+If an output ends in its reasoning with a complete call, the model has made the call. So the text from a call's opening mark on is
+held and also read as a call. The held text becomes reasoning if the closing mark or other text follows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from services.gateway.parsers.source import SPACE, Malformed, Marks, Steps
 
 
 class OutputReader:
-    """Reads one output.
-
-    Args:
-        calls: the format of calls.
-        marks: the opening and the closing mark of reasoning; empty if the format has none.
-        opened: whether the prompt ends with the opening mark.
-    """
+    """The reader of one output."""
 
     def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
+        """Combines two formats.
+
+        Args:
+            calls: The format of calls.
+            marks: The opening and the closing mark of reasoning. Empty for a model without reasoning.
+            opened: Whether the prompt ends with the opening mark.
+        """
         self._calls = calls
         self._marks = marks
         self._opened = opened
@@ -50,7 +51,7 @@ class OutputReader:
             reading.writer.text("".join(blanks))
 
     def _reasoning(self, reading: Reading) -> Steps[None]:
-        """Up to behind the closing mark, or to the end."""
+        """Reads the reasoning up to and with the closing mark, or to the end of the output."""
         source, writer, end = reading.source, reading.writer, self._marks[1]
         marks, closing = Marks(end, *(each for each in self._calls.opens if not end.startswith(each))), Marks(end)
         while mark := (yield from source.until(marks, writer.reasoning)):
@@ -63,7 +64,7 @@ class OutputReader:
             trial = reading.trial()
             try:
                 ends_in_calls = yield from self._only_calls(trial, mark)
-            except Malformed:  # longer than may be held
+            except Malformed:  # the text is longer than the limit of held text
                 ends_in_calls = False
             source.bind(None)
             held = source.release()
@@ -74,7 +75,7 @@ class OutputReader:
                 writer.reasoning(held)
 
     def _only_calls(self, trial: Reading, mark: str) -> Steps[bool]:
-        """Whether there are calls of tools and nothing else up to the source's bound."""
+        """Returns whether only calls of known tools come before the source's bound, and at least one."""
         while mark:
             if mark in self._calls.opens:
                 yield from self._calls.read(trial, mark)

@@ -1,4 +1,4 @@
-"""What a parameter's schema allows, one way beside the other, for formats that write values without quotes."""
+"""Splits a parameter's schema into its alternatives, for formats that write values without quotes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from services.gateway.parsers.parameter_types import ANY, referred, says, schema
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """types: of JSON, ANY where the schema does not say. values: all that there are, where it names them. limited: it says more
-    than that."""
+    """A set of values that a schema allows, beside its other alternatives."""
 
-    types: frozenset[str] = ANY
-    values: tuple[Any, ...] = ()
-    limited: bool = False
+    types: frozenset[str] = ANY  # JSON types; ANY if the schema does not limit them
+    values: tuple[Any, ...] = ()  # all allowed values; empty if the schema does not list them
+    limited: bool = False  # the schema has keywords besides types and values
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[Alternative]:
-    """schema: with the definitions that it refers to. One that is limited at least where it cannot be taken apart."""
+    """Returns at least one alternative of a schema, which must contain the definitions that it refers to.
+
+    A part that cannot be split becomes a limited alternative.
+    """
     return _of(schema, schema, set()) or [Alternative(limited=True)]
 
 
 def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Alternative]:
-    """followed: references whose ways are among those that were found before."""
+    """Returns the alternatives of a part of `root`. Skips references in `followed`, whose alternatives have been found."""
     if schema is True:
         return [Alternative()]
     if not isinstance(schema, Mapping):
@@ -44,7 +46,7 @@ def _of(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Altern
 
 
 def _options(schema: Mapping[str, Any], keywords: frozenset[str]) -> Sequence[Any] | None:
-    """None where it is one by itself, or says more than its options do."""
+    """Returns the options of anyOf, oneOf or a single allOf. None if the schema has other keywords besides."""
     for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
         if keywords == {name} and isinstance(options, list) and options and (name != "allOf" or len(options) == 1):

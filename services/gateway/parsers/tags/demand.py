@@ -1,4 +1,4 @@
-"""Which calls an output may, or must, have."""
+"""Describes the calls that an output may or must have."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OF_NO_MEMBERS = {"type", "properties", "required"}
 
 
 class TagRefused(ValueError):
-    """A strict tool asks for arguments that this format cannot hold. The message is for the client, and names no value of its
-    own.
+    """A strict tool has parameters that a grammar of this format cannot enforce. The client must change the tool.
 
-    field: of the request, that asks for them.
+    The message is for the client and contains no value of the request.
     """
 
     def __init__(self, field: str, why: str) -> None:
+        """Names the request's field that has the tool's parameters, and the reason."""
         super().__init__(why)
         self.field = field
 
@@ -33,21 +33,20 @@ class ToolSpec:
 
     name: str
     parameters: Mapping[str, Any] | None  # a JSON schema; None if the request has no schema
-    strict: bool = False  # the schema holds even if calls are not asked for, and all of it
-    field: str = "tools"  # of the request, that holds `parameters`
+    strict: bool = False  # the whole schema is enforced, even if no call is forced
+    field: str = "tools"  # field of the request with `parameters`
 
 
 @dataclass(frozen=True, slots=True)
 class CallDemand:
-    """tools: those that may be called, the named one alone where one is named. forced: calls and nothing else, one at least.
-    parallel: more than one may come."""
+    """The calls that a request allows or forces."""
 
-    tools: tuple[ToolSpec, ...]
-    forced: bool
-    parallel: bool
+    tools: tuple[ToolSpec, ...]  # tools that may be called; only the named tool if the request names one
+    forced: bool  # the output is at least one call, and nothing else
+    parallel: bool  # the output may have more than one call
 
     def parameters(self, tool: ToolSpec) -> Mapping[str, Any]:
-        """The schema that the tool's arguments must follow."""
+        """Returns the schema that the tool's arguments must follow."""
         if not (tool.strict or self.forced):
             return ANY_OBJECT
         found = tool.parameters

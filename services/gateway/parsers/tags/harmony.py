@@ -1,4 +1,4 @@
-"""The layout of harmony's messages. A call ends the output: the mark after it is a stop token."""
+"""Builds the layout of harmony's messages. A call ends the output, because the mark after it is a stop token."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from services.gateway.parsers.tags.layouts import Layout, any_text, const, eithe
 _ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 _PREAMBLE = "<|channel|>commentary<|message|>"
 _END, _NEXT = "<|end|>", "<|start|>assistant"
-_OTHERS = ("<|start|>", "<|channel|>", "<|return|>", "<|call|>")  # that would end a message too
+_OTHERS = ("<|start|>", "<|channel|>", "<|return|>", "<|call|>")  # further marks that end a message
 
 
 def harmony(demand: CallDemand, answer: Layout | None = None) -> Layout:
-    """Reasoning, then one call; where none is forced, also messages for the user before it or instead of it. answer: what stands
-    instead of a call, and there are no other messages then."""
+    """Returns the layout of an output with calls.
+
+    The output is reasoning, then one call. If no call is forced, messages for the user may stand before the call or replace it.
+
+    Args:
+        answer: The only alternative to a call if it is not None. Messages for the user are then not allowed.
+    """
     tools = [sequence(_header(tool.name), demand.arguments(tool)) for tool in demand.tools]
     if demand.forced:
         return sequence(_before(_ANALYSIS), either(*tools))
@@ -23,7 +28,7 @@ def harmony(demand: CallDemand, answer: Layout | None = None) -> Layout:
 
 
 def harmony_answer(content: Layout) -> Layout:
-    """Reasoning, then an answer that follows the layout."""
+    """Returns the layout of reasoning, followed by a final message with this content."""
     return sequence(_before(_ANALYSIS), const(_FINAL), content)
 
 
@@ -32,7 +37,7 @@ def _before(*headers: str) -> Layout:
 
 
 def _header(name: str) -> Layout:
-    """In each of the three orders in which the models write it."""
+    """Returns the headers of a call, in each of the four spellings that the models use."""
     return either(
         const(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),
         const(f"<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>"),

@@ -1,4 +1,4 @@
-"""Layouts of the formats that write arguments as JSON: Hermes, Llama 3, Mistral and both of DeepSeek's."""
+"""Builds the layouts of the formats that write arguments as JSON: Hermes, Llama 3, Mistral, DeepSeek V3 and V3.1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llama3_json(demand: CallDemand, excludes: Sequence[str]) -> Layout:
 
 
 def mistral(demand: CallDemand, excludes: Sequence[str]) -> Layout:
-    """In either of its forms: which one a model was taught shows nowhere but in what it writes."""
+    """Allows both forms, because only the output shows the form that a model was trained on."""
     objects = calls(_objects(demand, "", "arguments", ""), ", ", demand.parallel)
     listed = tag(f"{_TOOL_CALLS}[", objects, "]")
     named = [tag(f"{_TOOL_CALLS}{tool.name}[ARGS]", demand.arguments(tool), "") for tool in demand.tools]
@@ -57,7 +57,7 @@ def _section(tags: Sequence[Layout], separator: str, demand: CallDemand, exclude
 
 
 def _objects(demand: CallDemand, before: str, key: str, after: str) -> list[Layout]:
-    """`{"name": …, KEY: …}` of each tool."""
+    """Returns the layout of `{"name": …, KEY: …}` for each tool, between the texts `before` and `after`."""
     return [
         tag(f'{before}{{"name": {orjson.dumps(tool.name).decode()}, "{key}": ', demand.arguments(tool), f"}}{after}")
         for tool in demand.tools

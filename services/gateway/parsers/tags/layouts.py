@@ -1,4 +1,4 @@
-"""The parts of a structural tag's layout, as services/worker/grammar/schema/structural_tag.py takes them."""
+"""Builds the parts of a structural tag's layout, in the form that services/worker/grammar/schema/structural_tag.py reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Layout = Mapping[str, Any]
-ORIGIN = "origin"  # member of a part, for the gateway alone
+ORIGIN = "origin"  # member of a part that the gateway removes before it sends the layout
 
-LINES = r"\n{0,2}"  # what models write between reasoning and answer
+LINES = r"\n{0,2}"  # line ends that models write between reasoning and content
 
 
 def const(text: str) -> Layout:
@@ -22,11 +22,11 @@ def any_text(*excludes: str) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a part of a layout comes from, in the words of the request."""
+    """The part of a request from which a part of a layout was built."""
 
-    field: str  # of the request, such as tools[0].function.parameters
+    field: str  # field of the request, such as tools[0].function.parameters
     within: str = ""  # JSON pointer into that field's schema, without the #
-    partial: bool = False  # keywords that workers do not support are left out
+    partial: bool = False  # keywords that workers do not support are removed from the schema
 
 
 def schema(document: Mapping[str, Any] | bool, origin: Origin | None = None) -> Layout:
@@ -58,7 +58,7 @@ def tag(begin: str, content: Layout, end: str) -> Layout:
 
 
 def calls(tags: Sequence[Layout], separator: str, parallel: bool) -> Layout:
-    """At least one of the tags; exactly one without parallel."""
+    """Returns the layout of at least one of the tags; of exactly one without `parallel`."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -69,7 +69,12 @@ def calls(tags: Sequence[Layout], separator: str, parallel: bool) -> Layout:
 
 
 def within_text(triggers: Sequence[str], tags: Sequence[Layout], excludes: Sequence[str], parallel: bool) -> Layout:
-    """Free text in which whatever begins with a trigger is one of the tags. Without parallel, the first of them is the end."""
+    """Returns the layout of free text in which a trigger must begin one of the tags.
+
+    Args:
+        excludes: Texts that must not occur.
+        parallel: Whether more text and tags may follow the first tag.
+    """
     return {
         "type": "triggered_tags",
         "triggers": list(triggers),

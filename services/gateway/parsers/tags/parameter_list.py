@@ -1,4 +1,4 @@
-"""A tool's parameters one by one, for formats that write each by itself."""
+"""Lists a tool's parameters, for formats that write each parameter separately."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _OF_A_LIST = {"type", "properties", "required", "additionalProperties"}
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """schema: with the definitions that it may refer to."""
+    """A parameter of a tool."""
 
     name: str
-    schema: Mapping[str, Any] | bool
+    schema: Mapping[str, Any] | bool  # contains the definitions that it may refer to
     required: bool
 
 
 def parameters(demand: CallDemand, tool: ToolSpec) -> list[Parameter] | None:
-    """In the schema's order, then those that are required alone; None where any may come. Raises TagRefused for a strict schema
-    that says more than a list of them does."""
+    """Returns the tool's parameters in the schema's order, then required names without a schema. None if all names are allowed.
+
+    Raises:
+        TagRefused: The schema of a strict tool has keywords that a list of parameters cannot express.
+    """
     schema = demand.parameters(tool)
     if tool.strict and not says(schema) <= _OF_A_LIST:
         why = "in this model's format, parameters of a strict tool must be an object with 'properties', and no limits"

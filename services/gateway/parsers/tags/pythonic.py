@@ -1,4 +1,4 @@
-"""The layout of Llama's pythonic calls. Values are written as JSON, which its parser takes as literals."""
+"""Builds the layout of Llama's pythonic calls. Values are JSON, which the parser also reads as Python literals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def pythonic(demand: CallDemand, excludes: Sequence[str]) -> Layout:
-    """In a text, calls begin with a bracket, a tool's name and another bracket; without parallel, and after calls, it ends."""
+    """Returns the layout. If no call is forced, `[NAME(` begins the calls in a text, and the output ends after the calls."""
     if demand.forced:
         tags = [tag(f"{tool.name}(", _keywords(demand, tool), ")") for tool in demand.tools]
         return sequence(const("["), calls(tags, ", ", demand.parallel), const("]"))
@@ -41,7 +41,10 @@ def _any_call(demand: CallDemand) -> Layout:
 
 
 def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
-    """Between the brackets. An optional one before the first required one, or where none is, has its comma after it."""
+    """Returns the layout of the text between a call's brackets.
+
+    Without a required parameter before it, an optional parameter is followed by a comma. Otherwise, the comma precedes it.
+    """
     listed = parameters(demand, tool)
     if listed is None:
         pair = sequence(regex(r"[a-z_][a-z0-9_]*"), const("="), schema(True))
@@ -57,7 +60,7 @@ def _keywords(demand: CallDemand, tool: ToolSpec) -> Layout:
 
 
 def _can_be_written(parameter: Parameter, tool: ToolSpec) -> bool:
-    """Raises TagRefused for a required one that cannot."""
+    """Returns whether the parameter's name is a valid keyword. Raises TagRefused for a required parameter without one."""
     if _KEYWORD.fullmatch(parameter.name):
         return True
     if parameter.required:

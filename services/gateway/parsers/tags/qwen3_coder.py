@@ -1,4 +1,4 @@
-"""The layout of Qwen3-Coder's calls: each parameter between marks of its own, texts without quotes."""
+"""Builds the layout of Qwen3-Coder's calls, which write each parameter between its own marks and strings without quotes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _parameters(demand: CallDemand, tool: ToolSpec) -> Layout:
 
 
 def _parameter(begin: str, value: Layout) -> Layout:
-    """No text holds the mark that ends it; the line's end before it is the model's to write."""
+    """Returns the layout of a parameter. Its value cannot contain the end mark. The model writes a line end before that mark."""
     return sequence(tag(begin, value, _VALUE_END), const("\n"))
 
 
 def _value(demand: CallDemand, parameter: Parameter, tool: ToolSpec) -> Layout:
-    """Raises TagRefused for a strict text whose limits cannot be held without quotes."""
+    """Returns the layout of a value. Raises TagRefused for a strict string whose limits cannot be enforced without quotes."""
     found = parameter.schema
     if isinstance(found, bool):
         return any_text()

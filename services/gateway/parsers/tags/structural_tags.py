@@ -1,6 +1,6 @@
-"""What a worker is asked to hold an output to: calls that are forced or strict, and anything that begins after reasoning.
+"""Builds structural tags, which make a worker enforce forced or strict calls, and a layout that begins after reasoning.
 
-A structural tag's text, in the layout that workers take (services/worker/grammar/schema/structural_tag.py).
+services/worker/grammar/schema/structural_tag.py reads the text of a tag.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BUILDERS: Mapping[str, _Builder] = {
 
 
 class Tag(str):
-    """A structural tag's text, as workers take it."""
+    """The JSON text of a structural tag, which the gateway sends to a worker."""
 
-    origins: Mapping[str, Origin]  # of its parts, by their JSON pointers
+    origins: Mapping[str, Origin]  # origins of the tag's parts, by JSON pointer into the text
 
     def __new__(cls, text: str, origins: Mapping[str, Origin]) -> Tag:
         tag = super().__new__(cls, text)
@@ -44,8 +44,14 @@ class Tag(str):
 
 
 def call_tag(formats: OutputFormats, demand: CallDemand) -> Tag | None:
-    """formats: with a format of tools. None where any output will do: calls are not forced, and no tool is strict.
-    Raises TagRefused."""
+    """Returns the tag of a request with tools. None if no call is forced and no tool is strict, so that any output is valid.
+
+    Args:
+        formats: The model's formats; there must be a tool format.
+
+    Raises:
+        TagRefused: A strict tool has parameters that the format cannot enforce.
+    """
     if not demand.forced and not any(tool.strict for tool in demand.tools):
         return None
     marks = () if formats.tools == "harmony" else REASONING_FORMATS[formats.reasoning]
@@ -53,13 +59,20 @@ def call_tag(formats: OutputFormats, demand: CallDemand) -> Tag | None:
 
 
 def after_reasoning(formats: OutputFormats, answer: Layout) -> Tag:
-    """answer: what begins where the reasoning has ended."""
+    """Returns the tag of an output whose content after the reasoning follows the layout `answer`."""
     return _tag(harmony_answer(answer) if formats.reasoning == "harmony" else _reasoned(formats, answer))
 
 
 def calls_or_answer(formats: OutputFormats, demand: CallDemand, answer: Layout) -> Tag:
-    """formats: with a format of tools. demand: calls are not forced. Behind the reasoning calls alone, one at least, or an answer
-    that follows the layout. Raises TagRefused."""
+    """Returns the tag of an output that has, after the reasoning, either at least one call or content of the layout `answer`.
+
+    Args:
+        formats: The model's formats; there must be a tool format.
+        demand: The calls, which must not be forced.
+
+    Raises:
+        TagRefused: A strict tool has parameters that the format cannot enforce.
+    """
     assert not demand.forced, "an answer may come in their place"
     if formats.tools == "harmony":
         return _tag(harmony(demand, answer))
