@@ -1,4 +1,4 @@
-"""The gateway's settings: one frozen object, filled from flags, then environment, then these defaults."""
+"""Defines the gateway's settings. See services/shared/settings.py for their sources."""
 
 from __future__ import annotations
 
@@ -23,202 +23,229 @@ def _checked_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
 
 CommaSeparated = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 Targets = Annotated[CommaSeparated, AfterValidator(_checked_targets)]
-TARGETS = "Comma separated: host:port, dns:///name:port (all addresses of the name), k8s:///service.namespace:port (by watch)."
+TARGETS = "Comma-separated: host:port, dns:///name:port (all addresses), k8s:///service.namespace:port (watched endpoints)."
 ROUTING = RoutingConfig()
 
 
 class GatewaySettings(ServiceSettings):
-    """Metrics are on the HTTP port, at /metrics, unless settings say otherwise."""
+    """Settings of the gateway. By default, /metrics is on the HTTP port."""
 
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP API. 0 takes a free one.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP API. 0: any free port.")
     health_port: int = Field(7000, ge=0, le=65535, description="Port of the gRPC health service.")
-    tokenizers: Targets = Field(("127.0.0.1:7001",), min_length=1, description=f"Where tokenizers are. {TARGETS}")
-    detokenizers: Targets = Field(("127.0.0.1:7002",), min_length=1, description=f"Where detokenizers are. {TARGETS}")
-    workers: Targets = Field(("127.0.0.1:7003",), min_length=1, description=f"Where workers are. {TARGETS}")
+    tokenizers: Targets = Field(("127.0.0.1:7001",), min_length=1, description=f"Addresses of the tokenizers. {TARGETS}")
+    detokenizers: Targets = Field(("127.0.0.1:7002",), min_length=1, description=f"Addresses of the detokenizers. {TARGETS}")
+    workers: Targets = Field(("127.0.0.1:7003",), min_length=1, description=f"Addresses of the workers. {TARGETS}")
     dns_refresh_s: float = Field(
         2.0, gt=0, description="Seconds between two look-ups of a dns:/// target, or of a Service that cannot be watched."
     )
     redis_url: str = Field(
         "",
-        description="Redis with the prefix index and the gateways' shares of API keys' limits, e.g. redis://127.0.0.1:6379/0."
-        " Empty: own picks count alone, and each gateway keeps to its part of a limit.",
+        description="Redis with the prefix index and the gateways' shares of API key limits, e.g. redis://127.0.0.1:6379/0."
+        " Empty: routing knows only the requests of this gateway, and each gateway grants a fixed part of a limit.",
     )
     state_redis_url: str = Field(
         "",
-        description="Redis with append-only file that keeps responses, conversations, files and batches, never the one with the"
-        " index. Empty: nothing is kept, and there are no batches, and no responses in the background.",
+        description="Redis with an append-only file that stores responses, conversations, files and batches. It must not be the"
+        " Redis of the index. Empty: nothing is stored, and there are no batches and no background responses.",
     )
-    state_ttl_s: int = Field(30 * 86_400, ge=1, description="Seconds for which it keeps what nobody uses.")
+    state_ttl_s: int = Field(30 * 86_400, ge=1, description="Seconds without use after which the store deletes a record.")
     state_records_per_key: int = Field(
-        10_000, ge=1, description="Responses and conversations that an API key may have kept; files; batches."
+        10_000,
+        ge=1,
+        description="Largest number of stored responses and conversations per API key; also of its files, and of its batches.",
     )
-    state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes that its responses and conversations may have.")
+    state_bytes_per_key: int = Field(256 << 20, ge=1, description="Bytes of stored responses and conversations per API key.")
     state_patience_s: float = Field(
-        5.0, ge=0, description="Seconds for which a call of it is tried again, as while it is restarted."
+        5.0, ge=0, description="Seconds for which a failed call of the store is retried, e.g. while the store restarts."
     )
     max_file_bytes: int = Field(
-        MAX_FILE_BYTES, ge=1, le=MAX_FILE_BYTES, description="Largest file that is uploaded for a batch, in bytes."
+        MAX_FILE_BYTES, ge=1, le=MAX_FILE_BYTES, description="Largest file that a client may upload, in bytes."
     )
-    max_batch_lines: int = Field(MAX_BATCH_LINES, ge=1, le=MAX_BATCH_LINES, description="Lines that a batch's file may have.")
+    max_batch_lines: int = Field(MAX_BATCH_LINES, ge=1, le=MAX_BATCH_LINES, description="Largest number of lines of a batch.")
     file_bytes_per_key: int = Field(
-        1 << 30, ge=1, description="Bytes that an API key may have kept in files, those of its batches' results among them."
+        1 << 30, ge=1, description="Bytes of stored files per API key, including the result files of its batches."
     )
     batch_lines: int = Field(
         16,
         ge=0,
-        description="Lines of batches that this gateway has answered at once while it has no other requests; 0: it runs none.",
+        description="Batch lines that this gateway computes at once while it has no other requests. 0: it runs no batches.",
     )
-    batch_lines_each: int = Field(16, ge=1, description="Lines of one batch among them.")
+    batch_lines_each: int = Field(16, ge=1, description="Lines of one batch that are computed at once.")
     batch_lines_beside: int = Field(
-        1, ge=0, description="Lines of batches at once while it has other requests, and for five seconds after them."
+        1, ge=0, description="Batch lines at once while the gateway has other requests, and for 5 s after the last one."
     )
     batch_lease_s: float = Field(
-        15.0, ge=3, description="Seconds without a sign of the gateway that runs a batch after which another one goes on with it."
+        15.0, ge=3, description="Seconds without a lease renewal after which another gateway continues a batch."
     )
-    background_responses: int = Field(
-        256, ge=0, description="Responses in the background that this gateway has at work or waiting; 0: it takes none."
-    )
+    background_responses: int = Field(256, ge=0, description="Background responses that run or wait at this gateway. 0: none.")
     background_per_key: int = Field(
-        100, ge=1, description="Responses in the background of an API key that are not over; one more gets 429."
+        100, ge=1, description="Largest number of unfinished background responses per API key. Further requests get 429."
     )
     background_timeout_s: int = Field(
-        3600, ge=1, le=604_800, description="Seconds in which a response in the background is over, or has failed."
+        3600, ge=1, le=604_800, description="Seconds after which an unfinished background response fails."
     )
-    background_replay_s: int = Field(3600, ge=1, description="Seconds for which its events can be read again, once it is over.")
+    background_replay_s: int = Field(3600, ge=1, description="Seconds for which the events of a finished response can be read.")
     background_lease_s: float = Field(
-        5.0, ge=2, description="Seconds without a sign of the gateway that has it after which another one goes on with it."
+        5.0, ge=2, description="Seconds without a lease renewal after which another gateway continues a background response."
     )
-    model_name: str = Field("", description="Name that clients know the one model by. Empty: what its workers say.")
+    model_name: str = Field("", description="Name of the only model for clients. Empty: the name that workers report.")
     models: CommaSeparated = Field(
         (),
-        description="Models that are listed, whose requests wait also before any worker has named them, as from zero workers.",
+        description="Models that are listed and accept requests even before a worker reports them, e.g. when scaled to zero.",
     )
-    routing_policy: RoutingPolicy = Field(RoutingPolicy.PREFIX_AWARE, description="How a worker is picked for a request.")
+    routing_policy: RoutingPolicy = Field(RoutingPolicy.PREFIX_AWARE, description="Policy that picks the worker for a request.")
     routing_imbalance_abs: float = Field(
         ROUTING.gate_abs,
         ge=0,
-        description="Workers are out of balance when their open requests differ by more than this and by the factor below.",
+        description="Workers are imbalanced if one has this many open requests more than the least loaded one, and also"
+        " --routing-imbalance-rel times its requests.",
     )
     routing_imbalance_rel: float = Field(
-        ROUTING.gate_rel, ge=1, description="That factor; out of balance, the idlest worker is picked."
+        ROUTING.gate_rel,
+        ge=1,
+        description="Factor for --routing-imbalance-abs. If workers are imbalanced, the least loaded one is picked.",
     )
     routing_load_weight: float = Field(
-        ROUTING.load_weight, ge=0, description="What relative load counts against a cached prefix in prefix_aware routing."
+        ROUTING.load_weight,
+        ge=0,
+        description="Weight of load in prefix_aware routing. Score: cached share of the prompt - weight x load / mean load.",
     )
     speculative_s: float = Field(
-        30.0, gt=0, description="Seconds for which a prompt counts as cached where it was sent, until the worker says so."
+        30.0,
+        gt=0,
+        description="Seconds for which a routed prompt counts as cached at its worker before the worker reports the blocks.",
     )
-    max_speculative_blocks: int = Field(1 << 18, ge=0, description="Blocks of 64 tokens that may count so at once.")
+    max_speculative_blocks: int = Field(
+        1 << 18, ge=0, description="Blocks of 64 tokens that may count as cached without a report."
+    )
     worker_queue_slack: float = Field(
         0.25,
         ge=0,
-        description="Requests that a worker gets beyond those that it can run, as a share of these, two at least; more wait.",
+        description="Requests that a worker queues beyond its running slots, as a share of these slots, but at least 2. Other"
+        " requests wait in the gateway.",
     )
-    worker_silence_s: float = Field(5.0, gt=0, description="Seconds without a word after which a worker is taken for lost.")
+    worker_silence_s: float = Field(5.0, gt=0, description="Seconds without a message after which a worker counts as lost.")
     unreachable_s: float = Field(
         1.5,
         ge=0,
-        description="Seconds without a word that is waited for, and without a connection to its machine, after which a worker, a"
-        " tokenizer or a detokenizer is taken for lost. 0: connections are not tried.",
+        description="Seconds without an expected message, and without a new connection to the machine, after which a worker, a"
+        " tokenizer or a detokenizer counts as lost. 0: no connections are tried.",
     )
-    breaker_faults: int = Field(5, ge=1, description="Faults of a worker in a row after which it is left alone for a while.")
-    breaker_cooldown_s: float = Field(5.0, gt=0, description="Seconds of that while; then one request tries.")
+    breaker_faults: int = Field(
+        5, ge=1, description="Consecutive faults after which a worker's circuit breaker opens: it gets no requests."
+    )
+    breaker_cooldown_s: float = Field(
+        5.0, gt=0, description="Seconds for which the circuit breaker stays open before a trial request."
+    )
     hedge_after_s: float = Field(
-        0.0, ge=0, description="Seconds without a token after which a second worker gets a copy of a request; 0: never."
+        0.0, ge=0, description="Seconds without a token after which a second worker gets a copy of a request. 0: never."
     )
     disaggregation_min_tokens: int = Field(
         512,
         ge=1,
-        description="Tokens of a prompt beyond those that its decode worker has cached, from which a prefill worker computes it.",
+        description="Prompt tokens not cached at the decode worker from which on a prefill worker computes the prompt.",
     )
-    enable_priority_scheduling: bool = Field(False, description="Requests that wait here go by their priority first.")
-    schedule_low_priority_values_first: bool = Field(False, description="Lower values are more urgent.")
+    enable_priority_scheduling: bool = Field(False, description="Requests that wait in the gateway are sorted by priority.")
+    schedule_low_priority_values_first: bool = Field(False, description="Lower priority values are more urgent.")
     api_keys_file: str = Field(
         "",
         description="File, or folder of *.json, with the accepted API keys and their limits (docs/how-to/keys.md)."
         " Empty: no check.",
     )
-    salt_cache_by_key: bool = Field(False, description="No API key shares cached prefixes with another.")
+    salt_cache_by_key: bool = Field(False, description="API keys do not share cached prefixes with each other.")
     admin_host: str = Field(
-        "127.0.0.1", description="Address that the operators' HTTP API listens on; others than loopback need control_token."
+        "127.0.0.1", description="Listen address of the operators' HTTP API. Addresses other than loopback need a control token."
     )
-    admin_port: int = Field(0, ge=0, le=65535, description="Port of the operators' HTTP API; 0: none.")
+    admin_port: int = Field(0, ge=0, le=65535, description="Port of the operators' HTTP API. 0: none.")
     worker_control_addresses: CommaSeparated = Field(
         (),
-        description="Addresses of the workers' control services: comma separated host:port."
-        " Empty: as each worker says, on the host that it is reached at.",
+        description="Addresses of the workers' control services: comma-separated host:port."
+        " Empty: the port that each worker reports, on the host of its address.",
     )
     control_token: str = Field(
         "",
         repr=False,
-        description="Token of the operators' HTTP API, of the workers' control services and of gateways among each other;"
-        " empty: none.",
+        description="Token for the operators' HTTP API, for the workers' control services and for calls between gateways."
+        " Empty: none.",
     )
-    control_token_file: str = Field("", description="File that holds the operators' token, instead of control_token.")
-    peer_host: str = Field("127.0.0.1", description="Address that the port for other gateways listens on.")
-    peer_port: int = Field(0, ge=0, le=65535, description="gRPC port on which other gateways ask this one to abort; 0: none.")
+    control_token_file: str = Field("", description="File with the token, instead of --control-token.")
+    peer_host: str = Field("127.0.0.1", description="Listen address of the port for other gateways.")
+    peer_port: int = Field(
+        0, ge=0, le=65535, description="gRPC port on which other gateways abort requests of this one. 0: none."
+    )
     peers: Targets = Field(
-        (), description=f"Where the other gateways' peer ports are; this one's own may be among them. {TARGETS}"
+        (), description=f"Addresses of the other gateways' peer ports. May include this gateway's own. {TARGETS}"
     )
-    control_timeout_s: float = Field(60.0, gt=0, description="Seconds that an operation may take on a worker, waiting included.")
+    control_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds that a control operation may take on a worker, including waiting."
+    )
     max_concurrent_requests: int = Field(
-        2048, ge=1, description="Generation requests in flight, and as many others with a body; one more gets 503."
+        2048,
+        ge=1,
+        description="Largest number of open generation requests, and of other requests with a body. Further ones get 503.",
     )
     max_waiting_requests: int = Field(
-        1024, ge=0, description="Choices of one model that may wait for a worker with room; one more gets 503."
+        1024,
+        ge=0,
+        description="Largest number of choices per model that wait for a worker with free slots. Further ones get 503.",
     )
     queue_timeout_s: float = Field(
-        60.0, ge=0, description="Seconds that a request waits for a worker with room, a tokenizer or a detokenizer, then 503."
+        60.0,
+        ge=0,
+        description="Seconds that a request waits for a worker with free slots, a tokenizer or a detokenizer before it gets 503.",
     )
     tokenize_timeout_s: float = Field(
-        10.0, gt=0, description="Seconds that tokenizing one request may take, retries included, while a tokenizer is there."
+        10.0, gt=0, description="Seconds for tokenizing one request, including retries, while a tokenizer is connected."
     )
     keep_alive_s: int = Field(
         75,
         ge=1,
-        description="Seconds that a connection is kept after an answer: longer than clients keep one.",
+        description="Seconds for which an idle connection stays open after a response. Use more than the clients' own limit.",
     )
     stop_delay_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds after SIGTERM in which /ready fails and requests are still taken, before the grace period: as long"
-        " as balancers in front take to notice.",
+        description="Seconds after SIGTERM, before the grace period, in which /ready fails but requests are accepted. Use the"
+        " time that load balancers need to notice.",
     )
-    body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must have arrived, then 408.")
+    body_timeout_s: float = Field(60.0, gt=0, description="Seconds in which a request's body must arrive, else 408.")
     body_budget_bytes: int = Field(
         MAX_BODY_BYTES,
         ge=1,
-        description="Bytes that all bodies above 64 KiB may hold at once until they are prepared; max_body_bytes at least.",
+        description="Memory budget in bytes of all request bodies above 64 KiB that are not prepared yet. At least"
+        " --max-body-bytes.",
     )
-    body_wait_s: float = Field(10.0, ge=0, description="Seconds that a body waits, unread, for room among those bytes, then 503.")
+    body_wait_s: float = Field(10.0, ge=0, description="Seconds that a body waits for memory of --body-budget-bytes, else 503.")
     request_timeout_s: float = Field(
-        600.0, gt=0, le=604_800, description="Seconds from a request's arrival to its last byte, then 504."
+        600.0, gt=0, le=604_800, description="Seconds from a request's arrival to the last byte of the response, else 504."
     )
     sse_comment_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds of silence after which a stream gets a comment. The first one fixes its status at 200: what fails"
-        " after it is an event. 0: none.",
+        description="Seconds of silence after which a stream gets a comment. The first comment sets the status to 200, so later"
+        " errors are events. 0: no comments.",
     )
     retry_after_s: int = Field(
         1,
         ge=1,
-        description="Least Retry-After of a 503, in seconds; while requests wait, what they need at the pace of late, up to 60.",
+        description="Smallest Retry-After of a 503 in seconds. While requests wait, Retry-After is the time that they need at the"
+        " recent rate, up to 60.",
     )
     omit_hosted_tools: bool = Field(
         True,
-        description="Hosted tools, which this server cannot run, are left out of chats, Responses and Messages, and the header"
-        " x-rootstock-omitted-tools names them. Off: a request with one gets 400.",
+        description="Hosted tools, which this server cannot run, are omitted from chats, Responses and Messages. The header"
+        " x-rootstock-omitted-tools names them. Off: a request with a hosted tool gets 400.",
     )
-    docs_enabled: bool = Field(True, description="/docs and /openapi.json are served.")
+    docs_enabled: bool = Field(True, description="Serve /docs and /openapi.json.")
     playground: bool = Field(
-        False, description="The playground is served at /, and answers say what became of their request (x-rootstock-report)."
+        False,
+        description="Serve the playground at /, and report how a request was served if it has the header x-rootstock-report: 1.",
     )
-    metrics_on_http: bool = Field(True, description="/metrics is served on the HTTP port.")
-    metrics_host: str = Field("127.0.0.1", description="Address that the port for metrics alone listens on.")
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port that serves /metrics alone; 0: none.")
+    metrics_on_http: bool = Field(True, description="Serve /metrics on the HTTP port.")
+    metrics_host: str = Field("127.0.0.1", description="Listen address of the separate metrics port.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Separate port that serves only /metrics. 0: none.")
     cors_allow_origins: CommaSeparated = Field(
-        (), description="Origins whose pages may call the API, comma separated, * for all. Empty: none."
+        (), description="Origins whose pages may call the API, comma-separated; * for all. Empty: none."
     )
     access_log: Literal["json", "text", "off"] = Field(
         "json",
@@ -226,13 +253,15 @@ class GatewaySettings(ServiceSettings):
         " request that ends. Health checks and scrapes have no line.",
     )
     access_log_file: str = Field("", description="File to which the access log is appended. Empty: standard error.")
-    tls_cert_file: str = Field("", description="PEM file of the HTTP port's certificates, followed as it changes; empty: no TLS.")
-    tls_key_file: str = Field("", description="PEM file of their key.")
+    tls_cert_file: str = Field(
+        "", description="PEM file with the HTTP port's certificates. Reloaded when it changes. Empty: no TLS."
+    )
+    tls_key_file: str = Field("", description="PEM file with the key of --tls-cert-file.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")
 
     @property
     def expected_models(self) -> tuple[str, ...]:
-        """Names of models that are served even while no worker is there."""
+        """Names of models that accept requests even before a worker is connected."""
         return (self.model_name,) if self.model_name else tuple(self.models)
 
     @model_validator(mode="after")
