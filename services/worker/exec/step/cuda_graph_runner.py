@@ -1,6 +1,7 @@
-"""Decode steps as CUDA graphs: one for the forward pass and one for sampling per padded number of rows.
+"""Decode steps as CUDA graphs: for each padded number of rows one graph of the forward pass and one of sampling.
 
-A row is a token. Most are the last ones of their sequences, relayed; beside them may stand tokens that the plan gives.
+A row of a graph is one token. Most rows read the last token of their sequence from the relay. The id of a row may also come from
+the plan or from a drafter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from services.worker.exec.streams.capture import GraphMemory
 
 
 class CudaGraphRunner:
-    """Captured one after the other, the largest first, so that the smaller ones find the memory that it took."""
+    """The captured graphs by padded number of rows.
+
+    The largest graph is captured first. Each smaller one reuses the memory that it took.
+    """
 
     def __init__(
         self, sizes: Sequence[int], memory: GraphMemory, forward: ForwardPass, sampler: StepSampler, attention: AttentionBackend
@@ -29,10 +33,14 @@ class CudaGraphRunner:
         assert len(set(sizes)) == len(sizes), "one graph for each number of rows"
         self._memory, self._forward, self._sampler, self._attention = memory, forward, sampler, attention
         self._graphs: dict[int, CudaGraph] = {}
-        self._told: set[int] = set()  # sizes of graphs that know ids
+        self._told: set[int] = set()  # sizes of graphs whose `known` column may have ids
 
     def capture(self, told: Callable[[int, int], None]) -> None:
-        """told: after each graph, how many there are and will be."""
+        """Captures a graph for each size.
+
+        Args:
+            told: called after each graph with the number of captured graphs and the number of sizes.
+        """
         for number, size in enumerate(reversed(self._sizes), 1):
             self._graphs[size] = self._captured(size)
             told(number, len(self._sizes))
@@ -43,13 +51,17 @@ class CudaGraphRunner:
         self._attention.release_graphs()
 
     def for_rows(self, num_rows: int) -> CudaGraph | None:
-        """The smallest that holds so many, None if there is none."""
+        """Returns the smallest captured graph with at least num_rows rows, or None if there is no such graph."""
         place = bisect_left(self._sizes, num_rows)
         assert place == len(self._sizes) or self._sizes[place] >= num_rows, "the graph has room for the rows"
         return self._graphs.get(self._sizes[place]) if num_rows > 0 and place < len(self._sizes) else None
 
     def tell(self, graph: CudaGraph, known: Tensor | None) -> None:
-        """On the forward stream, before the replay. known: int32[size]; None: all ids are relayed."""
+        """Writes the ids for the next replay into the graph. Called on the forward stream.
+
+        Args:
+            known: int32[size], -1 for a row that reads the relay, or None if all rows read it.
+        """
         if known is not None:
             assert len(known) == graph.size, "each row of the graph is told its id, or that the relay has it"
             graph.known.copy_(known)

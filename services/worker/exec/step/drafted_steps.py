@@ -1,12 +1,13 @@
-"""Steps whose decode rows verify guesses: each guessed token is computed in the step of the one before it, and counts if that is
-what the request's own draw says there.
+"""Steps whose decode rows verify draft tokens. A draft token is accepted if the request's own draw gives it at its position.
 
-A drafted row goes to the runner as one row for each of its tokens. They are sampled place by place, all rows' first tokens first,
-as so many steps would: with the state that the places before have left, so penalties, draws, log probabilities and faults are
-those of plain decoding. A row leaves where a token is not what was guessed; the device sees to that by itself.
+A decode row with draft tokens becomes one row of the runner per token. These rows are sampled position by position: first the
+first token of every row, then the second, and so on. Each position sees the state after the positions before it, as in separate
+steps. Penalties, draws, log probabilities and faults are therefore those of plain decoding. After a rejected draft token, the
+device turns the remaining rows of that decode row into padding, without the host.
 
-How far a row has come is wanted on the host before the next step: where its tokens begin, and what to guess from. So forward()
-waits for a step that verifies guesses, and before it asks for guesses; behind steps without, it waits for nothing.
+The host needs the number of accepted draft tokens before the next step, because it decides the start of a row and the text that
+is drafted from. forward() therefore waits for earlier steps if one of them verifies draft tokens, or if its own plan asks for
+some. A step without draft tokens after steps without draft tokens waits only if its plan gives tokens of a running request.
 """
 
 from __future__ import annotations
@@ -36,24 +37,20 @@ I64 = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class _Drafted:
-    """A step. plan: as it came; inner: what the runner computes of it. firsts: int64[rows], of each row of the plan its first one
-    there. holders: int64[rows], which holder of its slot a row belongs to. guesses: by row of the plan, as far as a grammar
-    allows them; proposed: how many there were before; predicted: rows whose guesses are of a prediction. sampled: rows that
-    sample. kept: what the target has kept of decode rows, of all tokens that were computed. runs: tokens of each row that
-    samples, once they are here, and told: what else came of it. spans: times that the step has taken."""
+    """A launched step. Dictionaries have the row of the plan as key."""
 
-    plan: BatchPlan
-    inner: DeviceRun
-    firsts: I64
-    holders: I64
-    guesses: dict[int, list[int]]
-    proposed: dict[int, int]
-    predicted: list[int]
-    sampled: list[int] = field(default_factory=list)
-    kept: dict[int, Kept] = field(default_factory=dict)
-    runs: dict[int, list[int]] = field(default_factory=dict)
-    told: StepResult | None = None
-    spans: list[tuple[Moment, Moment]] = field(default_factory=list)
+    plan: BatchPlan  # as the scheduler made it
+    inner: DeviceRun  # the runner's step, with a row for each token of a drafted row
+    firsts: I64  # int64[rows], first row of the inner plan for each row of the plan
+    holders: I64  # int64[rows], number of the slot's admission that the row belongs to
+    guesses: dict[int, list[int]]  # draft tokens; sample() removes draft tokens without a grammar mask
+    proposed: dict[int, int]  # number of draft tokens before that removal
+    predicted: list[int]  # rows whose draft tokens come from a prediction
+    sampled: list[int] = field(default_factory=list)  # rows that sample
+    kept: dict[int, Kept] = field(default_factory=dict)  # hidden states of the target for all computed tokens of decode rows
+    runs: dict[int, list[int]] = field(default_factory=dict)  # tokens of each row that samples, once they are on the host
+    told: StepResult | None = None  # result of the inner step, or None until its tokens are on the host
+    spans: list[tuple[Moment, Moment]] = field(default_factory=list)  # begin and end of each part of the step's cost
 
     @property
     def verifies(self) -> bool:
@@ -61,15 +58,12 @@ class _Drafted:
 
 
 def reads_nothing(_: int) -> Kept:
-    """Who drafts has no use for the target's states."""
+    """Returns no hidden states, for drafters that do not read the target's."""
     return ()
 
 
 class DraftedSteps:
-    """What an executor asks of a DeviceRunner, with guesses. lengths: int64[slots], tokens of each slot whose KV counts: where
-    its next one stands. guessable: bool[slots], of whose holder the drafter hears. holders: int64[slots], how many there have
-    been. unsettled: steps that were sampled and whose tokens are not here, in order. read: what the target keeps for who drafts,
-    of so many tokens of its last pass."""
+    """Runs steps on a DeviceRunner and verifies draft tokens. Called by the thread that launches steps."""
 
     def __init__(
         self,
@@ -79,11 +73,18 @@ class DraftedSteps:
         max_tokens: int,
         read: Callable[[int], Kept] = reads_nothing,
     ) -> None:
+        """Takes the runner.
+
+        Args:
+            max_tokens: of one pass, draft tokens included.
+            read: returns the target's hidden states that the drafter needs, for the first n tokens of the last pass.
+        """
         self._runner, self._drafter, self._max_tokens, self._read = runner, drafter, max_tokens, read
+        # int64[slots]: tokens with valid KV, which is the position of the next token; number of admissions to the slot.
         self._lengths, self._holders = np.zeros((2, max_slots), dtype=np.int64)
-        self._guessable = np.zeros(max_slots, dtype=np.bool_)
+        self._guessable = np.zeros(max_slots, dtype=np.bool_)  # slots whose request is drafted for
         self._steps: dict[int, _Drafted] = {}
-        self._unsettled: list[_Drafted] = []
+        self._unsettled: list[_Drafted] = []  # sampled steps whose tokens are not on the host yet, in order
 
     def forward(self, run: DeviceRun) -> None:
         plan, streams = run.plan, self._runner.streams
@@ -91,11 +92,11 @@ class DraftedSteps:
             try:
                 spans = self._wait_for_lengths(plan)
                 self._begin()
-            finally:  # whatever becomes of this step: a later one may be planned with these pages, and behind these tokens
+            finally:  # even if this step fails: a later plan may use these pages and continue after these tokens
                 extends = plan.num_extend
                 self._lengths[plan.slots[:extends]] = plan.starts[:extends] + plan.num_tokens[:extends]
                 self._runner.map_pages(plan)
-            begun = streams.moment()  # what prompts left to do is no decode step's cost
+            begun = streams.moment()  # after begin(), whose work for earlier prompts is no cost of this step
             self._tell_given(plan)
             guesses = self._guesses(plan)
         run.guess(guesses)
@@ -113,7 +114,7 @@ class DraftedSteps:
             own |= {int(step.firsts[row]) + place: mask for place, mask in enumerate(ahead, 1)}
             if row in step.guesses:
                 step.guesses[row] = step.guesses[row][: len(ahead)]
-        if step.inner.in_pieces:  # which compute no guesses
+        if step.inner.in_pieces:  # pieces leave out the rows of draft tokens
             step.guesses.clear()
         placed = partial(self._places, step) if step.verifies and not step.inner.in_pieces else None
         try:
@@ -123,7 +124,7 @@ class DraftedSteps:
             self._runner.sample(step.inner, own, NO_MASKS, placed)
             with streams.on_forward():
                 self._keep(step)
-        except BaseException:  # of any kind: nobody asks for the result of a step that has failed
+        except BaseException:  # any exception: the result of a failed step is never requested
             del self._steps[plan.step_id]
             raise
         self._unsettled.append(step)
@@ -163,7 +164,11 @@ class DraftedSteps:
     # Before the forward pass
 
     def _wait_for_lengths(self, plan: BatchPlan) -> list[tuple[Moment, Moment]]:
-        """And tokens, where the plan needs them. Returns the time that the device had nothing to do for it."""
+        """Waits for the tokens of the steps before, if the plan needs them or the positions that they decide.
+
+        Returns:
+            The span in which the device had no work because of the wait; empty without a wait.
+        """
         if not self._unsettled:
             return []
         if not (plan.drafts.any() or any(step.verifies for step in self._unsettled) or self._goes_on_otherwise(plan)):
@@ -173,9 +178,12 @@ class DraftedSteps:
         return [(last.spans[-1][1], self._runner.streams.moment())]
 
     def _goes_on_otherwise(self, plan: BatchPlan) -> bool:
-        """The plan says tokens of a slot for which others were sampled that are not here."""
+        """Returns whether the plan gives tokens to a running request whose last sampled tokens are not on the host yet.
+
+        The drafter must receive the sampled tokens before the given ones, which may replace them.
+        """
         given = set(plan.slots[: plan.num_extend].tolist())
-        given.difference_update(admitted.slot for admitted in plan.admitted)  # somebody else's
+        given.difference_update(admitted.slot for admitted in plan.admitted)  # slots of new requests
         return bool(given) and any(
             int(step.plan.slots[row]) in given and self._told_of(step, row) for step in self._unsettled for row in step.sampled
         )
@@ -199,7 +207,7 @@ class DraftedSteps:
                 self._drafter.know(slot, int(plan.starts[row]), ids.tolist())
 
     def _guesses(self, plan: BatchPlan) -> dict[int, list[int]]:
-        """By row, as far as the step has room for them."""
+        """Returns draft tokens by row, no more than the pass has free tokens for."""
         if not len(plan.drafts):
             return {}
         room = self._max_tokens - len(plan.input_ids) - (plan.num_rows - plan.num_extend)
@@ -218,7 +226,7 @@ class DraftedSteps:
         return {rows[slot]: guess for slot, guess in proposed.items() if guess}
 
     def _resolved(self, plan: BatchPlan, guesses: dict[int, list[int]]) -> _Drafted:
-        """The step as a plan that says where its decode rows begin, a row for each token."""
+        """Returns the step with its inner plan: each draft token has a row, and decode rows start at their true position."""
         if not (guesses or plan.drafts.any()):
             return self._plain(plan)
         extends = plan.num_extend
@@ -252,7 +260,7 @@ class DraftedSteps:
         return _Drafted(plan, run, firsts, self._holders[plan.slots], guesses, proposed, predicted)
 
     def _plain(self, plan: BatchPlan) -> _Drafted:
-        """Of a step that has no guesses, nor might have had any."""
+        """Returns the step of a plan that asks for no draft tokens."""
         starts, rows = plan.starts.copy(), np.arange(plan.num_rows)
         starts[plan.num_extend :] = self._lengths[plan.slots[plan.num_extend :]]
         assert (starts <= plan.starts).all(), "a row begins no later than it was planned to"
@@ -260,10 +268,14 @@ class DraftedSteps:
         run = DeviceRun(inner, Readback(self._runner.streams))
         return _Drafted(plan, run, rows, self._holders[plan.slots], {}, {}, [])
 
-    # Behind it
+    # After the forward pass
 
     def _places(self, step: _Drafted, batch: Batch) -> Places:
-        """batch: all rows of the runner's that want a token, with their logits. Who has most guesses stands first."""
+        """Returns the positions of the batch's rows. Decode rows with more draft tokens come first at each position.
+
+        Args:
+            batch: all rows of the inner plan that sample.
+        """
         index = {int(row): place for place, row in enumerate(batch.rows.tolist())}
         guesses = {row: step.guesses.get(row, []) for row in step.sampled}
         rows = sorted(step.sampled, key=lambda row: -len(guesses[row]))
@@ -276,7 +288,10 @@ class DraftedSteps:
         return Places(np.array(order, dtype=np.int64), tuple(sizes), np.array(known, dtype=np.int32))
 
     def _keep(self, step: _Drafted) -> None:
-        """What is known of the step before its tokens are here; and what the next pass will overwrite."""
+        """Copies the hidden states that the next pass overwrites, and records the effects that do not depend on the tokens.
+
+        Extend rows are reported to the drafter. The lengths of decode rows grow by one if the step verifies no draft tokens.
+        """
         plan, kept = step.plan, dict[int, Kept]()
         try:
             kept = self._copied(step)
@@ -294,7 +309,11 @@ class DraftedSteps:
                 self._lengths[plan.slots[row]] += 1
 
     def _copied(self, step: _Drafted) -> dict[int, Kept]:
-        """By row, of those that the drafter hears of; nothing where it reads nothing, or several passes have computed them."""
+        """Returns copies of the target's hidden states by row of the plan, for the rows that the drafter follows.
+
+        Returns:
+            Empty if the drafter reads no hidden states, or if several passes computed the step.
+        """
         plan, inner, kept = step.plan, step.inner, dict[int, Kept]()
         of_pass = () if inner.in_pieces else self._read(int(inner.plan.num_tokens.sum()))
         if not of_pass:
@@ -307,10 +326,10 @@ class DraftedSteps:
         return kept
 
     def _settled(self, step: _Drafted) -> StepResult:
-        """Waits for the step's tokens, and has all that follows from them noted, behind that of the steps before it."""
+        """Waits for the tokens of the step and of all steps before it, and records their effects in order."""
         while step in self._unsettled:
             self._settle(self._unsettled.pop(0))
-        if step.told is None:  # it was tried before
+        if step.told is None:  # an earlier attempt raised; this one raises its error again
             self._settle(step)
         assert step.told is not None, "what is settled has its tokens"
         return step.told
@@ -322,7 +341,7 @@ class DraftedSteps:
         if step.verifies:
             for row, run in step.runs.items():
                 self._lengths[plan.slots[row]] += len(run) if row >= plan.num_extend else 0
-        step.told = told  # whatever becomes of what drafts
+        step.told = told  # before the drafter is called, which may raise
         kept, step.kept = step.kept, {}
         computed = []
         for row, run in step.runs.items():
@@ -336,7 +355,7 @@ class DraftedSteps:
         self._drafter.computed(computed)
 
     def _run_of(self, step: _Drafted, told: StepResult, row: int) -> list[int]:
-        """The row's tokens, up to the first that is not what was guessed."""
+        """Returns the accepted draft tokens of the row and the token sampled after them."""
         first, guess = int(step.firsts[row]), step.guesses.get(row, [])
         tokens: list[int] = told.tokens[first : first + len(guess) + 1].tolist()
         for place, guessed in enumerate(guess):
@@ -345,12 +364,15 @@ class DraftedSteps:
         return tokens
 
     def _told_of(self, step: _Drafted, row: int) -> bool:
-        """The drafter hears of the row: its slot has the same holder still, who wants guesses, and it was not given up."""
+        """Returns whether the drafter follows the row.
+
+        It does if the slot still has the same request, the request is drafted for, and the row has no fault for lack of memory.
+        """
         slot = step.plan.slots[row]
         same = self._holders[slot] == step.holders[row]
         return bool(same and self._guessable[slot]) and int(step.firsts[row]) not in step.inner.faults
 
 
 def _mapped(plan: BatchPlan) -> BatchPlan:
-    """Without its pages, which are in the table."""
+    """Returns the plan without its page-table updates, which are applied already."""
     return replace(plan, table_slots=NOTHING, table_firsts=NOTHING, table_counts=NOTHING, table_pages=NOTHING)

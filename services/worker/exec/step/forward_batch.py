@@ -1,4 +1,4 @@
-"""One pass's rows as columns on the host, and where they lie once they are on the device."""
+"""The rows of one forward pass as columns on the host, and their views on the device."""
 
 from __future__ import annotations
 
@@ -17,26 +17,35 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """R rows, padding last. rows: int64[n], of the plan, that sample a token; sample_*: of these, padded to R where R is a
-    graph's: slot, absolute position of the token, index into the pass's tokens. max_tokens: of one row. order: int64[tokens of
-    the plan], the plan's token at each place of the pass; None where they stand in the plan's order."""
+    """R rows of a forward pass, padding last, of which n sample a token.
 
-    num_extend: int
-    slots: I32
-    starts: I32
-    num_tokens: I32
-    offsets: I32
-    rows: I64
-    sample_slots: I32
-    sample_positions: I32
-    sample_indices: I32
-    max_context: int
-    max_tokens: int
-    order: I64 | None = None
+    In a pass of a graph, R is the graph's size and the sample_* columns are padded to R.
+    """
+
+    num_extend: int  # extend rows, which are the first ones
+    slots: I32  # [R], NOBODY for padding
+    starts: I32  # [R], position of the row's first token
+    num_tokens: I32  # [R]
+    offsets: I32  # [R], index of the row's first token in the pass
+    rows: I64  # int64[n], rows of the plan that sample a token
+    sample_slots: I32  # [n or R]
+    sample_positions: I32  # [n or R], position of the token that is sampled
+    sample_indices: I32  # [n or R], index in the pass of the token that is computed before it
+    max_context: int  # largest end of a row; in a graph, the capacity of a slot
+    max_tokens: int  # tokens of the longest row
+    order: I64 | None = (
+        None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for the plan's order
+    )
 
     @classmethod
     def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
-        """samples: bool[rows]. capacity: positions that a slot's table maps; stale rows beyond it are moved inside."""
+        """Returns the columns of a plan that runs without a graph.
+
+        Args:
+            samples: bool[rows], the rows that sample a token.
+            capacity: positions that the page table maps for a slot. A row whose request has ended may start beyond it, and is
+                moved inside.
+        """
         counts = plan.num_tokens
         starts = np.minimum(plan.starts, capacity - counts)
         assert len(counts) == len(plan.slots) == len(plan.starts) == len(samples), "columns of one plan are equally long"
@@ -61,8 +70,10 @@ class ForwardBatch:
 
     @classmethod
     def of_decode(cls, plan: BatchPlan, capacity: int, size: int) -> ForwardBatch:
-        """The rows of a plan that decodes alone, all of which sample, padded to size. What depends on size alone is the same
-        for all plans."""
+        """Returns the columns of a plan that has only decode rows, all of which sample, padded to `size` rows.
+
+        A graph captures num_tokens, offsets, max_context and max_tokens, so these depend only on size and capacity.
+        """
         count, order = plan.num_rows, np.arange(size, dtype=np.int32)
         assert count <= size and not plan.num_extend, "a graph has room for the rows, and all of them decode"
         slots = np.full(size, NOBODY, dtype=np.int32)
@@ -86,9 +97,16 @@ class ForwardBatch:
 
     @classmethod
     def of_known(cls, plan: BatchPlan, capacity: int, size: int, guessed: I32 | None = None) -> tuple[ForwardBatch, I32]:
-        """A plan whose extend rows are few tokens each, as if every token were a row that decodes: those that are sampled after
-        first, in the order of their rows, then padding up to size. guessed: int32[tokens], ids of rows that decode, else -1.
-        With int32[size]: the ids that are known, -1 where the relay has them."""
+        """Returns the columns of a plan in which every token becomes a decode row of a graph.
+
+        Tokens after which a row samples come first, in row order. The other tokens follow, then padding up to `size`.
+
+        Args:
+            guessed: int32[tokens of the plan], ids of draft tokens, -1 for other tokens, or None for no draft tokens.
+
+        Returns:
+            The columns, and the ids of the graph's rows, int32[size], -1 for a row that reads the relay.
+        """
         counts, order = plan.num_tokens, np.arange(size, dtype=np.int32)
         rows = np.repeat(np.arange(plan.num_rows), counts)
         count = len(rows)
@@ -128,18 +146,18 @@ class ForwardBatch:
 
     @classmethod
     def idle(cls, capacity: int, size: int) -> ForwardBatch:
-        """Padding alone, for captures."""
+        """Returns columns of `size` padding rows, for captures and measurements."""
         nobody, zeros, ones = (np.full(size, value, dtype=np.int32) for value in (NOBODY, 0, 1))
         order = np.arange(size, dtype=np.int32)
         return cls(0, nobody, zeros, ones, order, np.arange(0), nobody, zeros, order, capacity, 1)
 
     @property
     def total(self) -> int:
-        """Tokens of the pass."""
+        """Number of tokens of the pass, padding included."""
         return int(self.offsets[-1] + self.num_tokens[-1]) if len(self.offsets) else 0
 
     def words(self) -> I32:
-        """What DeviceBatch.of reads."""
+        """Returns the columns as one array for the upload, in the order that DeviceBatch.of() reads."""
         assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "a row is in each column"
         assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "so is a sample"
         parts = (self.slots, self.starts, self.num_tokens, self.offsets)
@@ -148,15 +166,15 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """ForwardBatch.words() on the device: int32[R] and int32[n]."""
+    """The columns of ForwardBatch.words() as views on the device, all int32."""
 
-    slots: Tensor
-    starts: Tensor
-    num_tokens: Tensor
-    offsets: Tensor
-    sample_slots: Tensor
-    sample_positions: Tensor
-    sample_indices: Tensor
+    slots: Tensor  # [R]
+    starts: Tensor  # [R]
+    num_tokens: Tensor  # [R]
+    offsets: Tensor  # [R]
+    sample_slots: Tensor  # [n]
+    sample_positions: Tensor  # [n]
+    sample_indices: Tensor  # [n]
 
     @classmethod
     def of(cls, words: Tensor, num_rows: int) -> DeviceBatch:

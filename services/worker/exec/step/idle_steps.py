@@ -1,4 +1,4 @@
-"""Steps of nobody's, launched to measure, to compile and to be captured."""
+"""Steps without requests, launched to measure memory, to compile kernels and to time or capture decode steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.worker.exec.streams.cuda_streams import Streams
 
 
 class StepLauncher(Protocol):
-    """A model runner's parts."""
+    """The parts of a model runner that an idle step needs."""
 
     streams: Streams
     passes: ForwardPass
@@ -27,16 +27,19 @@ class StepLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """Of one step: tokens, sampled rows, tokens of one row. generates: there is a vocabulary to sample from."""
+    """The size of the largest step."""
 
-    max_tokens: int
-    max_slots: int
-    context_len: int
-    generates: bool
+    max_tokens: int  # tokens of one step
+    max_slots: int  # sampled rows of one step
+    context_len: int  # tokens of one row
+    generates: bool  # the model has a vocabulary to sample from
 
 
 def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
-    """A prompt of max_tokens, or as many as that takes, and max_slots tokens sampled behind it; over page 0 alone."""
+    """Launches a step with max_tokens prompt tokens and max_slots sampled rows.
+
+    The prompt tokens form one row, or several if they exceed context_len. All rows use page 0. Afterwards, the table is empty.
+    """
     max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
     passes, streams = runner.passes, runner.streams
     count = min(max_tokens, bounds.context_len)
@@ -65,7 +68,7 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
 
 
 def idle_decode(runner: StepLauncher, rows: int) -> DeviceBatch:
-    """The forward pass of a decode step of padding alone, launched kernel by kernel."""
+    """Launches the forward pass of a decode step that has only padding rows, without a graph. Returns its columns."""
     passes, columns = runner.passes, ForwardBatch.idle(runner.passes.capacity, rows)
     device = DeviceBatch.of(torch.from_numpy(columns.words()).to(passes.device), rows)
     ids, ragged = passes.fresh_rows(columns, device)

@@ -1,7 +1,7 @@
-"""What the executor launches for each step: tables and slots brought up to date, the forward pass, then sampling.
+"""Launches each step: updates of page table and slots, the forward pass, then sampling.
 
-Everything is launched from one thread and ordered by the forward stream; the host waits in result() alone, and where the
-device had no room for a step.
+One thread launches everything, and the forward stream orders it. The host waits only in result(), and if the device's memory
+does not suffice for a step.
 """
 
 from __future__ import annotations
@@ -37,42 +37,41 @@ logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
 TABLE_COLUMNS = ("table_slots", "table_firsts", "table_counts", "table_offsets", "table_pages")
-UPLOAD_WORDS = 1 << 16  # of a step beside its tokens; more costs a larger buffer, once
+UPLOAD_WORDS = 1 << 16  # words of a step's upload in addition to its tokens; a step with more enlarges the buffer, once
 
 
 @dataclass(slots=True)
 class DeviceRun:
-    """A launched step. batches: to sample, one unless the step was computed in pieces. graph: that which computed it. order: see
-    ForwardBatch. known: int32[tokens], ids of decode rows that nothing has sampled, else -1; None where there are none; in
-    pieces their rows are left out. readback: of what the forward
-    pass gave beside logits. faults: of rows that were given up, by row of the plan. guesses: at what comes behind its decode
-    rows. in_pieces: several passes have computed it. result: gives what came of it. All but plan, guesses and result belongs to
-    what runs on the streams."""
+    """A launched step.
+
+    Any thread may use plan, guesses and result. All other fields belong to the thread that launches steps.
+    """
 
     plan: BatchPlan
-    readback: Readback
-    batches: list[Batch] = field(default_factory=list)
-    graph: CudaGraph | None = None
-    order: I64 | None = None
+    readback: Readback  # results of the forward pass other than logits
+    batches: list[Batch] = field(default_factory=list)  # rows to sample; one batch per pass
+    graph: CudaGraph | None = None  # the graph that computed the step, or None if no graph did
+    order: I64 | None = None  # see ForwardBatch
+    # int32[tokens], ids of draft tokens, -1 for other tokens, or None without draft tokens. Pieces leave out their rows.
     known: NDArray[np.int32] | None = None
-    prompts: list[PromptPiece] = field(default_factory=list)
-    embeddings: list[int] = field(default_factory=list)
-    scores: list[ScorePiece] = field(default_factory=list)
-    faults: dict[int, RowFault] = field(default_factory=dict)
-    launched: list[Launched] = field(default_factory=list)
-    error: BaseException | None = None
-    in_pieces: bool = False
-    guesses: Future[Guesses] = field(default_factory=Future)
-    result: Callable[[], StepResult] | None = None
+    prompts: list[PromptPiece] = field(default_factory=list)  # measured log probabilities of prompts
+    embeddings: list[int] = field(default_factory=list)  # rows of the plan that have an embedding in the readback
+    scores: list[ScorePiece] = field(default_factory=list)  # measured log probabilities of labels
+    faults: dict[int, RowFault] = field(default_factory=dict)  # rows that did not fit into memory, by row of the plan
+    launched: list[Launched] = field(default_factory=list)  # launched sampling, one entry per batch
+    error: BaseException | None = None  # the reason why the step failed
+    in_pieces: bool = False  # several passes computed the step
+    guesses: Future[Guesses] = field(default_factory=Future)  # draft tokens by decode row
+    result: Callable[[], StepResult] | None = None  # waits for the result; set by sample()
 
     def guess(self, guesses: Guesses) -> None:
-        """Says them to whoever asks, once; what comes later is not heard."""
+        """Publishes the draft tokens to Executor.guesses(). Later calls have no effect."""
         if not self.guesses.done():
             self.guesses.set_result(guesses)
 
 
 def _table_sections(plan: BatchPlan) -> list[tuple[str, NDArray[np.generic]]]:
-    """Of an upload; none where no page is mapped."""
+    """Returns the upload's sections with the page-table updates; empty if the plan has none."""
     if not len(plan.table_slots):
         return []
     offsets = np.cumsum(plan.table_counts) - plan.table_counts
@@ -83,10 +82,7 @@ def _table_sections(plan: BatchPlan) -> list[tuple[str, NDArray[np.generic]]]:
 
 
 class DeviceRunner:
-    """reclaim: gives memory that is free inside the process back to the device, before a step is tried in pieces. max_tokens:
-    of one pass, for which buffers are reserved; a step with more is computed in pieces. cut_rows: a row may be computed in
-    pieces too; a model whose tokens see later ones (an encoder) needs it whole. max_wanted: tokens whose states or logits may be
-    asked for at once. arrivals: what comes into the pools by layers."""
+    """Launches steps of one model on the streams of its device. Belongs to the thread that launches steps."""
 
     def __init__(
         self,
@@ -104,16 +100,27 @@ class DeviceRunner:
         arrivals: Arrivals,
         cut_rows: bool = True,
     ) -> None:
+        """Takes the parts.
+
+        Args:
+            relay: int64[slots], see ForwardPass.
+            unwritten: int32[1], see ForwardPass, or None if relayed tokens are not checked.
+            reclaim: returns the allocator's cached memory to the device; called before a piece of a step is tried.
+            max_tokens: of one pass, for which buffers are reserved. A step with more tokens is computed in pieces.
+            max_wanted: largest number of tokens whose states or logits the model gives in one call.
+            arrivals: pages whose content arrives in the pools layer by layer.
+            cut_rows: whether a row may be cut into pieces. An encoder needs whole rows, because its tokens see later ones.
+        """
         self.streams, self.passes, self.attention, self.sampler = streams, passes, attention, sampler
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
         self._reclaim = reclaim
         self._arrivals = arrivals
-        self._silent = np.zeros(relay.shape[0], dtype=np.bool_)  # slots whose requests end with their prompt, unsampled
+        self._silent = np.zeros(relay.shape[0], dtype=np.bool_)  # slots whose requests end with their prompt, without sampling
         self._max_tokens = max_tokens
         self._max_wanted = max_wanted
         self._cut_rows = cut_rows
         self._ring = UploadRing(streams, 2 * max_tokens + UPLOAD_WORDS)
-        self._unsampled: BatchPlan | None = None  # of the forward pass that was launched last, until it is sampled
+        self._unsampled: BatchPlan | None = None  # plan of the last launched forward pass, or None once it is sampled
         self.graphs: StepGraphs | None = None
         self.graph_limits = GraphLimits()
         self.stats = ExecutorStats()
@@ -130,7 +137,7 @@ class DeviceRunner:
             columns, given = self._columns(plan, graph, samples, run.known)
             sections = self._sections(plan, columns, given)
             views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
-        except BaseException:  # of any kind, no memory for a larger buffer say: a later step may be planned with these pages
+        except BaseException:  # any exception, such as no memory for a larger buffer: a later plan may use these pages
             self.map_pages(plan)
             raise
         self.streams.forward_after_schedule()
@@ -138,7 +145,7 @@ class DeviceRunner:
             self._arrivals.expect(plan.table_pages)
             self._begin(plan, views)
             if graph is not None and columns is not None:
-                self._arrivals.wait_all()  # a graph's layers wait for nobody
+                self._arrivals.wait_all()  # the layers of a graph cannot wait for single arrivals
                 self._replay(run, graph, columns, views)
             elif columns is not None:
                 self._eager(run, plan, columns, views)
@@ -147,8 +154,13 @@ class DeviceRunner:
     def sample(
         self, run: DeviceRun, masks: Masks, behind: Masks = NO_MASKS, places: Callable[[Batch], Places] | None = None
     ) -> None:
-        """Launches what is left of the step, and its way back to the host. places: of a batch's rows; None: no row waits for
-        another."""
+        """Launches the sampling of the step and the copies of its results to the host.
+
+        Args:
+            masks: grammar masks by row of the plan.
+            behind: empty; DraftedSteps passes the masks of draft tokens in `masks`.
+            places: returns the positions of a batch's rows if rows verify draft tokens, or None if no row depends on another.
+        """
         assert not behind, "a runner verifies no guesses"
         assert self._unsampled is run.plan, "a step is sampled after its own forward pass, once"
         self._unsampled = None
@@ -162,7 +174,10 @@ class DeviceRunner:
         self.release(run)
 
     def map_pages(self, plan: BatchPlan) -> None:
-        """Ahead of the rest of a step, for who computes something before it."""
+        """Applies the page-table updates of a plan before its forward pass.
+
+        A drafter computes in these pages before the pass, and a failed step still needs its pages mapped.
+        """
         if sections := _table_sections(plan):
             views = self._ring.send(sections)
             self.streams.forward_after_schedule()
@@ -171,32 +186,39 @@ class DeviceRunner:
                 self._update_table(views)
 
     def kept(self, run: DeviceRun, of_pass: tuple[Tensor, ...], first: int, count: int) -> tuple[Tensor, ...]:
-        """Copies of what the model keeps of tokens first .. first + count - 1 of the plan. of_pass: [T, H] each, of the one pass
-        that has just computed it. On the forward stream."""
+        """Returns copies of the hidden states of the tokens first to first + count - 1 of the plan.
+
+        Called on the forward stream.
+
+        Args:
+            of_pass: hidden states of the pass that has just computed the whole plan, each [T, H].
+        """
         if run.order is None:
             return tuple(each[first : first + count].clone() for each in of_pass)
         places = np.argsort(run.order)[first : first + count].tolist()
         return tuple(torch.cat([each[place : place + 1] for place in places]) for each in of_pass)
 
     def settle(self) -> None:
-        """No step waits any more for what was on its way into the pools."""
+        """Makes the forward stream wait for all arriving pages, so that no later step has to."""
         with self.streams.on_forward():
             self._arrivals.wait_all()
 
     def free_uploads(self) -> None:
-        """Once the device has done everything: all that was sent may be overwritten."""
+        """Frees all upload buffers. The device must be idle."""
         mark = self.streams.mark_copy()
         self._ring.release(mark)
         self.sampler.ring.release(mark)
 
     def drop(self) -> None:
-        """Lets graphs and memory go; no call may follow."""
+        """Releases the graphs. No call may follow."""
         if self.graphs is not None:
             self.graphs.release()
 
     def release(self, run: DeviceRun) -> None:
-        """What the step has sent may be overwritten once the device is past this point: the last results' on the copy stream, or
-        one more."""
+        """Frees the step's upload buffers as soon as the device has finished the step.
+
+        The mark is the copy of the last results, or an additional copy if the forward pass has results of its own.
+        """
         self._unsampled = None
         last = run.launched[-1].readback.mark if run.launched and run.readback.empty else None
         mark = last or run.readback.launch()
@@ -204,7 +226,11 @@ class DeviceRunner:
         self.sampler.ring.release(mark)
 
     def result(self, run: DeviceRun) -> StepResult:
-        """Waits. Raises UnwrittenToken where relayed tokens are checked."""
+        """Waits for the step and returns its result.
+
+        Raises:
+            UnwrittenToken: a row read a slot of the relay that was never written, and relayed tokens are checked.
+        """
         plan, tokens = run.plan, np.zeros(run.plan.num_rows, dtype=np.int32)
         host = run.readback.host()
         if "unwritten" in host and int(host["unwritten"][0]):
@@ -223,18 +249,23 @@ class DeviceRunner:
         faults |= run.faults
         return StepResult(plan.step_id, tokens, faults, logprobs, prompts, vectors.vectors, scores)
 
-    # What a step needs on the device
+    # Upload
 
     def _samples(self, plan: BatchPlan) -> NDArray[np.bool_]:
-        """bool[rows]: those that want a token, once the plan's slots are admitted."""
+        """Admits the plan's slots and returns the rows that sample a token, bool[rows]."""
         for slot in plan.admitted:
             self._embeddings.admit(slot)
             self._silent[slot.slot] = not slot.params.samples
         return plan.sample & ~self._silent[plan.slots] if plan.num_extend else plan.sample
 
     def _graph_for(self, plan: BatchPlan, guessed: bool) -> CudaGraph | None:
-        """For decode rows, which all sample, and beside them what is known of begun requests, if it is little. guessed: slots
-        have several rows, and all want logits."""
+        """Returns the graph that can compute the plan, or None if no graph can.
+
+        A graph computes decode rows that all sample. It also computes a few tokens of extend rows of running requests.
+
+        Args:
+            guessed: whether the plan has draft tokens. A slot then has several rows, and all of them need logits.
+        """
         if self.graphs is None or not plan.sample[plan.num_extend :].all():
             return None
         if plan.num_extend and not self._extends_in_graph(plan):
@@ -245,7 +276,7 @@ class DeviceRunner:
         return graph
 
     def _extends_in_graph(self, plan: BatchPlan) -> bool:
-        """A graph gives nothing but the logits of sampled rows."""
+        """Returns whether a graph may compute the extend rows: it gives nothing but logits of sampled rows."""
         if plan.admitted or len(plan.prompt_logprob_rows) or self._silent[plan.slots[: plan.num_extend]].any():
             return False
         return self.graph_limits.hold(plan.starts, plan.num_tokens)
@@ -253,8 +284,15 @@ class DeviceRunner:
     def _columns(
         self, plan: BatchPlan, graph: CudaGraph | None, samples: NDArray[np.bool_], known: NDArray[np.int32] | None = None
     ) -> tuple[ForwardBatch | None, NDArray[np.int32]]:
-        """With the ids that the plan gives, as the pass reads them: of the extend rows, or of all tokens, those of `known` among
-        them, where a graph needs them."""
+        """Returns the columns of the pass and the token ids to upload.
+
+        Args:
+            known: see DeviceRun.
+
+        Returns:
+            None and the plan's ids if the plan has no rows. The ids are those of the extend rows. If a graph computes extend rows
+            or draft tokens, they are those of all its rows, -1 for a row that reads the relay.
+        """
         if not plan.num_rows:
             return None, plan.input_ids
         if graph is None:
@@ -289,7 +327,7 @@ class DeviceRunner:
     def _update_table(self, views: Mapping[str, Tensor]) -> None:
         self._kernels.update_page_table(self.passes.table, DevicePageTableUpdates(*(views[name] for name in TABLE_COLUMNS)))
 
-    # The forward pass
+    # Forward pass
 
     def _replay(self, run: DeviceRun, graph: CudaGraph, columns: ForwardBatch, views: Mapping[str, Tensor]) -> None:
         assert self.graphs is not None, "a graph is one of these"
@@ -318,7 +356,11 @@ class DeviceRunner:
         self._in_pieces(run, plan)  # outside of the handler, whose traceback holds tensors
 
     def _compute(self, run: DeviceRun, piece: Piece, columns: ForwardBatch, views: Mapping[str, Tensor], kept: bool) -> None:
-        """kept: other passes follow before sampling, so what it reads must be copied out of their way."""
+        """Launches the forward pass of a piece and the measurements that its tokens need.
+
+        Args:
+            kept: whether the inputs of sampling are copied, because other passes run before sampling and overwrite them.
+        """
         assert columns.total <= self._max_tokens, "no pass is larger than what was reserved"
         plan, device = piece.plan, DeviceBatch.of(views["columns"], piece.plan.num_rows)
         ids, rows = self.passes.fresh_rows(columns, device)
@@ -341,14 +383,17 @@ class DeviceRunner:
         return [] if scored is None else wishes.measure_scores(scored, views, logits, run.readback, f"{len(run.scores)}_")
 
     def _states(self, wanted: Tensor) -> Tensor:
-        """See TokenModel.states. A mean wants those of a whole prompt."""
+        """Returns TokenModel.states() of any number of tokens. Mean pooling needs those of a whole prompt."""
         model = self.passes.model
         if len(wanted) <= self._max_wanted:
             return model.states(wanted)
         return torch.cat([model.states(part).clone() for part in torch.split(wanted, self._max_wanted)])
 
     def _batch(self, piece: Piece, columns: ForwardBatch, device: DeviceBatch, kept: bool) -> Batch | None:
-        """Asks for the logits last: each request for logits overwrites the one before."""
+        """Returns the rows to sample, or None if there are no such rows.
+
+        It must run after all other calls of the model's logits(), because each call overwrites the logits before.
+        """
         if not len(columns.rows):
             return None
         logits = self.passes.model.logits(device.sample_indices.long())
@@ -361,8 +406,11 @@ class DeviceRunner:
     # Out of memory
 
     def _in_pieces(self, run: DeviceRun, plan: BatchPlan) -> None:
-        """Halves what does not fit until it does. Where one token (or a row that stays whole) does not, the row with the longest
-        context ends, and the others are tried again."""
+        """Computes a step in pieces, halving each piece until it fits into memory.
+
+        If a single token (or a row that must not be cut) does not fit, the row with the longest context ends with a
+        fault, and the other rows are tried again.
+        """
         run.in_pieces = True
         piece = whole(plan)
         if run.known is not None:
@@ -406,7 +454,7 @@ class DeviceRunner:
         }
         largest = max(lengths, key=lambda row: lengths[row])
         self.stats.given_up += 1
-        self._relay[int(run.plan.slots[largest])].fill_(0)  # a step that is planned already may gather it
+        self._relay[int(run.plan.slots[largest])].fill_(0)  # the next step, which is planned already, may read it
         logger.error("no memory for a row of %d tokens of step %d: its request ends", lengths[largest], run.plan.step_id)
         assert largest not in run.faults, "a row is given up once"
         run.faults[largest] = RowFault.OUT_OF_MEMORY

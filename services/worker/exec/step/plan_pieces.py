@@ -1,6 +1,6 @@
-"""Cuts a plan in two, so that a step that the device has no room for can be computed piece by piece.
+"""Cuts a plan in two, so that a step that does not fit into the device's memory is computed in pieces.
 
-A piece leaves out what was done before the first one: admissions and page-table updates.
+A piece has no admissions and no page-table updates, because these were applied before the first piece.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NOTHING = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """rows: int64[rows of plan], those of the whole plan."""
+    """Some rows of a plan, or a part of one extend row."""
 
-    plan: BatchPlan
-    rows: I64
+    plan: BatchPlan  # with the rows of this piece only
+    rows: I64  # int64[rows of the piece], their rows in the whole plan
 
     @property
     def num_tokens(self) -> int:
@@ -34,8 +34,13 @@ def whole(plan: BatchPlan) -> Piece:
 
 
 def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
-    """Two pieces that follow each other and hold about half of its tokens each: whole rows, or one row cut. None if it is a
-    single token; or a single row, where rows may not be cut."""
+    """Returns two consecutive pieces with about half of the tokens each.
+
+    Several rows are distributed whole. A single row is cut if cut_rows is set.
+
+    Returns:
+        None if the piece is a single token, or a single row that must not be cut.
+    """
     counts = piece.plan.num_tokens
     if len(counts) > 1:
         ends = np.cumsum(counts)
@@ -48,7 +53,7 @@ def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
 
 
 def select(piece: Piece, rows: I64) -> Piece:
-    """The given rows of it alone, in order."""
+    """Returns a piece with the given rows of this piece, which are rising."""
     plan = piece.plan
     ends = np.cumsum(plan.num_tokens[: plan.num_extend])
     extends = rows[rows < plan.num_extend]
@@ -72,13 +77,17 @@ def select(piece: Piece, rows: I64) -> Piece:
 
 
 def _cut(piece: Piece, at: int) -> tuple[Piece, Piece]:
-    """An extend row alone, before and from its token `at` on."""
+    """Returns the parts of a single extend row before its token `at` and from that token on."""
     plan, size = piece.plan, piece.num_tokens
     return _part(piece, 0, at, int(plan.input_ids[at])), _part(piece, at, size, None)
 
 
 def _part(piece: Piece, first: int, end: int, following: int | None) -> Piece:
-    """Tokens first .. end - 1 of a single extend row. following: the token after them, None where the plan says it."""
+    """Returns the tokens first to end - 1 of a single extend row.
+
+    Args:
+        following: the token after the part, or None for the last part, which keeps the plan's next token and its `sample`.
+    """
     plan = piece.plan
     assert 0 <= first < end <= piece.num_tokens and plan.num_rows == plan.num_extend == 1, "a part of one extend row"
     offsets = np.maximum(plan.prompt_logprob_offsets - first, 0)
