@@ -1,4 +1,4 @@
-"""The columns that tell the device what newly admitted slots ask for (kernels.contracts.sample_ops.SlotTable)."""
+"""The sampling parameters of newly admitted slots as columns for the device (kernels.contracts.sample_ops.SlotTable)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.worker.exec.sampling.token_sets import inside, token_words
 
 I32 = NDArray[np.int32]
 MASK32 = (1 << 32) - 1
-LATEST = np.iinfo(np.int32).max
+LATEST = np.iinfo(np.int32).max  # position beyond every sequence
 FLOATS = (
     SlotColumn.TEMPERATURE,
     SlotColumn.TOP_P,
@@ -28,24 +28,23 @@ FLOATS = (
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Of A slots: slots [A], params [A, WIDTH]. Of those that have them: (slot, place, id) of biases and stop ids, words by
-    slot, and (slot, id, count) of past tokens where they are counted, whose slots counted_slots names."""
+    """The parameters of A slots that a step admits, as flat columns. Columns with the same size letter are parallel."""
 
-    slots: I32
-    params: I32
-    bias_slots: I32
-    bias_places: I32
-    bias_ids: I32
-    biases: NDArray[np.float32]
-    stop_slots: I32
-    stop_places: I32
-    stop_ids: I32
-    word_slots: I32
-    words: NDArray[np.uint32]
-    counted_slots: I32
-    count_slots: I32
-    count_ids: I32
-    counts: I32
+    slots: I32  # [A]
+    params: I32  # [A, SlotColumn.WIDTH]
+    bias_slots: I32  # [B], the slot of each logit bias
+    bias_places: I32  # [B], its index in the slot's list
+    bias_ids: I32  # [B]
+    biases: NDArray[np.float32]  # [B]
+    stop_slots: I32  # [C], the slot of each stop token
+    stop_places: I32  # [C], its index in the slot's list
+    stop_ids: I32  # [C]
+    word_slots: I32  # [W], slots with allowed or banned tokens
+    words: NDArray[np.uint32]  # [W * ceil(V / 32)], their token sets
+    counted_slots: I32  # slots whose past tokens are counted for penalties
+    count_slots: I32  # [P], a slot and one of its distinct past tokens
+    count_ids: I32  # [P]
+    counts: I32  # [P], as in SlotTable.counts
 
     @classmethod
     def of(cls, admitted: Sequence[SlotParams], vocab_size: int) -> Admission:
@@ -79,13 +78,18 @@ class Admission:
         )
 
     def sections(self) -> list[tuple[str, NDArray[np.generic]]]:
-        """Of an upload, by the field's name."""
+        """Returns the columns as sections of an upload, named by their fields."""
         return [(name, getattr(self, name)) for name in self.__slots__]
 
 
 def edited_until(slot: SlotParams) -> int:
-    """The position from which on the slot's logits are drawn from as they are: 0, the end of min_new_tokens, or LATEST. What
-    DRY takes counts for itself, step by step (SampleRows.losses)."""
+    """Returns the first position whose logits the slot's parameters leave unchanged.
+
+    The losses of DRY do not count here, because each step uploads its own (SampleRows.losses).
+
+    Returns:
+        0 if nothing is edited, the end of min_new_tokens if only stop tokens are forbidden, else LATEST.
+    """
     params = slot.params
     if needs_counts(slot) or params.logit_bias or params.allowed_token_ids or params.banned_token_ids:
         return int(LATEST)
@@ -106,7 +110,7 @@ def _joined(parts: Sequence[NDArray[np.integer]]) -> I32:
 
 
 def _addresses(admitted: Sequence[SlotParams], lists: Sequence[NDArray[np.integer]]) -> tuple[I32, I32]:
-    """The slot of each entry, and its place in the slot's list."""
+    """Returns the slot of each entry of the lists, and its index in its list."""
     sizes = [len(entries) for entries in lists]
     assert len(lists) == len(admitted), "each slot has a list, an empty one too"
     slots = np.repeat(_i32([slot.slot for slot in admitted]), sizes).astype(np.int32)
@@ -123,15 +127,17 @@ def _words(slot: SlotParams, vocab_size: int) -> NDArray[np.uint32]:
 
 
 def past_counts(slot: SlotParams, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct tokens of the slot's history, and for each what SlotTable.counts holds: SEEN of the prompt's, the number of
-    times in the output that was kept."""
+    """Returns the distinct tokens of the slot's history and their values in SlotTable.counts.
+
+    A value is the number of occurrences in the kept output, with the bit SEEN for a token of the prompt.
+    """
     history = slot.history.astype(np.int64).clip(0, vocab_size - 1)
     prompt, output = history[: slot.num_prompt_tokens], history[slot.num_prompt_tokens :]
     ids = np.unique(history)
     counts = np.zeros(len(ids), dtype=np.int64)
     kept, times = np.unique(output, return_counts=True)
     counts[np.searchsorted(ids, kept)] = times.clip(max=MAX_COUNT)
-    counts[np.searchsorted(ids, np.unique(prompt))] += SEEN  # the sign bit of 16: adding it sets it
+    counts[np.searchsorted(ids, np.unique(prompt))] += SEEN  # SEEN is the sign bit of an int16; adding it sets it
     assert not len(counts) or (counts.min() >= SEEN and counts.max() <= MAX_COUNT), "a count fits 16 bits"
     assert (counts != 0).all(), "each token of the history has been seen"
     return ids, counts

@@ -1,6 +1,6 @@
-"""Repetitions at a sequence's end, for the DRY penalty ("Don't Repeat Yourself", p-e-w, text-generation-webui #5677).
+"""Repetitions at the end of a sequence, for the DRY penalty ("Don't Repeat Yourself", p-e-w, text-generation-webui #5677).
 
-A token that stood after an earlier copy of the last n tokens would make that repeat one longer.
+If the last n tokens also occur earlier, the token after the earlier copy would make the repetition one token longer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from services.worker.core.contracts.plan import I32
 from services.worker.core.contracts.sampling import DryParams
 
-MAX_PENALTY = 1e30  # finite, so that the penalty alone never empties a row; beyond any logit
+MAX_PENALTY = 1e30  # larger than any logit, but finite, so that penalties alone never forbid all tokens of a row
 
 
 def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
-    """int32[n]: of each j, how many tokens right before j equal as many at the end, with no breaker among them.
+    """Returns for each index j the length of the longest common suffix of tokens[:j] and all tokens, int32[n].
 
-    The Z function (Gusfield 1997) of the reversed sequence: O(n) whatever it holds.
+    No suffix contains a breaker. The function is the Z function (Gusfield 1997) of the reversed sequence and takes O(n).
     """
     size = len(tokens)
     back = tokens[::-1]
@@ -40,9 +40,9 @@ def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
 
 
 class Repeats:
-    """A sequence and, for every place in it, how long the sequence's end has been seen before that place.
+    """A sequence and, for every index in it, the length of the sequence's end that also ends right before that index.
 
-    O(window) for each token added. Tokens are inside the vocabulary.
+    Adding a token takes O(window). Tokens are inside the vocabulary.
     """
 
     def __init__(self, params: DryParams, tokens: NDArray[np.int64]) -> None:
@@ -61,7 +61,7 @@ class Repeats:
 
     @property
     def _first(self) -> int:
-        """Where the window begins."""
+        """Index of the first token in the window."""
         return max(0, self._size - self._params.window) if self._params.window else 0
 
     def add(self, token: int) -> None:
@@ -83,15 +83,20 @@ class Repeats:
         self._begin(self._tokens[: self._size - count].tolist())
 
     def ahead(self) -> Repeats:
-        """The same sequence, to go on by itself."""
+        """Returns an independent copy, to which draft tokens are added."""
         other = copy.copy(self)
         other._tokens, other._lengths = self._tokens.copy(), self._lengths.copy()
         return other
 
     def penalties(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Distinct ids of tokens that would go on with a repeat, and what each logit loses. Breakers end a repeat: none."""
+        """Returns the distinct ids of tokens that would continue a repetition, and the loss of each logit.
+
+        Breakers are never among them, because they end a repetition.
+        """
         first, params = self._first, self._params
-        lengths = np.minimum(self._lengths[first : self._size], np.arange(self._size - first))  # a copy lies in the window
+        lengths = np.minimum(
+            self._lengths[first : self._size], np.arange(self._size - first)
+        )  # an earlier copy lies inside the window
         places = np.flatnonzero(lengths >= max(1, params.allowed_length))
         tokens = self._tokens[first : self._size][places].astype(np.int64)
         kept = ~np.isin(tokens, self._breaker_ids)

@@ -1,4 +1,4 @@
-"""Which rows want log probabilities, measured on the device and handed out on the host."""
+"""Log probabilities that requests ask for: launched on the device, unpacked on the host."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from services.worker.exec.streams.readback import Readback
 
 I64 = NDArray[np.int64]
 Logits = Callable[[Tensor], Tensor]
-PIECE_BYTES = 64 << 20  # of a prompt's float32 logits made in one go: bounds the memory, whatever the chunk
+PIECE_BYTES = 64 << 20  # bytes of a prompt's float32 logits that exist at a time, which bounds the memory for any chunk
 COLUMNS = ("own", "top_ids", "top", "mass")
-TOPS = (0, 5, MAX_TOP_LOGPROBS)  # how many top ones are measured: of each number, kernels are compiled
+TOPS = (0, 5, MAX_TOP_LOGPROBS)  # numbers of top tokens that are measured; kernels are compiled for each number
 
 
 class LogprobRequests:
-    """num_top: by slot, -1 where nothing is wanted. Host state is written by the thread that launches steps."""
+    """The log probabilities that each slot's request wants. Belongs to the thread that launches steps.
+
+    `Logits` is a function from token indices in the pass, int64[n], to their raw logits, float32[n, V].
+    """
 
     def __init__(self, max_slots: int, vocab_size: int, kernels: SampleKernels, device: torch.device) -> None:
         self._vocab_size, self._kernels, self._device = vocab_size, kernels, device
         self._piece_rows = max(1, PIECE_BYTES // (4 * vocab_size))
-        self._num_top = np.full(max_slots, -1, dtype=np.int64)
-        self._wanting: set[int] = set()  # slots whose number of top ones is not -1
-        self._chosen: dict[int, I64] = {}
-        self._labels: dict[int, I64] = {}  # of slots whose requests want a score
+        self._num_top = np.full(max_slots, -1, dtype=np.int64)  # top tokens by slot, -1 if no log probabilities are wanted
+        self._wanting: set[int] = set()  # slots whose number of top tokens is not -1
+        self._chosen: dict[int, I64] = {}  # token ids by slot whose log probabilities are wanted in addition
+        self._labels: dict[int, I64] = {}  # label token ids by slot, for requests that want a score
 
     def admit(self, slot: SlotParams) -> None:
         params, index = slot.params, slot.slot
@@ -45,10 +48,14 @@ class LogprobRequests:
         if params.score is not None:
             self._labels[index] = np.array(params.score.label_token_ids, dtype=np.int64)
 
-    # Of sampled tokens
+    # Sampled tokens
 
     def of_rows(self, slots: I32) -> OutputLogprobs | None:
-        """slots: of the sampled rows."""
+        """Returns the log probabilities that the sampled rows want, or None if no row wants any.
+
+        Args:
+            slots: int32[n], the slots of the sampled rows.
+        """
         if not self._wanting:
             return None
         rows = np.flatnonzero(self._num_top[slots] >= 0).astype(np.int32)
@@ -59,7 +66,7 @@ class LogprobRequests:
         return OutputLogprobs(rows, tuple(self._num_top[wanted].tolist()), tuple(self._ids_of(slot) for slot in wanted.tolist()))
 
     def sections(self, wish: OutputLogprobs) -> list[tuple[str, NDArray[np.generic]]]:
-        """Of an upload, which measure_outputs() reads."""
+        """Returns the sections of an upload that measure_outputs() reads."""
         sizes = [len(ids) for ids in wish.ids]
         assert len(sizes) == len(wish.nums) == len(wish.rows), "each row says what it wants"
         rows, places = np.repeat(wish.rows, sizes), np.repeat(np.arange(len(wish.rows)), sizes)
@@ -75,7 +82,14 @@ class LogprobRequests:
         readback: Readback,
         skipped: Tensor | None = None,
     ) -> None:
-        """logits: float32[n, V], raw; tokens: int32[n], those sampled. skipped: bool[n], of which nothing is measured."""
+        """Launches the measurement of sampled tokens and adds the results to the readback.
+
+        Args:
+            views: the sections of sections() on the device.
+            logits: float32[n, V], raw.
+            tokens: int32[n], the sampled tokens.
+            skipped: bool[n], rows that are not measured, because they were not sampled. None if all rows were sampled.
+        """
         rows = views["measured_rows"]
         wanted = rows if skipped is None else rows.masked_fill(skipped.index_select(0, rows.long()), -1)
         measured = self.measure(logits, tokens.index_select(0, rows.long()), wanted, max(wish.nums))
@@ -86,7 +100,11 @@ class LogprobRequests:
             readback.add("output_chosen", picked - measured.mass[views["chosen_places"].long()])
 
     def outputs(self, wish: OutputLogprobs, host: Mapping[str, Tensor], without: Collection[int]) -> dict[int, RowLogprobs]:
-        """By index into the sampled rows. without: those of which nothing is wanted."""
+        """Returns the measured log probabilities by index of the sampled row.
+
+        Args:
+            without: indices of rows without a result, because they have a fault or were not sampled.
+        """
         own, top_ids, top = (host[f"output_{name}"].tolist() for name in COLUMNS[:3])
         chosen = host["output_chosen"].numpy() if "output_chosen" in host else np.empty(0, np.float32)
         result, at = {}, 0
@@ -100,13 +118,17 @@ class LogprobRequests:
         assert at == len(chosen), "each chosen value belongs to a row"
         return result
 
-    # Of prompt tokens
+    # Prompt tokens
 
     def measure_prompts(
         self, plan: BatchPlan, input_ids: Tensor, logits: Logits, readback: Readback, prefix: str
     ) -> list[PromptPiece]:
-        """Of the plan's prompt_logprob_rows. input_ids: int64[T], of the step, on the device. logits: see Logits. prefix: of
-        the names in the readback."""
+        """Launches the measurement of prompt tokens in the plan's prompt_logprob_rows, in pieces of bounded memory.
+
+        Args:
+            input_ids: int64[T], the step's tokens on the device.
+            prefix: of the names in the readback.
+        """
         pieces: list[PromptPiece] = []
         if not len(plan.prompt_logprob_rows):
             return pieces
@@ -124,7 +146,7 @@ class LogprobRequests:
         return pieces
 
     def _targets(self, inside: Tensor, after: int) -> Tensor:
-        """int32[n]: tokens that are predicted: those inside the row, and the one after it, unless it is below 0."""
+        """Returns the predicted tokens, int32[n]: the tokens inside the row, then `after` unless it is negative."""
         known = inside.to(torch.int32)
         if after < 0:
             return known
@@ -145,7 +167,7 @@ class LogprobRequests:
     def prompts(
         self, pieces: Sequence[PromptPiece], host: Mapping[str, Tensor]
     ) -> tuple[dict[int, PromptLogprobs], dict[int, RowFault]]:
-        """By row of the plan; a row whose logits are not finite stands in both."""
+        """Returns log probabilities and faults by row of the plan. A row whose logits are not finite is in both."""
         parts: dict[int, list[PromptPiece]] = {}
         for piece in pieces:
             parts.setdefault(piece.row, []).append(piece)
@@ -163,10 +185,10 @@ class LogprobRequests:
                 faults[row] = RowFault.NAN_LOGITS
         return values, faults
 
-    # Behind prompts
+    # Scores at the end of prompts
 
     def of_prompts(self, plan: BatchPlan) -> ScoredRows | None:
-        """Returns the rows whose last token ends a prompt that is scored; None if there are none."""
+        """Returns the rows whose last token ends a prompt that is scored, or None if no row does."""
         if not self._labels:
             return None
         extends = np.flatnonzero(plan.sample[: plan.num_extend]).tolist()
@@ -187,7 +209,12 @@ class LogprobRequests:
     def measure_scores(
         self, scored: ScoredRows, views: Mapping[str, Tensor], logits: Logits, readback: Readback, prefix: str
     ) -> list[ScorePiece]:
-        """Launches the measurement of the rows' labels. logits: see Logits. prefix: of the names in the readback."""
+        """Launches the measurement of the rows' labels, in pieces of bounded memory.
+
+        Args:
+            views: the sections of score_sections() on the device.
+            prefix: of the names in the readback.
+        """
         sizes = [len(labels) for labels in scored.labels]
         ends = np.cumsum(sizes)
         pieces: list[ScorePiece] = []
@@ -207,7 +234,7 @@ class LogprobRequests:
     def scores(
         self, pieces: Sequence[ScorePiece], host: Mapping[str, Tensor]
     ) -> tuple[dict[int, NDArray[np.float32]], dict[int, RowFault]]:
-        """Returns label log probabilities and faults by row of the plan; a row whose logits are not finite has a fault alone."""
+        """Returns label log probabilities and faults by row of the plan. A row whose logits are not finite has only a fault."""
         values: dict[int, NDArray[np.float32]] = {}
         faults: dict[int, RowFault] = {}
         for piece in pieces:
@@ -222,7 +249,14 @@ class LogprobRequests:
         return values, faults
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
-        """Of the given rows of float32[n, V], each with its token of tokens; num_top top ones at least."""
+        """Launches the measurement of rows of logits.
+
+        Args:
+            logits: float32[n, V].
+            tokens: int32[m], the token of each measured row.
+            rows: int32[m], rows of `logits`; a negative row is not measured.
+            num_top: smallest number of top tokens; it is rounded up to a number in TOPS.
+        """
         assert len(tokens) == len(rows), "each row is measured at a token"
         count, num_top = len(rows), next((size for size in TOPS if size >= num_top), num_top)
 
@@ -239,7 +273,7 @@ class LogprobRequests:
         return self._chosen.get(slot, np.empty(0, np.int64))
 
     def _outside(self, values: NDArray[np.float32], ids: I64) -> NDArray[np.float32]:
-        """values: [..., m]; -inf for ids outside the vocabulary."""
+        """Returns the values, [..., m], with -inf for ids outside the vocabulary."""
         out = values.astype(np.float32, copy=True)
         out[..., (ids < 0) | (ids >= self._vocab_size)] = -np.inf
         return out

@@ -1,4 +1,4 @@
-"""What the host keeps of slots whose past changes their logits: to correct the device's counts, and for DRY."""
+"""Past tokens on the host of slots with penalties or DRY, to correct the device's token counts and to compute DRY's losses."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from services.worker.exec.sampling.admission import needs_counts
 from services.worker.exec.sampling.dry import Repeats
 
 I32 = NDArray[np.int32]
-Loss = tuple[NDArray[np.int64], NDArray[np.float32]]  # of one row: distinct ids, and what the logit of each loses
+Loss = tuple[NDArray[np.int64], NDArray[np.float32]]  # a row's distinct ids, and the loss of each logit
 NO_LOSS: Loss = (np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 class FollowedTokens:
-    """Input of the model is the truth: a sampled token whose position is computed with another one never was, nor what
-    followed it. first: position of the first token behind the history."""
+    """The tokens of one sequence after its history, as the model has read or sampled them.
+
+    The model's input decides: if a position is computed with a token other than the sampled one, the sampled token and all
+    tokens after it are removed.
+    """
 
     def __init__(self, first: int) -> None:
-        self._first = first
+        self._first = first  # position of the first token after the history
         self._tokens: list[int] = []
 
     def add(self, token: int) -> None:
-        """The next token, sampled."""
+        """Appends the next token, which was sampled."""
         self._tokens.append(token)
 
     def follow(self, start: int, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Takes note of input at positions from start on. Returns the tokens that were wrong or stale, in order, and those
-        that have come in their place or behind them."""
+        """Replaces the tokens from position `start` on by the model's input.
+
+        Returns:
+            The removed tokens in order, and the added tokens. Tokens that were equal are in neither list.
+        """
         skipped = max(0, self._first - start)
         begin, end = max(0, start - self._first), start + len(ids) - self._first
         if end < 0:
@@ -50,11 +56,11 @@ class FollowedTokens:
 
 @dataclass(slots=True)
 class Past:
-    """One admission's."""
+    """The past tokens of one admission of a slot."""
 
     followed: FollowedTokens
-    repeats: Repeats | None
-    counts: bool
+    repeats: Repeats | None  # for DRY, or None without it
+    counts: bool  # the device counts the slot's tokens for penalties
 
     def add(self, token: int) -> None:
         self.followed.add(token)
@@ -73,11 +79,11 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """offsets: int32[n + 1], ids: int32[L], values: float32[L], as kernels.contracts.sample_ops.SampleRows has them."""
+    """The losses of a batch's rows, in the form of kernels.contracts.sample_ops.SampleRows."""
 
-    offsets: I32
-    ids: I32
-    values: NDArray[np.float32]
+    offsets: I32  # [n + 1]
+    ids: I32  # [L]
+    values: NDArray[np.float32]  # [L]
 
     @classmethod
     def of(cls, rows: Sequence[Loss]) -> Losses:
@@ -89,8 +95,10 @@ class Losses:
 
 
 class PastTokens:
-    """Of slots with penalties or DRY, from each one's admission until the next. Knows what Past.add has told it: the caller
-    sees to it that these are the tokens of all steps before the one it asks about."""
+    """The past tokens of slots with penalties or DRY, from each admission until the slot's next one.
+
+    The caller passes the tokens of all earlier steps to Past.add() before it asks for the losses of a step.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -109,16 +117,18 @@ class PastTokens:
         self._of[slot.slot] = Past(FollowedTokens(len(history)), repeats, needs_counts(slot))
 
     def of_rows(self, slots: I32) -> list[tuple[int, Past]]:
-        """Index and past of the rows that have one, as their slots are admitted at this time: when the step's result comes,
-        a slot may have another holder."""
+        """Returns the index and the past of each row that has a past.
+
+        The pasts belong to the present admissions. When the result of the step arrives, a slot may have another request.
+        """
         return [(row, past) for row, slot in enumerate(slots.tolist()) if (past := self._of.get(slot))] if self._of else []
 
     def follows(self, plan: BatchPlan) -> bool:
-        """Whether an extend row of the plan belongs to one of the slots."""
+        """Returns whether an extend row of the plan belongs to a slot with a past."""
         return bool(self._of) and any(slot in self._of for slot in plan.slots[: plan.num_extend].tolist())
 
     def follow(self, plan: BatchPlan) -> dict[tuple[int, int], int]:
-        """Takes note of the plan's extend rows. Returns what the device's counts must change by, by (slot, token)."""
+        """Adds the tokens of the plan's extend rows. Returns the changes of the device's counts by (slot, token)."""
         changes: Counter[tuple[int, int]] = Counter()
         ends = np.cumsum(plan.num_tokens[: plan.num_extend]).tolist()
         for row, end in enumerate(ends):
@@ -135,12 +145,12 @@ class PastTokens:
         return changes
 
     def losses_of(self, slot: int) -> Loss:
-        """What DRY takes from single logits of the slot."""
+        """Returns the losses that DRY causes for the slot's next token."""
         past = self._of.get(slot)
         return NO_LOSS if past is None or past.repeats is None else past.repeats.penalties()
 
     def losses_behind(self, slot: int, guesses: Sequence[int]) -> list[Loss]:
-        """The same, behind each of the guesses if it is right."""
+        """Returns the losses for the token after each draft token, if all draft tokens up to it are accepted."""
         past = self._of.get(slot)
         if past is None or past.repeats is None:
             return [NO_LOSS] * len(guesses)

@@ -1,6 +1,7 @@
-"""Sampling of a step on the device: what its rows bring is uploaded, the kernels are launched, nothing is waited for.
+"""Sampling of a step on the device: uploads the rows' masks and losses and launches the kernels, normally without a wait.
 
-Order per row: kernels/contracts/sample_ops.py. The host keeps what it must know to send it (PastTokens, LogprobRequests).
+kernels/contracts/sample_ops.py has the order of operations for a row. PastTokens and LogprobRequests are the host's state. The
+host waits for sampled tokens only if DRY or corrected token counts depend on them.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 I32 = NDArray[np.int32]
 EDITED_ROWS = 256  # rows whose edited logits are in memory at a time
-MAX_LOSSES = 1 << 16  # of one graph's step
+MAX_LOSSES = 1 << 16  # single losses of a step that its graph holds; a step with more is sampled without a graph
 
 
 def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
-    """Of rows that nothing is masked or lost of; their slots and positions are each step's own. Nobody writes to it."""
+    """Returns columns for max_rows rows without masks and losses. Steps share them read-only and bring slots and positions."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     return SampleRows(
         slots=none,
@@ -49,7 +50,7 @@ def _nothing(max_rows: int, num_words: int, device: torch.device) -> SampleRows:
 
 
 def _part_of(rows: SampleRows, part: slice) -> SampleRows:
-    """All rows' masks and losses, as the part's rows name them."""
+    """Returns a slice of the rows. The tensors of masks and losses stay whole, because rows refer to them by index."""
     offsets = rows.loss_offsets[part.start : part.stop + 1]
     return replace(
         rows, slots=rows.slots[part], positions=rows.positions[part], mask_rows=rows.mask_rows[part], loss_offsets=offsets
@@ -57,12 +58,17 @@ def _part_of(rows: SampleRows, part: slice) -> SampleRows:
 
 
 class DeviceSampler:
-    """relay: int64[slots], see ForwardPass. max_rows: of a batch, max_slots if that is more. Host state belongs to the thread
-    that launches steps."""
+    """Samples the batches of steps. Belongs to the thread that launches steps."""
 
     def __init__(
         self, max_slots: int, vocab_size: int, kernels: SampleKernels, streams: Streams, relay: Tensor, max_rows: int = 0
     ) -> None:
+        """Allocates the slots' table and the edited logits.
+
+        Args:
+            relay: int64[slots], see ForwardPass.
+            max_rows: of a batch, if that is more than max_slots.
+        """
         self.max_slots = max_slots
         self._vocab_size, self._kernels, self._streams, self._relay = vocab_size, kernels, streams, relay
         device = streams.device
@@ -74,7 +80,7 @@ class DeviceSampler:
         self._nothing = _nothing(max(max_slots, max_rows), self._num_words, device)
         self._ring = UploadRing(streams, 4 * max_slots + self._num_words)
         self._broken: set[int] = set()  # slots whose parameters could not be applied, until their next admission
-        self._unsettled: list[Launched] = []
+        self._unsettled: list[Launched] = []  # launched batches whose tokens have not been added to the pasts, in order
         self._dirty: set[int] = set()  # ids of spaces whose masks or losses are not empty
 
     @property
@@ -83,7 +89,7 @@ class DeviceSampler:
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """Number of 32-bit words of a mask."""
         return self._num_words
 
     @property
@@ -93,19 +99,22 @@ class DeviceSampler:
     # Admission
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
-        """What admit() takes once it is on the device. A slot whose parameters cannot be applied is left out: its rows fault."""
+        """Returns the columns for admit().
+
+        A slot whose parameters cannot be applied is left out, and its rows get RowFault.FAILED.
+        """
         assert all(0 <= slot.slot < self.max_slots for slot in admitted), "who is admitted has a slot of the table"
         self._broken.difference_update(slot.slot for slot in admitted)
         sound = [slot for slot in admitted if self._applies(slot, self._take_in)]
         try:
             return self._slots.admission(sound)
-        except Exception:  # of any kind: whose it is shows by itself
+        except Exception:  # any exception: trying each slot separately finds the slot that caused it
             return self._slots.admission([slot for slot in sound if self._applies(slot, self._try_alone)])
 
     def _applies(self, slot: SlotParams, apply: Callable[[SlotParams], None]) -> bool:
         try:
             apply(slot)
-        except Exception:  # of any kind: one slot's parameters concern that slot alone
+        except Exception:  # any exception: the parameters of one slot must not fail other slots
             logger.exception("the sampling parameters of slot %d could not be applied", slot.slot)
             self._broken.add(slot.slot)
             return False
@@ -124,7 +133,7 @@ class DeviceSampler:
     # Spaces
 
     def fixed_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """For a graph: nothing masked, nothing lost."""
+        """Returns a space with fixed addresses for a graph, without masks and losses."""
         size, device = len(slots), self._streams.device
         rows = SampleRows(
             slots=slots,
@@ -138,7 +147,7 @@ class DeviceSampler:
         return self._space(rows)
 
     def passing_space(self, slots: Tensor, positions: Tensor) -> SampleSpace:
-        """For one step."""
+        """Returns a space for one step, without masks and losses."""
         size, nothing = len(slots), self._nothing
         assert size == len(positions) < len(nothing.loss_offsets), "no more rows than a batch may have"
         unmasked, lossless = nothing.mask_rows[:size], nothing.loss_offsets[: size + 1]
@@ -151,7 +160,7 @@ class DeviceSampler:
     # A step
 
     def follow(self, plan: BatchPlan) -> None:
-        """To be called for each plan, before its first batch is launched: its input counts for penalties."""
+        """Counts the plan's given tokens for penalties. Called for each plan before its first batch is launched."""
         if not self._past.follows(plan):
             return
         self.settle()
@@ -169,8 +178,13 @@ class DeviceSampler:
         replay: Callable[[], None] | None = None,
         places: Places | None = None,
     ) -> Launched:
-        """masks: by row of the plan. replay: runs the captured kernels of a fixed space; None to launch them here. places: None
-        for rows that do not wait for each other."""
+        """Launches the sampling of a batch and the copy of its results to the host.
+
+        Args:
+            masks: grammar masks by row of the plan.
+            replay: replays the graph of a fixed space, or None to launch the kernels here.
+            places: the positions of rows that verify draft tokens, or None if no row depends on another.
+        """
         if places is not None:
             batch = replace(batch, slots=batch.slots[places.order], rows=batch.rows[places.order])
         index_of = {row: index for index, row in enumerate(batch.rows.tolist())} if masks else {}
@@ -184,7 +198,7 @@ class DeviceSampler:
         readback = Readback(self._streams)
         if views:
             self._streams.forward_after_schedule()
-        self._streams.forward_after_copy()  # the last results of this space are on their way out of it
+        self._streams.forward_after_copy()  # earlier results of this space may still be copied from it
         with self._streams.on_forward():
             if places is not None:
                 batch = self._placed(batch, places, views)
@@ -206,7 +220,11 @@ class DeviceSampler:
         return launched
 
     def run_kernels(self, logits: Tensor, space: SampleSpace) -> None:
-        """On the current stream; can be captured. logits: float32[>= n, V]."""
+        """Launches the sampling kernels on the current stream. The call can be captured.
+
+        Args:
+            logits: float32[>= n, V].
+        """
         self._run(logits, space.rows, space.tokens, space.faults)
 
     def _run(self, logits: Tensor, rows: SampleRows, tokens: Tensor, faults: Tensor) -> None:
@@ -227,7 +245,7 @@ class DeviceSampler:
         self._kernels.select_tokens(tokens, faults, values, edited, rows, table, self._relay)
 
     def _placed(self, batch: Batch, places: Places, views: Mapping[str, Tensor]) -> Batch:
-        """With logits, slots and positions of its rows, in their order; none has been sampled."""
+        """Returns the batch with logits, slots and positions in the order of `places`, all rows NOT_SAMPLED."""
         rows, logits, count = batch.space.rows, batch.logits, len(places.order)
         if places.in_order:
             logits, slots, positions = logits[:count], rows.slots[:count], rows.positions[:count]
@@ -239,7 +257,10 @@ class DeviceSampler:
         return replace(batch, logits=logits, space=space, fixed=False)
 
     def _run_places(self, logits: Tensor, space: SampleSpace, places: Places, views: Mapping[str, Tensor]) -> None:
-        """Nothing is read on the host, unless the host is the device: then nobody is asked where nobody is left."""
+        """Samples the rows position by position. After a rejected draft token, the row's later positions are NOT_SAMPLED.
+
+        The host reads no device value, except if the host is the device: then it stops when no row continues.
+        """
         rows, (tokens, faults), guesses = space.rows, space.out, views["guesses"]
         before = at = known = 0
         for place, size in enumerate(places.sizes):
@@ -259,7 +280,7 @@ class DeviceSampler:
             before, at = at, at + size
 
     def outcome(self, launched: Launched) -> Outcome:
-        """Waits for it."""
+        """Waits for the batch and returns its tokens, faults and log probabilities."""
         self.settle()
         host, count = launched.readback.host(), len(launched.batch.slots)
         tokens, codes = host["sampled"].numpy()[:, :count]
@@ -275,9 +296,9 @@ class DeviceSampler:
         return Outcome(tokens, faults, logprobs)
 
     def settle(self) -> None:
-        """Lets the pasts take note of every token launched so far; waits where one is not here yet."""
+        """Adds the tokens of all launched batches to the pasts. Waits for tokens that are not on the host yet."""
         while self._unsettled:
-            launched = self._unsettled.pop(0)  # before anything can fail: no token counts twice
+            launched = self._unsettled.pop(0)  # before anything can raise, so that no token counts twice
             tokens, faults = launched.readback.host()["sampled"].tolist()
             assert all(index < len(tokens) for index, _ in launched.pasts), "who takes note has a row"
             for index, past in launched.pasts:
@@ -306,16 +327,19 @@ class DeviceSampler:
         return self._ring.send(sections) if sections else {}
 
     def _loss(self, slot: int) -> Loss:
-        """Below 0: padding. A slot whose loss cannot be told has none: its rows fault."""
+        """Returns the losses of a slot. Padding (below 0) has no loss. If a loss cannot be computed, the slot's rows fault."""
         try:
             return self._past.losses_of(slot)
-        except Exception:  # of any kind: as at its admission
+        except Exception:  # any exception: as in _applies()
             logger.exception("what repeats cost slot %d could not be told", slot)
             self._broken.add(slot)
             return NO_LOSS
 
     def _losses(self, slots: I32, places: Places) -> list[Loss]:
-        """A row behind the first place is sampled where the guesses before it are right: so they are known."""
+        """Returns the losses of rows that verify draft tokens.
+
+        A row after the first position is sampled only if all draft tokens before it are accepted, so its past is known here.
+        """
         losses = [self._loss(slot) for slot in slots[: places.sizes[0]].tolist()]
         behind = [self._behind(int(slots[row]), places.guesses_behind(row)) for row in range(max((0, *places.sizes[1:])))]
         for place, size in enumerate(places.sizes[1:]):
@@ -325,13 +349,16 @@ class DeviceSampler:
     def _behind(self, slot: int, guesses: Sequence[int]) -> list[Loss]:
         try:
             return self._past.losses_behind(slot, guesses)
-        except Exception:  # of any kind: as above
+        except Exception:  # any exception: as above
             logger.exception("what repeats cost slot %d behind guesses could not be told", slot)
             self._broken.add(slot)
             return [NO_LOSS] * len(guesses)
 
     def _filled(self, batch: Batch, views: Mapping[str, Tensor]) -> SampleSpace:
-        """The batch's space with its masks and losses: itself, where they fit in; another one, if not."""
+        """Returns the space of the batch with the step's masks and losses.
+
+        A fixed space is filled in place if the losses fit. Otherwise the result is a new space with the uploaded tensors.
+        """
         space, space_id = batch.space, id(batch.space)
         masks = views["masks"].view(-1, self._num_words) if "masks" in views else None
         rows = space.rows

@@ -1,4 +1,4 @@
-"""The device's side of what slots ask for, and what the host must remember of them. Owned by the sampler."""
+"""The table of sampling parameters by slot on the device. Owned by the sampler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.worker.core.contracts.plan import SlotParams
 from services.worker.exec.sampling.admission import Admission
 from services.worker.exec.sampling.token_sets import WORD_BITS
 
-MAX_BIASES = 1024  # of one slot; as many as a request may bring
-MAX_STOPS = 512  # stop tokens of one request, and the model's own
+MAX_BIASES = 1024  # per slot; the limit of a request
+MAX_STOPS = 512  # per slot: stop tokens of the request and of the model
 
 
 def allocate_slot_table(max_slots: int, vocab_size: int, device: torch.device) -> SlotTable:
-    """Everything 0: greedy, nothing edited."""
+    """Returns a table of zeros, which means greedy sampling without edits."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -35,18 +35,18 @@ def allocate_slot_table(max_slots: int, vocab_size: int, device: torch.device) -
 
 
 class TooManyEdits(ValueError):
-    """A slot asks for more than the device's table holds."""
+    """A slot has more logit biases or stop tokens than the table holds. Its rows fault."""
 
 
 class DeviceSlots:
-    """table: on the device. Written on the forward stream, in step order."""
+    """The table on the device. It is written on the forward stream, in the order of steps."""
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self.table = allocate_slot_table(max_slots, vocab_size, device)
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
-        """Raises TooManyEdits."""
+        """Returns the columns of the slots. Raises TooManyEdits."""
         admission = Admission.of(admitted, self._vocab_size)
         for column, limit, noun in (
             (SlotColumn.NUM_BIASES, MAX_BIASES, "logit biases"),
@@ -57,7 +57,7 @@ class DeviceSlots:
         return admission
 
     def admit(self, views: Mapping[str, Tensor]) -> None:
-        """views: an uploaded Admission."""
+        """Writes an uploaded Admission into the table."""
         table, slots = self.table, views["slots"].long()
         assert len(views["params"]) == len(slots) * SlotColumn.WIDTH, "each slot has a row of parameters"
         assert len(views["words"]) == len(views["word_slots"]) * table.words.shape[1], "and of words, where it has any"
@@ -77,14 +77,14 @@ class DeviceSlots:
             table.counts.index_put_(places, views["counts"].to(torch.int16))
 
     def adjust_counts(self, slots: Tensor, ids: Tensor, changes: Tensor) -> None:
-        """Adds changes to counts[slots, ids]; each (slot, id) is there once."""
+        """Adds `changes` to counts[slots, ids]. Each pair of slot and id occurs once."""
         assert len(slots) == len(ids) == len(changes), "a change has its slot and its token"
         places = slots.long(), ids.long()
         self.table.counts.index_put_(places, self.table.counts[places] + changes.to(torch.int16))
 
 
 def merged_changes(changes: Mapping[tuple[int, int], int]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Slots, ids and changes, in parallel; those that come to nothing are left out."""
+    """Returns slots, ids and changes as parallel columns, without changes of 0."""
     kept = [(slot, token, change) for (slot, token), change in changes.items() if change]
     columns = np.array(kept, dtype=np.int32).reshape(-1, 3)
     assert (columns[:, 2] != 0).all(), "what comes to nothing is left out"

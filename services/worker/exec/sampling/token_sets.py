@@ -1,4 +1,4 @@
-"""Sets of tokens as bits over the vocabulary: bit i of word w stands for token 32 w + i."""
+"""Sets of tokens as bits over the vocabulary: bit i of word w represents token 32 w + i."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WORD_BITS = 32
 
 
 def inside(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-    """int64[<= n]: those of the tokens that the vocabulary has, in order."""
+    """Returns the tokens that are inside the vocabulary, int64, in their order."""
     ids = np.array(tokens, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocab_size)]
 
 
 def token_words(allowed: Sequence[int], banned: Sequence[int], vocab_size: int) -> Words:
-    """uint32[ceil(V / 32)]: the allowed tokens (all, where none is named) but for the banned ones."""
+    """Returns the set of allowed tokens without the banned ones, uint32[ceil(V / 32)]. An empty `allowed` means all tokens."""
     bits = np.full(-(-vocab_size // WORD_BITS) * WORD_BITS, not allowed, dtype=np.uint8)
     bits[inside(allowed, vocab_size)] = 1
     bits[inside(banned, vocab_size)] = 0

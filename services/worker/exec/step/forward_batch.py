@@ -34,7 +34,7 @@ class ForwardBatch:
     max_context: int  # largest end of a row; in a graph, the capacity of a slot
     max_tokens: int  # tokens of the longest row
     order: I64 | None = (
-        None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for the plan's order
+        None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for plan order
     )
 
     @classmethod
