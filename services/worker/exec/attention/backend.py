@@ -1,6 +1,6 @@
-"""The contract of attention back ends on a GPU. plan() comes before each forward pass, attend() once per layer within it.
+"""The contract of attention back ends: plan() is called before each forward pass, attend() once per layer in it.
 
-Nothing here waits for the device: lengths are known on the host, values never are.
+Neither waits for the device. The host has the lengths of rows and never reads tensor values.
 """
 
 from __future__ import annotations
@@ -19,37 +19,32 @@ I32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What all steps of a model have in common. windows: the distinct sliding windows of its layers, 0 for none.
-
-    page_size: tokens. max_rows, max_tokens: of one step. max_context: tokens of one row. max_pages: of all rows of one step
-    together.
-    """
+    """The sizes that all steps of a model share."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int
-    windows: tuple[int, ...]
-    max_rows: int
-    max_tokens: int
-    max_context: int
-    max_pages: int
+    page_size: int  # tokens
+    windows: tuple[int, ...]  # distinct sliding windows of the layers, in tokens; 0 for no window
+    max_rows: int  # rows of one step
+    max_tokens: int  # tokens of one step
+    max_context: int  # tokens of one row
+    max_pages: int  # pages of all rows of one step
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step's lengths on the host, and its columns on the device.
+    """The lengths of one step's R rows on the host, and its columns on the device. Extend rows come first.
 
-    starts, num_tokens: int32[R] on the host; extend rows first, num_extend of them, then rows of one token. rows: the same on
-    the device, with page table and slots; a slot below 0 is padding: start 0, one token, its output is undefined.
-    graph: 0, or the padded number of rows of the captured graph that this step is captured into or replays; then R is that
-    number, num_extend is 0, and the addresses in rows are those of all steps of that graph.
+    A slot below 0 is padding with start 0 and one token; its output is undefined.
     """
 
-    starts: I32
-    num_tokens: I32
+    starts: I32  # [R], on the host
+    num_tokens: I32  # [R], on the host; 1 for rows after the extend rows
     num_extend: int
-    rows: RaggedRows
+    rows: RaggedRows  # the same rows on the device, with page table and slots
+    # Padded number of rows of the graph that this step replays or is captured into, 0 for no graph. In a graph, R is this number,
+    # num_extend is 0, and `rows` has the same addresses for all steps.
     graph: int = 0
 
     def __post_init__(self) -> None:
@@ -59,19 +54,26 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """One model's, on one stream at a time. captures: decode steps can be captured in CUDA graphs."""
+    """Attention of one model. All calls use one stream."""
 
     name: str
-    captures: bool
+    captures: bool  # decode steps can be captured in CUDA graphs
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepares the pass that follows; launched on the current stream, outside of capture, before capture and before each
-        replay. With batch.graph the buffers that the captured kernels read are filled for this step. Holds until the next."""
+        """Prepares the next forward pass. The plan is valid until the next call.
+
+        It launches on the current stream and is never captured. For a graph, it is called before the capture and before each
+        replay, and fills the buffers that the captured kernels read.
+        """
 
     def attend(
         self, out: Tensor, qkv: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, scale: float, window: int
     ) -> None:
-        """Kernels.paged_attention for the planned batch; rows: those of the plan. The pools hold the step's keys and values."""
+        """Computes Kernels.paged_attention for the planned batch. The pools have the step's keys and values already.
+
+        Args:
+            rows: the rows of the planned batch.
+        """
 
     def release_graphs(self) -> None:
-        """Forgets what captured graphs read; they are not replayed again."""
+        """Frees the buffers of captured graphs, which are not replayed again."""

@@ -1,4 +1,4 @@
-"""Which attention back end a worker on this device runs. Called once, at start."""
+"""Chooses the attention back end of a worker, at its start and when its model is loaded again."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ def choose_attention(
     log: Log,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """name: one of NAMES. auto: flashinfer on a CUDA device if it can be had and serves the shape, else triton; elsewhere the
-    kernels that run the model's layers. deterministic: triton, or those kernels.
+    """Returns the attention back end for a model.
 
-    log: told in one line what was chosen and why, and of kernels that are compiled. Raises ValueError for a name that is unknown
-    or cannot be had, with the reason.
+    Args:
+        name: one of NAMES. `auto` is flashinfer on a CUDA device if it is installed and supports the shape, otherwise triton.
+            On a CPU, it is the kernels of the model's layers.
+        log: receives one line with the choice and its reason, and lines about compiled kernels.
+        deterministic: allows only our kernels: triton on a CUDA device, the kernels of the layers on a CPU.
+
+    Raises:
+        ValueError: the name is unknown or the back end is not available; the message has the reason.
     """
     if name not in NAMES:
         raise ValueError(f"attention back end {name!r} is none of {', '.join(NAMES)}")
@@ -53,7 +58,7 @@ def choose_attention(
 
 
 def _deterministic(name: str, shape: AttentionShape, device: torch.device, kernels: LayerKernels, log: Log) -> AttentionBackend:
-    """Raises ValueError."""
+    """Returns the back end of deterministic mode. Raises ValueError if another one is required."""
     ours = AUTO if device.type != "cuda" else TRITON
     if name not in (AUTO, ours):
         raise ValueError(f"attention back end {name} is not deterministic: where it splits keys depends on the step")
@@ -78,8 +83,14 @@ def _automatic(
 def _flashinfer(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, kernels: LayerKernels, log: Log
 ) -> FlashInferAttention | str:
-    """Ready for its first step, or why it cannot be had. Any exception is a reason: the library imports a dozen others and runs
-    a compiler. What to make of a reason is the caller's."""
+    """Returns FlashInfer's back end ready for its first step, or the reason why it is not available.
+
+    Any exception of the library is such a reason, because the library imports many others and runs a compiler.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: its buffers do not fit.
+        RuntimeError: the device itself has failed, so that no back end can run on it.
+    """
     try:
         backend = FlashInferAttention(shape, device, dtype, kernels, _imported())
         backend.prepare(log)
@@ -90,7 +101,7 @@ def _flashinfer(
     except Exception as failure:
         cuda: Any = torch.cuda
         if cuda.is_initialized():
-            torch.cuda.synchronize(device)  # raises where the device itself has failed: no other kernels can run on it
+            torch.cuda.synchronize(device)  # raises if the device itself has failed
         return f"{type(failure).__name__}: {_first_line(failure)}"
     return backend
 

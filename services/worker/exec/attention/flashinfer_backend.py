@@ -1,4 +1,4 @@
-"""Attention by FlashInfer over paged keys and values. One thread, one stream; see docs/design/flashinfer.md."""
+"""Attention by FlashInfer over paged keys and values, on one thread and one stream. See docs/design/flashinfer.md."""
 
 from __future__ import annotations
 
@@ -32,20 +32,17 @@ SMS_WITHOUT_DEVICE = 132
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens first .. last - 1 of the step, and who attends for them, by window."""
+    """A range of the step's tokens and the wrappers that compute it."""
 
     first: int
-    last: int
-    wrappers: dict[int, Any]
+    last: int  # the token after the range
+    wrappers: dict[int, Any]  # by window
 
 
 class FlashInferAttention:
-    """See AttentionBackend. Owns the wrappers, the page indices and the scratch memory, which all wrappers share: what a plan is
-    for has run before the next plan's copies, because one stream orders both.
+    """An AttentionBackend that owns FlashInfer's wrappers, page indices and scratch memory.
 
-    split_mixed: whether the decode rows of a mixed step are computed apart from its extend rows, by the kernels of a decode step.
-    extend_backend: auto, fa2 or fa3, for steps of extend rows alone. graph_rows: of the largest graph to be captured, so that
-    scratch memory is taken at once; a larger graph takes more. Raises Unsupported, and what importing flashinfer raises.
+    All wrappers share the scratch memory. This is safe, because one stream runs a plan's kernels before the next plan's copies.
     """
 
     name = "flashinfer"
@@ -63,6 +60,19 @@ class FlashInferAttention:
         extend_backend: str = "auto",
         graph_rows: int = 0,
     ) -> None:
+        """Allocates the scratch memory and the staging buffers.
+
+        Args:
+            module: the library, or None to import it.
+            split_mixed: whether the decode rows of a mixed step are computed separately, by the kernels of a decode step.
+            extend_backend: auto, fa2 or fa3, for steps that have only extend rows.
+            graph_rows: rows of the largest graph to be captured, for which scratch memory is allocated. A larger graph allocates
+                more.
+
+        Raises:
+            Unsupported: FlashInfer cannot serve the shape.
+            Exception: any error of the library's import.
+        """
         limits.check(shape, dtype)
         self._shape, self._dtype, self._kernels = shape, dtype, kernels
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
@@ -77,15 +87,17 @@ class FlashInferAttention:
         self._ring = StagingRing(lambda: make_slot(columns_size(shape.max_rows), plans, schedule_bytes, self._device))
         self._counting = host_memory(shape.max_rows + 1, torch.int32, self._device)
         self._counting.copy_(torch.arange(shape.max_rows + 1))
-        num_indices = shape.max_pages + shape.max_rows  # a padding row has a page too
+        num_indices = shape.max_pages + shape.max_rows  # a padding row has one page
         self._pages = wrappers.PageMemory(self._zeros(2 * shape.max_rows + 1, torch.int32), self._zeros(num_indices, torch.int32))
         self._eager: dict[tuple[str, int], Any] = {}
         self._graphs: dict[tuple[int, int], Any] = {}
         self._parts: tuple[_Part, ...] = ()
 
     def prepare(self, log: Callable[[str], None]) -> None:
-        """Has the library build and load the kernels of every kind of step: minutes where none were built before. Waits for the
-        device; before the first step, never within one."""
+        """Makes the library load the kernels of every kind of step, and compile them first if that was never done (minutes).
+
+        It waits for the device and must be called before the first step.
+        """
         for kind, num_tokens, num_extend in ((EXTEND, [2], 1), (MIXED, [2, 1], 1), (DECODE, [1], 0)):
             if len(num_tokens) <= self._shape.max_rows and sum(num_tokens) <= self._shape.max_tokens:
                 log(f"attention: loading flashinfer's kernels for {kind} steps (compiled first, for minutes, if they never were)")
@@ -139,7 +151,11 @@ class FlashInferAttention:
     def _prefillers(
         self, kind: str, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot, schedule: int
     ) -> dict[int, Any]:
-        """schedule: of the first window's plan; the others' follow it."""
+        """Plans a prefill wrapper for each window and returns the wrappers by window.
+
+        Args:
+            schedule: index of the first window's schedule buffer; the other windows use the next ones.
+        """
         planned = {}
         for index, window in enumerate(self._shape.windows, schedule):
             wrapper = planned[window] = self._wrapper(kind, window)
@@ -148,7 +164,7 @@ class FlashInferAttention:
         return planned
 
     def _decoders(self, columns: StagedColumns, pages: wrappers.StepPages, slot: Slot, schedule: int) -> dict[int, Any]:
-        if self._tensor_cores:  # the same kernels; BatchDecode's plan would copy row numbers from pageable memory
+        if self._tensor_cores:  # BatchDecode uses the same kernels, but its plan copies row numbers from pageable memory
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}
         for index, window in enumerate(self._shape.windows, schedule):
@@ -170,7 +186,7 @@ class FlashInferAttention:
 
     def _graph_wrapper(self, rows: int) -> Any:
         wanted = limits.float_bytes(self._shape, self._num_sms, rows)
-        if wanted > len(self._workspace):  # graphs captured before keep the smaller one
+        if wanted > len(self._workspace):  # graphs captured earlier keep using the smaller workspace
             self._workspace = self._zeros(wanted, torch.uint8)
         return wrappers.graph_wrapper(self._module, self._workspace, self._pages, rows, self._tensor_cores)
 
@@ -180,7 +196,9 @@ class FlashInferAttention:
             if kind == DECODE and not self._tensor_cores:
                 wrapper = wrappers.decode_wrapper(self._module, self._workspace)
             else:
-                backend = self._extend_backend if kind == EXTEND else "fa2"  # fa3 gives a decode row a tile for each query head
+                backend = (
+                    self._extend_backend if kind == EXTEND else "fa2"
+                )  # fa3 uses a whole tile for each query head of a decode row
                 wrapper = wrappers.prefill_wrapper(self._module, self._workspace, backend)
             self._eager[(kind, window)] = wrapper
         return wrapper

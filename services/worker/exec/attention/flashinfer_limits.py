@@ -1,5 +1,7 @@
-"""What FlashInfer can do, and how much scratch memory it may want: read from its scheduler (attention/scheduler.cuh) in 0.6.4
-and 0.7.2, where each bound below has its counterpart."""
+"""FlashInfer's limits and the largest scratch memory that it needs.
+
+The bounds follow its scheduler (attention/scheduler.cuh) in versions 0.6.4 and 0.7.2.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32768  # the length of the library's own buffer of key/value lengths
 TENSOR_CORE_GROUP = 4
-BLOCKS_PER_SM = 16  # of the decode kernel, 128 threads each: at most 2,048 threads live on a multiprocessor
-MIN_FLOAT_BYTES = 128 << 20  # what the library's documentation asks for
-MIN_INT_BYTES = 8 << 20  # what the library allocates by itself
+BLOCKS_PER_SM = 16  # blocks of the decode kernel with 128 threads each; a multiprocessor has at most 2,048 threads
+MIN_FLOAT_BYTES = 128 << 20  # the size in the library's documentation
+MIN_INT_BYTES = 8 << 20  # the size that the library allocates itself
 SLACK_BYTES = 4096  # every array begins at a multiple of 16 bytes
 
 
 class Unsupported(Exception):
-    """The back end cannot serve this model on this device. reason: one clause."""
+    """FlashInfer cannot serve this model. `reason` is one clause for the log; another back end serves the model."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -26,7 +28,7 @@ class Unsupported(Exception):
 
 
 def check(shape: AttentionShape, dtype: torch.dtype) -> None:
-    """Raises Unsupported."""
+    """Checks that FlashInfer has kernels for the shape and dtype. Raises Unsupported if not."""
     if dtype not in DTYPES:
         raise Unsupported(f"its kernels compute in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}")
     if shape.head_dim not in HEAD_DIMS:
@@ -40,29 +42,33 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
 
 
 def tensor_cores(shape: AttentionShape) -> bool:
-    """Whether decode runs on tensor cores: from 4 query heads per key/value head on.
+    """Returns whether decode runs on tensor cores, which it does from 4 query heads per key/value head.
 
-    The decode kernel for CUDA cores does 2 multiply-adds in float32 for each query head with each element it reads; at 4 of them
-    an H200's 4.8 TB/s ask for about 20 of its 67 TFLOP/s before any conversion from bfloat16, and it stops being bound by
-    memory. Below 4 a tensor core tile of 16 rows would be mostly padding. The kernel for CUDA cores exists for groups of
-    1, 2, 3, 4 and 8, so every group below the threshold has one.
+    The decode kernel for CUDA cores computes 2 multiply-adds in float32 per query head and element that it reads. With 4 query
+    heads, an H200's 4.8 TB/s need about 20 of its 67 TFLOP/s before any conversion from bfloat16, so that the kernel is no longer
+    bound by memory. With fewer than 4, a tensor core tile of 16 rows would be mostly padding. The kernel for CUDA cores exists
+    for groups of 1, 2, 3, 4 and 8, so it covers every group below the threshold.
     """
     return shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 
 
 def graph_tile(group: int, head_dim: int) -> int:
-    """Rows (tokens times query heads of a group) of one block of a captured decode on tensor cores."""
+    """Returns the rows of one block of a captured decode on tensor cores. A row is a token and a query head of a group."""
     if group > 64 and head_dim < 256:
         return 128
     return 64 if group > 16 else 16
 
 
 def float_bytes(shape: AttentionShape, num_sms: int, graph_rows: int) -> int:
-    """Partial outputs and sums of split rows, float32. graph_rows: of the largest captured graph, 0 for none."""
+    """Returns the bytes for partial outputs and sums of split rows, float32.
+
+    Args:
+        graph_rows: rows of the largest captured graph, 0 for no graph.
+    """
     group, heads = shape.num_heads // shape.num_kv_heads, shape.num_heads
     split = 2 * num_sms // shape.num_kv_heads
     rows = [
-        split * (64 if shape.head_dim >= 256 else 128),  # prefill, or mixed, or decode by the prefill kernel
+        split * (64 if shape.head_dim >= 256 else 128),  # prefill, mixed, and decode by the prefill kernel
         BLOCKS_PER_SM * num_sms // shape.num_kv_heads,  # decode on CUDA cores
     ]
     if graph_rows and tensor_cores(shape):
@@ -72,7 +78,7 @@ def float_bytes(shape: AttentionShape, num_sms: int, graph_rows: int) -> int:
 
 
 def int_bytes(shape: AttentionShape, num_sms: int) -> int:
-    """The schedule of one plan: which block computes which part of which row."""
+    """Returns the bytes of one plan's schedule, which assigns parts of rows to blocks."""
     group = shape.num_heads // shape.num_kv_heads
     tiles = max(2 * num_sms // shape.num_kv_heads, -(-shape.max_tokens * group // 16) + shape.max_rows)
     prefill = 13 * tiles + 4 * (shape.max_rows + shape.max_tokens + 2)

@@ -1,9 +1,9 @@
-"""python -m services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules where there is no GPU.
+"""python -m services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules on a machine without a GPU.
 
-For images: a module that lies in the library's own folder of compiled ones is loaded as it is, without a compiler and without a
-tree that can be written to. Which ones there have to be is not written down here: the back end prepares itself over a stand-in
-for the library that notes what each plan would load, and the library says what it calls them. Needs nvcc (CUDA_HOME, or on the
-path), a C++ compiler and ninja; MAX_JOBS bounds how many run at once. See docs/design/flashinfer.md.
+Images use it: the library loads modules from its own folder of compiled modules, without a compiler and on a read-only disk.
+There is no list of modules to maintain: FlashInferAttention runs with a replacement of the library (Noting) that records the
+modules that each plan would load. The library gives their names. It needs nvcc (CUDA_HOME or PATH), a C++ compiler and ninja;
+MAX_JOBS limits the number of compilers. See docs/design/flashinfer.md.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from services.worker.exec.attention.flashinfer_backend import FlashInferAttentio
 from services.worker.exec.attention.flashinfer_limits import DTYPES, HEAD_DIMS
 
 DECODE = "decode"
-GROUPS = (1, 2, 4, 8)  # query heads per key/value head, on both sides of wherever tensor cores begin
-WINDOWS = (0, 64)  # a module knows that there is a window, not which
+GROUPS = (1, 2, 4, 8)  # query heads per key/value head, below and above the threshold for tensor cores
+WINDOWS = (0, 64)  # a module depends on the existence of a window, not on its size
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What the library compiles at once. kernels: fa2 or fa3 (prefill), or decode (on CUDA cores). index: dtype of indptr."""
+    """A unit of compilation of the library."""
 
-    kernels: str
+    kernels: str  # fa2 or fa3 (prefill), or decode (on CUDA cores)
     dtype: torch.dtype
-    index: torch.dtype
+    index: torch.dtype  # dtype of indptr
     head_dim: int
     windowed: bool
 
     def load(self, library: Any) -> None:
-        """As a plan does: the library compiles the module first if it has none, and may."""
+        """Loads the module as a plan does. The library compiles a missing module first, if compiling is allowed."""
         arguments = (self.dtype, self.dtype, self.dtype, self.index, self.head_dim, self.head_dim, 0, self.windowed, False)
         if self.kernels == DECODE:
             library.decode.get_batch_decode_module(*arguments)
@@ -55,12 +55,11 @@ class Module:
 
 
 class Noting:
-    """Stands in for the library: notes the module that each plan would load, and computes nothing. auto: what the library would
-    take where the choice is left to it."""
+    """Replaces the library: records the module that each plan would load, and computes nothing."""
 
     def __init__(self, auto: Sequence[str]) -> None:
         self.modules: dict[Module, None] = {}
-        self._auto = auto
+        self._auto = auto  # kernels that the library may choose for `auto`
 
     def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, backend: str) -> _Wrapper:
         return _Wrapper(self.modules, self._auto if backend == "auto" else (backend,), 1)
@@ -71,16 +70,16 @@ class Noting:
         return _Wrapper(self.modules, (backend,) if use_tensor_cores else (DECODE,), 0)
 
     def fast_decode_plan(self, wrapper: _Wrapper, *columns: Any, **_: Any) -> None:
-        """Loads nothing: the wrapper has been planned before."""
+        """Records nothing, because an earlier plan of the wrapper has loaded its module."""
 
 
 @dataclass
 class _Wrapper:
-    """place: of kv_indptr among plan's arguments."""
+    """A wrapper of the replaced library."""
 
-    modules: dict[Module, None]
+    modules: dict[Module, None]  # the modules of Noting, filled by plan()
     kernels: Sequence[str]
-    place: int
+    place: int  # index of kv_indptr in the arguments of plan()
 
     def plan(self, *columns: Any, window_left: int, q_data_type: torch.dtype, kv_data_type: torch.dtype, **_: Any) -> None:
         index, head_dim = columns[self.place].dtype, columns[self.place + 5]
@@ -93,8 +92,14 @@ class _Wrapper:
 
 
 def asked_for(head_dims: Iterable[int], dtypes: Iterable[torch.dtype], archs: Iterable[str]) -> list[Module]:
-    """Every module that FlashInferAttention has the library load for models of these head sizes and dtypes, on GPUs of these
-    architectures ("8.0", "9.0a"). Raises Unsupported."""
+    """Returns every module that FlashInferAttention loads for models with these head sizes and dtypes.
+
+    Args:
+        archs: GPU architectures, such as "8.0" and "9.0a".
+
+    Raises:
+        Unsupported: FlashInfer has no kernels for a head size or dtype.
+    """
     majors = {arch.partition(".")[0] for arch in archs}
     library = Noting([kernels for kernels, there in (("fa2", majors - {"9"}), ("fa3", majors & {"9"})) if there])
     for head_dim, dtype, group in product(head_dims, dtypes, GROUPS):
@@ -112,7 +117,7 @@ def _graph_of_one_row() -> AttentionBatch:
 
 
 def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
-    """The library's specs of the modules that it would have to compile. Compiling must be forbidden (FLASHINFER_DISABLE_JIT)."""
+    """Returns the library's specs of the modules that are not compiled. FLASHINFER_DISABLE_JIT must forbid compiling."""
     found = []
     for module in modules:
         try:
@@ -123,8 +128,11 @@ def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
 
 
 def lacking(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
-    """Names of the modules that no installed wheel of compiled ones has for GPUs of an architecture. Nothing is loaded: that
-    would take a driver. Compiling must be forbidden, and the library of 0.7 or newer, which takes modules from several wheels."""
+    """Returns the names of the modules that no installed wheel has in compiled form for a GPU architecture.
+
+    It loads no module, because that needs a driver. FLASHINFER_DISABLE_JIT must forbid compiling. The library must be version 0.7
+    or later, which reads modules from several wheels.
+    """
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = arch
     environment = library.jit.env
     wheels, environment.FLASHINFER_AOT_PROVIDERS = environment.FLASHINFER_AOT_PROVIDERS, ()
@@ -136,7 +144,11 @@ def lacking(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
 
 
 def build(library: Any, specs: Sequence[Any], folder: Path, log: Callable[[str], None]) -> None:
-    """Compiles all at once, then copies each to folder/NAME/NAME.so. Raises RuntimeError with the compiler's output."""
+    """Compiles all modules in one run, then copies each to folder/NAME/NAME.so.
+
+    Raises:
+        RuntimeError: a compilation failed; the message has the compiler's output.
+    """
     library.jit.build_jit_specs(list(specs), verbose=False)
     for spec in specs:
         place = folder / spec.name / f"{spec.name}.so"
@@ -159,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = build_parser().parse_args(arguments)
     archs = options.archs.split(",")
-    # Read by the library when it is imported, and when it would compile.
+    # The library reads both variables when it is imported and before it compiles.
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(archs)
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     import flashinfer as library

@@ -1,4 +1,4 @@
-"""Steps over rows of zeros: they make a back end compile and load the kernels of a kind of step before the first real one."""
+"""Steps over rows of zeros, which make a back end compile and load the kernels of a kind of step before its first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ def rehearse(
     num_tokens: Sequence[int],
     num_extend: int,
 ) -> None:
-    """One step of padding rows, attended to once per window. Waits for the device."""
+    """Plans one step of padding rows and runs its attention once per window. Waits for the device.
+
+    Args:
+        num_tokens: tokens of each row.
+        num_extend: number of extend rows, which are the first ones.
+    """
     rows, tokens = len(num_tokens), sum(num_tokens)
     zeros = torch.zeros(rows, dtype=torch.int32, device=device)
     columns = RaggedRows(zeros.view(rows, 1), zeros - 1, zeros, zeros, zeros, zeros, zeros.long(), max(num_tokens))

@@ -1,7 +1,7 @@
-"""Host memory from which a plan's columns and schedules are copied to the device while the host goes on.
+"""Host memory from which a plan's columns and schedules are copied to the device while the host continues.
 
-A slot's copies are in flight until the stream has passed its event. A slot is taken again only when its event has passed; if none
-has, there is one slot more. So the host never waits, and no copy reads what a later plan has written.
+The copies of a slot are in flight until the stream has passed the slot's event. A slot is reused only after that; if no slot is
+free, the ring gets another one. So the host never waits, and no copy reads data of a later plan.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from services.worker.exec.attention.backend import I32
 
-SLOTS = 4  # two steps in flight and one being planned, and one to spare
+SLOTS = 4  # two steps in flight, a step that is planned, and a spare slot
 
 
 class Passed(Protocol):
-    """torch.cuda.Event, as far as it is used."""
+    """The methods of torch.cuda.Event that are used here."""
 
     def record(self) -> None: ...
 
@@ -29,15 +29,15 @@ class Passed(Protocol):
 
 @dataclass(slots=True)
 class Slot:
-    """columns: int32[n]; schedules: one uint8 buffer per plan of a step. Pinned where the device is CUDA."""
+    """Host memory for one step, pinned if the device is a GPU."""
 
-    columns: Tensor
-    schedules: tuple[Tensor, ...]
-    copied: Passed | None
+    columns: Tensor  # int32[n]
+    schedules: tuple[Tensor, ...]  # one uint8 buffer per plan of a step
+    copied: Passed | None  # the end of the slot's copies, or None on a CPU
 
 
 class StagingRing:
-    """One owner, one stream at a time."""
+    """A ring of slots with one owner and one stream."""
 
     def __init__(self, make: Callable[[], Slot]) -> None:
         self._make = make
@@ -48,7 +48,7 @@ class StagingRing:
         return len(self._slots)
 
     def take(self) -> Slot:
-        """The slot of the plan that follows, oldest first."""
+        """Returns a free slot for the next plan, the oldest first. Adds a slot if all are in use."""
         for step in range(len(self._slots)):
             index = (self._next + step) % len(self._slots)
             slot = self._slots[index]
@@ -62,7 +62,7 @@ class StagingRing:
 
 
 def host_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count], from which copies to the device do not hold up the host."""
+    """Returns host memory [count], pinned if the device is a GPU, so that copies from it do not block the host."""
     return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
 
 
@@ -76,27 +76,28 @@ def make_slot(columns: int, schedules: int, schedule_bytes: int, device: torch.d
 
 @dataclass(frozen=True, slots=True)
 class StagedColumns:
-    """A step's columns as FlashInfer wants them, views of one host buffer in this order. R rows.
+    """The columns of R rows in FlashInfer's form. The tensors are views of one int32 host buffer in this order."""
 
-    kv_indptr: int32[R + 1], pages before each row. last_page_len: int32[R], tokens in each row's last page, 1 .. page size.
-    qo_indptr: int32[R + 1], tokens of the step before each row. kv_lens: int32[R], tokens each row attends to.
-    """
-
-    kv_indptr: Tensor
-    last_page_len: Tensor
-    qo_indptr: Tensor
-    kv_lens: Tensor
-    num_pages: int
+    kv_indptr: Tensor  # [R + 1], pages before each row
+    last_page_len: Tensor  # [R], tokens in each row's last page, 1 to page size
+    qo_indptr: Tensor  # [R + 1], tokens of the step before each row
+    kv_lens: Tensor  # [R], tokens that each row attends to
+    num_pages: int  # pages of the whole step
 
     def head(self, rows: int) -> StagedColumns:
-        """Of the first `rows` rows."""
+        """Returns the columns of the first `rows` rows."""
         return StagedColumns(
             self.kv_indptr[: rows + 1], self.last_page_len[:rows], self.qo_indptr[: rows + 1], self.kv_lens[:rows], self.num_pages
         )
 
     def tail(self, rows: int, counting: Tensor) -> StagedColumns:
-        """Of all but the first `rows` rows, which have one token each. counting: int32[R + 1] on the host, 0 .. R. Pages are
-        counted from the step's first on: kernels and planners take differences of kv_indptr, and it as a place in the indices."""
+        """Returns the columns of the rows after the first `rows` rows. These rows have one token each.
+
+        kv_indptr still counts from the step's first page, because kernels use it as an index into the indices of the whole step.
+
+        Args:
+            counting: the numbers 0 to R, int32[R + 1] on the host.
+        """
         last_page_len = self.last_page_len[rows:]
         qo_indptr = counting[: len(last_page_len) + 1]
         assert len(qo_indptr) == len(last_page_len) + 1, "more rows than were counted"
@@ -108,7 +109,13 @@ def columns_size(rows: int) -> int:
 
 
 def fill(columns: Tensor, starts: I32, num_tokens: I32, page_size: int) -> StagedColumns:
-    """Writes the columns of rows that compute num_tokens positions from starts on into host memory int32[columns_size(R)]."""
+    """Writes the columns of a step's rows into host memory.
+
+    Args:
+        columns: int32[columns_size(R)] or larger, filled.
+        starts: first position of each row.
+        num_tokens: positions that each row computes.
+    """
     rows = len(starts)
     assert rows == len(num_tokens) and columns_size(rows) <= len(columns), "host memory for the columns of every row"
     views = columns[: columns_size(rows)].split([rows + 1, rows, rows + 1, rows])

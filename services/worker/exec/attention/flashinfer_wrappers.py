@@ -1,8 +1,8 @@
-"""Calls of FlashInfer's wrappers: how one is made for our pools, and how each is planned without holding up the host.
+"""Creates FlashInfer's wrappers for our pools and plans them without blocking the host.
 
-What a plan reads on the host is given in host memory, what its kernels read is on the device already: then the library copies
-nothing back and nothing from pageable memory. A plan's schedule is copied from host memory that the library takes to be its own;
-lend_schedule() lends it ours, because the library's would be written again while its last copy may still be waiting.
+A plan's inputs for the host are in host memory, and the inputs of its kernels are already on the device. The library then copies
+nothing back and nothing from pageable memory. The library copies a plan's schedule to the device from a host buffer of its own,
+which the next plan would overwrite while the copy may still be pending. lend_schedule() replaces that buffer by one of ours.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from services.worker.exec.attention.flashinfer_staging import StagedColumns
 
 @dataclass(frozen=True, slots=True)
 class PageMemory:
-    """What kernels read of the step's pages, at addresses that never change.
+    """The page columns that kernels read, at addresses that never change. R is the largest number of rows."""
 
-    columns: int32[2 R + 1], the first two of StagedColumns. indices: int32[N], page ids of all rows, row by row.
-    """
-
-    columns: Tensor
-    indices: Tensor
+    columns: Tensor  # int32[2 R + 1], kv_indptr and last_page_len of StagedColumns
+    indices: Tensor  # int32[N], page ids of all rows, row by row
 
     def kv_indptr(self, rows: int) -> Tensor:
         return self.columns[: rows + 1]
@@ -40,12 +37,11 @@ class PageMemory:
 
 @dataclass(frozen=True, slots=True)
 class StepPages:
-    """One step's views of PageMemory, or of some rows of it: kv_indptr int32[R + 1], last_page_len int32[R]; indices: int32[N],
-    always of the whole step."""
+    """Views of PageMemory for the rows of one step, or for some of them."""
 
-    kv_indptr: Tensor
-    last_page_len: Tensor
-    indices: Tensor
+    kv_indptr: Tensor  # int32[R + 1]
+    last_page_len: Tensor  # int32[R]
+    indices: Tensor  # int32[N], always of the whole step
 
     def tail(self, rows: int) -> StepPages:
         assert rows <= len(self.last_page_len), "more rows than there are"
@@ -57,12 +53,15 @@ def prefill_wrapper(module: Any, workspace: Tensor, backend: str) -> Any:
 
 
 def decode_wrapper(module: Any, workspace: Tensor) -> Any:
-    """Of kernels for CUDA cores. On tensor cores decode is prefill of one token a row, by the same kernels."""
+    """Returns a decode wrapper for CUDA cores. On tensor cores, prefill kernels compute decode rows as rows of one token."""
     return module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
 
 
 def graph_wrapper(module: Any, workspace: Tensor, pages: PageMemory, rows: int, tensor_cores: bool) -> Any:
-    """Reads pages in every replay. The kernels are named: a choice by the library could change between capture and replay."""
+    """Returns a decode wrapper for a graph of `rows` rows, which reads `pages` in every replay.
+
+    The kernels are named explicitly, because the library's own choice could change between capture and replay.
+    """
     return module.BatchDecodeWithPagedKVCacheWrapper(
         workspace,
         "HND",
@@ -76,21 +75,26 @@ def graph_wrapper(module: Any, workspace: Tensor, pages: PageMemory, rows: int, 
 
 
 def lend_schedule(wrapper: Any, host: Tensor, device: Tensor) -> None:
-    """Where the next plan writes its schedule, and where its kernels read it. There is no public name for the host's part."""
+    """Sets the buffers for the schedule of the wrapper's next plan. The library has no public name for the host buffer.
+
+    Args:
+        host: uint8; the plan writes the schedule here.
+        device: uint8; the plan's kernels read the schedule here.
+    """
     wrapper._pin_memory_int_workspace_buffer = host
     wrapper._int_workspace_buffer = device
 
 
 @dataclass(frozen=True, slots=True)
 class WrapperPlanner:
-    """Plans one step's part with any wrapper. The scale is given to run(): layers may differ in it."""
+    """Plans a part of a step with a wrapper. The scale is an argument of run(), because layers may have different ones."""
 
     module: Any
     shape: AttentionShape
     dtype: torch.dtype
 
     def prefill(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int, causal: bool) -> None:
-        """columns: on the host; the library makes its own copies of them on the device."""
+        """Plans a prefill wrapper. The library copies the columns from the host to the device."""
         wrapper.plan(
             columns.qo_indptr,
             columns.kv_indptr,
@@ -103,7 +107,10 @@ class WrapperPlanner:
         )
 
     def first_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """The plan that makes the wrapper's kernels known; compiles them if no earlier process did. See prefill()."""
+        """Plans a decode wrapper for the first time, which loads its kernels, and compiles them if no earlier process did.
+
+        The library copies the columns from the host to the device.
+        """
         wrapper.plan(
             columns.kv_indptr,
             pages.indices,
@@ -114,12 +121,14 @@ class WrapperPlanner:
         )
 
     def decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """After first_decode(). The wrapper's kernels read the pages where they are."""
+        """Plans a decode wrapper again, after first_decode(). Its kernels read `pages` in place."""
         self._fast(wrapper, columns, pages, pages.last_page_len, window)
 
     def graph_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """After first_decode(). The kernels read the buffers the wrapper was made with; on tensor cores the planner reads the
-        lengths of last pages, so it is given the host's."""
+        """Plans a graph's wrapper again, after first_decode(). Its kernels read the buffers of graph_wrapper().
+
+        On tensor cores, the library's planner reads last_page_len on the host, so it gets the host's column.
+        """
         self._fast(wrapper, columns, pages, columns.last_page_len, window)
 
     def _fast(self, wrapper: Any, columns: StagedColumns, pages: StepPages, last_page_len: Tensor, window: int) -> None:

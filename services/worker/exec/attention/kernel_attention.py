@@ -1,4 +1,4 @@
-"""Attention by the kernels themselves, which find lengths where the rows have them: nothing to plan, and no graphs."""
+"""Attention by kernels that read the rows' lengths themselves. They need no plan and support no graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ OURS = "kernels"
 
 
 class KernelAttention:
-    """An AttentionBackend. kernels: those of the model's layers on a CPU, or of a model that is not ours, whose layers call
-    them; torch's twins where these are asked for."""
+    """An AttentionBackend without plans.
+
+    It has the kernels of the model's layers on a CPU and for models through transformers, whose layers call attention themselves.
+    With `torch` as the attention back end, it has torch's twins.
+    """
 
     captures = False
 
@@ -21,7 +24,7 @@ class KernelAttention:
         self._kernels = kernels
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Raises ValueError for a batch of a graph: lengths are read while attend() runs."""
+        """Does nothing. Raises ValueError for a batch of a graph, because attend() reads lengths on the host."""
         if batch.graph:
             raise ValueError("attention that reads lengths on the host cannot be captured in a graph")
 
@@ -31,4 +34,4 @@ class KernelAttention:
         self._kernels.paged_attention(out, qkv, k_pool, v_pool, rows, scale, window)
 
     def release_graphs(self) -> None:
-        """There are none."""
+        """Does nothing, because there are no graphs."""

@@ -1,7 +1,7 @@
-"""Attention by our Triton kernels: prompts in tiles, decode rows with their keys split, two launches where a step has both.
+"""Attention by our Triton kernels: prompts in tiles, decode rows with split keys, and two launches for a mixed step.
 
-A captured graph keeps the addresses of the scratch, which is allocated once, and the launch of its number of rows, which is
-fixed by the longest context that there may be: lengths are read on the device.
+The scratch memory is allocated once, so that captured graphs keep its addresses. A captured launch depends on the number of rows
+and the longest possible context only, because its kernels read lengths on the device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kernels.triton.attention.attention_plan import (
 )
 from services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 
-ITEM_SIZES = (2, 4)  # bytes; the model's dtype shows in the first tensors
+ITEM_SIZES = (2, 4)  # bytes of an element; the model's dtype is unknown until the first tensors arrive
 
 
 class TritonAttention:
-    """An AttentionBackend. deterministic: a token's result depends on what it sees alone, to the last bit."""
+    """An AttentionBackend. In deterministic mode, a row's bits depend only on its own tokens."""
 
     name = "triton"
     captures = True
@@ -55,7 +55,7 @@ class TritonAttention:
         return allocate_scratch(lanes, counters, self._heads[ITEM_SIZES[0]].value_dim, device)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Copies and launches nothing: all that attend() needs is on the device, or among the host's lengths."""
+        """Stores the batch. It copies and launches nothing, because attend() reads lengths from the host and from the device."""
         self._batch = batch
         self._launches.clear()
 
@@ -94,8 +94,8 @@ class TritonAttention:
             longest = reach(self._max_context, window)
             return plan_fixed(heads, batch.graph, batch.graph, longest, places, self._multiprocessors, one_token=True)
         tokens, longest = int(batch.num_tokens.sum()), reach(int((batch.starts + batch.num_tokens).max()), window)
-        alone = not batch.num_extend  # then each row is of one token
+        alone = not batch.num_extend  # each row has one token
         return plan_fixed(heads, len(batch.starts), tokens, longest, places, self._multiprocessors, alone)
 
     def release_graphs(self) -> None:
-        """The scratch is not theirs alone: it stays."""
+        """Does nothing: the scratch memory also serves steps without a graph."""
