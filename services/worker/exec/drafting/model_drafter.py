@@ -1,8 +1,9 @@
-"""Guesses by a model: what it knows of a slot follows the target's text, and goes on from there token by token.
+"""Draft tokens from a draft model, which follows the target's text in each slot and continues it token by token.
 
-What it keeps of prompts is computed a step behind them. What it keeps of an answer is computed when the next guess is wanted, so
-steps without guesses cost next to nothing. Nothing here has to be right: an entry that is missing or of another text (pages that
-were cached while nobody drafted) makes guesses worse, and no more.
+An entry is the draft model's KV for one position of a slot. The entries of a prompt are computed in the step after it. The
+entries of an output are computed when the next draft tokens are wanted, so steps without draft tokens cost almost nothing.
+Entries need not be right. An entry that is missing or belongs to another text (a page cached without drafting) only makes draft
+tokens worse.
 """
 
 from __future__ import annotations
@@ -24,28 +25,26 @@ from services.worker.exec.streams.cuda_streams import Streams
 from services.worker.exec.streams.readback import Readback
 from services.worker.exec.streams.upload import UploadRing
 
-MOST_PENDING = 64  # entries of an answer that wait for the next guess
-UPLOAD_WORDS = 1 << 12  # of a pass; more costs a larger buffer, once
+MOST_PENDING = 64  # entries of an output that may wait for the next draft tokens; more are computed in the next step
+UPLOAD_WORDS = 1 << 12  # words of a pass's upload; a larger pass enlarges the buffer, once
 
 
 @dataclass(slots=True)
 class _Slot:
-    """text: tokens from position 0 on. covered: those whose KV the target has, for which there are pages. valid: entries that are
-    there; -1: the first pass says. pending: what the target has kept of those from `valid` on. ahead: entries behind `valid` that
-    are of guesses."""
+    """The text of a slot and the progress of its entries."""
 
-    text: list[int]
-    covered: int = 0
-    valid: int = -1
-    pending: list[Kept] = field(default_factory=list)
-    ahead: int = 0
+    text: list[int]  # tokens from position 0
+    covered: int = 0  # tokens with KV of the target, whose pages therefore exist
+    valid: int = -1  # number of computed entries; -1 until the first pass of the request
+    pending: list[Kept] = field(default_factory=list)  # hidden states of the target for the positions from `valid` on
+    ahead: int = 0  # entries after `valid` that were computed from draft tokens
 
     @property
     def num_pending(self) -> int:
         return sum(len(kept[0]) for kept in self.pending)
 
     def keep(self, count: int) -> None:
-        """The first `count` of what is pending."""
+        """Shortens the pending states to the first `count` positions."""
         kept: list[Kept] = []
         for part in self.pending:
             if count > 0:
@@ -56,21 +55,21 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Of one slot, from position `first` on. states: [n, H], None where the model reads none."""
+    """Entries of one slot to compute, from position `first` on."""
 
     slot: int
     first: int
-    ids: Sequence[int]
-    states: Tensor | None
+    ids: Sequence[int]  # n token ids
+    states: Tensor | None  # [n, H], or None if the model reads no states
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """A pass over R rows of T entries. slots, starts, counts: int32[R]."""
+    """The rows of one pass of the draft model."""
 
-    slots: I32
-    starts: I32
-    counts: I32
+    slots: I32  # [R]
+    starts: I32  # [R], position of the row's first entry
+    counts: I32  # [R], entries of the row
 
     @property
     def max_context(self) -> int:
@@ -93,28 +92,42 @@ class _Columns:
 
 
 class ModelDrafter:
-    """A Drafter. table: int32[slots, pages]. vocab_size: of the target, whose tokens it reads. pool: of the model's layers. Model
-    and pool are None while memory is released."""
+    """A Drafter with a draft model. `model` and `pool` are None while their memory is released."""
 
     def __init__(self, model: DraftModel, pool: KVPool, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> None:
+        """Stores the parts.
+
+        Args:
+            pool: keys and values of the draft model's layers.
+            table: int32[slots, pages], the target's page table.
+            vocab_size: of the target.
+        """
         self.model: DraftModel | None = model
         self.pool: KVPool | None = pool
         self._shift, self._max_context = model.shift, model.max_context
         self._table, self._page_size, self._vocab_size, self._streams = table, page_size, vocab_size, streams
         self._ring = UploadRing(streams, UPLOAD_WORDS)
         self._slots: dict[int, _Slot] = {}
-        self._behind: set[int] = set()  # slots whose entries are to be computed before the next step begins
+        self._behind: set[int] = set()  # slots whose pending entries are computed before the next step begins
 
     def drop(self, model: bool, pool: bool) -> None:
-        """Of its memory; who has taken it again sets it. Without the model alone, those who run keep their slots and pages."""
+        """Releases model or pool; the caller sets the attributes when it has the memory again.
+
+        Running requests keep their slots and pages if only the model is released.
+        """
         if pool:
             self._slots.clear()
             self._behind.clear()
         self.model, self.pool = None if model else self.model, None if pool else self.pool
 
     def rehearse(self, num_tokens: int, kept: Kept) -> None:
-        """The largest pass that there will be, over page 0 alone, for its kernels and its memory. kept: [num_tokens, H] each. On
-        the forward stream."""
+        """Launches a pass over num_tokens entries, all in page 0, to compile its kernels and measure its memory.
+
+        Called on the forward stream. The page table is empty afterwards.
+
+        Args:
+            kept: hidden states of the target, each [num_tokens, H].
+        """
         assert self.model is not None, "a model is rehearsed while it is there"
         whole = self.model.entry(tuple(each.clone() for each in kept)) if self._shift else None
         rows: list[_Entries] = []
@@ -175,7 +188,7 @@ class ModelDrafter:
         return guesses
 
     def predicted(self, slot: int) -> bool:
-        """It reads none."""
+        """Returns False, because a draft model reads no predictions."""
         return False
 
     def sampled(self, slot: int, tokens: Sequence[int]) -> None:
@@ -191,7 +204,7 @@ class ModelDrafter:
             state.covered = row.start + row.count
             if not self._shift:
                 state.valid = row.start if state.valid < 0 else state.valid
-            elif row.kept is None or row.start >= self._max_context:  # behind it nothing is ever computed
+            elif row.kept is None or row.start >= self._max_context:  # no later entry can be computed
                 state.valid, state.pending = state.covered, []
             else:
                 if state.valid < 0 or row.start != state.valid + state.num_pending:
@@ -201,7 +214,11 @@ class ModelDrafter:
                 self._behind.add(row.slot)
 
     def _due(self, slot: int, end: int) -> _Entries | None:
-        """What of a slot's text has no entry, as far as there can be one and before `end`, counted as if it had."""
+        """Returns the missing entries of a slot before position `end` whose inputs exist, and counts them as valid.
+
+        Returns:
+            None if there are no such entries.
+        """
         state, shift = self._slots[slot], self._shift
         count = min(end, len(state.text) - shift, self._max_context) - state.valid
         if shift:
@@ -213,14 +230,22 @@ class ModelDrafter:
             assert self.model is not None, "no step runs while memory is released"
             whole = tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*state.pending, strict=True))
             states = self.model.entry(tuple(each[:count] for each in whole))
-            rest = len(whole[0]) > count  # few of a chunk's, which they would keep as a whole
+            rest = len(whole[0]) > count  # clones, because a view would keep the states of a whole chunk alive
             state.pending = [tuple(each[count:].clone() for each in whole)] if rest else []
         first, state.valid = state.valid, state.valid + count
         return _Entries(slot, first, state.text[first + shift : first + shift + count], states)
 
     def _guessed(self, rows: Sequence[_Entries], numbers: Sequence[int]) -> list[int]:
-        """A pass over the rows, and one behind each guess, for as many of the first rows as want another. numbers: guesses wanted
-        of each row, falling. Those of a pass stand together, in order of the rows. Waits, once."""
+        """Computes the rows' entries and their draft tokens, with one wait for the device.
+
+        The first pass gives one draft token per row. Each further pass gives one for the first rows, those that want more.
+
+        Args:
+            numbers: draft tokens wanted for each row, falling.
+
+        Returns:
+            The draft tokens, pass by pass and in row order within a pass.
+        """
         assert self.model is not None, "nobody is asked to draft while its memory is released"
         columns = [_columns_of(rows)]
         ends = columns[0].starts + columns[0].counts
@@ -245,7 +270,7 @@ class ModelDrafter:
         return guessed
 
     def _send(self, columns: Sequence[_Columns], rows: Sequence[_Entries]) -> dict[str, Tensor]:
-        """Columns of passes, by their number, and ids of the first one, which its rows have."""
+        """Uploads the columns of all passes, with the pass's number as prefix, and the ids of the first pass."""
         sections = [section for number, each in enumerate(columns) for section in each.sections(f"{number}_")]
         ids = np.array([token for row in rows for token in row.ids], dtype=np.int32)
         views = self._ring.send([*sections, ("ids", np.clip(ids, 0, self._vocab_size - 1))])
@@ -253,7 +278,15 @@ class ModelDrafter:
         return views
 
     def _pass(self, prefix: str, max_context: int, views: Mapping[str, Tensor], ids: Tensor, states: Tensor | None) -> Tensor:
-        """Over the rows of a _Columns. ids: int64[T]. Returns int64[R], index of the last entry of each."""
+        """Launches a pass of the draft model over the rows whose columns have the prefix.
+
+        Args:
+            ids: int64[T].
+            states: [T, H], or None if the model reads no states.
+
+        Returns:
+            The index of each row's last entry, int64[R].
+        """
         assert self.model is not None and self.pool is not None, "no step runs while memory is released"
         assert max_context <= self._max_context, "no entry lies beyond the model's context"
         positions, page_size = views[f"{prefix}positions"], self._page_size

@@ -1,7 +1,8 @@
-"""Guesses by what followed the last few tokens before: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""Draft tokens from earlier text: prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-Good where an answer repeats its prompt or itself, or what its client has predicted: quotes, code that is edited. Where these say
-nothing, texts that an operator has given may.
+The drafter proposes the tokens that followed an earlier occurrence of the last few tokens. They are good if an output repeats
+its prompt, itself or the client's prediction, as in quotes and edited code. Without a match there, it searches the operator's
+corpus.
 """
 
 from __future__ import annotations
@@ -16,25 +17,24 @@ from services.worker.exec.contracts.drafter import Computed
 from services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 from services.worker.exec.drafting.prediction import Prediction
 
-MOST_TOKENS = 4096  # last ones in which they are sought, up to twice as many
-MOST_INDEXES = 16  # texts whose places are known at a time: each takes up to five megabytes
-SHORTEST_OF_CORPUS = 3  # tokens: fewer stand in a large text by chance
+MOST_TOKENS = 4096  # last tokens of a text that are searched; a text is cut to this length when it is twice as long
+MOST_INDEXES = 16  # texts that are indexed at a time; an index takes up to 5 MB
+SHORTEST_OF_CORPUS = 3  # tokens of a match in the corpus; shorter ones occur in a large text by chance
 
 
 @dataclass(slots=True)
 class _Text:
-    """tokens: those from position `first` on. after: where, in tokens, what once followed these begins. prediction: None where
-    nobody has said one."""
+    """The text of a slot's request: its last tokens and their index."""
 
-    first: int
+    first: int  # position of the first token
     tokens: list[int]
-    prediction: Prediction | None = None
-    after: dict[tuple[int, ...], int] = field(default_factory=dict)
-    indexed: int = 0  # tokens whose places `after` knows
+    prediction: Prediction | None = None  # the client's prediction, or None without one
+    after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram to the index in `tokens` after its last occurrence
+    indexed: int = 0  # tokens that `after` covers
 
     @property
     def tail(self) -> list[int]:
-        """The last tokens."""
+        """The last tokens, at most LONGEST."""
         return self.tokens[-LONGEST:]
 
     def index(self) -> None:
@@ -58,26 +58,30 @@ class _Text:
             self.indexed = 0
 
     def find(self) -> tuple[int, int]:
-        """How many of its last tokens have stood in it before, 0 for none, and the place behind them."""
+        """Returns the number of last tokens that also occur earlier in the text, and the index after that occurrence.
+
+        Returns:
+            (0, 0) if fewer than SHORTEST tokens match.
+        """
         for size in range(min(LONGEST, len(self.tokens)), SHORTEST - 1, -1):
             tail = self.tokens[-size:]
             place = self.after.get(tuple(tail))
-            if place is not None and self.tokens[place - size : place] == tail:  # it may have been another text then
+            if place is not None and self.tokens[place - size : place] == tail:  # the entry may be stale
                 return size, place
         return 0, 0
 
 
 class NgramDrafter:
-    """A Drafter. corpus: texts of nobody's request, None for none."""
+    """A Drafter that looks up n-grams in the request's texts, its prediction and an optional corpus of the operator."""
 
     def __init__(self, corpus: NgramIndex | None = None) -> None:
         self._corpus = corpus
         self._texts: dict[int, _Text] = {}
-        self._indexes: OrderedDict[int, None] = OrderedDict()  # slots whose texts have one, the last asked for at the end
-        self._predicted: set[int] = set()  # slots whose last guesses are of their predictions
+        self._indexes: OrderedDict[int, None] = OrderedDict()  # slots whose texts are indexed, least recently used first
+        self._predicted: set[int] = set()  # slots whose last draft tokens come from their predictions
 
     def begin(self) -> None:
-        """Nothing is kept of a token."""
+        """Does nothing, because n-grams need no KV."""
 
     def admit(self, slot: SlotParams) -> None:
         first = max(0, len(slot.history) - MOST_TOKENS)
@@ -140,4 +144,4 @@ class NgramDrafter:
             text.prediction.follow(tokens)
 
     def computed(self, rows: Sequence[Computed]) -> None:
-        """As begin()."""
+        """Does nothing, because n-grams need no KV."""

@@ -1,4 +1,7 @@
-"""Where the last few tokens of a text stand in another one, which does not change: places, sorted by what stands before them."""
+"""An index of a constant text that finds the last few tokens of another text: a suffix array of limited depth.
+
+A place is an index in the text. The places are sorted by the tokens before them.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,35 @@ import numpy as np
 from services.worker.core.contracts.plan import I32
 from services.worker.exec.contracts.drafter import BETWEEN_TEXTS
 
-LONGEST, SHORTEST = 4, 2  # tokens that are looked up, the longest that stand somewhere
-SAMPLE = 256  # places that are looked at, of what stands in more
+LONGEST, SHORTEST = 4, 2  # tokens of a match; the longest match is used
+SAMPLE = 256  # largest number of places that likeliest() compares
 
 
 class NgramIndex:
-    """tokens: int32[n], texts with BETWEEN_TEXTS among them, which are kept. Takes 4 bytes more for each token, and 40 while it
-    is made."""
+    """An index of texts. It takes 4 bytes per token in addition to the tokens, and 40 while it is built."""
 
     def __init__(self, tokens: I32) -> None:
+        """Builds the index.
+
+        Args:
+            tokens: int32[n], texts that are separated by BETWEEN_TEXTS. The index keeps a reference to it.
+        """
         self._tokens = tokens
         padded = np.concatenate([np.full(LONGEST, BETWEEN_TEXTS, dtype=np.int32), tokens])
         before = [padded[LONGEST - back : len(padded) - back] for back in range(LONGEST, 0, -1)]
         kept = (tokens != BETWEEN_TEXTS) & np.all([part != BETWEEN_TEXTS for part in before[-SHORTEST:]], axis=0)
-        order = np.lexsort([part[kept] for part in before])  # by the nearest token first; of equals by place
+        order = np.lexsort(
+            [part[kept] for part in before]
+        )  # by the token right before the place, then the one before it, and so on; equal ones by place
         self._places: I32 = np.flatnonzero(kept)[order].astype(np.int32)
 
     def places(self, tail: Sequence[int]) -> tuple[int, I32]:
-        """Of the longest end of the tail that stands somewhere, up to LONGEST tokens, how many it has, and the places behind it;
-        0 and none where SHORTEST of it stand nowhere."""
+        """Finds the longest end of `tail` that occurs in the text, of at most LONGEST tokens.
+
+        Returns:
+            The number of tokens of that end and the places after its occurrences. 0 and no places if fewer than SHORTEST tokens
+            match.
+        """
         begin, end, found = 0, len(self._places), 0
         for size in range(SHORTEST, min(len(tail), LONGEST) + 1):
             wanted = list(tail[: -size - 1 : -1])
@@ -45,12 +58,12 @@ class NgramIndex:
         return found, self._places[begin:end] if found else self._places[:0]
 
     def follow(self, place: int, most: int) -> list[int]:
-        """Tokens from a place on, to the end of its text."""
+        """Returns up to `most` tokens from a place on, not beyond the end of its text."""
         tokens: list[int] = self._tokens[place : place + most].tolist()
         return tokens[: tokens.index(BETWEEN_TEXTS)] if BETWEEN_TEXTS in tokens else tokens
 
     def likeliest(self, places: I32) -> int:
-        """Of some places, one behind which stands what stands behind most of them."""
+        """Returns one of the places with the most frequent next token. It compares at most SAMPLE of them."""
         some = places[:: -(-len(places) // SAMPLE)]
         following = self._tokens[some]
         tokens, counts = np.unique(following, return_counts=True)
