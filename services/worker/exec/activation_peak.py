@@ -1,4 +1,4 @@
-"""How much device memory a piece of work takes at its height, as torch's allocator counts it."""
+"""Measures the peak of device memory during a piece of work, as torch's allocator counts it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class MemoryProbe(Protocol):
-    """Bytes of this process's tensors on one device."""
+    """Counts the bytes of this process's tensors on one device."""
 
     def allocated(self) -> int: ...
 
     def peak(self) -> int:
-        """The most that was allocated since reset_peak()."""
+        """Returns the largest number of allocated bytes since reset_peak()."""
 
     def reset_peak(self) -> None: ...
 
     def synchronize(self) -> None:
-        """Waits for the device; an error of what was launched is raised here."""
+        """Waits for the device. Raises the error of any earlier launch."""
 
 
 class CudaMemory:
@@ -40,7 +40,7 @@ class CudaMemory:
 
 
 class NoMemory:
-    """Of a device that nobody counts the memory of."""
+    """A probe for devices whose memory is not counted, such as a CPU."""
 
     def allocated(self) -> int:
         return 0
@@ -60,9 +60,9 @@ def probe_of(device: torch.device) -> MemoryProbe:
 
 
 def profile_peak(run: Callable[[], None], device: torch.device, probe: MemoryProbe | None = None) -> int:
-    """Runs it, and gives the bytes that were allocated at the height of it above what was before; 0 on a CPU.
+    """Calls `run` and returns the peak of allocated bytes above those allocated before; 0 on a CPU.
 
-    What `run` allocates and keeps counts too. What the allocator holds beyond its tensors (fragments) does not.
+    Memory that `run` allocates and keeps counts. Fragments that the allocator holds in addition to tensors do not count.
     """
     memory = probe or probe_of(device)
     memory.synchronize()

@@ -59,8 +59,8 @@ from services.worker.exec.weights.load_request import LoadRequest
 
 logger = logging.getLogger(__name__)
 
-KNOWN_TOKENS = 64  # that the largest graph has room for beside a token of each slot
-HOST_PROMPTS = (1, 20)  # tokens of the steps that warm up a CPU, where nothing is compiled
+KNOWN_TOKENS = 64  # rows of the largest graph in addition to one for each slot, for tokens that a plan gives
+HOST_PROMPTS = (1, 20)  # tokens of the steps that warm up a CPU, which has no kernels to compile
 T = TypeVar("T")
 
 __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
@@ -68,14 +68,14 @@ __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """What an executor is made of, in place of what its options would choose. eager_cost: see GraphLimits; None: measured."""
+    """Parts of an executor that replace the choice by its options. None leaves the choice to the options."""
 
     streams: Streams | None = None
 
     kernels: KernelSet | None = None
     attention: Callable[[AttentionShape], AttentionBackend] | None = None
     graph_memory: GraphMemory | None = None
-    eager_cost: float | None = None
+    eager_cost: float | None = None  # see GraphLimits, or None to measure it
 
 
 def build_device_executor(
@@ -91,11 +91,25 @@ def build_device_executor(
     check_relay: bool = False,
     parts: DeviceParts | None = None,
 ) -> tuple[DeviceExecutor, LoadedInfo]:
-    """dtype: auto, bfloat16, float16 or float32. num_pages: None for what mem_fraction_static of the device holds beside the
-    model (on a CPU: of the memory that is free). context_len: tokens; None for the model's own, or what the pool holds if
-    that is less. check_relay: a step fails that decodes a slot which nothing was sampled for.
+    """Loads the model of a folder and makes its executor.
 
-    Raises NoDevice, CheckpointError, UnsupportedModel, PoolTooSmall, and ValueError for options that cannot be had.
+    Args:
+        dtype: auto, bfloat16, float16 or float32.
+        num_pages: pages of the KV pool. None for all that fit: into mem_fraction_static of a GPU's memory in addition to the
+            model, or into mem_fraction_static of the free memory of a CPU.
+        context_len: tokens. None for the model's context, or for the size of the pool if that is smaller.
+        check_relay: whether a step fails that decodes a slot for which no token was sampled.
+        parts: parts that replace the choice by the options.
+
+    Returns:
+        The executor and the facts about the loaded model.
+
+    Raises:
+        NoDevice: the machine does not have the device.
+        CheckpointError: the folder is broken or lacks files.
+        UnsupportedModel: no code supports the model with these options.
+        PoolTooSmall: the pool would be smaller than the required context.
+        ValueError: an option has an invalid value or is not available.
     """
     device = device_of(options.device)
     phases = LoadPhases()
@@ -145,32 +159,38 @@ def assemble_executor(
     check_relay: bool = False,
     parts: DeviceParts | None = None,
 ) -> tuple[DeviceExecutor, int]:
-    """Of a model that is on the device already; the executor, and the pages of its pool. Raises as build_device_executor()."""
+    """Makes an executor for a model that is already on the device.
+
+    Raises the same errors as build_device_executor().
+
+    Returns:
+        The executor and the number of pages of its pool.
+    """
     made = _Assembly(loaded, max_slots, page_size, options, progress, LoadPhases(), check_relay, parts)
     pages = made.finish(num_pages, mem_fraction_static)
     return DeviceExecutor(made.runner, steps=made.steps), pages
 
 
 def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
-    """Of the largest step that is computed in one piece. An encoder's step holds a whole prompt at least."""
+    """Returns the tokens of the largest step that is not cut. A step of an encoder must hold a whole prompt."""
     if not loaded.is_encoder:
         return options.max_tokens
     return max(options.max_whole_tokens or options.max_tokens, loaded.context_len)
 
 
 def _read(drafting: Drafting, passes: ForwardPass, num_tokens: int) -> Kept:
-    """Of the model as it is at that time: it may be loaded anew."""
+    """Returns Drafting.read() of the present model, which may have been loaded again."""
     return drafting.read(passes.model, num_tokens)
 
 
 def _sum_in_float32() -> None:
-    """Kernels.linear accumulates in float32; cuBLAS would add parts of long sums in half precision. Holds for the process."""
+    """Makes cuBLAS accumulate long sums in float32, as Kernels.linear requires. The setting applies to the process."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class _Assembly:
-    """Puts an executor's parts together. All device work runs on the forward stream."""
+    """Makes the parts of an executor. All device work runs on the forward stream."""
 
     def __init__(
         self,
@@ -197,8 +217,10 @@ class _Assembly:
         self._kernels = self._parts.kernels or self._kernels_for(rows, vocab_size)
         pages_per_slot = -(-loaded.context_len // page_size) + 1
         self._largest = min(_step_tokens(options, loaded), max_slots * loaded.context_len)
-        self._sampled = max_slots + VERIFIED_TOKENS if options.max_drafts else max_slots  # rows that want a token at once
-        self._wanted = max(self._sampled, PIECE_BYTES // (4 * vocab_size))  # of sampled rows, and of a piece of a prompt's logits
+        self._sampled = (
+            max_slots + VERIFIED_TOKENS if options.max_drafts else max_slots
+        )  # largest number of rows that sample in one step
+        self._wanted = max(self._sampled, PIECE_BYTES // (4 * vocab_size))  # largest number of tokens with logits at once
         self._bounds = StepBounds(self._largest, max_slots, loaded.context_len, loaded.generates)
         widest = min(max_slots + KNOWN_TOKENS, options.max_graph_rows, self._largest)
         self._widest = widest if options.cuda_graphs else 0  # rows of the largest graph
@@ -207,13 +229,17 @@ class _Assembly:
         self.steps = self._run(self._drafted_steps) if options.max_drafts else None
 
     def _kernels_for(self, rows: int, vocab_size: int) -> KernelSet:
-        """rows: sampled by one launch. The layers' are those that the weights were laid out for."""
+        """Returns the kernels. Those of the layers come with the model, because they decide the layout of the weights.
+
+        Args:
+            rows: largest number of rows that one launch samples.
+        """
         options = self._options
         sampling = sample_kernels(options.kernels, self._device, options.num_threads, rows, vocab_size)
         return KernelSet(self._loaded.kernels, sampling)
 
     def _run(self, work: Callable[[], T]) -> T:
-        """Where steps will run. Waits for it; what cannot be made leaves no thread behind."""
+        """Runs `work` on the forward stream and returns its result. If it raises, the streams and their thread are closed."""
 
         def on_forward() -> T:
             with self._streams.on_forward():
@@ -249,7 +275,10 @@ class _Assembly:
         )
 
     def _attending(self) -> tuple[CausalModel, AttentionBackend]:
-        """Keeps what sizes depend on, and not the model, whose memory may be given back."""
+        """Returns the model with its attention back end.
+
+        Removes the model from self._loaded, which would otherwise keep the weights alive after their release.
+        """
         model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
         if not isinstance(model, Decoder):
             return model, KernelAttention(self._kernels.layers)
@@ -280,7 +309,13 @@ class _Assembly:
         return choose_attention(name, shape, self._device, dtype, self._kernels.layers, self._progress, fixed)
 
     def _pool(self, pages: int, layers: tuple[LayerKV, ...] | None = None) -> KVPool:
-        """layers: None for the model's. On a GPU zeroed: attention multiplies what it masks by 0, and NaN times 0 is NaN."""
+        """Allocates a pool.
+
+        On a GPU it is filled with zeros, because attention multiplies masked values by 0, and NaN times 0 is NaN.
+
+        Args:
+            layers: of a draft model, or None for the model's own layers.
+        """
         with self._device:  # for kernels that allocate on torch's default device
             kept, first = (self._loaded.layers, 0) if layers is None else (layers, len(self._loaded.layers))
             size, dtype = self._page_size, self._loaded.dtype
@@ -300,7 +335,12 @@ class _Assembly:
         return graph_sizes(self._widest)
 
     def finish(self, num_pages: int | None, mem_fraction_static: float, context_len: int | None = None) -> int:
-        """Sizes the pool, warms up and captures. context_len: that the pool must hold. Returns the pages of the pool."""
+        """Sizes the pool, warms up and captures graphs. Returns the number of pages of the pool.
+
+        Args:
+            num_pages: pages of the pool, or None to measure them.
+            context_len: tokens that the pool must hold, or None for one page.
+        """
         return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
 
     def _finished(self, num_pages: int | None, mem_fraction_static: float, context_len: int) -> int:
@@ -325,7 +365,7 @@ class _Assembly:
         return pages
 
     def capture(self) -> None:
-        """Decode steps, where they are to be captured; those that were are forgotten."""
+        """Captures decode steps as graphs, if graphs are used. Earlier graphs are replaced."""
         if not self.graph_rows:
             return
         runner = self.runner
@@ -340,7 +380,7 @@ class _Assembly:
             self._contained(partial(graphs.capture, told))
 
     def _limit_graphs(self) -> None:
-        """What is known of a sequence joins a graph as far as that is cheaper than a step without one."""
+        """Limits the tokens of extend rows in a graph: beyond the limits, a step without a graph is cheaper."""
         if not self.graph_rows:
             return
         rows, given = self.graph_rows[-1], self._parts.eager_cost
@@ -353,7 +393,12 @@ class _Assembly:
         )
 
     def _contained(self, capture: Callable[[], None]) -> None:
-        """What cannot be captured is launched step by step: slower, and right. Raises what the device itself has failed with."""
+        """Calls `capture`. If it fails, steps run without graphs: slower, but with the same results.
+
+        Raises:
+            torch.OutOfMemoryError: the graphs do not fit.
+            RuntimeError: the device itself has failed.
+        """
         try:
             capture()
         except torch.OutOfMemoryError:
@@ -367,17 +412,25 @@ class _Assembly:
 
     @property
     def _token_bytes(self) -> int:
-        """Of keys and values, with what drafts."""
+        """Bytes of keys and values of one token, those of the draft model included."""
         return self._loaded.kv_bytes_per_token + self._drafting.kv_bytes_per_token
 
     @property
     def kv_layout(self) -> str:
-        """Of a page: all that another worker's has to have in common with it."""
+        """Description of a page's content. Workers can exchange pages only if it is equal."""
         layers = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in (*self._loaded.layers, *self._drafting.layers)]
         return f"{self._loaded.dtype} {self._page_size} {layers}"
 
     def tiers(self, pages: int, layout: str) -> tuple[PageMover | None, int]:
-        """What moves pages, and how many the host's memory has; of a model that keeps none, nothing. Raises ValueError."""
+        """Makes the mover of pages between tiers and workers.
+
+        Returns:
+            The mover and the number of pages of the host tier. (None, 0) if the model has no KV, or if it has neither tiers nor
+            remote workers.
+
+        Raises:
+            ValueError: a tier or the reader of remote workers cannot be opened.
+        """
         options, peers = self._options.tiers, self._options.peers
         open_reader = None if peers is None else peers.open_reader
         if not self._keeps_kv or (options is None and open_reader is None):
@@ -386,7 +439,7 @@ class _Assembly:
         return make_mover(options, pages, self._copier, self._arrivals, layout, self._streams, self._progress, reader)
 
     def room_server(self, layout: str) -> RoomServer | None:
-        """What lets other workers read here. Raises ValueError."""
+        """Returns the server of KV reservations, or None if other workers do not read here. Raises ValueError."""
         peers = self._options.peers
         if peers is None or peers.open_server is None or not self._keeps_kv:
             return None
@@ -398,7 +451,7 @@ class _Assembly:
         return not self._loaded.is_encoder and bool(self._token_bytes)
 
     def _copier(self) -> PageCopier:
-        """Of the pools as they are: they may be made anew."""
+        """Returns a copier of the present pools, which may be allocated again later."""
         return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies, self._bring_pieces)
 
     @cached_property
@@ -438,7 +491,7 @@ class _Assembly:
             return self._max_slots * -(-self._loaded.context_len // self._page_size)
         if self._device.type != "cuda":
             return self._pages_of_host(mem_fraction_static, per_token)
-        self._draft_behind(self._largest)  # takes the buffers that it keeps
+        self._draft_behind(self._largest)  # allocates the drafter's permanent buffers, which count in fixed_bytes
         weight_bytes = self._loaded.weight_bytes + self._drafting.weight_bytes
         needs = PoolNeeds(
             layers=(*self._loaded.layers, *self._drafting.layers),
@@ -450,7 +503,7 @@ class _Assembly:
         )
 
         def largest() -> None:
-            waiting = self._drafting.waiting(self.runner.passes.model, self._max_slots)  # beside all that follows
+            waiting = self._drafting.waiting(self.runner.passes.model, self._max_slots)  # exists during the largest step
             largest_step(self.runner, self._bounds)
             self._draft_behind(self._largest)
             del waiting
@@ -458,18 +511,21 @@ class _Assembly:
         return pages_of_device(self.runner, needs, mem_fraction_static, largest, self._graph_bytes, self._progress)
 
     def _draft_behind(self, num_tokens: int) -> None:
-        """What a model drafts with behind a step of so many tokens."""
+        """Runs the pass of the draft model that follows a step of num_tokens tokens."""
         self._drafting.rehearse(self.runner.passes.model, num_tokens)
 
     def _pages_of_host(self, mem_fraction_static: float, per_token: int) -> int:
-        """Of the memory that the weights have left. Raises PoolTooSmall."""
+        """Returns the pages that fit into the share of the memory that is free after loading. Raises PoolTooSmall."""
         pages, size = kv_pool_tokens(free_memory(), mem_fraction_static, per_token) // self._page_size, self._page_size
         if pages < 1:
             raise PoolTooSmall(f"no room for a page of {size} tokens ({size * per_token} bytes) beside the weights")
         return pages
 
     def _graph_bytes(self) -> int:
-        """Of all graphs, judged by the largest two: what comes after the first shares its memory."""
+        """Returns an estimate of the memory of all graphs, from captures of the largest one and the largest two.
+
+        All graphs share memory, so each graph after the first is assumed to need as much more as the second.
+        """
         if not self.graph_rows:
             return 0
         taken = []

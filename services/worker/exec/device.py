@@ -1,4 +1,4 @@
-"""The device that steps run on: its streams, and how a model gets there."""
+"""Finds the device for steps and makes its streams and its loader of weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class NoDevice(ValueError):
-    """There is no such device on this machine."""
+    """This machine does not have the device, or steps cannot run on its kind."""
 
 
 def device_of(name: str) -> torch.device:
-    """Raises NoDevice."""
+    """Returns the device with this name, with an index for a GPU, and makes a GPU the current device. Raises NoDevice."""
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -36,7 +36,7 @@ def device_of(name: str) -> torch.device:
         if (device.index or 0) >= torch.cuda.device_count():
             raise NoDevice(f"no {name}: this machine has {torch.cuda.device_count()} GPUs")
         found = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(found)  # which takes none without an index
+        torch.cuda.set_device(found)  # set_device() needs a device with an index
         return found
     if device.type != "cpu":
         raise NoDevice(f"{name} is no device that steps can run on; there are cuda and cpu")

@@ -1,4 +1,4 @@
-"""What a decode step costs that no graph holds, measured: in decode steps, and in tokens of KV that could be read instead."""
+"""Measures the extra cost of a decode step without a graph, in decode steps and in tokens of KV that could be read instead."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ from services.worker.exec.step.idle_steps import idle_decode
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.cuda_streams import Streams
 
-STEPS = 20
+STEPS = 20  # steps per measurement
 
 
 def graph_limits(rows: int, eager_cost: float, weight_bytes: int, kv_bytes_per_token: int) -> GraphLimits:
-    """rows: of the largest graph. A decode step reads the weights, so a token of KV takes kv_bytes / weight_bytes of its time;
-    so many of them are read anew at most as take what the step without a graph would."""
+    """Returns the limits up to which a graph is cheaper than a step without one.
+
+    A decode step mainly reads the weights, so reading a token of KV takes kv_bytes_per_token / weight_bytes of its time. A graph
+    may read as many tokens again as take the time that a step without a graph costs in addition.
+
+    Args:
+        rows: rows of the largest graph.
+        eager_cost: extra time of a step without a graph, in replayed steps.
+    """
     assert rows > 0 and eager_cost >= 0, "a graph has rows, and a step without it is no quicker"
     readable = int(eager_cost * weight_bytes / kv_bytes_per_token) if kv_bytes_per_token else 0
     return GraphLimits(rows, readable, eager_cost)
 
 
 def measured_eager_cost(runner: DeviceRunner, rows: int) -> float:
-    """What a step of `rows` takes longer when it is launched kernel by kernel, in replayed steps. Both are launched back to back,
-    so that the host's time hides behind the device's where it can, as it does in service. On the forward stream; waits for
-    the device."""
+    """Returns the extra time of a step of `rows` rows that is launched kernel by kernel, in replayed steps.
+
+    Steps are launched back to back, so that the host works while the device computes, as it does in service. Called on the
+    forward stream; waits for the device.
+    """
     assert runner.graphs is not None, "there is a graph to compare with"
     graph, idle = runner.graphs.for_rows(rows), ForwardBatch.idle(runner.passes.capacity, rows)
     assert graph is not None and graph.size == rows, "rows are a graph's"

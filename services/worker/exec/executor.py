@@ -1,4 +1,4 @@
-"""The executor: has steps run on the streams of a device, a GPU's or a CPU's, and waits for results alone."""
+"""The executor, which runs steps on the streams of a GPU or a CPU and waits only for their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _ignore(_: str) -> None:
 
 
 class Steps(Protocol):
-    """What an executor has done on the streams, in order of the steps."""
+    """Launches steps on the streams, in their order: a DeviceRunner, or DraftedSteps on top of one."""
 
     def forward(self, run: DeviceRun) -> None: ...
 
@@ -42,13 +42,7 @@ class Steps(Protocol):
 
 
 class DeviceExecutor:
-    """Implements exec.protocol.Executor. A failed step fails its own waiter.
-
-    steps: what computes them, the runner itself where nothing is drafted. mover: of pages between tiers and workers, None where
-    there is neither. server: lets other workers read this one's rooms; None: nobody reads here.
-    memory: None where nothing can be released, for it could not be made again. on_lost: called once, with a sentence, when the
-    device answers nothing any more: the process has to be replaced.
-    """
+    """Implements contracts.protocol.Executor for a device. If a step fails, only the wait for that step raises."""
 
     def __init__(
         self,
@@ -59,6 +53,15 @@ class DeviceExecutor:
         mover: PageMover | None = None,
         server: RoomServer | None = None,
     ) -> None:
+        """Takes the parts.
+
+        Args:
+            memory: releases and resumes memory, or None if memory cannot be released, because it could not be made again.
+            on_lost: called once with a sentence if the device stops responding. The process must then be replaced.
+            steps: launches steps, or None for the runner itself, which verifies no draft tokens.
+            mover: moves pages between tiers and workers, or None without tiers and remote workers.
+            server: lets other workers read this worker's KV reservations, or None if no worker reads here.
+        """
         self._runner, self._streams = runner, runner.streams
         self._steps: Steps = runner if steps is None else steps
         self.on_lost = on_lost
@@ -71,7 +74,7 @@ class DeviceExecutor:
         self._operator = Operator(self._profile, memory)
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
-        """wake: called on any thread whenever facts() has more to give."""
+        """Registers `wake`, which is called on any thread whenever facts() has new facts."""
         if self._mover is not None:
             self._mover.on_fact = wake
 
@@ -95,7 +98,7 @@ class DeviceExecutor:
     def wait(self, run: Run) -> StepResult:
         own = _own(run)
         assert own.result is not None, "a step is sampled once, and then waited for once"
-        result, own.result = own.result, None  # a cycle would keep the step's tensors
+        result, own.result = own.result, None  # otherwise a reference cycle would keep the step's tensors alive
         return result()
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
@@ -132,10 +135,10 @@ class DeviceExecutor:
                 operation.done.set_result(Deleted(0))
             return
         if isinstance(operation, ReleaseMemory) and self._server is not None:
-            self._server.shut_all()  # nobody reads memory that is gone
+            self._server.shut_all()  # other workers must not read released memory
         try:
             if self._mover is not None:
-                self._mover.settle()  # into pages that may be given back
+                self._mover.settle()  # ends copies into pages that may be released
             self._streams.collect(partial(self._operate, operation))()
         except OperationRefused:
             raise
@@ -150,12 +153,12 @@ class DeviceExecutor:
         self._streams.collect(self._end)()
         self._streams.close()
 
-    # What runs on the streams
+    # Work on the streams
 
     def _forward(self, run: DeviceRun) -> None:
         try:
             self._profile.record(f"forward {run.plan.step_id}", partial(self._steps.forward, run))
-        except Exception as error:  # of any kind: it belongs to the waiter of this step
+        except Exception as error:  # any exception: wait() of this step raises it
             self._failed(run, error)
 
     def _sample(self, run: DeviceRun, masks: Masks, behind: Masks) -> None:
@@ -164,14 +167,14 @@ class DeviceExecutor:
                 self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks, behind))
             else:
                 self._steps.release(run)
-        except Exception as error:  # as above
+        except Exception as error:  # any exception, as above
             self._failed(run, error)
 
     def _result(self, run: DeviceRun) -> StepResult:
         if run.error is None:
             try:
                 return self._steps.result(run)
-            except Exception as error:  # as above; a device reports here what went wrong in its kernels
+            except Exception as error:  # any exception, as above; a device reports errors of its kernels here
                 self._failed(run, error)
         raise ExecutorError(f"step {run.plan.step_id} failed: {run.error!r}") from run.error
 
@@ -191,12 +194,12 @@ class DeviceExecutor:
             self._runner.free_uploads()
 
     def _settle(self) -> bool:
-        """Waits for the device. False: it is lost."""
+        """Waits for the device. Returns False if the device is lost."""
         if self._lost:
             return False
         try:
             self._streams.synchronize()
-        except Exception as failure:  # whatever the driver raises: there is no device to go on with
+        except Exception as failure:  # any exception of the driver: the device cannot be used any longer
             self._lose(f"the device does not answer any more: {failure}")
         return not self._lost
 

@@ -1,7 +1,7 @@
-"""An executor without a model: fake KV that holds token ids, and a next token that is a function of the KV a row can see.
+"""An executor without a model. Its KV is token ids, and the next token is a function of the KV that a row reads.
 
-A row that reads a wrong, stale or unwritten page therefore samples a wrong token, and a gather from the relay where
-nothing was written raises. Time is a model of the step's size, on whatever clock it is given.
+A row that reads a wrong, stale or unwritten page therefore samples a wrong token. Reading a token from the relay that was never
+written raises. The time of a step is computed from its size and passes on the given clock.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ FAKE_EMBEDDING_SIZE = 4
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Seconds of a step: base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of lengths.
+    """A linear model of the time of a step, in seconds.
 
-    Where graph_rows is not 0, base is that of a step which is replayed as a graph, and eager_step comes on top where none holds
-    it: with a request's first tokens, or beyond graph_rows and graph_rereads (GraphLimits). What a graph reads anew is context.
-    per_page_moved: of operations beside the steps.
+    A step takes base + per_prefill_token * extend tokens + per_row * rows + per_context_token * sum of the rows' lengths. If
+    graph_rows is not 0, a step that no graph can compute takes eager_step longer: one that admits a request, or one beyond
+    graph_rows or graph_rereads. KV that a graph reads again counts as context.
     """
 
-    base: float = 0.0
+    base: float = 0.0  # seconds of any step; with graphs, of a replayed one
     per_prefill_token: float = 0.0
     per_row: float = 0.0
     per_context_token: float = 0.0
-    per_page_moved: float = 0.0
-    eager_step: float = 0.0
-    graph_rows: int = 0
-    graph_rereads: int = 0
+    per_page_moved: float = 0.0  # seconds per page of an operation, which runs in parallel with steps
+    eager_step: float = 0.0  # additional seconds of a step without a graph
+    graph_rows: int = 0  # rows of the largest graph, 0 for no graphs
+    graph_rereads: int = 0  # see GraphLimits.rereads
 
     @property
     def graphs(self) -> GraphLimits:
@@ -74,12 +74,12 @@ class TimeModel:
 
 
 def hashed_token(context: I32, vocab_size: int) -> int:
-    """The fake model: a token in [0, vocab_size) that depends on every token before it."""
+    """Returns the next token of the fake model, in [0, vocab_size), which depends on every token of the context."""
     return zlib.crc32(context.tobytes()) % vocab_size
 
 
 def first_allowed(token: int, mask: NDArray[np.uint32], vocab_size: int) -> int:
-    """The first token at or after `token`, going round, that the mask allows; `token` itself if it allows none."""
+    """Returns the first allowed token from `token` on, continuing at 0 after the last. `token` if the mask allows no token."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
     allowed = np.flatnonzero(np.roll(bits, -token))
     return (token + int(allowed[0])) % vocab_size if len(allowed) else token
@@ -90,23 +90,25 @@ def fake_logprobs(token: int, top: int, chosen: int) -> RowLogprobs:
 
 
 def fake_embedding(context: I32) -> NDArray[np.float32]:
-    """float32[FAKE_EMBEDDING_SIZE] that depends on every token."""
+    """Returns an embedding, float32[FAKE_EMBEDDING_SIZE], that depends on every token."""
     return np.frombuffer(zlib.crc32(context.tobytes()).to_bytes(4, "little"), dtype=np.uint8).astype(np.float32)
 
 
 def fake_label_logprobs(context: I32, label_token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """float32[labels], from -8 to -1. A value depends on every token of the context and on the label."""
+    """Returns label log probabilities from -8 to -1, float32[labels]. Each depends on all tokens of the context and the label."""
     digest = zlib.crc32(context.tobytes())
     return np.array([-1.0 - zlib.crc32(b"%d" % label, digest) % 8 for label in label_token_ids], dtype=np.float32)
 
 
 @dataclass(slots=True)
 class FakeRun:
+    """A launched step of the fake executor, with its results once it is sampled."""
+
     plan: BatchPlan
-    counts: I32
-    ready_at: float
+    counts: I32  # [rows], tokens of each row
+    ready_at: float  # time at which the step ends
     faults: dict[int, RowFault]
-    predicted: NDArray[np.bool_]
+    predicted: NDArray[np.bool_]  # bool[rows], draft tokens came from the prediction
     sampled: bool = False
     tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -121,9 +123,7 @@ def _own(run: Run) -> FakeRun:
 
 
 class FakeExecutor:
-    """next_token: (context int32[n], vocab_size) -> token. draft: (context, number) -> so many guesses at what follows it, where
-    a prediction does not say them: it is taken to be the output from its first token on.
-    fault_at: step_id -> what to raise or row faults, for tests."""
+    """Implements contracts.protocol.Executor without a device. Tests and simulators set its public attributes."""
 
     def __init__(
         self,
@@ -138,6 +138,17 @@ class FakeExecutor:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """Allocates the fake KV.
+
+        Args:
+            pages_per_request: pages of a slot's row in the page table.
+            next_token: (context int32[n], vocab_size) -> the next token.
+            draft: (context, number) -> `number` draft tokens, if the request's prediction does not have as many. None for draft
+                tokens of which about half are accepted. A prediction is assumed to be the output from its first token on.
+            time_model: None for steps that take no time.
+            clock: seconds.
+            sleep: waits until the end of a step on that clock.
+        """
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._next_token = next_token
@@ -148,22 +159,24 @@ class FakeExecutor:
         self.kv: I32 = np.full((num_pages, page_size), -1, dtype=np.int32)
         self.page_table: I32 = np.full((num_slots, pages_per_request), -1, dtype=np.int32)
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
-        self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # tokens of each slot whose KV counts
-        self.host: dict[int, I32] = {}  # a page's tokens by host page
+        self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # tokens with valid KV by slot
+        self.host: dict[int, I32] = {}  # tokens of a page by host page
         self.storage: dict[bytes, I32] = {}
-        self.peers: dict[str, FakeExecutor] = {}  # other workers, by the address at which their KV is read
+        self.peers: dict[str, FakeExecutor] = {}  # remote workers by the address at which their KV is read
         self.open_rooms: dict[int, OpenReservation] = {}
-        self.left_rooms: list[ReservationReleased] = []  # that readers have left
+        self.left_rooms: list[ReservationReleased] = []  # reservations that their readers have released
         self._moving: list[tuple[float, PageOperation]] = []
         self._moving_until = 0.0
-        self._landing: list[tuple[float, PageOperation, int]] = []  # loads that were told of: when they are over, pages that come
-        self._loaded: list[tuple[float, Fact]] = []  # of those that have arrived: when they are over
+        self._landing: list[tuple[float, PageOperation, int]] = []  # loads with an early fact: end time and number of pages
+        self._loaded: list[tuple[float, Fact]] = []  # end time and final fact of loads that have arrived
         self.told_ahead_s = EARLY_S
         self._params: dict[int, SamplingParams] = {}
         self._guessed: dict[int, bool] = {}
-        self._predictions: dict[int, tuple[int, I32]] = {}  # by slot, where its output begins, and what is said of it
+        self._predictions: dict[int, tuple[int, I32]] = {}  # position of the output and prediction by slot
         self.fail_steps: set[int] = set()
-        self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(operation.keys)  # fewer: the rest fails
+        self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(
+            operation.keys
+        )  # pages that an operation moves; fails beyond
         self.row_faults: dict[int, dict[int, RowFault]] = {}
 
     def forward(self, plan: BatchPlan) -> FakeRun:
@@ -199,7 +212,7 @@ class FakeExecutor:
         return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted)
 
     def _guess(self, slot: int, context: I32, number: int) -> tuple[I32, bool]:
-        """Whether it is of a prediction."""
+        """Returns draft tokens of a slot, and whether they come from its prediction."""
         output_at, prediction = self._predictions[slot]
         said = prediction[len(context) - output_at :][:number]
         return (said, True) if len(said) == number else (self._draft(context, number), False)
@@ -248,8 +261,11 @@ class FakeExecutor:
         return StepResult(run.plan.step_id, run.tokens, run.faults, *told, seconds=self._time.seconds(run.plan))
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        """Each takes the time of its bytes, one after another, and moves nothing before it is over. Of a load the fact comes
-        told_ahead_s before that: a step whose tables are the first to have a page of it waits for the whole."""
+        """Queues the operations, which run one after another. Each takes the time of its pages and moves them when it ends.
+
+        The fact of a load comes told_ahead_s before its end. The first step with a page of the load in its page tables waits for
+        the whole load.
+        """
         for operation in operations:
             begin = max(self._moving_until, self._busy_until, self._clock())
             self._moving_until = begin + self._time.per_page_moved * len(operation.keys)
@@ -257,24 +273,31 @@ class FakeExecutor:
 
     @property
     def num_moving(self) -> int:
-        """Operations under way."""
+        """Number of operations that have not ended."""
         return len(self._moving) + len(self._landing) + len(self._loaded)
 
     def coming_kv(self) -> I32:
-        """kv as it is once all has come that was told of."""
+        """Returns the KV as it will be when all loads with an early fact have ended."""
         kv = self.kv.copy()
         for _, operation, count in self._landing:
             kv[operation.pages[:count]] = [self.host[page] for page in operation.host_pages[:count].tolist()]
         return kv
 
     def _land(self, pages: I32 | None = None) -> float:
-        """Has loads that were told of arrive: those that are over by now, and those with one of these pages, None for all.
-        Returns when the last of the latter is over, 0 where there is none."""
+        """Copies the pages of loads with an early fact that have ended or are needed now.
+
+        Args:
+            pages: pages that are needed now, or None for all.
+
+        Returns:
+            The end time of the last copied load, 0 if no load was copied.
+        """
         if not self._landing:
             return 0.0
         waited, now = 0.0, self._clock()
         awaited = [pages is None or until <= now or bool(np.isin(pages, op.pages).any()) for until, op, _ in self._landing]
-        # One lane brings all loads: before the last awaited one is there, those before it are, also if their pages are reused.
+        # Loads run in order. When the last needed load has ended, all loads before it have ended, too, even if their pages are
+        # reused.
         count = max((at + 1 for at, is_awaited in enumerate(awaited) if is_awaited), default=0)
         landing, self._landing = self._landing[:count], self._landing[count:]
         for until, operation, num_pages in landing:
@@ -284,7 +307,7 @@ class FakeExecutor:
         return waited
 
     def wake_on_facts(self, wake: Callable[[], None]) -> None:
-        """Nobody is woken: what becomes of operations is a matter of the clock."""
+        """Does nothing, because the clock alone decides when an operation ends."""
 
     def rooms(self, events: ReservationEvents) -> None:
         for room in events.closed:
@@ -309,7 +332,7 @@ class FakeExecutor:
         return until - self.told_ahead_s if operation.kind is OperationKind.LOAD else until
 
     def _told(self, until: float, operation: PageOperation) -> Fact:
-        """Of a load: unless it is over nothing of it has to be there."""
+        """Returns the fact of a load: an early one without a copy of pages, unless the load has ended."""
         count = self.pages_moved(operation)
         if count and until > self._clock():
             self._landing.append((until, operation, count))
@@ -340,7 +363,7 @@ class FakeExecutor:
         return Fact(operation.op_id, count, self._time.per_page_moved * count, stored)
 
     def _pulled(self, pull: Pull, pages: I32) -> int:
-        """All of them, or none."""
+        """Copies pages from another fake worker. Returns the number of copied pages: all or 0."""
         peer, room = self.peers.get(pull.source.address), pull.source.room
         opened = None if peer is None else peer.open_rooms.get(room.number)
         if peer is None or opened is None or opened.room != room:
@@ -380,7 +403,7 @@ class FakeExecutor:
     def _sample_row(
         self, plan: BatchPlan, row: int, mask: NDArray[np.uint32] | None, behind: NDArray[np.uint32] | None
     ) -> list[int]:
-        """The next token; and while that is what was drafted, the next one too."""
+        """Returns the row's accepted draft tokens and the next sampled token."""
         ahead = [] if behind is None else list(behind)
         slot, drafted = int(plan.slots[row]), int(plan.drafts[row]) if len(plan.drafts) else 0
         if row in plan.mask_rows:
@@ -405,7 +428,7 @@ class FakeExecutor:
         return tokens
 
     def _half_right(self, context: I32, number: int) -> I32:
-        """Guesses of which about half are what the model says."""
+        """Returns draft tokens of which about half are the model's own next tokens."""
         for place in range(number):
             token = self._next_token(context, self._vocab_size)
             wrong = zlib.crc32(context.tobytes() + b"draft") % 2
@@ -414,7 +437,7 @@ class FakeExecutor:
         return context[len(context) - number :]
 
     def _prompt_logprobs(self, plan: BatchPlan, index: int, row: int) -> PromptLogprobs:
-        """The "log probability" of a prompt token is minus its id."""
+        """Returns log probabilities of prompt tokens: the negative of each token's id."""
         slot, start, count = int(plan.slots[row]), int(plan.starts[row]), int(plan.num_tokens[row])
         first, following = int(plan.prompt_logprob_offsets[index]), int(plan.prompt_logprob_nexts[index])
         assert 0 <= first < count, "the first prompt token that is wanted is predicted in the row"

@@ -1,4 +1,4 @@
-"""The kernels of a device: Triton's on a GPU, ours in C++ on a CPU, torch's twins of either where they are asked for."""
+"""Chooses the kernels of a device: Triton kernels on a GPU, C++ kernels on a CPU, or torch's twins of either by setting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KernelSet:
 
 
 def _chosen(name: str, device: torch.device) -> str:
-    """name: auto, triton, cpp or torch. Raises ValueError for another one."""
+    """Returns triton, cpp or torch for a name, which may also be auto. Raises ValueError for an unknown name."""
     if name not in (AUTO, TRITON, CPP, TORCH):
         raise ValueError(f"there are no kernels named {name}; there are {AUTO}, {TRITON}, {CPP} and {TORCH}")
     return name if name != AUTO else TRITON if device.type == "cuda" else CPP
@@ -37,8 +37,16 @@ def _chosen(name: str, device: torch.device) -> str:
 def layer_kernels(
     name: str, device: torch.device, dtype: torch.dtype, num_threads: int, deterministic: bool = False
 ) -> LayerKernels:
-    """dtype: of the model. num_threads: that C++ kernels compute with. deterministic: a row's bits depend on that row alone.
-    Raises ValueError for an unknown name, and where no kernels of that kind are deterministic."""
+    """Returns the kernels of a model's layers.
+
+    Args:
+        dtype: of the model.
+        num_threads: threads of C++ kernels.
+        deterministic: whether the bits of a row depend only on that row.
+
+    Raises:
+        ValueError: the name is unknown, or kernels of this kind have no deterministic mode.
+    """
     chosen = _chosen(name, device)
     if chosen == CPP:
         return load_kernels(num_threads, dtype, deterministic)
@@ -52,14 +60,26 @@ def layer_kernels(
 
 
 def copies(name: str, device: torch.device) -> CpuCopies | None:
-    """Of pages between a CPU's pool and its other tiers; None where numpy makes them, or the device is no CPU. Raises ValueError
-    for an unknown name."""
+    """Returns the C++ copies of pages between a CPU's pool and its other tiers.
+
+    Returns:
+        None if the device is not a CPU, or numpy makes the copies because the kernels are torch's.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
     return load_copies() if _chosen(name, device) == CPP and device.type == "cpu" else None
 
 
 def bring_pieces(name: str, device: torch.device) -> BringPieces | None:
-    """Of pages from the host's memory to a GPU's pools, layer by layer; None where the device is none, or the kernels are
-    torch's. Raises ValueError for an unknown name."""
+    """Returns the kernel that copies pages from host memory to a GPU's pools, layer by layer.
+
+    Returns:
+        None if the device is not a GPU, or the kernels are torch's.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
     if _chosen(name, device) != TRITON or device.type != "cuda":
         return None
     from kernels.triton.page_pieces import bring_pieces as bring
@@ -68,9 +88,14 @@ def bring_pieces(name: str, device: torch.device) -> BringPieces | None:
 
 
 def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: int, page_size: int) -> str:
-    """Of deterministic kernels: equal where a row of a model of this dtype and context gets equal bits. A digest of the dtype, of
-    torch's version (tables of angles), and of the machine code, the CPU's instruction sets and the C library (logarithms); of
-    Triton's kernels of their sources, the compiler, the GPU, and the context in pages, which says where keys are split."""
+    """Returns the fingerprint of deterministic kernels. Workers with equal fingerprints compute equal bits for a row.
+
+    It is a digest of:
+
+    - the model's dtype and torch's version, which decides the tables of angles
+    - for C++ kernels: their machine code, the CPU's instruction sets and the C library, which computes logarithms
+    - for Triton kernels: their sources, the compiler, the GPU, and the context in pages, which decides where keys are split
+    """
     parts = [str(dtype), torch.__version__]
     if _chosen(name, device) == TRITON:
         parts += [f"{context_len} in {page_size}", *_compiled_for(device)]
@@ -82,7 +107,7 @@ def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: i
 
 
 def _compiled_for(device: torch.device) -> tuple[str, ...]:
-    """Triton's version, CUDA's, and the GPU's generation."""
+    """Returns the versions of Triton and CUDA and the GPU's compute capability."""
     import triton
 
     if device.type != "cuda":
@@ -91,7 +116,11 @@ def _compiled_for(device: torch.device) -> tuple[str, ...]:
 
 
 def sample_kernels(name: str, device: torch.device, num_threads: int, max_rows: int, vocab_size: int) -> SampleKernels:
-    """max_rows: sampled by one launch. Raises ValueError for an unknown name."""
+    """Returns the sampling kernels. Raises ValueError for an unknown name.
+
+    Args:
+        max_rows: largest number of rows of one launch.
+    """
     chosen = _chosen(name, device)
     if chosen == TORCH:
         return reference

@@ -1,4 +1,4 @@
-"""Loads the model of a Hugging Face folder: by a class of the registry, by transformers' code, or as an encoder."""
+"""Loads the model of a Hugging Face folder: by a class of the registry, through transformers' code, or as an encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a device the KV pool may take: arithmetic over measured numbers, all in bytes."""
+"""Computes the size of the KV pool from measured memory. All numbers are bytes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ PARTS = ("weights", "activation_peak", "graphs", "workspace")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryUse:
-    """total: the device's. free_now: what the driver gave as free while the parts named in held_now, and no others, were held.
+    """The memory of a device and its measured parts."""
 
-    weights: resident. activation_peak: above them, of the largest step. graphs: of all captured ones. workspace: buffers kept
-    from step to step, of attention back ends and others.
-    """
-
-    total: int
-    free_now: int
-    weights: int
-    activation_peak: int
-    graphs: int
-    workspace: int
-    held_now: tuple[str, ...] = ("weights",)
+    total: int  # memory of the device
+    free_now: int  # free memory that the driver reported while exactly the parts in held_now were allocated
+    weights: int  # resident weights
+    activation_peak: int  # activations of the largest step, above the weights
+    graphs: int  # all captured graphs
+    workspace: int  # buffers that are kept from step to step, such as those of attention back ends
+    held_now: tuple[str, ...] = ("weights",)  # names of the allocated parts
 
     @property
     def own(self) -> int:
-        """All of ours but the pool."""
+        """All parts of this worker except the pool."""
         total: int = sum(getattr(self, part) for part in PARTS)
         return total
 
@@ -38,15 +34,16 @@ class DeviceMemoryUse:
 
     @property
     def elsewhere(self) -> int:
-        """In use and none of the parts: other processes, the driver's context, what the allocator holds and does not use."""
+        """Used memory outside of the parts: other processes, the driver's context, unused memory of the allocator."""
         return max(0, self.total - self.free_now - self._held)
 
 
 def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int) -> int:
-    """What is left for keys and values, 0 or more.
+    """Returns the bytes that are left for keys and values, 0 or more.
 
-    mem_fraction_static: the share of the whole device that everything on it may come to: our parts, the pool, and what is
-    held elsewhere. reserve: bytes that stay free in any case.
+    Args:
+        mem_fraction_static: share of the device's memory that all users together may have: our parts, the pool and `elsewhere`.
+        reserve: bytes that stay free in any case.
     """
     budget = min(int(use.total * mem_fraction_static), use.total - reserve)
     left = max(0, budget - use.elsewhere - use.own)
@@ -57,7 +54,7 @@ def kv_pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int
 def kv_pool_pages(
     use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, page_bytes: int, page_size: int, context_len: int
 ) -> int:
-    """Pages of page_size tokens and page_bytes that fit. Raises PoolTooSmall if they do not hold context_len tokens."""
+    """Returns the number of pages that fit. Raises PoolTooSmall if they hold fewer than context_len tokens."""
     left = kv_pool_bytes(use, mem_fraction_static, reserve)
     pages = left // page_bytes
     if pages * page_size >= context_len:
@@ -72,7 +69,7 @@ def kv_pool_pages(
 
 
 def describe(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int, kv_bytes: int) -> str:
-    """One line for the log, in MiB."""
+    """Returns one line for the log with all parts in MiB."""
     names = {"weights": "weights", "activation_peak": "activations", "graphs": "graphs", "workspace": "workspaces"}
     own = ", ".join(f"{names[part]} {_mib(getattr(use, part))}" for part in PARTS)
     limits = f"{mem_fraction_static:g} of the device's {_mib(use.total)} may be used, {_mib(reserve)} stay free"

@@ -1,4 +1,4 @@
-"""Gives the KV pool and the weights of a device back, and takes them again; graphs are captured anew."""
+"""Releases the KV pool and the weights of a device, resumes them, and then captures graphs again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.worker.exec.streams.returned_memory import return_memory
 
 
 class NoModel:
-    """Stands where a model was whose weights are released."""
+    """Replaces a model whose weights are released."""
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> NoReturn:
         raise RuntimeError("the weights are released")
@@ -31,15 +31,13 @@ class NoModel:
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """load_model: reads the checkpoint's folder as it is at that time; allocate_pool: of the size of the first one;
-    capture: what start-up did once model and pool were there, graphs among it; drop: lets what others hold of these parts go,
-    which the first two make again. No step runs between release and resume."""
+    """Implements Releasable for a runner. No step may run between release and resume."""
 
     runner: DeviceRunner
-    load_model: Callable[[], CausalModel]
-    allocate_pool: Callable[[], KVPool]
-    capture: Callable[[], None]
-    drop: Callable[[ReleaseMemory], None]
+    load_model: Callable[[], CausalModel]  # reads the present contents of the checkpoint's folder
+    allocate_pool: Callable[[], KVPool]  # with the size of the first pool
+    capture: Callable[[], None]  # captures the graphs
+    drop: Callable[[ReleaseMemory], None]  # releases the drafter's parts, which load_model and allocate_pool make again
 
     def release(self, parts: ReleaseMemory) -> None:
         if self.runner.graphs is not None:
@@ -51,26 +49,29 @@ class MemoryParts:
         return_memory(self.runner.streams.device)
 
     def resume(self, parts: ResumeMemory) -> None:
-        """Raises OperationRefused where the folder or the memory does not allow it; what was released then stays so, and can be
-        resumed later."""
+        """Makes the parts again.
+
+        Raises:
+            OperationRefused: loading, allocation or capture failed. The parts are then released and can be resumed later.
+        """
         refusal = ""
         try:
             self._resume(parts)
-        except Exception as error:  # of any kind: loaders raise many, and graphs want memory too
+        except Exception as error:  # any exception: loaders raise many kinds, and graphs need memory, too
             refusal = f"cannot resume: {error}"
-        if refusal:  # outside the handler: that error holds what was made until then
+        if refusal:  # outside of the handler, because the error's traceback refers to tensors made so far
             self.release(ReleaseMemory(kv=parts.kv, weights=parts.weights))
             raise OperationRefused(refusal)
 
     def _resume(self, parts: ResumeMemory) -> None:
         passes, streams = self.runner.passes, self.runner.streams
-        with streams.on_forward():  # where steps find it done: a pool takes long to fill with zeros
+        with streams.on_forward():  # on the stream of steps, which then start after the pool is filled with zeros
             model = self.load_model() if parts.weights else passes.model
             pool = self.allocate_pool() if parts.kv else passes.pool
         streams.synchronize()
         passes.model, passes.pool = model, pool
         assert len(pool.keys) == len(pool.values), "each layer has keys and values"
         if streams.device.type == "cpu":
-            return_memory(streams.device)  # what loading took is the system's again
+            return_memory(streams.device)  # memory that loading needed temporarily
         if not isinstance(model, NoModel) and pool is not NO_POOL:
             self.capture()

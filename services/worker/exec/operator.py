@@ -1,4 +1,4 @@
-"""Does what operators ask of an executor, between two steps, for whichever executor runs them."""
+"""Runs the operations that operators request, between two steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from services.worker.exec.step_profile import StepProfile
 
 
 class Releasable(Protocol):
-    """Memory that can be given back and taken again. resume raises OperationRefused; what was released then stays so."""
+    """Memory that can be released and resumed."""
 
     def release(self, parts: ReleaseMemory) -> None: ...
 
-    def resume(self, parts: ResumeMemory) -> None: ...
+    def resume(self, parts: ResumeMemory) -> None:
+        """Allocates released parts again. Raises OperationRefused if that fails; the parts then stay released."""
 
 
 class Operator:
-    """memory: None where nothing can be released, for it could not be made again. Belongs to the thread that runs the steps."""
+    """Runs operations on the thread that runs the steps."""
 
     def __init__(self, profile: StepProfile, memory: Releasable | None) -> None:
-        self._profile, self._memory = profile, memory
+        self._profile, self._memory = profile, memory  # memory is None if it cannot be released
 
     def do(self, operation: Operation) -> None:
-        """Raises OperationRefused."""
+        """Runs the operation. Raises OperationRefused."""
         match operation:
             case StartProfile(path):
                 self._profile.start(path)

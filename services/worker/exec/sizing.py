@@ -1,4 +1,4 @@
-"""How many pages of KV a device holds: measured by running the largest step and capturing graphs over a pool of one page."""
+"""Measures the number of KV pages that fit into a GPU: it runs the largest step and captures graphs with a pool of one page."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from services.worker.exec.pools.kv_pool import LayerKV
 from services.worker.exec.step.model_runner import DeviceRunner
 from services.worker.exec.streams.returned_memory import return_memory
 
-RESERVE = 512 << 20  # bytes of the device that stay free: libraries take some at times of their own choosing
+RESERVE = 512 << 20  # bytes of the device that stay free, because libraries allocate some at any time
 
 
 @dataclass(frozen=True, slots=True)
 class PoolNeeds:
-    """Of one executor. weight_bytes: resident; fixed_bytes: of the buffers that are kept from step to step."""
+    """The sizes of one executor on which the size of its pool depends."""
 
-    layers: Sequence[LayerKV]
+    layers: Sequence[LayerKV]  # layers of the model and of the drafter
     dtype: torch.dtype
-    page_size: int
-    context_len: int
-    weight_bytes: int
-    fixed_bytes: int
+    page_size: int  # tokens
+    context_len: int  # tokens that the pool must hold
+    weight_bytes: int  # resident weights
+    fixed_bytes: int  # buffers that are kept from step to step
 
     @property
     def page_bytes(self) -> int:
@@ -41,7 +41,17 @@ def pages_of_device(
     graph_bytes: Callable[[], int],
     progress: Callable[[str], None],
 ) -> int:
-    """The runner holds a pool of one page. Raises PoolTooSmall."""
+    """Measures the number of pages for the pool. The runner must have a pool of one page.
+
+    Args:
+        mem_fraction_static: share of the device's memory that may be used.
+        largest: runs the largest step.
+        graph_bytes: returns the memory of all graphs.
+        progress: receives a line with all parts of the memory.
+
+    Raises:
+        PoolTooSmall: the pool would hold fewer than context_len tokens.
+    """
     device = runner.streams.device
     assert needs.page_bytes > 0, "a page takes memory"
     peak = profile_peak(largest, device)

@@ -1,4 +1,4 @@
-"""What drafts for a model: chosen, loaded, given its memory."""
+"""Chooses, loads and owns the drafter of a model."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ModelLoader = Callable[[LoadRequest], LoadedModel]
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """model: None for who drafts without one. kept: layers of the target whose input it reads, see Decoder."""
+    """A loaded draft model, or the sizes of a drafter without a model."""
 
-    model: DraftModel | None = None
-    kept: tuple[int, ...] = ()
+    model: DraftModel | None = None  # the model, or None for a drafter without one
+    kept: tuple[int, ...] = ()  # layers of the target whose input the draft model reads, see Decoder
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What pools and passes are sized by."""
+        """The values on which the sizes of pools and passes depend."""
         return (self.kept, *(() if self.model is None else (self.model.shift, self.model.layers, self.model.max_context)))
 
 
@@ -51,8 +51,18 @@ NO_DRAFT = LoadedDraft()
 
 
 def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions, load: ModelLoader) -> LoadedDraft:
-    """request: of the target, which is loaded. load: for a model of its own. Raises CheckpointError, UnsupportedModel, and
-    ValueError for a setting that is missing or means nothing."""
+    """Loads the draft model that the options name.
+
+    Args:
+        request: the target's load request.
+        target: the loaded target.
+        load: loads a separate model.
+
+    Raises:
+        CheckpointError: the draft model's files are missing or broken.
+        UnsupportedModel: the model cannot draft for the target.
+        ValueError: a setting is missing, unknown, or has no effect with the algorithm.
+    """
     algorithm, path = options.speculative_algorithm if options.max_drafts else NONE, options.draft_model
     if algorithm in (DRAFT, EAGLE3) and not path:
         beside = f"{request.folder.name}-{algorithm}"
@@ -67,7 +77,7 @@ def load_draft(request: LoadRequest, target: LoadedModel, options: DeviceOptions
         raise ValueError(f"there is no speculative algorithm {algorithm}")
     with request.phases.timed("draft"):
         if algorithm == DRAFT:
-            dtype = str(target.dtype).removeprefix("torch.")  # as the pools have it
+            dtype = str(target.dtype).removeprefix("torch.")  # the dtype of the pools
             own = replace(request, folder=Path(path), dtype=dtype, context_len=target.context_len, phases=LoadPhases())
             return _small(own.folder, load(own), target)
         return _head(request, target, Path(path) if path else request.folder, algorithm)
@@ -91,24 +101,30 @@ def _head(request: LoadRequest, target: LoadedModel, folder: Path, algorithm: st
     load = load_eagle3 if algorithm == EAGLE3 else load_mtp
     head = load(folder, decoder, target.dtype, target.kernels)
     if request.target.device.type == "cuda":
-        torch.cuda.synchronize(request.target.device)  # other streams read it
+        torch.cuda.synchronize(request.target.device)  # other streams read the head's weights
     model = HeadDraftModel(head, target.kernels, target.context_len)
     size = kv_pool.bytes_per_token(model.layers, target.dtype)
     return LoadedDraft(model, head.aux_layers, size, head.num_bytes(decoder))
 
 
 def _index_of(corpus: I32, vocab_size: int) -> NgramIndex:
-    """A tokenizer may know tokens that its model has no row for. They are replaced where they stand: a second array would be kept
-    as long as the first."""
+    """Returns an index of the corpus. Replaces tokens without a row in the model by BETWEEN_TEXTS, in place.
+
+    A copy of the corpus would stay in memory as long as the original.
+    """
     np.copyto(corpus, BETWEEN_TEXTS, where=corpus >= vocab_size)
     return NgramIndex(corpus)
 
 
 class Drafting:
-    """What an executor drafts with, from when its model is loaded until its memory is given back and taken again. layers: of
-    which it keeps KV, in the pages of `pool`. corpus: see DeviceOptions."""
+    """Owns the draft model, its pool and the drafter of an executor, also while their memory is released and resumed."""
 
     def __init__(self, loaded: LoadedDraft, corpus: I32 | None = None) -> None:
+        """Takes the draft model.
+
+        Args:
+            corpus: see DeviceOptions.draft_corpus.
+        """
         self._corpus = corpus
         self.weight_bytes = loaded.weight_bytes
         self._drafter: ModelDrafter | None = None
@@ -117,33 +133,42 @@ class Drafting:
         self.pool = NO_POOL
 
     def allocate(self, pool: Callable[[tuple[LayerKV, ...]], KVPool]) -> None:
-        """pool: of as many pages as the target's."""
+        """Allocates the draft model's keys and values.
+
+        Args:
+            pool: returns a pool for the given layers, with the number of pages of the target's pool.
+        """
         if self.layers:
             self.pool = pool(self.layers)
             if self._drafter is not None:
                 self._drafter.pool = self.pool
 
     def drafter(self, table: Tensor, page_size: int, vocab_size: int, streams: Streams) -> Drafter:
-        """Its pool is that of the next allocate(). table: int32[slots, pages]. vocab_size: of the target."""
+        """Returns the drafter. A model drafter gets its pool from the next allocate().
+
+        Args:
+            table: int32[slots, pages], the target's page table.
+            vocab_size: of the target.
+        """
         if self._model is None:
             return NgramDrafter(None if self._corpus is None else _index_of(self._corpus, vocab_size))
         self._drafter = ModelDrafter(self._model, self.pool, table, page_size, vocab_size, streams)
         return self._drafter
 
     def read(self, target: CausalModel, num_tokens: int) -> Kept:
-        """What the target, the model that steps run, has kept of the first tokens of its last pass."""
+        """Returns the hidden states that the draft model reads, for the first num_tokens tokens of the target's last pass."""
         if not self.kept:
             return ()
         assert isinstance(target, Decoder), "a head reads states of our own decoder"
         return target.aux_states(num_tokens)
 
     def rehearse(self, target: CausalModel, num_tokens: int) -> None:
-        """A pass of a model that drafts behind one of the target's, of as many tokens. On the forward stream."""
+        """Runs a pass of the draft model after a pass of the target with num_tokens tokens. Called on the forward stream."""
         if self._drafter is not None:
             self._drafter.rehearse(num_tokens, self.read(target, num_tokens))
 
     def waiting(self, target: CausalModel, num_slots: int) -> Kept:
-        """As much as slots whose answers nobody guesses at have kept at most, before it is computed."""
+        """Allocates the largest hidden states that num_slots slots may keep while no draft tokens are wanted."""
         return tuple(each.new_empty((num_slots * MOST_PENDING, each.shape[1])) for each in self.read(target, 1))
 
     def drop(self, parts: ReleaseMemory) -> None:
@@ -153,7 +178,7 @@ class Drafting:
             self._drafter.drop(model=parts.weights, pool=parts.kv)
 
     def loaded_again(self, draft: LoadedDraft) -> None:
-        """Raises CheckpointError for one of another shape."""
+        """Takes a draft model that was loaded again. Raises CheckpointError if its shape differs from the first one's."""
         if draft.shape != self._shape:
             raise CheckpointError("what drafts has another shape than what this worker started with")
         self._model = draft.model

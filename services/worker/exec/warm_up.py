@@ -1,4 +1,4 @@
-"""Launches one of every kind of step before there are requests, so that kernels are compiled and libraries have chosen theirs."""
+"""Launches a step of every kind before the first request, so that kernels are compiled and libraries have chosen theirs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from services.worker.exec.step.model_runner import DeviceRun, DeviceRunner
 from services.worker.exec.step.plan_pieces import NOTHING
 from services.worker.exec.streams.readback import Readback
 
-PROMPTS = (1, 20, 100, 1000)  # tokens, beside the most: kernels are chosen by how many there are
-DECODES = (1, 40)  # rows of steps that no graph holds
-VERIFIED, GUESSES = (1, 3), 2  # rows of several tokens, and how many are guessed in each
+PROMPTS = (1, 20, 100, 1000)  # tokens of prompts in addition to the largest; the choice of kernels depends on the number
+DECODES = (1, 40)  # rows of decode steps without a graph
+VERIFIED, GUESSES = (1, 3), 2  # rows with draft tokens, and draft tokens per row
 EVERYTHING = SamplingParams(
     max_new_tokens=4,
     temperature=0.7,
@@ -38,10 +38,14 @@ VECTOR = SamplingParams(max_new_tokens=1, embedding=EmbeddingParams())
 
 
 def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = PROMPTS, max_drafts: int = 0) -> None:
-    """prompts: tokens of steps to launch, no more than bounds allow. max_drafts: tokens that are guessed behind one. On the
-    forward stream.
+    """Launches the steps on the forward stream.
 
-    Leaves the page table empty, the pool's first pages undefined, and slot 0 to its next admission."""
+    Afterwards, the page table is empty, the pool's first pages are undefined, and slot 0 needs an admission.
+
+    Args:
+        prompts: tokens of the prompts; they are limited to the bounds.
+        max_drafts: draft tokens per row, 0 if steps verify no draft tokens.
+    """
     for tokens in prompts:
         some = replace(bounds, max_tokens=min(tokens, bounds.max_tokens), max_slots=min(tokens, bounds.max_slots))
         largest_step(runner, some)
@@ -63,7 +67,7 @@ def _logprobs(runner: DeviceRunner) -> None:
 
 
 def _request(runner: DeviceRunner, generates: bool) -> None:
-    """A request that wants all there is, as steps bring it: a prompt of one token, then one decode step."""
+    """Runs a request with all sampling features: a prompt of one token, then one decode step."""
     for start, given in ((0, 1), (1, 0)) if generates else ((0, 1),):
         run = DeviceRun(_step(start, given, EVERYTHING if generates else VECTOR), Readback(runner.streams))
         runner.forward(run)
@@ -74,7 +78,7 @@ def _request(runner: DeviceRunner, generates: bool) -> None:
 
 
 def _verification(runner: DeviceRunner, rows: int) -> None:
-    """Rows of several tokens, in the first slots; none is relayed."""
+    """Runs a step in which `rows` slots verify draft tokens. No token comes from the relay."""
     if not rows:
         return
     tokens = rows * (1 + GUESSES)
@@ -100,7 +104,11 @@ def _verification(runner: DeviceRunner, rows: int) -> None:
 
 
 def _step(start: int, given: int, params: SamplingParams) -> BatchPlan:
-    """One row of one token, given or relayed, of slot 0; the first one admits it."""
+    """Returns the plan of a step with one token in slot 0, which it admits at position 0.
+
+    Args:
+        given: 1 if the plan gives the token, 0 if the relay does.
+    """
     zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
     history = zero if params is EVERYTHING else NOTHING
     return BatchPlan(
