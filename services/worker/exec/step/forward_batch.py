@@ -33,9 +33,7 @@ class ForwardBatch:
     sample_indices: I32  # [n or R], index in the pass of the token that is computed before it
     max_context: int  # largest end of a row; in a graph, the capacity of a slot
     max_tokens: int  # tokens of the longest row
-    order: I64 | None = (
-        None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for plan order
-    )
+    order: I64 | None = None  # int64[tokens of the plan], index in the plan of each token of the pass, or None for plan order
 
     @classmethod
     def of(cls, plan: BatchPlan, samples: NDArray[np.bool_], capacity: int) -> ForwardBatch:
