@@ -1,6 +1,7 @@
-"""Compiled grammars by content: compiled once however many ask, kept while there is room, refusals remembered for a while.
+"""The compiled grammars of a worker by content, within a limit of memory. Refusals are remembered for failure_s.
 
-open() is called on the loop's thread; compilations end on the pool's. One lock guards the book, held for moments.
+Requests with the same grammar share one compilation. open() is called on the loop's thread; compilations end on the pool's
+threads. One lock guards the book and is held only briefly.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from services.worker.grammar.match.forced_text import ForcedText
 from services.worker.grammar.match.matcher import TOO_SLOW, MatcherSetup, XgrammarMatcher
 from services.worker.text.step_meter import StepMeter
 
-MAX_FAILURES = 1024
+MAX_FAILURES = 1024  # remembered refusals
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """size: in bytes, with its source. used_at: by the book's clock. borne: it has cost too much once."""
+    """A compiled grammar that is ready for use."""
 
     compiled: Compiled
-    size: int
-    used_at: float
-    borne: bool = False
+    size: int  # bytes, with the source
+    used_at: float  # time of the last open() on the book's clock
+    borne: bool = False  # a matcher has overrun its meter once; the next overrun refuses the grammar
 
 
 class CompiledBook:
-    """Implements core.grammar.GrammarBook.
+    """Implements core.contracts.grammar.GrammarBook.
 
-    on_ready(spec) and on_failed(spec, reason, busy) follow every open() that gave None, from any thread, perhaps before it
-    returns; they must only leave a message. busy: it could not be compiled just now, and may be good. After on_ready the grammar
-    stays at least until another one is ready, or until it overruns its meters in use a second time: then it is refused like a
-    bad one.
+    Each open() that returns None is followed by on_ready(spec) or on_failed(spec, reason, busy), on any thread and possibly
+    before open() returns. These callbacks may only post a message. `busy` means that the grammar could not be compiled now, but
+    may be valid. After on_ready(), the grammar stays at least until another one is ready. If its matchers overrun their meters
+    twice, it is refused from then on.
 
-    on_compiled(seconds, chars) is told of every grammar that was compiled: the time since it was first asked for, and the length
-    of its source. On the pool's threads, one at a time; it returns at once.
+    on_compiled(seconds, chars) is called after each successful compilation with the time since the first open() and the length of
+    the source. Its calls come from the pool's threads, one at a time, and must return at once.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class CompiledBook:
         self._ready: OrderedDict[GrammarSpec, _Kept] = OrderedDict()  # least recently used first
         self.num_compiled = 0
         self._ready_bytes = 0
-        self._pending: dict[GrammarSpec, float] = {}  # since when
-        self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # by digest of the spec: until when, and why
+        self._pending: dict[GrammarSpec, float] = {}  # time of the first open() by spec
+        self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # end of the refusal and reason by digest of the spec
         self._pool = CompilerPool(vocabulary, limits, self._compiled, enable_jump_forward)
 
     @property
@@ -101,7 +102,7 @@ class CompiledBook:
         meter = StepMeter(self._limits.step_ms * factor, self._limits.burst_ms * factor)
         try:
             return XgrammarMatcher(found.compiled, self._setup, meter, lambda: self._bears(spec, found))
-        except Exception:  # of the library's: this grammar's end, and not the loop's
+        except Exception:  # any exception of the library: it refuses this grammar and must not end the loop
             logger.exception("a matcher could not be made")
             reason = f"{spec.label}: it cannot be started"
             self._condemn(spec, reason)
@@ -109,7 +110,11 @@ class CompiledBook:
             return None
 
     def drop_unused(self) -> bool:
-        """Lets go of what has not been asked for within idle_s, but for unused_mib of it; whether there was anything."""
+        """Drops grammars that were not opened within idle_s, while all grammars exceed unused_mib.
+
+        Returns:
+            Whether a grammar was dropped.
+        """
         with self._lock:
             before, oldest_of_use = len(self._ready), self._clock() - self._limits.idle_s
             while self._ready_bytes > self._limits.unused_mib * MIB and next(iter(self._ready.values())).used_at < oldest_of_use:
@@ -117,11 +122,15 @@ class CompiledBook:
             return len(self._ready) < before
 
     def close(self) -> None:
-        """Ends the compiling processes. Nothing is called back after it; matchers stay usable."""
+        """Ends the compiling processes. No callback follows; matchers stay usable."""
         self._pool.close()
 
     def _begin(self, spec: GrammarSpec, tenant: bytes) -> tuple[str, bool]:
-        """Starts a compilation, or says why not and whether that is for want of room. Holds the lock."""
+        """Starts a compilation. The caller holds the lock.
+
+        Returns:
+            ("", False) if it is started. Otherwise the reason for the refusal, and whether it is only a full queue.
+        """
         if len(spec.source) > MAX_GRAMMAR_BYTES or len(spec.source.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
             return f"{spec.label}: longer than {MAX_GRAMMAR_BYTES} bytes", False
         until, reason = self._failed.get(_digest(spec), (0.0, ""))
@@ -133,7 +142,7 @@ class CompiledBook:
         return "", False
 
     def _compiled(self, spec: GrammarSpec, compiled: Compiled | None, reason: str, busy: bool) -> None:
-        """On one of the pool's threads."""
+        """Stores the result of a compilation and calls back. Called on one of the pool's threads."""
         with self._lock:
             since = self._pending.pop(spec)
             self.num_compiled += 1
@@ -149,7 +158,10 @@ class CompiledBook:
             self._on_failed(spec, reason, busy)
 
     def _bears(self, spec: GrammarSpec, kept: _Kept) -> bool:
-        """That a matcher has cost too much: once. A machine that stands still for a moment looks the same."""
+        """Returns whether a matcher of the grammar may continue after an overrun of its meter.
+
+        The first overrun is tolerated, because a machine that stalls for a moment looks the same.
+        """
         if not kept.borne:
             kept.borne = True
             logger.info("a grammar has taken too long once, the next time it is refused: %s", spec.kind)
@@ -158,7 +170,7 @@ class CompiledBook:
         return False
 
     def _condemn(self, spec: GrammarSpec, reason: str) -> None:
-        """A matcher has shown what the trial had not foretold: others of this grammar would do the same."""
+        """Refuses a grammar from now on, because a matcher failed where the trial had not: other matchers would fail as well."""
         logger.info("grammar refused from here on: %s", reason)
         with self._lock:
             dropped = self._ready.pop(spec, None)
@@ -184,5 +196,5 @@ class CompiledBook:
 
 
 def _digest(spec: GrammarSpec) -> bytes:
-    """Stands for a refused spec, whose text would be kept for nothing but comparison."""
+    """Returns a digest of a spec, so that the text of a refused grammar is not kept."""
     return hashlib.sha256(f"{spec.kind}\0{spec.source}\0{spec.parts}".encode(errors="surrogatepass")).digest()

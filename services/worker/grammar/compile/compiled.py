@@ -1,4 +1,4 @@
-"""A grammar as xgrammar has compiled it, for the model's vocabulary and, where jumps are wanted, for single bytes."""
+"""A grammar that xgrammar has compiled, for the model's vocabulary and, if jumps are enabled, for single bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Immutable, and shared by all its matchers. by_bytes: None where jumps are off."""
+    """A compiled grammar, immutable and shared by all its matchers."""
 
     grammar: xgrammar.CompiledGrammar
-    by_bytes: xgrammar.CompiledGrammar | None
+    by_bytes: xgrammar.CompiledGrammar | None  # for single bytes, or None if jumps are disabled
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Approximate size in bytes, at least 1."""
         by_bytes = 0 if self.by_bytes is None else self.by_bytes.memory_size_bytes
         return max(self.grammar.memory_size_bytes + by_bytes, 1)

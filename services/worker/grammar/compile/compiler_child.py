@@ -1,8 +1,7 @@
-"""The compiling process: `python -m services.worker.grammar.compile.compiler_child`, started by CompilerPool with a socket as its
-stdin.
+"""The compiling process: `python -m services.worker.grammar.compile.compiler_child`, started by CompilerPool.
 
-xgrammar loads transformers to know its tokenizers by their types. This process has none of those, and does without: a third of
-its start, and 20 MiB.
+Its stdin is a socket. xgrammar imports transformers only to recognize tokenizers by their types. This process has no such
+tokenizers and replaces the import, which saves a third of its start time and 20 MiB.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from types import ModuleType
 
 
 class WithoutTransformers(ModuleType):
-    """Any type that is asked for, of which there will be no object."""
+    """Replaces the module transformers. Each attribute is a type without instances."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

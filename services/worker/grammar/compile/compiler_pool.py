@@ -37,37 +37,42 @@ from services.worker.grammar.compile.priority import give_way
 from services.worker.grammar.compile.vocabulary import Vocabulary
 from services.worker.grammar.schema.refusal import GrammarRefused
 
-ROOT = Path(__file__).resolve().parents[4]  # the folder that holds `services`
-START_S = 120.0  # loading xgrammar on a busy machine
-JOIN_S = 2.0
-MARGIN_S = 2.0  # the child's own alarm comes first
+ROOT = Path(__file__).resolve().parents[4]  # the folder that contains `services`
+START_S = 120.0  # longest start of the compiling process, which loads xgrammar, on a busy machine
+JOIN_S = 2.0  # longest wait for a thread at close()
+MARGIN_S = 2.0  # time after the child's own alarm, which normally comes first
 QUICK_NICENESS, SLOW_NICENESS = 10, 19
-DYING_S = 0.2
+DYING_S = 0.2  # time in which a dying process becomes a dead one
 WALL_FACTOR = 10.0  # longest compilation on a full machine, in multiples of its CPU time
 QUEUE_FULL = "too many grammars are waiting to be compiled, try again later"
 
-Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]
+Done = Callable[[GrammarSpec, Compiled | None, str, bool], None]  # spec, compiled, reason, busy
 
 logger = logging.getLogger(__name__)
 
 
 class CompilerGone(Exception):
-    """The compiling process has died; not the grammar's fault."""
+    """The compiling process has died, or cannot be started. The grammar may be valid."""
 
 
 class _Slow(Exception):
-    """Not done within the time that was given."""
+    """The compilation took longer than its queue allows."""
 
 
 class _Nursery:
-    """The process that forks compilers. Thread-safe; started at first use and after its death."""
+    """The process that forks a child for each compilation. It is started at first use and after its death. Thread-safe."""
 
     def __init__(self, vocabulary: Callable[[], bytes], limits: GrammarLimits, jumps: bool) -> None:
-        """vocabulary: asked for when it is started."""
+        """Stores the setup without starting the process.
+
+        Args:
+            vocabulary: returns the serialized vocabulary; called at each start of the process.
+            jumps: whether grammars are also compiled for bytes.
+        """
         self._vocabulary = vocabulary
         self._setup = {"limits": asdict(limits), "jumps": jumps}
         self._lock = threading.Lock()
-        # A process begins with the niceness of the thread that starts it and can never lower it: this one thread stays as it is.
+        # A process inherits the niceness of the thread that starts it and can never lower it. This thread keeps normal niceness.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
         self._starter.submit(int).result()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +84,10 @@ class _Nursery:
         return None if self._process is None else self._process.pid
 
     def is_alive(self, pid: int) -> bool:
-        """Whether the process is still the one that had this id. One that is dying closes its files before its death shows."""
+        """Returns whether the process with this id is the present one and alive.
+
+        It waits DYING_S, because a dying process closes its files before it can be reaped.
+        """
         with self._lock:
             if self._process is None or self._process.pid != pid:
                 return False
@@ -88,11 +96,11 @@ class _Nursery:
             return self._process.poll() is None
 
     def hand_over(self, link: socket.socket) -> int:
-        """Has a child forked that serves `link`; the id of the forking process. Raises CompilerGone."""
+        """Makes the process fork a child that serves `link`. Returns the id of the forking process. Raises CompilerGone."""
         with self._lock:
             if self._closed:
                 raise CompilerGone("the grammar compiler is stopping")
-            for _ in range(2):  # its death shows at the first use after it
+            for _ in range(2):  # a dead process is detected at the first use
                 control = self._running()
                 try:
                     socket.send_fds(control, [b"g"], [link.fileno()])
@@ -103,14 +111,14 @@ class _Nursery:
         raise CompilerGone("the grammar compiler has ended")
 
     def ensure(self) -> None:
-        """Starts it where it is not running. Raises CompilerGone."""
+        """Starts the process if it is not running. Raises CompilerGone."""
         with self._lock:
             if not self._closed:
                 self._running()
 
     def close(self) -> None:
         self._closed = True
-        self._kill_group()  # at once: whoever waits for a start that hangs holds the lock
+        self._kill_group()  # before taking the lock, which a thread that waits for a hanging start holds
         with self._lock:
             self._kill()
         self._starter.shutdown(wait=False)
@@ -140,7 +148,7 @@ class _Nursery:
         return ours
 
     def _kill(self) -> None:
-        """With all its children."""
+        """Kills the process and its children."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -153,13 +161,13 @@ class _Nursery:
         if process is None:
             return
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # not yet reaped, or its group lives on: the number is ours
+            os.killpg(process.pid, signal.SIGKILL)  # the id is not reused, because the process is not reaped yet
         except ProcessLookupError:
             logger.debug("the grammar compiler's group was empty")
 
 
 class _Library:
-    """xgrammar as it is used here. Loading it, and torch with it, takes seconds: not before the first use. Thread-safe."""
+    """xgrammar and its compiler in this process. They are loaded at first use, because this takes seconds. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, jumps: bool) -> None:
         self._words = vocabulary
@@ -168,7 +176,7 @@ class _Library:
         self._made: GrammarCompiler | None = None
 
     def vocabulary(self) -> bytes:
-        """As the compiling process reads it."""
+        """Returns the vocabulary in the form that the compiling process reads."""
         return self._words.info().serialize_json().encode()
 
     def compiler(self) -> GrammarCompiler:
@@ -179,10 +187,18 @@ class _Library:
 
 
 class CompilerPool:
-    """done(spec, compiled, reason, busy) is called on one of the pool's threads for every submitted spec, unless the pool is
-    closed. busy: it was not compiled, and that says nothing about it. jumps: whether grammars are compiled for bytes too."""
+    """Compiles submitted grammars on its threads, which wait for the compiling process.
+
+    done(spec, compiled, reason, busy) is called on one of the threads for every submitted spec, unless the pool is closed. `busy`
+    means that the grammar was not compiled for a reason outside of the grammar.
+    """
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, done: Done, jumps: bool) -> None:
+        """Starts the threads.
+
+        Args:
+            jumps: whether grammars are also compiled for bytes.
+        """
         self._library = _Library(vocabulary, jumps)
         self._limits = limits
         self._done = done
@@ -190,7 +206,7 @@ class CompilerPool:
         self._quick, self._slow = FairLane(limits.queue), FairLane(limits.queue)
         self._closed = False
         self._late = threading.Lock()
-        self.timeouts = 0  # grammars that were refused for the time they take
+        self.timeouts = 0  # grammars that were refused because their compilation took too long
         lanes = [(self._quick, limits.quick_s, QUICK_NICENESS)] * limits.workers
         lanes.append((self._slow, limits.compile_s, SLOW_NICENESS))
         self._threads = [
@@ -202,17 +218,25 @@ class CompilerPool:
 
     @property
     def compiler_pid(self) -> int | None:
-        """Of the process that forks compilers; None while there is none."""
+        """Id of the process that forks compilers, or None while it is not running."""
         return self._nursery.pid
 
     def submit(self, spec: GrammarSpec, tenant: bytes) -> bool:
-        """Returns at once. tenant: whose turn it takes, b"" is one too. False: too many wait, or the pool is closed; then done()
-        will not be called."""
+        """Queues a grammar. Returns at once.
+
+        Args:
+            tenant: the tenant whose turn the compilation takes; b"" is a tenant, too.
+
+        Returns:
+            False if too many grammars wait or the pool is closed. done() is then not called.
+        """
         return self._quick.offer(spec, tenant)
 
     def warm_up(self) -> None:
-        """Returns once all is loaded and the compiling process runs, which takes seconds, or it has failed to; the first grammar
-        tries again."""
+        """Loads the library and starts the compiling process, which takes seconds.
+
+        If the process cannot be started, this is logged and the first grammar tries again.
+        """
         self._library.compiler()
         try:
             self._nursery.ensure()
@@ -220,16 +244,16 @@ class CompilerPool:
             logger.warning("%s", gone)
 
     def close(self) -> None:
-        """Kills what is being compiled, and waits a moment for the threads."""
+        """Kills the compiling processes and waits up to JOIN_S for each thread."""
         self._closed = True
         self._nursery.close()
         for lane in (self._quick, self._slow):
             lane.close()
         for thread in self._threads:
-            thread.join(JOIN_S)  # one that is compiling ends with the process
+            thread.join(JOIN_S)  # a thread with a running compilation ends when the process is dead
 
     def _serve(self, lane: FairLane, seconds: float, niceness: int) -> None:
-        give_way(threading.get_native_id(), niceness)  # this thread, which compiles
+        give_way(threading.get_native_id(), niceness)  # this thread compiles, too
         while (found := lane.take()) is not None:
             self._finish(*found, lane, seconds, niceness)
 
@@ -250,7 +274,7 @@ class CompilerPool:
                 return
             else:
                 reason, busy = f"{spec.label}: {QUEUE_FULL}", True
-        except Exception:  # a fault of ours must not end the thread that all grammars wait for
+        except Exception:  # any exception: our own fault must not end the thread
             logger.exception("compiling a grammar failed")
             reason = f"{spec.label}: an internal error, see the worker's log"
         if not self._closed:
@@ -302,6 +326,6 @@ def _start_compiler(stdin: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # a traceback may quote the grammar
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), **single},  # nothing of this process's environment
+        env={"PYTHONPATH": str(ROOT), **single},  # the environment of this process is not inherited
         start_new_session=True,  # a terminal's Ctrl-C is for the worker; children share its group
     )

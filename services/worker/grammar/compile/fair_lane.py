@@ -1,4 +1,4 @@
-"""Grammars that wait to be compiled: one of each tenant in turn, within a tenant in order of arrival. Thread-safe."""
+"""A queue of grammars that serves tenants in turn, and the grammars of a tenant in order of arrival. Thread-safe."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import OrderedDict, deque
 
 from services.worker.core.contracts.sampling import GrammarSpec
 
-TENANTS_FULL = 4  # so many tenants may have all that one may have
+TENANTS_FULL = 4  # number of tenants with a full queue that fill the lane
 
 
 class FairLane:
-    """most: grammars of one tenant that may wait. Nobody can fill the lane alone."""
+    """The queue. One tenant cannot fill it."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._waiting: OrderedDict[bytes, deque[GrammarSpec]] = OrderedDict()  # by tenant, whose turn it is first
+        self._most = most  # grammars of one tenant that may wait
+        self._waiting: OrderedDict[bytes, deque[GrammarSpec]] = OrderedDict()  # by tenant; the next tenant is first
         self._size = 0
         self._closed = False
         self._changed = threading.Condition()
 
     def offer(self, spec: GrammarSpec, tenant: bytes) -> bool:
-        """Returns at once. False: too many wait, or the lane is closed."""
+        """Queues a grammar. Returns False at once if too many grammars wait or the lane is closed."""
         with self._changed:
             own = len(self._waiting.get(tenant, ()))
             if self._closed or own >= self._most or self._size >= self._most * TENANTS_FULL:
@@ -32,7 +32,7 @@ class FairLane:
             return True
 
     def take(self) -> tuple[GrammarSpec, bytes] | None:
-        """Waits for one. None: the lane is closed."""
+        """Waits for the next grammar. Returns None if the lane is closed."""
         with self._changed:
             while not self._size and not self._closed:
                 self._changed.wait()
@@ -42,11 +42,11 @@ class FairLane:
             spec = specs.popleft()
             self._size -= 1
             if specs:
-                self._waiting[tenant] = specs  # behind the others
+                self._waiting[tenant] = specs  # after all other tenants
             return spec, tenant
 
     def close(self) -> None:
-        """Whoever waits gets None, now and later."""
+        """Closes the lane. All present and later calls of take() return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,13 +1,15 @@
-"""What the compiling process does; compiler_child.py starts it.
+"""The program of the compiling process, which compiler_child.py starts.
 
-It loads xgrammar and the vocabulary once, then forks a child for every grammar: a child that loops, swells or overruns its
-stack dies alone, by its own alarm and limits, and the next one starts in milliseconds with clean memory.
-  setup     {"limits": GrammarLimits' fields, "jumps"}, one frame with the vocabulary → {"ready": true}
+It loads xgrammar and the vocabulary once, then forks a child for every grammar. A child that loops, allocates too much or
+overflows its stack dies by its own alarm and limits, and the next child starts in milliseconds with clean memory. Messages:
+
+  setup     {"limits": fields of GrammarLimits, "jumps"}, one frame with the vocabulary → {"ready": true}
   a grammar one byte with a socket attached; over that socket {"kind", "source", "parts", "cpu_s", "wall_s", "niceness"}
             → {"error": null or one line, "part" or "is_tag"}, and without an error one frame: the text that was compiled
-The worker compiles that text once more, knowing by then that it is good, and what it costs: xgrammar writes a compiled grammar
-as text of a hundred times its size (440 MB for a schema of 500 properties), which costs more than compiling does.
-Single-threaded throughout, or forking would not be safe. It ends with its input.
+
+The worker then compiles this text again in its own process. It is valid and its cost is known. A transfer of the compiled grammar
+would cost more: xgrammar serializes it to a hundred times its size (440 MB for a schema of 500 properties). The process has a
+single thread, because forking would otherwise not be safe. It ends when its stdin ends.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from services.worker.grammar.compile.trial import try_out
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_LOG_BYTES = 1 << 20
-MAX_RECURSION = 2000  # in xgrammar's own descent; its stack is this process's 8 MiB
+MAX_RECURSION = 2000  # depth of xgrammar's recursive descent, on a stack of 8 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Workbench:
-    """What every child inherits. tokens: the bytes of each of the model's."""
+    """Data that every child inherits."""
 
     limits: GrammarLimits
     compiler: GrammarCompiler
-    tokens: tuple[bytes, ...]
+    tokens: tuple[bytes, ...]  # bytes of each token of the model
 
 
 def serve() -> None:
-    """Over the socket that is stdin, until that ends."""
+    """Forks children for grammars that arrive over the socket on stdin, until it ends."""
     control = socket.socket(fileno=os.dup(0))
     setup = receive_message(control)
     info = xgrammar.TokenizerInfo.deserialize_json(receive_frame(control).decode())
@@ -72,11 +74,11 @@ def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
         _serve(bench, socket.socket(fileno=fd))
         status = 0
     finally:
-        os._exit(status)  # without the exit hooks of a process that is another's copy
+        os._exit(status)  # skips the exit hooks, which belong to the parent
 
 
 def _serve(bench: Workbench, link: socket.socket) -> None:
-    """Compiles one grammar. Its time begins with the fork."""
+    """Compiles one grammar and replies. The limit of wall time begins here, that of CPU time with the fork."""
     request = receive_message(link)
     spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
     for alarm, timer, seconds in (
@@ -114,7 +116,11 @@ def _compile(bench: Workbench, spec: GrammarSpec, log: int) -> Prepared:
 
 
 def _confine(limits: GrammarLimits) -> int:
-    """Sets this child's limits; the file descriptor of its log, in memory, into which xgrammar writes its warnings."""
+    """Sets this child's limits of memory and files.
+
+    Returns:
+        The file descriptor of a log in memory that replaces stderr; xgrammar writes its warnings there.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + limits.memory_mib * MIB
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -1,4 +1,4 @@
-"""Messages between the worker and its compiling processes: a length, then that many bytes, over a stream socket."""
+"""Messages between the worker and its compiling processes over a stream socket: a length, then the bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-MAX_FRAME = 1 << 28
+MAX_FRAME = 1 << 28  # bytes
 
 
 def send_frame(link: socket.socket, body: bytes) -> None:
@@ -17,7 +17,12 @@ def send_frame(link: socket.socket, body: bytes) -> None:
 
 
 def receive_frame(link: socket.socket) -> bytes:
-    """Raises EOFError when the other side is gone, TimeoutError by the socket's own timeout."""
+    """Waits for a frame and returns its bytes.
+
+    Raises:
+        EOFError: the other side has closed, or the frame is longer than MAX_FRAME.
+        TimeoutError: the socket's timeout has passed.
+    """
     (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
     if length > MAX_FRAME:
         raise EOFError(f"a frame of {length} bytes")

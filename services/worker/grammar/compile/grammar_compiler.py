@@ -1,4 +1,4 @@
-"""xgrammar's compiler: what it takes, what it makes of that, and what it says where it does not."""
+"""Calls xgrammar's compiler and turns its errors and warnings into reasons for a client."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from services.worker.grammar.schema.refusal import GrammarRefused
 if TYPE_CHECKING:
     import xgrammar
 
-_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # the compiler's clock and source line
+_PLACE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # the time and the source line in the compiler's messages
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What xgrammar is to compile: EBNF, or a structural tag in its own form."""
+    """The input of xgrammar's compiler."""
 
-    is_tag: bool
+    is_tag: bool  # the text is a structural tag in xgrammar's form, otherwise EBNF
     text: str
 
 
 class GrammarCompiler:
-    """info: the model's vocabulary. jumps: whether grammars are compiled for bytes too."""
+    """Compiles grammars for a model's vocabulary and, if jumps are enabled, for bytes."""
 
     def __init__(self, info: xgrammar.TokenizerInfo, jumps: bool) -> None:
         self._compiler = _compiler(info)
         self._byte_compiler = _compiler(byte_vocabulary()) if jumps else None
 
     def compile(self, prepared: Prepared) -> Compiled:
-        """Releases the interpreter's lock while it works. Raises GrammarRefused with the compiler's reason."""
+        """Compiles a grammar, without the interpreter's lock. Raises GrammarRefused with the compiler's reason."""
         grammar = _compiled(prepared, self._compiler)
         return Compiled(grammar, None if self._byte_compiler is None else _compiled(prepared, self._byte_compiler))
 
 
 def compiler_reason(message: str) -> str:
-    """The compiler's words without its clock, source file and stack."""
+    """Returns the first line of the compiler's message, without time and source line."""
     first = message.strip().splitlines()[0] if message.strip() else "the compiler gave no reason"
     return "needs too much memory" if "bad_alloc" in first else _PLACE.sub("", first)
 
 
 def warning_in(log: str) -> str:
-    """What the compiler has dropped in silence, but for its log; empty if nothing."""
+    """Returns the first warning in the compiler's log, or "" without warnings. A warning means an ignored part of the grammar."""
     found = re.search(r"Warning: (.*)", log)
     return "" if found is None else found[1]
 
 
 def _compiler(info: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
-    import xgrammar  # imported only where it is wanted
+    import xgrammar  # imported at first use, because it takes seconds
 
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 

@@ -1,4 +1,4 @@
-"""From what a client wrote to what xgrammar compiles."""
+"""Translates a client's grammar into the input of xgrammar's compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from services.worker.grammar.schema.structural_tag import structural_tag
 
 
 def prepare(spec: GrammarSpec) -> Prepared:
-    """Checks and translates. Raises GrammarRefused. Runs in the compiling process: it may be slow on purpose."""
+    """Checks and translates a grammar. Runs in the compiling process, because a grammar may be made to be slow.
+
+    Raises:
+        GrammarRefused: the grammar is malformed, not supported or too large.
+    """
     if spec.kind is GrammarKind.STRUCTURAL_TAG:
         _bounded(parse_json(spec.source, spec.kind), spec.label)
         return Prepared(True, structural_tag(spec.source, spec.parts))
@@ -24,7 +28,7 @@ def prepare(spec: GrammarSpec) -> Prepared:
 
 
 def ebnf_of(spec: GrammarSpec) -> str:
-    """EBNF text with a rule named root. Raises GrammarRefused."""
+    """Returns EBNF text with a rule named root. Raises GrammarRefused."""
     match spec.kind:
         case GrammarKind.JSON_OBJECT:
             return json_rules.finished({}, {}, json_rules.OBJECT).render()
@@ -39,7 +43,7 @@ def ebnf_of(spec: GrammarSpec) -> str:
 
 
 def _bounded(document: Any, kind: str) -> Any:
-    """The document itself. Raises GrammarRefused for one whose size alone is too much."""
+    """Returns the document itself. Raises GrammarRefused if it is too large."""
     why = too_large(document)
     if why:
         raise GrammarRefused(f"{kind}: {why}")

@@ -1,4 +1,4 @@
-"""Of a process or a thread: how far it stands back for others."""
+"""Sets the niceness of a process or a thread."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def give_way(native_id: int, niceness: int) -> None:
-    """To at least this niceness (-20 to 19). One that is nicer already stays: only root may lower it."""
+    """Increases the niceness of a process or thread to at least `niceness` (-20 to 19). Only root may decrease it."""
     os.setpriority(os.PRIO_PROCESS, native_id, max(niceness, os.getpriority(os.PRIO_PROCESS, native_id)))

@@ -1,4 +1,4 @@
-"""A compiled grammar tried out before it may reach the loop: random walks with the time of each step looked at."""
+"""The trial of a compiled grammar before a request may use it: random walks whose steps are timed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from services.worker.grammar.compile.grammar_limits import GrammarLimits
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.text.step_meter import StepMeter
 
-TOKENS = 64  # accepted in each walk
+TOKENS = 64  # steps of each walk
 WALKS = 3
 SEED = 20240607
 
 
 def try_out(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) -> None:
-    """tokens: the bytes of each token. Raises GrammarRefused if masks, accepts and jumps cost more than the limits allow, or a
-    walk comes to a dead end."""
+    """Walks randomly through the grammar.
+
+    Args:
+        tokens: the bytes of each token.
+
+    Raises:
+        GrammarRefused: masks, accepts and jumps cost more CPU time than the limits allow, or a walk reaches a dead end.
+    """
     chooser = random.Random(SEED)
     for _ in range(WALKS):
         _walk(compiled, tokens, StepMeter(limits.step_ms, limits.burst_ms), chooser)
@@ -56,7 +62,7 @@ def _walk(compiled: Compiled, tokens: Sequence[bytes], meter: StepMeter, chooser
 
 
 def _look_ahead(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
-    """What a matcher does for jumps. None: it goes on without them, as a request would."""
+    """Does a matcher's work for jumps. Returns None if the cursor fails; the walk then continues without it."""
     try:
         cursor.advance(data)
         cursor.forced()
@@ -66,7 +72,7 @@ def _look_ahead(cursor: ByteCursor, data: bytes) -> ByteCursor | None:
 
 
 def allowed_ids(mask: NDArray[np.uint32], vocab_size: int) -> list[int]:
-    """Ids of a mask's set bits. mask: uint32[words]."""
+    """Returns the ids of the set bits of a mask, uint32[words]."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
     found: list[int] = np.flatnonzero(bits).tolist()
     return found

@@ -1,4 +1,4 @@
-"""The model's vocabulary as grammars see it: the bytes of each token."""
+"""The model's vocabulary for grammars: the bytes of each token."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """tokens: [vocab_size of the model]; empty for what no text contains: padding ids, and special tokens but marks.
-    stop_ids: those of them that end an output, in order; may be empty."""
+    """The tokens of a model."""
 
-    tokens: tuple[bytes, ...]
-    stop_ids: tuple[int, ...]
+    tokens: tuple[bytes, ...]  # by id; b"" for ids that occur in no text: padding, and special tokens other than marks
+    stop_ids: tuple[int, ...]  # ids that end an output, rising; may be empty
 
     @property
     def num_words(self) -> int:
-        """uint32 words of a mask."""
+        """Number of uint32 words of a mask."""
         return -(-len(self.tokens) // 32)
 
     def info(self) -> xgrammar.TokenizerInfo:
-        import xgrammar  # imported only where it is wanted
+        import xgrammar  # imported at first use, because it takes seconds
 
         stop_ids = list(self.stop_ids)
         return xgrammar.TokenizerInfo(
@@ -35,8 +34,14 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: HfTokenizer, vocab_size: int, stop_ids: Sequence[int], marks: Sequence[str] = ()) -> Vocabulary:
-    """vocab_size: the model's, which may be more or fewer than the tokenizer's. stop_ids: the model's EOS ids. marks: special
-    tokens that a grammar may ask for, by their text, such as those around a call; one that ends the output is none."""
+    """Returns the vocabulary of a model.
+
+    Args:
+        vocab_size: of the model, which may differ from the tokenizer's.
+        stop_ids: the model's EOS ids.
+        marks: texts of special tokens that a grammar may contain, such as those around a tool call. A mark that is a stop id is
+            ignored.
+    """
     anchor = [] if tokenizer.anchor_id is None else [tokenizer.anchor_id]
     anchor_chars = len(tokenizer.decode(anchor, False))
     stops = tuple(sorted({token for token in stop_ids if 0 <= token < vocab_size}))

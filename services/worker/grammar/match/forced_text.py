@@ -1,14 +1,17 @@
-"""The text that a grammar leaves no choice about, as tokens."""
+"""Converts text that a grammar determines into tokens."""
 
 from __future__ import annotations
 
 from services.shared.hf_tokenizer import HfTokenizer
 
-MIN_CHARS = 2  # shorter texts are one token, nearly always
+MIN_CHARS = 2  # a shorter text is nearly always one token, for which a jump does not pay
 
 
 class ForcedText:
-    """Tokenizers that write a space into a text's first word get an anchor token before it, which is cut off again."""
+    """Tokenizes forced text.
+
+    If the tokenizer adds a space to the first word of a text, the text gets an anchor token before it, which is then removed.
+    """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -16,8 +19,7 @@ class ForcedText:
         self._anchor = "" if tokenizer.anchor_id is None else tokenizer.decode([tokenizer.anchor_id], False)
 
     def tokens(self, data: bytes) -> list[int]:
-        """Of the bytes that must come next, as the tokenizer would cut them if the text ended there. Empty where little or
-        nothing is forced."""
+        """Returns the tokens of bytes that must come next, as if the text ended after them. Empty below MIN_CHARS characters."""
         text = _whole_characters(data)
         if len(text) < MIN_CHARS:
             return []
@@ -28,7 +30,10 @@ class ForcedText:
 
 
 def _whole_characters(data: bytes) -> str:
-    """The bytes may end inside a character, whose beginning is dropped, or go on with one that a token has begun."""
+    """Returns the text up to the first incomplete character.
+
+    The bytes may end inside a character. They may also begin inside one, if the last token ended there; the result is then "".
+    """
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The masks of one step, in one buffer. Two buffers take turns: the executor may still read one while the next is filled."""
+"""Fills the masks of a step into one buffer. Two buffers alternate, because the executor may still read the previous one."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from services.worker.grammar.match.matcher import XgrammarMatcher
 if TYPE_CHECKING:
     import xgrammar
 
-MIN_BATCH = 4  # masks below which threads cost more than they save
-SLOW_MASK_S = 5e-3  # thread time of one mask of a batch, on average, above which the next step looks at each alone
+MIN_BATCH = 4  # masks; below this number, threads cost more than they save
+SLOW_MASK_S = 5e-3  # average thread time of a mask in a batch, above which the next step fills its masks one by one
 
 logger = logging.getLogger(__name__)
 
 
 class MaskFiller:
-    """Used on the loop's thread alone. max_rows: the most masks of one step. threads: 1 fills one after the other. max_guesses:
-    the most places of one step behind guesses.
+    """Fills masks within a budget of CPU time per step. Used only on the loop's thread.
 
-    fill_ms is the budget of one step: CPU time of its masks, with the accepts and jumps of its requests since their masks
-    before. What goes beyond it is charged to the most expensive matcher, so that many grammars that are each just bearable do
-    not add up unpunished.
-    In a batch nobody knows whose mask was slow, so nobody pays for it; after a slow batch the next step's masks are filled
-    one by one, and the slow matcher is found out by its own meter.
+    The budget covers the masks of a step and the accepts and jumps of its requests since their last masks. CPU time beyond the
+    budget is charged to the most expensive matcher. Otherwise many grammars that are each within their own limit could slow down
+    every step. A batch on several threads has no times of single masks, so no matcher is charged for it. After a slow batch, the
+    masks of the next step are filled one by one, and each matcher's own meter finds the slow one.
     """
 
     def __init__(
@@ -41,6 +39,14 @@ class MaskFiller:
         fill_ms: float = GrammarLimits().fill_ms,
         max_guesses: int = 0,
     ) -> None:
+        """Allocates the buffers.
+
+        Args:
+            max_rows: largest number of masks of a step.
+            threads: threads that fill a batch; 1 to fill masks one by one.
+            fill_ms: the budget of a step, in milliseconds of CPU time.
+            max_guesses: largest number of draft tokens of a step for which masks are filled.
+        """
         self._buffers = [np.zeros((max_rows, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._ahead = [np.zeros((max_guesses, -(-vocab_size // 32)), np.uint32) for _ in range(2)]
         self._threads = threads
@@ -49,7 +55,7 @@ class MaskFiller:
         self._one_by_one = False
 
     def fill(self, matchers: Iterable[tuple[int, XgrammarMatcher]]) -> dict[int, NDArray[np.uint32]]:
-        """Plan row → uint32[words], which hold until the call after next."""
+        """Returns the mask of each plan row, uint32[words]. The masks are valid until the call after the next one."""
         self._buffers.reverse()
         buffer = self._buffers[0]
         rows = list(matchers)
@@ -67,8 +73,14 @@ class MaskFiller:
     def behind(
         self, matchers: Iterable[tuple[int, XgrammarMatcher]], guesses: Mapping[int, Sequence[int]]
     ) -> dict[int, NDArray[np.uint32]]:
-        """Plan row → uint32[places, words], for the places behind each row's guesses as far as they are allowed. Those hold as
-        long as what fill() gave for the same step. What would take longer than a step's masks may is not looked at."""
+        """Returns the masks after each row's draft tokens, by plan row.
+
+        A row has masks up to its first draft token that the grammar does not allow. If the step's budget is used up, the other
+        draft tokens have no masks. The masks are valid as long as those of fill() for the same step.
+
+        Returns:
+            uint32[n, words] by plan row, with n at most the number of draft tokens.
+        """
         self._ahead.reverse()
         buffer, used = self._ahead[0], 0
         masks = {}
@@ -83,7 +95,7 @@ class MaskFiller:
         return masks
 
     def _charge(self, matchers: list[XgrammarMatcher]) -> float:
-        """Seconds spent by all of them."""
+        """Charges CPU time beyond the budget to the most expensive matcher. Returns the seconds that all matchers have spent."""
         costs = [matcher.take_cost() for matcher in matchers]
         total_s = sum(costs)
         if total_s > self._budget_s:
@@ -97,7 +109,10 @@ class MaskFiller:
         buffer: NDArray[np.uint32],
         indices: list[int],
     ) -> float:
-        """Seconds that it took. Where one of them fails, none is filled: it shows when each is asked for its own."""
+        """Fills the masks of several matchers with threads. Returns the seconds that this took.
+
+        If it fails, no mask is adopted. Each matcher then fills its own mask, which shows the faulty one.
+        """
         started = time.perf_counter()
         try:
             batch.batch_fill_next_token_bitmask([matcher.raw for matcher in matchers], buffer.view(np.int32), indices)
@@ -110,6 +125,6 @@ class MaskFiller:
 
 
 def _batch_matcher(threads: int) -> xgrammar.BatchGrammarMatcher:
-    import xgrammar  # imported only where it is wanted
+    import xgrammar  # imported at first use, because it takes seconds
 
     return xgrammar.BatchGrammarMatcher(threads)

@@ -1,7 +1,7 @@
-"""One request's place in its grammar, over xgrammar's matcher. Used on the loop's thread alone.
+"""The position of a request in its grammar, on top of xgrammar's matcher. Used only on the loop's thread.
 
-A matcher whose work costs more CPU time than its meter bears, or whose library fails, accepts nothing more: the request that
-owns it ends, and `fault` says why. The trial before has made that rare.
+If a matcher costs more CPU time than its meter allows, or the library fails, it accepts no more tokens. Its request then ends,
+and `fault` has the reason. The trial before makes this rare.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 
 TOO_SLOW = "the grammar has become too expensive: working out which tokens may come next takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
-MAX_UNSEEN = 256  # tokens: what is followed at once is paid for at once
-MIN_FORCED = 2  # a jump costs a step that extends; one token is as fast sampled
+MAX_UNSEEN = 256  # tokens that the cursor may lag behind; this limits the CPU time of catching up in one step
+MIN_FORCED = 2  # tokens of a jump, which costs an extend step; sampling a single token is as fast
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MatcherSetup:
-    """What all matchers of a worker share. tokens: the bytes of each. last_word: bits of a mask's last word that stand for
-    token ids. silent: ids that no grammar allows (special tokens, padding), but for stop ids. forced: None switches jumps off."""
+    """Constants that all matchers of a worker share."""
 
-    tokens: tuple[bytes, ...]
-    num_words: int
-    stop_mask: NDArray[np.uint32]
-    last_word: np.uint32
-    silent: frozenset[int]
-    forced: ForcedText | None
+    tokens: tuple[bytes, ...]  # bytes of each token
+    num_words: int  # uint32 words of a mask
+    stop_mask: NDArray[np.uint32]  # the stop ids
+    last_word: np.uint32  # bits of a mask's last word that represent token ids
+    silent: frozenset[int]  # ids that no grammar allows: special tokens and padding, except stop ids
+    forced: ForcedText | None  # tokenizes forced text, or None if jumps are disabled
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, forced: ForcedText | None) -> MatcherSetup:
@@ -56,33 +55,36 @@ class MatcherSetup:
 
 
 class XgrammarMatcher:
-    """Implements core.grammar.Matcher, and gives masks. on_overrun is called when the meter overruns, until it returns
-    False: what the matcher has cost is borne while it does not."""
+    """Implements core.contracts.grammar.Matcher and fills masks.
+
+    on_overrun is called when the meter overruns. If it returns True, the meter is reset. If it returns False, the matcher has a
+    fault from then on.
+    """
 
     def __init__(self, compiled: Compiled, setup: MatcherSetup, meter: StepMeter, on_overrun: Callable[[], bool]) -> None:
-        import xgrammar  # imported only where it is wanted
+        import xgrammar  # imported at first use, because it takes seconds
 
         self._matcher = xgrammar.GrammarMatcher(compiled.grammar)
         self._setup = setup
         self._meter = meter
         self._on_overrun = on_overrun
         self._cursor = ByteCursor(compiled.by_bytes) if setup.forced is not None and compiled.by_bytes is not None else None
-        self._unseen: list[int] = []  # accepted tokens that the cursor has yet to follow
+        self._unseen: list[int] = []  # accepted tokens that the cursor has not followed yet
         self._mask = np.zeros((1, setup.num_words), np.uint32)
         self._row: NDArray[np.uint32] = self._mask[0]
         self._mask_is_current = False
-        self._terminated: bool | None = None  # None: to be worked out
+        self._terminated: bool | None = None  # as last computed, or None if a token was accepted since then
         self._fault = ""
         self._cost_s = 0.0
 
     @property
     def fault(self) -> str:
-        """Why nothing is accepted any more; empty while all is well."""
+        """The reason why the matcher accepts no more tokens; "" without a fault."""
         return self._fault
 
     @property
     def terminated(self) -> bool:
-        """A stop token was accepted, or the output is complete and only a stop token could follow."""
+        """Whether a stop token was accepted, or the output is complete and only a stop token could follow."""
         if self._terminated is None:
             try:
                 ended = self._matcher.is_terminated()
@@ -109,8 +111,10 @@ class XgrammarMatcher:
         return accepted
 
     def mask(self) -> NDArray[np.uint32]:
-        """uint32[words], the tokens that may come next; overwritten after the next accept. After the end: stop ids. Where that
-        cannot be worked out: every token, so that one is sampled, and refused with the fault."""
+        """Returns the tokens that may come next, uint32[words]. The mask is valid until the next accept().
+
+        After the end it has the stop ids. If the library fails, it has all tokens, and any sampled token is refused.
+        """
         if not self._mask_is_current:
             started = time.thread_time()
             try:
@@ -121,9 +125,19 @@ class XgrammarMatcher:
         return self._row
 
     def look_ahead(self, tokens: Sequence[int], masks: NDArray[np.uint32], until: float) -> int:
-        """Masks of the places behind each of the tokens, if they come next: into rows of masks, uint32[>= len(tokens), words].
-        Returns how many: fewer than tokens where one is not allowed, or is the last, or time.thread_time() is past `until`.
-        Nothing is accepted, and what it costs is not the request's cost: whether its tokens are guessed is not its choice."""
+        """Fills the masks after each of the tokens, as if they came next. No token is accepted.
+
+        The CPU time is not charged to the request, because drafting is not its choice.
+
+        Args:
+            tokens: draft tokens.
+            masks: uint32[>= len(tokens), words], whose first rows are filled.
+            until: time.thread_time() at which the work stops.
+
+        Returns:
+            The number of filled masks. It is smaller than the number of tokens if a token is not allowed or ends the output, or
+            the time is over.
+        """
         taken = filled = 0
         try:
             for token in tokens if not self._fault else ():
@@ -141,7 +155,7 @@ class XgrammarMatcher:
         return filled
 
     def _takes(self, token: int) -> bool:
-        """Advances the library's matcher, where it may."""
+        """Advances the library's matcher by a token. Returns False if the grammar does not allow it."""
         if not 0 <= token < len(self._setup.tokens) or token in self._setup.silent or self._matcher.is_terminated():
             return False
         return bool(self._matcher.accept_token(token))
@@ -155,27 +169,27 @@ class XgrammarMatcher:
 
     @property
     def needs_fill(self) -> bool:
-        """Whether mask() has work to do that a batch can do as well."""
+        """Whether mask() would fill a mask, which a batch can do as well."""
         return not self._mask_is_current and not self._matcher.is_terminated()
 
     @property
     def raw(self) -> xgrammar.GrammarMatcher:
-        """For filling a batch of masks, which changes nothing in it."""
+        """xgrammar's matcher, for filling a batch of masks, which does not change it."""
         return self._matcher
 
     def adopt(self, mask: NDArray[np.uint32]) -> None:
-        """Takes a mask that was filled elsewhere for the state that the matcher is in."""
+        """Takes a mask that was filled in a batch for the present state."""
         self._row[:] = mask
         self._row[-1] &= self._setup.last_word
         self._mask_is_current = True
 
     def take_cost(self) -> float:
-        """Seconds of CPU time spent here since this was last asked."""
+        """Returns the seconds of CPU time spent since the last call."""
         cost, self._cost_s = self._cost_s, 0.0
         return cost
 
     def charge(self, seconds: float) -> None:
-        """Adds to what the meter is owed."""
+        """Adds CPU time to the meter, and handles its overrun."""
         before = self._meter.overrun
         self._meter.spend(seconds)
         if not self._meter.overrun or before:
@@ -208,7 +222,7 @@ class XgrammarMatcher:
             return b""
 
     def _catch_up(self) -> ByteCursor | None:
-        """The cursor, at the matcher's place."""
+        """Advances the cursor to the matcher's position and returns it. None without a cursor, or if it fails."""
         if self._cursor is not None:
             try:
                 self._cursor.advance(b"".join([self._setup.tokens[token] for token in self._unseen]))
@@ -218,14 +232,17 @@ class XgrammarMatcher:
         return self._cursor
 
     def _drop_cursor(self) -> None:
-        """While an exception is handled: a cursor that fails costs its request nothing but the jumps."""
+        """Drops the cursor after its failure, in an exception handler. The request continues without jumps."""
         logger.exception("the grammar over bytes has failed: this request goes on without jumps")
         self._cursor = None
         self._unseen.clear()
 
     def _accept_forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """As many as the grammar takes. The last may merge with text that is to come: it counts only if none can come, which
-        is never so where the search for forced bytes has stopped short."""
+        """Accepts forced tokens and returns the accepted ones.
+
+        The last token is taken back unless the output ends after it, because the tokenizer might merge it with the text that
+        follows. Fewer than MIN_FORCED tokens are all taken back.
+        """
         taken = 0
         for token in tokens:
             if token in self._setup.silent or not self._matcher.accept_token(token):
@@ -253,7 +270,7 @@ class XgrammarMatcher:
         self.charge(seconds)
 
     def _break(self) -> None:
-        """While an exception of the library is handled."""
+        """Sets the fault after an exception of the library, in its handler."""
         logger.exception("a grammar's matcher has failed; its request ends")
         self._fault = self._fault or BROKEN
         self._terminated = False

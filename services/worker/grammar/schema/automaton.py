@@ -43,7 +43,11 @@ class Automaton:
         return self.accepts[state] and targets == {state} and covered == _ALL_CHARS
 
     def lengths(self) -> tuple[int, int | None]:
-        """The fewest and the most characters of its texts; None for no end, and (0, 0) for a language without texts."""
+        """Returns the smallest and the largest number of characters of its texts.
+
+        Returns:
+            None as the largest number if there is no limit. (0, 0) for a language without texts.
+        """
         layer, shortest = {0}, 0
         while not any(self.accepts[state] for state in layer):
             layer = {target for state in layer for _, _, target in self.spans[state]}
@@ -133,7 +137,7 @@ def inverted(automaton: Automaton) -> Automaton:
 
 
 def of_length(low: int, high: int | None) -> Automaton:
-    """Returns the texts of low to high characters. There is no most if `high` is None."""
+    """Returns the language of all texts with low to high characters. None means no upper limit."""
     last = low if high is None else high
     if last >= MAX_EXPLORED:
         raise TooLarge(f"lengths above {MAX_EXPLORED}")
@@ -161,7 +165,7 @@ def of_texts(texts: Iterable[str]) -> Automaton:
 def minimal(automaton: Automaton) -> Automaton:
     """Returns the automaton of the same language that has the fewest states. Each state is reached and reaches an end.
 
-    The partition into blocks is refined by signatures. A state gets a new signature only if a state behind it changes its block.
+    The partition into blocks is refined by signatures. A state gets a new signature only if one of its targets changes its block.
     """
     alive = _alive(automaton)
     spans = [tuple(span for span in edges if span[2] in alive) for edges in automaton.spans]
@@ -200,7 +204,7 @@ def minimal(automaton: Automaton) -> Automaton:
 
 
 def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Span]], block: Sequence[int]) -> Automaton:
-    """One state for each block that the start reaches."""
+    """Returns the automaton with one state for each block that the start reaches."""
     numbers = {block[0]: 0}
     waiting = [0]
     found_accepts, found_spans = [], []
@@ -217,7 +221,7 @@ def _merged(accepts: Sequence[bool], spans: Sequence[Sequence[Span]], block: Seq
 
 
 def _alive(automaton: Automaton) -> set[int]:
-    """States from which an end is reached; the start in any case."""
+    """Returns the states from which an accepting state is reached, and the start."""
     before: list[list[int]] = [[] for _ in automaton.spans]
     for state, edges in enumerate(automaton.spans):
         for _, _, target in edges:
@@ -248,8 +252,8 @@ def rules_of(automaton: Automaton, chars: Callable[[Ranges], Node], end: Node, p
 
     Args:
         chars: makes the node of one character of these ranges.
-        end: stands where a text may end.
-        prefix: begins the name of each rule; the rule of this very name is the start.
+        end: the node for a position where a text may end.
+        prefix: begins the name of each rule. The start rule has the prefix as its name.
 
     Raises:
         TooLarge: it has more than MAX_STATES states.
@@ -265,7 +269,7 @@ def rules_of(automaton: Automaton, chars: Callable[[Ranges], Node], end: Node, p
     rules: dict[str, Node] = {}
     for state in range(len(automaton.accepts)):
         if state and runs_on[state]:
-            continue  # it stands within the rule before it
+            continue  # the rule before contains it
         options = [end] if automaton.accepts[state] else []
         for target, ranges in onward[state].items():
             items = [chars(ranges)]

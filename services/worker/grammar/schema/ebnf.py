@@ -1,6 +1,6 @@
-"""A grammar as data, and the EBNF text that xgrammar reads.
+"""A grammar as data, and its EBNF text for xgrammar.
 
-Nodes are frozen and built bottom-up; rules are named so that they can refer to themselves.
+Nodes are immutable and built bottom-up. Rules have names, so that they can refer to themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ SURROGATES = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of inclusive ranges of code points, in order; no surrogates. Empty: matches nothing."""
+    """A character of some ranges of code points. Without ranges it matches nothing."""
 
-    ranges: Ranges
+    ranges: Ranges  # inclusive, sorted, without surrogates
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A literal; empty for nothing."""
+    """A literal text, possibly empty."""
 
     text: str
 
@@ -34,18 +34,18 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """One of the options, of which there is at least one."""
+    """A choice between options. There is at least one."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """low to high times; high None: without end."""
+    """A node that is repeated low to high times."""
 
     item: Node
     low: int
-    high: int | None
+    high: int | None  # largest count, or None for no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ Node = Chars | Text | Seq | Alternatives | Repeat | Ref
 
 @dataclass(slots=True)
 class Grammar:
-    """Rules by name; `root` is where a match begins. imported: rules already written as EBNF lines, each productive."""
+    """Rules by name. A match begins with the rule `root`."""
 
     rules: dict[str, Node] = field(default_factory=dict)
-    imported: dict[str, str] = field(default_factory=dict)
+    imported: dict[str, str] = field(default_factory=dict)  # rules as EBNF text, each of which matches a finite text
 
     def render(self) -> str:
         lines = [f"{name} ::= {_render(node)}" for name, node in self.rules.items()]
@@ -69,7 +69,7 @@ class Grammar:
         return "\n".join(lines) + "\n"
 
     def can_end(self) -> bool:
-        """Whether the root rule matches any finite text at all: a recursion without a way out matches none."""
+        """Returns whether the root rule matches a finite text. An endless recursion does not."""
         users: dict[str, list[str]] = {}
         for name, node in self.rules.items():
             for used in references(node):
@@ -85,7 +85,7 @@ class Grammar:
 
 
 def references(node: Node) -> list[str]:
-    """Names of the rules that a node mentions."""
+    """Returns the names of the rules to which a node refers."""
     found: list[str] = []
     waiting = [node]
     while waiting:
@@ -109,7 +109,7 @@ def choice(options: Iterable[Node]) -> Node:
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
-    """Of any ranges: sorted, joined, without surrogates."""
+    """Returns the characters of any ranges: sorted, joined and without surrogates."""
     return Chars(normalized(ranges))
 
 
@@ -126,7 +126,7 @@ def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Every other code point that is no surrogate."""
+    """Returns all other code points except surrogates."""
     gaps, start = [], 0
     for a, b in normalized(ranges):
         gaps.append((start, a - 1))
@@ -189,7 +189,10 @@ def _count(low: int, high: int | None) -> str:
 
 
 def _escape(code: int) -> str:
-    """Letters, digits and blanks as they are, all else by number: by four or eight digits, as two may be read as more."""
+    """Returns letters, digits and blanks unchanged, and other characters as escapes.
+
+    An escape has four or eight digits, because xgrammar may read more than two digits after a short escape.
+    """
     char = chr(code)
     if code < 0x80 and (char.isalnum() or char == " "):
         return char

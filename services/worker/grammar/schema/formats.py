@@ -1,6 +1,6 @@
-"""String formats as patterns. A pattern matches a part of its format's texts, and no other texts.
+"""String formats as patterns. Each text that a pattern matches has the format, but not every text of the format matches.
 
-Lengths of host names are the exception: a label may exceed 63 characters, because counting costs a state for each character.
+Host names are an exception: a label may exceed 63 characters, because counting costs a state per character.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DOMAIN = rf"(?:{_LABEL}\.)+[A-Za-z]{{2,}}"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _ANY_NAME = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _ANY_PART = rf"(?:{_ANY_NAME}|[/?])*"
-# A host whose last label begins with a letter is no number, which parsers of URLs would read as an address.
+# The last label of a host begins with a letter, because parsers of URLs would read a number as an address.
 _URI_HOST = rf"(?:(?:{_LABEL}\.)*[A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)*|{_IPV4})(?::[1-9]\d{{0,3}})?"
 _URI = rf"^[a-z][a-z0-9+-]{{0,15}}://{_URI_HOST}(?:/{_ANY_NAME}*)*(?:\?{_ANY_PART})?(?:#{_ANY_PART})?$"
 
@@ -73,7 +73,7 @@ PATTERNS: Mapping[str, str] = {
     "multi-host-uri": _URI,
     **dict.fromkeys(("path", "file-path", "directory-path"), r"^[^\x00-\x1f\x7f]+$"),
 }
-# Formats of JSON Schema itself beside a pattern, which says more closely what is wanted: more of the format.
+# Wider patterns of JSON Schema's formats, for schemas that also have a pattern, which then narrows the format.
 BESIDE_PATTERN: Mapping[str, str] = {
     "date": f"^{_ANY_DATE}$",
     "time": rf"^{_CLOCK}(?:\.\d+)?{_OFFSET}$",
@@ -86,5 +86,5 @@ BESIDE_PATTERN: Mapping[str, str] = {
     "uuid": r"^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
     "uri": _URI,
 }
-# Advice to people and programs that limits no text: raw bytes, and input that is shown as dots.
+# Formats that limit no text: raw bytes, and input that is displayed as dots.
 ANY_TEXT = frozenset({"binary", "password"})

@@ -1,4 +1,4 @@
-"""JSON as it comes from a client: size and depth are looked at before anything parses it."""
+"""Parses JSON from a client after a check of its depth."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 from services.worker.grammar.schema.refusal import GrammarRefused
 
-MAX_DEPTH = 64  # nested arrays and objects; walking so deep fits Python's stack several times over
+MAX_DEPTH = 64  # nested arrays and objects; a recursion over them needs a small part of Python's stack
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 def parse_json(source: str, what: str) -> Any:
-    """Raises GrammarRefused; `what` begins its message."""
+    """Parses a document. Raises GrammarRefused, whose message begins with `what`."""
     if depth_of(source) > MAX_DEPTH:
         raise GrammarRefused(f"{what}: nested more than {MAX_DEPTH} levels deep")
     try:
@@ -23,7 +23,7 @@ def parse_json(source: str, what: str) -> Any:
 
 
 def depth_of(source: str) -> int:
-    """The deepest nesting of brackets outside strings, in one pass without recursion."""
+    """Returns the deepest nesting of brackets outside of strings, in one pass without recursion."""
     depth = deepest = 0
     for match in _STRUCTURE.finditer(source):
         mark = match[0]

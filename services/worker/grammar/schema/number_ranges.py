@@ -1,7 +1,7 @@
-"""Numbers within bounds, as rules: digit arithmetic that xgrammar's own schema converter does well, taken over as text.
+"""Rules for numbers within bounds and for multiples.
 
-Multiples within bounds, and multiples of fractions, are an automaton of ours: it follows the remainder of the digits so far and
-compares them with those of both bounds.
+Bounds use the rules of xgrammar's own schema converter, as text. Multiples within bounds, and multiples of fractions, use an
+automaton of ours. Its state has the remainder of the digits so far and their comparison with both bounds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from services.worker.grammar.schema.schema_support import Schema, child, number,
 
 _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")
-MAX_MULTIPLE = 1000
+MAX_MULTIPLE = 1000  # largest divisor that xgrammar's converter gets
 INT64 = 1 << 63
-MAX_SCALED = 10**15 - 1  # a multiple without its decimal point: binary fractions of so many digits are exact
+MAX_SCALED = 10**15 - 1  # largest multiple without its decimal point; a double holds binary fractions of 15 digits exactly
 _DIGIT = ord("0")
 Digits = TypeVar("Digits", int, str)  # a number of digits, or one digit
 
 
 def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | int]:
-    """The schema's bounds as the converter takes them: at most one at each end, whole numbers for integers. {}: no bounds."""
+    """Returns the schema's bounds for the converter: at most one at each end, and whole numbers for integers.
+
+    Returns:
+        {} without bounds.
+
+    Raises:
+        GrammarRefused: a bound of an integer is outside of 64 bits.
+    """
     low, high = _bound(schema, "minimum", max, path), _bound(schema, "maximum", min, path)
     found: dict[str, float | int] = {}
     for side, name in ((low, "minimum"), (high, "maximum")):
@@ -47,7 +54,7 @@ def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | 
 
 
 def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path: str) -> dict[str, str]:
-    """EBNF rules, by name; the one named `prefix` is where the number begins."""
+    """Returns the converter's EBNF rules by name. The number begins with the rule `prefix`. Raises GrammarRefused."""
     schema = json.dumps({"type": kind, **keywords})
     try:
         text = str(xgrammar.Grammar.from_json_schema(schema))
@@ -61,7 +68,7 @@ def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path:
 
 
 def _bound(schema: Schema, name: str, tighter: Any, path: str) -> tuple[float | int, bool] | None:
-    """(bound, strict): the tighter of a bound and its exclusive form."""
+    """Returns the tighter one of a bound and its exclusive form, and whether it is exclusive. None without a bound."""
     plain = number(schema, name, path)
     strict = number(schema, f"exclusive{name.title()}", path)
     if plain is None or strict is None:
@@ -77,7 +84,7 @@ def _whole(value: float | int, name: str, strict: bool) -> int:
 
 
 def whole_multiple(schema: Schema, kind: str, path: str) -> int | None:
-    """The divisor if the schema asks for nothing but multiples of a whole number. Otherwise None."""
+    """Returns the divisor if the schema limits integers only to multiples of a small whole number. Otherwise None."""
     value = number(schema, "multipleOf", path)
     is_bounded = any(key in schema for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
     if value is None or kind != "integer" or is_bounded or value != int(value) or not 1 <= value <= MAX_MULTIPLE:
@@ -86,7 +93,7 @@ def whole_multiple(schema: Schema, kind: str, path: str) -> int | None:
 
 
 def multiples(schema: Schema, kind: str, prefix: str, path: str) -> dict[str, Node]:
-    """Rules of the multiples within the bounds; the rule `prefix` is where the number begins. Raises GrammarRefused."""
+    """Returns the rules of the multiples within the bounds. The number begins with the rule `prefix`. Raises GrammarRefused."""
     where = child(path, "multipleOf")
     value = number(schema, "multipleOf", path)
     if value is None or value <= 0:
@@ -111,7 +118,12 @@ def multiples(schema: Schema, kind: str, prefix: str, path: str) -> dict[str, No
 
 
 def _scaled(bound: tuple[float | int, bool] | None, scale: int, inwards: int, default: int) -> int:
-    """The last whole number within a bound. inwards: the direction away from the bound."""
+    """Returns the outermost whole number within a bound that is multiplied by `scale`.
+
+    Args:
+        inwards: 1 for a lower bound, -1 for an upper one.
+        default: the result without a bound.
+    """
     if bound is None:
         return default
     value, strict = Fraction(str(bound[0])) * scale, bound[1]
@@ -122,9 +134,9 @@ def _scaled(bound: tuple[float | int, bool] | None, scale: int, inwards: int, de
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Magnitudes of the numbers of one sign, from low to high, as digits before and behind the decimal point."""
+    """The range of magnitudes of the numbers with one sign."""
 
-    low: tuple[str, str]
+    low: tuple[str, str]  # digits before and after the decimal point
     high: tuple[str, str]
 
     @classmethod
@@ -139,12 +151,12 @@ def _parts(magnitude: int, decimals: int) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """The state behind the digits so far."""
+    """The state of the automaton after the digits so far."""
 
     side: int = 0  # 0 positive, 1 negative
     begun: bool = False  # a sign or a digit was written
     digits: int = 0  # before the decimal point
-    places: int = -1  # digits behind the decimal point; -1 before it
+    places: int = -1  # digits after the decimal point; -1 before it
     remainder: int = 0
     low: int = 0  # -1, 0 or 1: the digits are below, equal to or above those of the lower bound
     high: int = 0  # the same for the upper bound
@@ -188,7 +200,7 @@ def _with_digit(number: _Number, digit: str, side: _Side, step: int, decimals: i
 
 
 def _settled(number: _Number, side: _Side) -> _Number:
-    """Behind the decimal point: the number of digits before it counts more than the digits."""
+    """Returns the state at the decimal point, with the comparisons completed: a number with more digits is larger."""
     low = _sign(number.digits, len(side.low[0])) or number.low
     high = _sign(number.digits, len(side.high[0])) or number.high
     return replace(number, places=0, digits=0, low=low, high=high, is_zero=False)

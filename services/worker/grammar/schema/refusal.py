@@ -1,4 +1,4 @@
-"""Why a grammar is not served: one line that a client may read."""
+"""The refusal of a grammar, with a reason of one line for the client."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ MAX_REASON_CHARS = 400
 
 
 class GrammarRefused(ValueError):
-    """The grammar is malformed, unsupported or too expensive. The message is one line and holds no stack trace.
-
-    path: JSON pointer of the schema's keyword that is refused; empty if the reason lies elsewhere. why: the reason without it.
-    part: index of the part of a structural tag that is refused; None for the whole grammar.
-    """
+    """The grammar is malformed, unsupported or too expensive. The message is one line without a stack trace."""
 
     def __init__(self, reason: str, path: str = "", why: str = "", part: int | None = None) -> None:
+        """Makes the refusal.
+
+        Args:
+            path: JSON pointer of the refused keyword of a schema, or "" if no keyword is the cause.
+            why: the reason without the pointer.
+            part: index of the refused part of a structural tag, or None for the whole grammar.
+        """
         super().__init__(one_line(reason))
         self.path = path
         self.why = why or reason
@@ -20,6 +23,6 @@ class GrammarRefused(ValueError):
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, cut to what fits an error message."""
+    """Returns the text as one line of at most MAX_REASON_CHARS characters."""
     flat = " ".join(text.split())
     return flat if len(flat) <= MAX_REASON_CHARS else flat[: MAX_REASON_CHARS - 1] + "…"

@@ -1,10 +1,10 @@
-"""Regular expressions as rules: for a whole output, and for a JSON string, where a character may have to be escaped.
+"""Rules for regular expressions, for a whole output and for a JSON string, in which characters may need an escape.
 
-A pattern without lookaheads is written as it stands. Any other, and one that stands beside other limits, becomes an automaton
-first, whose states are rules.
+A pattern without lookaheads is translated directly. A pattern with lookaheads or with further limits becomes an automaton first,
+whose states become rules.
 
-A text is followed by threads: positions in the pattern, each with the lookaheads that the rest of the text has yet to satisfy.
-A lookahead is an automaton by itself, of its body and any text behind it.
+The automaton is built from threads. A thread is a position in the pattern with the lookaheads that the rest of the text must
+still satisfy. A lookahead is an automaton of its own, for its body followed by any text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.worker.grammar.schema.json_rules import ESCAPED, QUOTE, SAFE
 from services.worker.grammar.schema.refusal import GrammarRefused
 from services.worker.grammar.schema.regex_syntax import END, START, Anchor, Choice, Class, Look, Sequence, Times, Tree, parse
 
-COUNTED_CHARS = 16  # of a repeated group: a longer one is a rule of its own, which is compiled once
+COUNTED_CHARS = 16  # characters of a repeated group; a longer group becomes a rule, which is compiled only once
 
 _ANY = Times(Class(complement(()), complement(())), 0, None)  # any text
 _FILLER = Times(Class(SAFE.ranges, SAFE.ranges), 0, None)  # any text without escapes
@@ -44,7 +44,7 @@ _Known = dict[tuple[Tree, bool, bool, bool], Automaton]  # by body, negative, wi
 
 
 def regex_ebnf(pattern: str) -> str:
-    """The output matches from its first to its last character, with or without `^` and `$`. Raises GrammarRefused."""
+    """Returns the EBNF of a pattern that the whole output must match, with or without `^` and `$`. Raises GrammarRefused."""
     tree = parse(pattern)
     branches = [branch for branch, _, _ in _branches(tree)]
     if not any(map(_looks, branches)):
@@ -58,15 +58,21 @@ def regex_ebnf(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StringLimits:
-    """What a JSON string's text has to satisfy, all of it."""
+    """The limits that the text of a JSON string must satisfy together."""
 
-    patterns: tuple[str, ...]  # each is found somewhere in the text
-    low: int = 0  # fewest characters
-    high: int | None = None  # most characters; None for no end
+    patterns: tuple[str, ...]  # each must match somewhere in the text
+    low: int = 0  # smallest number of characters
+    high: int | None = None  # most characters, or None for no end
 
     def as_it_stands(self, define: Define) -> Node | None:
-        """The pattern's own node, if there is one pattern, without lookaheads, and its texts have no other length anyway.
-        Otherwise None. Raises GrammarRefused."""
+        """Returns the direct translation of the pattern.
+
+        Returns:
+            None if there are several patterns, the pattern has lookaheads, or the length limits exclude some of its texts.
+
+        Raises:
+            GrammarRefused: the pattern is malformed or not supported.
+        """
         tree = parse(self.patterns[0])
         fewest, most = _found_lengths(tree)
         within = self.low <= fewest and (self.high is None or (most is not None and most <= self.high))
@@ -74,11 +80,11 @@ class StringLimits:
 
     @property
     def has_end(self) -> bool:
-        """Whether a text has a most characters by its first pattern. Raises GrammarRefused."""
+        """Whether the first pattern limits the length of the text. Raises GrammarRefused."""
         return _found_lengths(parse(self.patterns[0]))[1] is not None
 
     def automaton(self) -> Automaton:
-        """Raises GrammarRefused and TooLarge."""
+        """Returns the automaton of all texts within the limits. Raises GrammarRefused and TooLarge."""
         low, high = self.low, self.high
         found: Automaton | None = None
         for pattern in self.patterns:
@@ -94,8 +100,13 @@ class StringLimits:
 
 
 def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
-    """A pattern that begins with a lookahead for the length of the whole text, `^(?=.{1,253}$)`, as a pattern without it, and the
-    fewest and most characters. Counted as part of an automaton, lengths multiply its states."""
+    """Removes a leading lookahead for the length of the whole text, such as `^(?=.{1,253}$)`.
+
+    Counting characters as a part of the automaton would multiply its states.
+
+    Returns:
+        The pattern without the lookahead, and the smallest and largest number of characters. They are 0 and None without one.
+    """
     if not isinstance(tree, Sequence) or tree.items[:1] != (START,) or len(tree.items) < 2:
         return tree, 0, None
     look = tree.items[1]
@@ -111,7 +122,7 @@ def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
 
 
 def _string_with(tree: Tree, define: Define) -> Node | None:
-    """Returns a JSON string in which the pattern is found, or None if the pattern needs an automaton."""
+    """Returns a JSON string in which the pattern matches somewhere, or None if the pattern needs an automaton."""
     options = []
     for branch, starts, ends in _branches(tree):
         if _looks(branch):
@@ -121,14 +132,14 @@ def _string_with(tree: Tree, define: Define) -> Node | None:
 
 
 def _found_lengths(tree: Tree) -> tuple[int, int | None]:
-    """Bounds of the number of characters of texts in which the pattern is found; high None for no end."""
+    """Returns the smallest and largest number of characters of texts in which the pattern matches. None means no limit."""
     found = [(_lengths(branch), starts and ends) for branch, starts, ends in _branches(tree)]
     highs = [high if bounded else None for (_, high), bounded in found]
     return min(low for (low, _), _ in found), None if None in highs else max(high or 0 for high in highs)
 
 
 def _branches(tree: Tree) -> list[tuple[Tree, bool, bool]]:
-    """Alternatives of the whole pattern, without the anchors at their ends, and whether `^` and `$` stood there."""
+    """Returns the alternatives of the whole pattern without `^` and `$` at their ends, and whether they had these."""
     found: list[tuple[Tree, bool, bool]] = []
     for branch in tree.options if isinstance(tree, Choice) else (tree,):
         items = branch.items if isinstance(branch, Sequence) else (branch,)
@@ -138,8 +149,15 @@ def _branches(tree: Tree) -> list[tuple[Tree, bool, bool]]:
 
 
 def string_of(found: Automaton, prefix: str) -> dict[str, Node]:
-    """Rules of the JSON strings of an automaton's texts; the rule `prefix` stands behind the first quote. Raises
-    GrammarRefused and TooLarge."""
+    """Returns the rules of JSON strings with an automaton's texts.
+
+    Args:
+        prefix: the name of the start rule, which follows the opening quote.
+
+    Raises:
+        GrammarRefused: the automaton accepts no text.
+        TooLarge: the automaton has too many states.
+    """
     return rules_of(_not_empty(found), lambda ranges: _json_chars(ranges, False), QUOTE, prefix)
 
 
@@ -150,7 +168,11 @@ def _not_empty(found: Automaton) -> Automaton:
 
 
 def _json_chars(ranges: Ranges, vague: bool) -> Node:
-    """One character as JSON writes it, with one spelling each. vague: none that would need escaping."""
+    """Returns the node of one character in a JSON string. Each character has one spelling.
+
+    Args:
+        vague: whether characters that need an escape are left out.
+    """
     plain = intersection(ranges, SAFE.ranges)
     options: list[Node] = [Chars(plain)] if plain else []
     if not vague:
@@ -162,7 +184,7 @@ def _json_chars(ranges: Ranges, vague: bool) -> Node:
 
 
 def _raw_chars(ranges: Ranges, vague: bool) -> Node:
-    """One character of plain text."""
+    """Returns the node of one character of plain text."""
     if not ranges:
         raise GrammarRefused("pattern: a character class without characters")
     return Chars(ranges)
@@ -186,7 +208,7 @@ def _node(tree: Tree, chars: Callable[[Ranges, bool], Node], define: Define | No
 
 
 def _looks(tree: Tree) -> bool:
-    """Whether an anchor or a lookahead is within."""
+    """Returns whether the tree contains an anchor or a lookahead."""
     match tree:
         case Look() | Anchor():
             return True
@@ -198,7 +220,7 @@ def _looks(tree: Tree) -> bool:
 
 
 def _lengths(tree: Tree) -> tuple[int, int | None]:
-    """Bounds of the number of characters; high None for no end."""
+    """Returns the smallest and largest number of characters that the tree matches. None means no limit."""
     match tree:
         case Class():
             return 1, 1
@@ -218,19 +240,14 @@ def _lengths(tree: Tree) -> tuple[int, int | None]:
 
 @dataclass(slots=True)
 class _Threads:
-    """A pattern's positions and the moves between them. Position 0 is the start, 1 the end of the pattern.
+    """A pattern's positions and the moves between them. Position 0 is the start, position 1 the end of the pattern."""
 
-    wide: classes have their members of any dialect, as within a negative lookahead.
-    plain_text: otherwise a vague class has no character that JSON would escape.
-    known: automata of lookaheads, shared with those of nested patterns. Without it each nesting doubles the work.
-    """
-
-    wide: bool
-    plain_text: bool
-    known: _Known
+    wide: bool  # classes have the members of all dialects, as inside a negative lookahead
+    plain_text: bool  # if False, a vague class has no characters that JSON escapes
+    known: _Known  # automata of lookaheads, shared with nested patterns; without it, each nesting doubles the work
     silent: list[list[tuple[int, tuple[int, int] | None]]] = field(default_factory=lambda: [[], []])  # target, condition
-    reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])
-    looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])
+    reads: list[tuple[Ranges, int] | None] = field(default_factory=lambda: [None, None])  # ranges of a character, target
+    looks: list[Automaton] = field(default_factory=lambda: [automaton.END_ALONE])  # automata of lookaheads by number
 
     def position(self) -> int:
         if len(self.reads) >= MAX_EXPLORED:
@@ -286,7 +303,7 @@ class _Threads:
         self.silent[first].append((last, None))
 
     def _look(self, body: Tree, negative: bool) -> tuple[int, int]:
-        """Numbers of the lookahead's automata: at the start of the text, and elsewhere."""
+        """Returns the numbers of the lookahead's automata: for the start of the text, and for other positions."""
         wide = self.wide != negative
         numbers = []
         for at_start in (True, False):
@@ -299,7 +316,11 @@ class _Threads:
         return numbers[0], numbers[1]
 
     def closure(self, threads: Iterable[tuple[int, Pending]], at_start: bool) -> Threads:
-        """The threads that read a character next, or that are at the end of the pattern."""
+        """Returns the threads that the given threads reach without reading a character.
+
+        A result is at the end of the pattern or reads a character next. A thread is left out if another one at the same position
+        has only a part of its pending lookaheads.
+        """
         waiting = list(threads)
         seen = set(waiting)
         while waiting:
@@ -319,7 +340,7 @@ class _Threads:
         return frozenset((position, pending) for position, all_of in easiest.items() for pending in all_of)
 
     def _with(self, pending: Pending, condition: tuple[int, int] | None, at_start: bool) -> Pending | None:
-        """Returns the pending lookaheads behind a move, or None if the move is not possible here."""
+        """Returns the pending lookaheads after a move, or None if the move is not possible here."""
         if condition is None:
             return pending
         if condition == (-1, -1):
@@ -358,7 +379,7 @@ class _Threads:
         return accepted, found
 
     def _advanced(self, ranges: Ranges, pending: Pending) -> list[tuple[int, int, Pending]]:
-        """Where a character of the ranges leads the lookaheads: spans, each with those that are still pending."""
+        """Returns the spans of the ranges for which all lookaheads can advance, with the lookaheads that remain pending."""
         spans: list[tuple[int, int, Pending]] = [(low, high, frozenset()) for low, high in ranges]
         for number, at in pending:
             look = self.looks[number]
@@ -379,8 +400,8 @@ def _language(
     Recursion follows nested lookaheads, whose depth is bounded.
 
     Args:
-        at_start: the text begins where `^` holds.
-        known: automata of lookaheads that were made before; None for none.
+        at_start: whether `^` matches at the first character.
+        known: automata of lookaheads that exist already, or None.
     """
     threads = _Threads(wide, plain_text, {} if known is None else known)
     threads.lay(tree, 0, 1)

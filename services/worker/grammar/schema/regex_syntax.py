@@ -1,8 +1,8 @@
-"""Regular expressions (the part of ECMA 262 that is regular) read into a tree.
+"""Parses regular expressions (the regular part of ECMA 262) into a tree.
 
-Read by us, not by the compiler, because it drops what it does not know (anchors, lookaheads) with a warning, and knows
-nothing of how JSON writes a character. What is not regular, or means different things in different dialects, is refused.
-The tokenizer has another reader (services/tokenizer/pattern.py) for another dialect, Oniguruma's in pre-tokenizers.
+xgrammar's own parser is not used: it ignores anchors and lookaheads with a warning, and does not escape characters for JSON.
+Constructs that are not regular, or that differ between dialects, are refused. The tokenizer has its own parser
+(services/tokenizer/pattern.py) for Oniguruma's dialect in pre-tokenizers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.worker.grammar.schema.ebnf import MAX_CODE_POINT, Ranges, compleme
 from services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_GROUP_DEPTH = 64
-MAX_COUNT = 100_000  # of one {m,n}
+MAX_COUNT = 100_000  # largest count of a {m,n}
 
 DIGITS: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -22,12 +22,12 @@ SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 LINE_FEED: Ranges = ((0x0A, 0x0A),)
 BEYOND_ASCII: Ranges = ((0x80, MAX_CODE_POINT),)
-# White space of ECMA 262 and of Python beyond SPACE.
+# White space of ECMA 262 or Python that is not in SPACE.
 OTHER_SPACE: Ranges = (
     *((0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A)),
     *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
-# Decimals of other scripts, which Python's \d has.
+# Decimal digits of other scripts, which Python's \d includes.
 OTHER_DIGITS = normalized((code, code) for code in range(0x80, MAX_CODE_POINT + 1) if chr(code).isdecimal())
 _NAMED: dict[str, Ranges] = {"d": DIGITS, "w": WORD, "s": SPACE}
 _BEYOND: dict[str, Ranges] = {"d": OTHER_DIGITS, "w": BEYOND_ASCII, "s": OTHER_SPACE}  # members in some dialects
@@ -40,11 +40,11 @@ _HEX = {"x": re.compile(r"[0-9A-Fa-f]{2}"), "u": re.compile(r"[0-9A-Fa-f]{4}|\{[
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """One character."""
+    """A character class, which matches one character."""
 
-    ranges: Ranges  # characters that every dialect takes for members
-    wide: Ranges  # characters that any dialect takes for members
-    vague: bool = False  # the pattern names it only by its exceptions (`.`, [^…], \\D \\W \\S)
+    ranges: Ranges  # members in every dialect
+    wide: Ranges  # members in at least one dialect
+    vague: bool = False  # the pattern defines it by exclusion (`.`, [^…], \\D \\W \\S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +54,23 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the options, of which there is at least one."""
+    """A choice between options. There is at least one."""
 
     options: tuple[Tree, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """low to high times; high None: without end."""
+    """A part that is repeated low to high times."""
 
     item: Tree
     low: int
-    high: int | None
+    high: int | None  # largest count, or None for no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A lookahead: text from here on begins, or does not begin, with the body."""
+    """A lookahead: the text from here on must begin (or, if negative, must not begin) with the body."""
 
     body: Tree
     negative: bool
@@ -78,7 +78,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """`^`, or `$` if at_end."""
+    """The anchor `^`, or `$` if at_end is set."""
 
     at_end: bool
 
@@ -89,11 +89,11 @@ START, END = Anchor(False), Anchor(True)
 
 @dataclass(slots=True)
 class _Level:
-    """An open group: its finished options and the items of the one being read."""
+    """An open group."""
 
-    options: list[Tree] = field(default_factory=list)
-    items: list[Tree] = field(default_factory=list)
-    look: bool | None = None  # of a lookahead: whether it is negative
+    options: list[Tree] = field(default_factory=list)  # complete alternatives
+    items: list[Tree] = field(default_factory=list)  # items of the alternative that is being parsed
+    look: bool | None = None  # whether a lookahead is negative, or None for another group
 
     def closed(self) -> Tree:
         found = (*self.options, sequence(self.items))
@@ -101,7 +101,7 @@ class _Level:
 
 
 def parse(pattern: str) -> Tree:
-    """The pattern's tree: a Choice of its alternatives if it has several. Raises GrammarRefused with the position."""
+    """Returns the tree of a pattern, a Choice if it has several alternatives. Raises GrammarRefused with the position."""
     return _Parser(pattern).parse()
 
 
@@ -114,7 +114,7 @@ class _Parser:
         self._pattern = pattern
         self._at = 0
         self._levels = [_Level()]
-        self._repeatable = False  # the last item may take a quantifier
+        self._repeatable = False  # a quantifier may follow the last item
 
     def parse(self) -> Tree:
         while self._at < len(self._pattern):
@@ -165,7 +165,7 @@ class _Parser:
         if max(low, high or 0) > MAX_COUNT or (high is not None and high < low):
             raise self._refuse(f"repeat counts must rise and be at most {MAX_COUNT}")
         self._at += len(count[0]) if count is not None else 1
-        if self._pattern.startswith("?", self._at):  # lazy: the same texts match
+        if self._pattern.startswith("?", self._at):  # a lazy quantifier matches the same texts
             self._at += 1
         items = self._levels[-1].items
         items[-1] = Times(items[-1], low, high)
@@ -252,7 +252,7 @@ class _Parser:
         return self._escape(in_class=True) if char == "\\" else _one(ord(char))
 
     def _escape(self, in_class: bool) -> Class:
-        """What stands behind a backslash. Names surely mean ASCII alone: dialects differ beyond it."""
+        """Returns the class after a backslash. A named class surely has only ASCII members, because dialects differ beyond."""
         if self._at >= len(self._pattern):
             raise self._refuse("the pattern ends in a backslash")
         char = self._pattern[self._at]
@@ -301,6 +301,6 @@ def _one(code: int) -> Class:
 
 
 def _single(found: Class) -> int | None:
-    """The character of a class that is one character."""
+    """Returns the code of the only character of a class, or None if it has several."""
     ranges = found.ranges
     return ranges[0][0] if ranges == found.wide and len(ranges) == 1 and ranges[0][0] == ranges[0][1] else None

@@ -1,4 +1,4 @@
-"""Objects and arrays of a schema, as rules: one rule for each place in the order of members, and count where counts matter."""
+"""Rules for the objects and arrays of a schema: one rule per position in the order of members, and per count if counts matter."""
 
 from __future__ import annotations
 
@@ -24,42 +24,41 @@ from services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-MAX_COUNTED_STATES = 2000
-MANY_PROPERTIES = 64  # of an object
+MAX_COUNTED_STATES = 2000  # positions times counts of an object
+MANY_PROPERTIES = 64  # properties of an object; above this number, each optional pair becomes a rule
 RUN_ITEMS = 32  # required pairs in one rule
 _COLON = Seq((WS, Text(":"), WS))
 
 
 class Builder(Protocol):
-    """What containers need of the builder of rules: nodes of their members and of their keys, and rules of their own."""
+    """Builds the nodes of members and keys, and makes rules of nodes."""
 
     def node(self, schema: Any, path: str) -> Node: ...
 
     def define(self, node: Node) -> Ref: ...
 
     def matching(self, pattern: str, path: str) -> Node:
-        """A string in which the pattern is found. Raises GrammarRefused."""
+        """Returns a string in which the pattern matches somewhere. Raises GrammarRefused."""
 
     def text(self, schema: Any, path: str) -> Node:
-        """A string that satisfies the schema. Raises GrammarRefused for a schema of anything else."""
+        """Returns a string that satisfies the schema. Raises GrammarRefused if the schema allows other types."""
 
     def followed(self, schema: Any, path: str) -> Any:
-        """The schema behind references. Raises GrammarRefused."""
+        """Returns the schema after following its references. Raises GrammarRefused."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """pairs: declared properties in order, with whether they are required. extra: any other pair, None for none.
-    low, high: how many pairs in all."""
+    """The pairs of an object."""
 
-    pairs: tuple[tuple[Node, bool], ...]
-    extra: Node | None
-    low: int
-    high: int | None
+    pairs: tuple[tuple[Node, bool], ...]  # declared properties in order, and whether they are required
+    extra: Node | None  # an undeclared pair, or None if all pairs must be declared
+    low: int  # smallest number of pairs
+    high: int | None  # largest number of pairs, or None for no limit
 
     @property
     def counted_to(self) -> int:
-        """Counts beyond this make no difference."""
+        """The largest number of pairs that has to be counted."""
         return self.low if self.high is None else self.high
 
 
@@ -94,10 +93,10 @@ def array_node(builder: Builder, schema: Schema, path: str) -> Node:
 
 
 def _rest_items(builder: Builder, schema: Schema, path: str, num_prefix: int, low: int) -> Node | None:
-    """The node of items behind the prefix; None where there are none."""
+    """Returns the node of the items after the prefix, or None if no items may follow."""
     if schema.get("items", True) is False:
         return None
-    if "items" not in schema:  # a tuple is closed unless its length says otherwise
+    if "items" not in schema:  # without `items`, a tuple ends after its prefix unless minItems needs more
         return None if num_prefix and low <= num_prefix else VALUE
     if isinstance(schema["items"], list):
         raise refuse(child(path, "items"), "an array of schemas is not supported: prefixItems is its name")
@@ -115,7 +114,7 @@ def _rest_of_array(rest: Node | None, end: Node, low: int, high: int | None, fir
 
 
 def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
-    """None: any object will do."""
+    """Returns the pairs of an object, or None if any object satisfies the schema."""
     low, high = bounds(schema, "minProperties", "maxProperties", path)
     written = mapping(schema, "properties", path)
     schema = _with_named(builder, schema, path)
@@ -130,7 +129,7 @@ def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
         if member is not False:
             at = child(where, name) if name in written else child(path, "additionalProperties")
             pair = _pair(_key(name, where), builder.node(member, at))
-            # One that may be left out stands in several rules: a rule of its own costs a tenth where there are hundreds.
+            # An optional pair occurs in several rules. As a rule of its own, it costs a tenth if there are hundreds.
             shared = len(properties) > MANY_PROPERTIES and name not in required
             pairs.append((builder.define(pair) if shared else pair, name in required))
         elif name in required:
@@ -157,12 +156,12 @@ def _key_limits(schema: Schema) -> list[str]:
 
 
 def _additional(schema: Schema) -> Any:
-    """The schema of undeclared properties; None where nothing is said."""
+    """Returns the schema of undeclared properties, or None if the schema has none."""
     return schema.get("additionalProperties", schema.get("unevaluatedProperties"))
 
 
 def _undeclared(builder: Builder, schema: Schema, path: str, name: str) -> Node:
-    """The value of a property that is required and not declared."""
+    """Returns the value of a property that is required but not declared. Raises GrammarRefused."""
     additional = _additional(schema)
     if additional is False or _key_limits(schema):
         raise refuse(child(path, "required"), f"'{name}' is not among the properties")
@@ -170,7 +169,10 @@ def _undeclared(builder: Builder, schema: Schema, path: str, name: str) -> Node:
 
 
 def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping[str, Any]) -> Node | None:
-    """The pair of an undeclared property; None where there is none. Its key has one spelling, never a declared one's."""
+    """Returns the pair of an undeclared property, or None if the object must not have any.
+
+    Its key has one spelling and is never a declared key.
+    """
     additional = _additional(schema)
     limits = _key_limits(schema)
     if len(limits) > 1:
@@ -214,7 +216,10 @@ def _found(pattern: str, name: str, path: str) -> bool:
 
 
 def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
-    """Names that `propertyNames` lists are declared properties, each of which comes once. Names without a limit are left out."""
+    """Turns the names that `propertyNames` lists into declared properties, each of which occurs at most once.
+
+    A `propertyNames` that limits nothing is removed.
+    """
     where = child(path, "propertyNames")
     found = builder.followed(schema.get("propertyNames", True), where)
     if found is True or (isinstance(found, dict) and _says(found) <= {"type"} and "string" in types_of(found, where)):
@@ -250,8 +255,11 @@ def _pair(key: Node, value: Node) -> Node:
 
 
 def _key_except(builder: Builder, declared: set[str]) -> Ref:
-    """A key without escapes that is none of the declared ones: a declared key written twice would be read as its second
-    value. One rule for each beginning of a declared key: what may follow there."""
+    """Returns a key without escapes that differs from all declared keys.
+
+    A parser would take the second value of a declared key that occurs twice. There is one rule per beginning of a declared key,
+    with the characters that may follow.
+    """
     following: dict[str, set[str]] = {"": set()}
     for name in sorted(declared):
         for index, char in enumerate(name):
@@ -273,15 +281,15 @@ def _is_safe(char: str) -> bool:
 
 
 class _PairStates:
-    """Rules for what may follow after some of the declared pairs, and so many pairs in all."""
+    """Makes the rules of an object: a rule matches the rest of the object after a number of declared and of written pairs."""
 
     def __init__(self, builder: Builder, members: _Members) -> None:
         self._builder = builder
         self._members = members
-        self._rules: dict[tuple[int, int, bool], Node | None] = {}  # None: nothing may follow
+        self._rules: dict[tuple[int, int, bool], Node | None] = {}  # the rule, or None if no text can follow
 
     def first(self) -> Node:
-        """Builds from the last place backwards, so that nothing recurses."""
+        """Returns the node of the whole object. Builds the rules from the last declared pair backwards, without recursion."""
         members = self._members
         for place in range(len(members.pairs), -1, -1):
             for pairs in range(members.counted_to, -1, -1):
@@ -293,8 +301,10 @@ class _PairStates:
         return start
 
     def _state(self, place: int, options: list[Node]) -> Node:
-        """A rule; or a sequence for the place before, where that is a required pair too: runs of those are compiled four times as
-        fast as a rule for each."""
+        """Returns a reference to a new rule, or the node itself if it can continue a run of required pairs.
+
+        A run of required pairs in one rule is compiled four times as fast as a rule for each pair.
+        """
         node = choice(options)
         follows_required = place > 0 and self._members.pairs[place - 1][1] and not self._members.counted_to
         if follows_required and isinstance(node, Seq) and len(node.items) < RUN_ITEMS:
@@ -318,7 +328,7 @@ class _PairStates:
         return options
 
     def _last(self, pairs: int, is_first: bool, room: bool) -> list[Node]:
-        """Behind all declared pairs: undeclared ones, or the end."""
+        """Returns the options after all declared pairs: undeclared pairs, or the end of the object."""
         members = self._members
         end: Node = Text("}") if is_first else Seq((WS, Text("}")))
         left = None if members.high is None else members.high - pairs

@@ -1,6 +1,6 @@
-"""Whether no value can satisfy two schemas at once, as far as types, constants and one required property tell.
+"""Decides whether two schemas exclude each other, by types, constants and required properties.
 
-`oneOf` means exactly one: only where its schemas exclude each other may any of them be written.
+`oneOf` means that exactly one schema holds. The grammar may write a value of any of them only if they exclude each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def disjoint(document: Any, left: Any, right: Any, path: str) -> bool:
 
 
 def _told_apart(document: Any, left: dict[str, Any], right: dict[str, Any], path: str) -> bool:
-    """By a property that both require, of which they want different constants."""
+    """Returns whether both schemas require a property with different constants."""
     first, second = _required(left), _required(right)
     for name in first.keys() & second.keys():
         values = [_values(follow(document, side[name], path)) for side in (first, second)]
@@ -39,7 +39,7 @@ def _told_apart(document: Any, left: dict[str, Any], right: dict[str, Any], path
 
 
 def _required(schema: dict[str, Any]) -> dict[str, Any]:
-    """Schemas of the properties that are both declared and required."""
+    """Returns the schemas of the properties that are both declared and required."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
@@ -47,7 +47,7 @@ def _required(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """All values that the schema allows, where it names them."""
+    """Returns the values of `const` or `enum`, or None if the schema has neither."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -57,7 +57,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _types(schema: dict[str, Any], path: str) -> tuple[str, ...]:
-    """Declared types only: keywords without `type` let values of other types pass."""
+    """Returns the declared types. Without `type`, values of other types satisfy the keywords as well, so it returns none."""
     return types_of(schema, path) if "type" in schema else ()
 
 
@@ -70,7 +70,7 @@ def _keys(values: list[Any]) -> set[tuple[str, str]]:
 
 
 def _key(value: Any) -> tuple[str, str]:
-    """Equal for values that JSON Schema holds equal, 1 and 1.0 among them."""
+    """Returns a token that is equal for values that are equal in JSON Schema, such as 1 and 1.0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return type_of_value(value), json.dumps(value, sort_keys=True)

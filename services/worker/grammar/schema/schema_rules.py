@@ -1,7 +1,7 @@
-"""A JSON schema turned into grammar rules. Everything that the grammar matches satisfies the schema.
+"""Translates a JSON schema into grammar rules. Every text that the grammar matches satisfies the schema.
 
-The reverse does not hold, on purpose: properties come in the schema's order, an object that declares properties has no
-others unless it says so, constants have one spelling.
+The reverse is deliberately false: properties have the schema's order, constants have one spelling, and an object with declared
+properties has no other properties unless the schema allows them explicitly.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ MAX_RULES = 20_000
 
 
 def schema_grammar(document: Any, partial: bool = False) -> Grammar:
-    """The grammar of a parsed schema. Raises GrammarRefused with the place of what is not supported.
+    """Returns the grammar of a parsed schema.
 
-    partial: keywords that are not supported are left out, and all others are enforced.
+    Args:
+        partial: whether unsupported keywords are left out while all others are enforced.
+
+    Raises:
+        GrammarRefused: a keyword is not supported, or no finite value satisfies the schema. It has the keyword's JSON pointer.
     """
     grammar = _grammar(PartialRuleBuilder(document) if partial else RuleBuilder(document))
     if grammar.can_end():
         return grammar
-    if partial:  # the keywords together leave nothing to write: only the kind of value is kept
+    if partial:  # no finite value satisfies the keywords together, so that only the type is enforced
         kind = document.get("type") if isinstance(document, dict) else None
         return _grammar(PartialRuleBuilder({"type": kind} if isinstance(kind, str) else True))
     raise refuse("#", "no finite value satisfies it")
@@ -61,7 +65,7 @@ def _grammar(builder: RuleBuilder) -> Grammar:
 
 
 class RuleBuilder:
-    """Makes nodes of schemas. Recursion follows the document's nesting, which is bounded; references wait for their turn."""
+    """Makes nodes of schemas. Recursion follows the document's nesting, which is bounded. References are built afterwards."""
 
     def __init__(self, document: Any) -> None:
         self.rules: dict[str, Node] = {}
@@ -86,7 +90,7 @@ class RuleBuilder:
         return choice(self._typed(name, found, path) for name in types) if types else VALUE
 
     def define(self, node: Node) -> Ref:
-        """A rule of its own."""
+        """Makes a rule of a node and returns a reference to it. Raises GrammarRefused above MAX_RULES."""
         if len(self.rules) >= MAX_RULES:
             raise GrammarRefused(f"json_schema: more than {MAX_RULES} rules")
         name = f"r{len(self.rules)}"
@@ -94,11 +98,11 @@ class RuleBuilder:
         return Ref(name)
 
     def matching(self, pattern: str, path: str) -> Node:
-        """A string in which the pattern is found. Raises GrammarRefused."""
+        """Returns a string in which the pattern matches somewhere. Raises GrammarRefused."""
         return self._limited(StringLimits((pattern,)), path)
 
     def text(self, schema: Any, path: str) -> Node:
-        """A string that satisfies the schema. Raises GrammarRefused for a schema of anything else."""
+        """Returns a string that satisfies the schema. Raises GrammarRefused if the schema allows other types."""
         schema = self.followed(schema, path)
         found = check_keywords(schema, path)
         if any(key in COMBINERS for key in found) or types_of({"type": "string", **found}, path) != ("string",):
@@ -106,11 +110,11 @@ class RuleBuilder:
         return self._string(found, path)
 
     def followed(self, schema: Any, path: str) -> Any:
-        """The schema behind references. Raises GrammarRefused."""
+        """Returns the schema after following its references. Raises GrammarRefused."""
         return follow(self.document, schema, path)
 
     def _limited(self, limits: StringLimits, path: str) -> Node:
-        """Strings within the limits. Equal limits share their rules."""
+        """Returns the strings within the limits. Equal limits share their rules."""
         known = self._strings.get(limits)
         if known is None:
             try:
@@ -122,8 +126,11 @@ class RuleBuilder:
         return known
 
     def _limited_string(self, limits: StringLimits) -> Node:
-        """As an automaton, which loops by recursion: masks of a pattern's own repetitions without end take a hundred times as
-        long. One of too many states is written as the pattern stands, if that is possible."""
+        """Returns the strings within the limits.
+
+        A pattern with unlimited repetitions becomes an automaton, whose loops are recursions: masks of unlimited repetitions take
+        a hundred times as long. If the automaton has too many states, the pattern is translated directly if possible.
+        """
         own = limits.as_it_stands(self.define)
         if own is not None and limits.has_end:
             return own
@@ -240,7 +247,7 @@ class RuleBuilder:
 class PartialRuleBuilder(RuleBuilder):
     """Leaves out the keywords that it cannot enforce.
 
-    Nodes are kept by their paths. A schema that is tried again without a keyword costs no second look at its members.
+    Nodes are stored by path, so that members are built only once if their schema is tried again without a keyword.
     """
 
     def __init__(self, document: Any) -> None:
@@ -261,8 +268,12 @@ class PartialRuleBuilder(RuleBuilder):
 
 
 def _enforceable(schema: Any) -> Any:
-    """The schema without what excludes its other keywords: types and constants go before combiners, and combiners alone before
-    one another. `oneOf` is enforced as anyOf where its options are not told apart."""
+    """Returns the schema without keywords that cannot be combined with its other keywords.
+
+    - With a constant, it keeps the constant and `type`.
+    - Otherwise, with limits, it keeps the limits and `type`, but no combiner.
+    - Without limits, it keeps only the first combiner.
+    """
     if not isinstance(schema, dict):
         return True
     combiners = [key for key in COMBINERS if key in schema]
@@ -277,7 +288,10 @@ def _enforceable(schema: Any) -> Any:
 
 
 def _without(schema: Any, keyword: str) -> Any:
-    """A schema that says less: without a keyword, or nothing but its type if no keyword is at fault."""
+    """Returns a schema with fewer limits: without a keyword, or only with its type if the keyword is not in it.
+
+    `oneOf` becomes `anyOf`, because it is refused only if its options do not exclude each other.
+    """
     if not isinstance(schema, dict):
         return True
     if keyword == "oneOf" and isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:

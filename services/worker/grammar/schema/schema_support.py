@@ -1,7 +1,7 @@
-"""Which JSON Schema keywords are enforced, and the refusal of all others with their place in the schema.
+"""The supported keywords of JSON Schema, and the refusal of all others with their position in the schema.
 
-A keyword that would be dropped in silence is an output that breaks the client: so what is not in these tables is refused.
-Draft 2020-12, with `definitions` of the older drafts.
+A silently ignored keyword would give outputs that break the client. A keyword that is not in these tables is therefore refused.
+The keywords are those of draft 2020-12, and `definitions` of older drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES = (*KEYWORDS_OF_TYPE, "integer")
 COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
 _KNOWN = TYPED | {"type", *COMBINERS}
-MAX_REFERENCES = 64  # followed from one schema to the next before anything else is said
+MAX_REFERENCES = 64  # references in a chain of schemas that have only a reference
 
 
 def refuse(path: str, why: str) -> GrammarRefused:
@@ -41,19 +41,19 @@ def refuse(path: str, why: str) -> GrammarRefused:
 
 
 def child(path: str, key: str | int) -> str:
-    """The JSON pointer of a member."""
+    """Returns the JSON pointer of a member."""
     return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
 
 
 def keyword_below(path: str, refused: str) -> str:
-    """The keyword of the schema at `path` that a refused pointer leads through; empty if it leads elsewhere, or no further."""
+    """Returns the keyword of the schema at `path` that contains the refused pointer; "" if the pointer is not below the path."""
     if not refused.startswith(f"{path}/"):
         return ""
     return refused[len(path) + 1 :].partition("/")[0].replace("~1", "/").replace("~0", "~")
 
 
 def check_keywords(schema: Any, path: str) -> Schema:
-    """The schema, if every keyword in it is known and goes with the others. Raises GrammarRefused."""
+    """Returns the schema. Raises GrammarRefused if a keyword is unknown or cannot be combined with another one."""
     if not isinstance(schema, dict):
         raise refuse(path, "no schema" if schema is not False else "false allows nothing")
     for key in schema:
@@ -72,7 +72,7 @@ def check_keywords(schema: Any, path: str) -> Schema:
 
 
 def types_of(schema: Schema, path: str) -> tuple[str, ...]:
-    """The types that the schema allows, from `type` or, without it, from keywords of one type. Empty: any value."""
+    """Returns the types that the schema allows, from `type` or, without it, from keywords of one type. Empty for any value."""
     declared = schema.get("type")
     if declared is not None or "type" in schema:
         names = declared if isinstance(declared, list) else [declared]
@@ -109,7 +109,7 @@ def is_of(value: Any, types: tuple[str, ...]) -> bool:
 
 
 def count(schema: Schema, key: str, path: str, default: int | None) -> int | None:
-    """A whole number >= 0."""
+    """Returns the value of a keyword, a whole number >= 0. Raises GrammarRefused for another value."""
     value = schema.get(key, default)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -162,7 +162,7 @@ def names(schema: Schema, key: str, path: str) -> list[str]:
 
 
 def resolve(document: Any, reference: Any, path: str) -> tuple[str, Any]:
-    """(pointer, schema) that a local `$ref` names. Raises GrammarRefused for any other."""
+    """Returns the pointer and the schema of a local `$ref`. Raises GrammarRefused for another reference."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise refuse(child(path, "$ref"), "only references within the schema, '#' or '#/…', are supported")
     target = document
@@ -178,7 +178,7 @@ def resolve(document: Any, reference: Any, path: str) -> tuple[str, Any]:
 
 
 def follow(document: Any, schema: Any, path: str) -> Any:
-    """The schema behind a chain of references."""
+    """Returns the schema at the end of a chain of references. Raises GrammarRefused if the chain is too long."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema

@@ -1,4 +1,4 @@
-"""Many constants as one node: those that begin alike share their beginning, so that the compiler makes each place of it once."""
+"""Joins many constants into one node. Constants with a common beginning share it, so that it is compiled only once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Callable, Sequence
 
 from services.worker.grammar.schema.ebnf import Node, Ref, Seq, Text, choice
 
-FEW = 16  # constants: as they are
-MAX_DEPTH = 64  # of beginnings within beginnings
+FEW = 16  # number of constants up to which nothing is shared
+MAX_DEPTH = 64  # nested common beginnings
 
 
 def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) -> Node:
-    """Matches exactly these texts. define: makes a rule of a node."""
+    """Returns a node that matches exactly these texts.
+
+    Args:
+        define: makes a rule of a node.
+        depth: number of common beginnings around these texts.
+    """
     distinct = sorted(set(texts))
     if len(distinct) <= FEW or depth == MAX_DEPTH:
         return choice(Text(text) for text in dict.fromkeys(texts))
@@ -23,5 +28,5 @@ def any_of(texts: Sequence[str], define: Callable[[Node], Ref], depth: int = 0) 
 
 
 def _shared(first: str, last: str) -> int:
-    """Characters that they begin with alike; of sorted texts, all between them do."""
+    """Returns the length of the common beginning of the first and last of sorted texts, which all texts between them share."""
     return next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

@@ -1,7 +1,7 @@
 """Structural tags: text with parts that follow a schema, pattern or grammar of their own.
 
-The tag's layout is xgrammar's; schemas and patterns inside it become our own grammars, so that they hold what they hold
-elsewhere.
+The layout of a tag is xgrammar's. Schemas and patterns inside it become our own grammars, so that they mean the same as outside
+of a tag.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "repeat": frozenset({"content", "min", "max"}),
 }
 _LISTS = ("elements", "tags")
-DEFINITIONS = ("#/$defs/", "#/definitions/")  # where a part's schema has them, the client's schema does, too
-Parts = Mapping[str, tuple[int, GrammarPart]]  # by pointer, with their indices
+DEFINITIONS = ("#/$defs/", "#/definitions/")  # pointers that are the same in a part's schema and in the client's schema
+Parts = Mapping[str, tuple[int, GrammarPart]]  # parts with their indices, by pointer
 
 
 def structural_tag(source: str, parts: Sequence[GrammarPart] = ()) -> str:
-    """Returns the tag as xgrammar takes it. Raises GrammarRefused, with the index of a part if its schema is at fault."""
+    """Returns the tag in xgrammar's form. Raises GrammarRefused, with the index of the part whose schema is refused."""
     document = parse_json(source, KIND)
     if not isinstance(document, dict):
         raise _refuse("#", "must be an object")
@@ -52,7 +52,7 @@ def structural_tag(source: str, parts: Sequence[GrammarPart] = ()) -> str:
 
 
 def _legacy(document: dict[str, Any]) -> Any:
-    """The older form: `structures` of begin, schema and end, and `triggers`."""
+    """Returns the layout of a tag in the older form, with `structures` (begin, schema, end) and `triggers`."""
     structures, triggers = document.get("structures"), document.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise _refuse("#", "needs 'format', or 'structures' and 'triggers'")
@@ -69,7 +69,7 @@ def _legacy(document: dict[str, Any]) -> Any:
 
 
 def _format(layout: Any, path: str, parts: Parts) -> dict[str, Any]:
-    """Recursion follows the document's nesting, which is bounded."""
+    """Returns a layout with our grammars in place of schemas and patterns. Recursion depth is bounded by parse_json()."""
     kind = layout.get("type") if isinstance(layout, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise _refuse(path, f"must be a format of one of the types {', '.join(_FIELDS)}")
@@ -109,7 +109,7 @@ def _inside(build: Callable[[], str], path: str, parts: Parts) -> str:
 
 
 def _tag_ends(layout: dict[str, Any], path: str) -> None:
-    """Ends are text; token ids as marks are not served."""
+    """Checks that `begin` and `end` are text. Token ids are not supported there."""
     _text(layout, "begin", path)
     ends = layout.get("end")
     if not isinstance(ends, str) and not (isinstance(ends, list) and all(isinstance(end, str) for end in ends)):
