@@ -39,7 +39,7 @@ LOADS = (
     *of(
         "loads",
         "services/worker/exec/executor.py",
-        ("                self._mover.settle()  # into pages that may be given back\n", "                pass\n"),
+        ("                self._mover.settle()  # ends copies into pages that may be released\n", "                pass\n"),
         ("            mover.on_lost = self._lose", "            pass"),
         ("        if not was_lost:", "        if True:"),
     ),
@@ -59,7 +59,7 @@ LOADS = (
     *of(
         "loads",
         "services/worker/exec/step/model_runner.py",
-        ("                self._arrivals.wait_all()  # a graph's layers wait for nobody\n", ""),
+        ("                self._arrivals.wait_all()  # the layers of a graph cannot wait for single arrivals\n", ""),
     ),
     *of(
         "loads",

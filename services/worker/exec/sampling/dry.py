@@ -94,9 +94,7 @@ class Repeats:
         Breakers are never among them, because they end a repetition.
         """
         first, params = self._first, self._params
-        lengths = np.minimum(
-            self._lengths[first : self._size], np.arange(self._size - first)
-        )  # an earlier copy lies inside the window
+        lengths = np.minimum(self._lengths[first : self._size], np.arange(self._size - first))  # within the window
         places = np.flatnonzero(lengths >= max(1, params.allowed_length))
         tokens = self._tokens[first : self._size][places].astype(np.int64)
         kept = ~np.isin(tokens, self._breaker_ids)
