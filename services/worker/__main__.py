@@ -1,6 +1,6 @@
-"""python -m services.worker: wiring.
+"""python -m services.worker: makes the parts of a worker, connects them and serves.
 
-Threads: the asyncio loop serves gRPC, `scheduler` runs the loop over core and executor, the executor's own compute.
+The asyncio loop serves gRPC. The thread `scheduler` runs the loop over core and executor. The executor's threads compute.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ logger = logging.getLogger("services.worker")
 
 
 class LoopObserver:
-    """What the loop's turns mean to metrics, watchdog and front ends."""
+    """Passes the loop's events on to metrics, watchdog, load reports and the prefix index."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ def _reads_predictions(settings: WorkerSettings, engine: Engine) -> bool:
 
 
 def _registry(settings: WorkerSettings) -> CollectorRegistry:
-    """Served from here on."""
+    """Returns a registry of metrics that is served from now on."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
@@ -207,7 +207,7 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health
 
 
 def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, life: WorkerLife) -> Callable[[str], None]:
-    """A device that does not answer comes back with a new process alone: liveness turns off for good."""
+    """Returns the handler of a lost device. Liveness fails for good, because only a new process can use the device again."""
 
     def on_lost(sentence: str) -> None:
         logger.critical("%s", sentence)
@@ -218,7 +218,7 @@ def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService,
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Until a signal. Metrics answer from the start; health does once the model is loaded."""
+    """Serves until a signal. Metrics are served from the start; the health service reports ready once the model is loaded."""
     health = grpc_server.HealthService("worker")
     registry = _registry(settings)
     life = WorkerLife()
@@ -243,7 +243,7 @@ async def serve(settings: WorkerSettings) -> None:
     overlap = (settings.enable_overlap, settings.consecutive_prefill_overlap)
     tracing = start_tracing(settings, "worker")
     spans = None if tracing is None else RequestSpans(tracing, asyncio.get_running_loop())
-    masks = cast(MaskFiller, engine.masks)  # whose matchers are the book's own, which the core hands back as they are
+    masks = cast(MaskFiller, engine.masks)  # the matchers come from the book, and the core returns them unchanged
     loop = Loop(engine.core, engine.executor, inbox, measured, observer, masks, *overlap, spans=spans)
     scheduler = SchedulerThread(loop, inbox, lambda: _first_steps(settings, engine, pulse, limit))
     limits, arrived = _limits(settings, engine), worker_metrics.times.arrived
@@ -301,7 +301,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
-    """Raises what the task has raised, if it ended first."""
+    """Waits until the task ends or `stop` is set. Raises the task's error if it ended first."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -310,15 +310,17 @@ async def _either(task: asyncio.Task[None], stop: asyncio.Event) -> None:
 
 
 async def _warm_up(settings: WorkerSettings, engine: Engine) -> None:
-    """Who is ready answers structured output too, without seconds of waiting for its compiler. The fake executor's worker is to
-    be there soon, and most often without it."""
+    """Starts the grammar compiler before the worker is ready, so that the first request with a grammar does not wait for it.
+
+    With the fake executor, the start is skipped: it should be fast, and grammars are rare there.
+    """
     if engine.book is not None and settings.executor != "fake":
         await asyncio.to_thread(engine.book.pool.warm_up)
 
 
 def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: StepLimit) -> None:
     pulse.beat()
-    if settings.executor == "fake":  # its steps take what a setting says, if ever so long
+    if settings.executor == "fake":  # the time of its steps is a setting
         return
     text = ModelText(engine.tokenizer)
     run_first_steps(engine.executor, engine.core.config, text, engine.info.generates, limit.took)
@@ -346,7 +348,7 @@ def _from_thread(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthServ
 
 
 def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> IndexPublisher | None:
-    """Where there is a Redis; without cache events it keeps the lease alone."""
+    """Returns the publisher to the prefix index, or None without Redis. Without cache events, it only renews the lease."""
     if not settings.redis_url:
         return None
     publisher = IndexPublisher(settings.redis_url, info.model, info.worker_id, info.generation)

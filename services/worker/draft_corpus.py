@@ -1,4 +1,4 @@
-"""The operator's texts that n-grams are sought in: a file, read once at start, as one text of token ids."""
+"""Reads the operator's corpus for n-gram drafts at the start: a file of texts, as one array of token ids."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ from services.worker.settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 SETTING = "--speculative-ngram-external-corpus-path"
-PIECE_CHARS = 1 << 16  # of a long text that are encoded together
-PIECES = 64  # that are encoded at once
+PIECE_CHARS = 1 << 16  # characters of a piece of a long text, which is encoded as a whole
+PIECES = 64  # pieces that are encoded at once
 
 Encode = Callable[[Sequence[str], bool], Sequence[Sequence[int]]]
 
 
 def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 | None:
-    """int32[n], with BETWEEN_TEXTS between texts; None where there is none. encode: makes what encodes texts, with special tokens
-    around each or without; called where there is a file. Raises ValueError that says what is wrong with settings or file."""
+    """Returns the token ids of the corpus, or None if no file is set.
+
+    Args:
+        encode: returns the tokenizer's function (texts, with special tokens) -> token ids. It is called only if there is a file.
+
+    Returns:
+        int32[n], with BETWEEN_TEXTS between texts.
+
+    Raises:
+        ValueError: the settings do not fit, or the file is missing, unreadable, malformed, empty or too large.
+    """
     path = settings.speculative_ngram_external_corpus_path
     if not path:
         return None
@@ -50,7 +59,7 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Of a .jsonl file each line is a text, of any other the whole of it. Raises ValueError."""
+    """Yields the texts of the file: one per line of a .jsonl file, or the whole content. Raises ValueError."""
     text = _content(path)
     if path.suffix != ".jsonl":
         yield text
@@ -77,7 +86,7 @@ def _content(path: Path) -> str:
 
 
 def _record(line: str, where: str) -> str:
-    """A JSON string, as SGLang has it, or an object with a `text`, as data sets do."""
+    """Returns the text of a line: a JSON string as in SGLang, or the `text` of an object as in data sets. Raises ValueError."""
     try:
         record: Any = json.loads(line)
     except ValueError:
@@ -89,8 +98,10 @@ def _record(line: str, where: str) -> str:
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[tuple[bool, str]]:
-    """Texts in pieces, which end where a line does if they can, and whether each begins one: encoding takes memory by the
-    piece."""
+    """Yields the texts in pieces, and whether a piece begins a text. A piece ends with a line if possible.
+
+    Pieces limit the memory of encoding.
+    """
     for text in texts:
         begin = 0
         while begin < len(text):

@@ -1,4 +1,4 @@
-"""Which folder has what guesses: the one that is set, or the one that stands beside the model's."""
+"""Finds the folder of the draft model: the one in the settings, or a folder next to the model's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ WITH_A_FOLDER = frozenset(("draft", "eagle3", "mtp"))
 
 
 def draft_folder(settings: WorkerSettings) -> str:
-    """Where none is set, the model's folder with the algorithm behind its name, if there is one: models/demo-eagle3 for
-    models/demo. "": neither, which mtp takes for a layer of the model's own."""
+    """Returns the folder of the draft model.
+
+    If none is set, it is the model's folder with the algorithm after its name, such as models/demo-eagle3 for models/demo.
+
+    Returns:
+        "" if this folder does not exist either. mtp then uses the model's own layer.
+    """
     path, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
     if path or algorithm not in WITH_A_FOLDER:
         return path

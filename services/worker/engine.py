@@ -1,4 +1,4 @@
-"""Makes the scheduler core and its executor from settings. The only module that chooses an executor."""
+"""Makes the scheduler core and its executor from the settings. Only this module chooses an executor."""
 
 from __future__ import annotations
 
@@ -49,59 +49,63 @@ from services.worker.tier_options import tier_options
 logger = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-CPU_FRACTION = 0.5  # of the free memory: others use the machine too
-GPU_FRACTION = 0.9  # of the device, which is the worker's alone
+CPU_FRACTION = 0.5  # share of the free memory, because other processes use the machine, too
+GPU_FRACTION = 0.9  # share of the device's memory, which only the worker uses
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """stats: None of an executor that counts nothing. room_server, peer_reader: see Engine."""
+    """An executor with its parts."""
 
     executor: Executor
     info: LoadedInfo
-    stats: ExecutorStats | None = None
-    room_server: RoomServer | None = None
-    peer_reader: PeerReader | None = None
+    stats: ExecutorStats | None = None  # counts of steps, or None if the executor counts nothing
+    room_server: RoomServer | None = None  # see Engine
+    peer_reader: PeerReader | None = None  # see Engine
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Where KV goes from the pool, and comes from: None for nowhere."""
+    """Other stores of KV that the pool exchanges pages with."""
 
-    tiers: TierOptions | None
-    peers: PeerOptions | None
+    tiers: TierOptions | None  # tiers below the pool, or None without any
+    peers: PeerOptions | None  # transfers between workers, or None without any
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """defaults: of requests that leave sampling parameters out. book: None where structured output is off. publishes_index: the
-    core tells of the blocks it caches. stats: see Built. keys: of pages in other tiers, None where there are none.
-    room_server: lets others read KV here, None: nobody reads. peer_reader: reads others' KV, None: of nobody."""
+    """All parts of a worker without its servers."""
 
     core: Scheduler
     executor: Executor
     info: LoadedInfo
-    stats: ExecutorStats | None
+    stats: ExecutorStats | None  # counts of steps, or None if the executor counts nothing
     weights: ServedWeights
-    defaults: SamplingDefaults
-    publishes_index: bool
+    defaults: SamplingDefaults  # for requests without sampling parameters
+    publishes_index: bool  # the core reports the blocks that it caches
     tokenizer: HfTokenizer
-    book: CompiledBook | None
+    book: CompiledBook | None  # compiled grammars, or None if structured output is disabled
     masks: MaskFiller
-    keys: PageKeys | None
-    room_server: RoomServer | None
-    peer_reader: PeerReader | None
+    keys: PageKeys | None  # page keys of other tiers, or None without other tiers
+    room_server: RoomServer | None  # lets other workers read KV here, or None to serve no reads
+    peer_reader: PeerReader | None  # reads the KV of other workers, or None if this worker does not
 
     def close(self) -> None:
-        """Once the loop has ended."""
+        """Ends the compiling processes and the executor. Called after the loop has ended."""
         if self.book is not None:
             self.book.close()
         self.executor.close()
 
 
 def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Engine:
-    """Loads the model. on_lost: told, once, when the device of the steps does not answer any more. Raises ValueError with a
-    sentence that says what is wrong with folder, settings or device."""
+    """Loads the model and makes core and executor.
+
+    Args:
+        on_lost: called once with a sentence if the device of the steps stops responding.
+
+    Raises:
+        ValueError: the folder, the settings or the device cannot be used; the message has the reason.
+    """
     defaults = defaults_of(settings)
     name = _executor_name(settings)
     settings = resolved(settings, _gpu_bytes(settings) if name == "cuda" else None)
@@ -109,7 +113,9 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     pieces = f"long prompts are computed in pieces of {chunk} tokens" if chunk else "prompts are computed in one piece"
     logger.info("up to %d requests run at once; %s", running, pieces, extra=step())
     moves = Moves(tier_options(settings), peer_options(settings, inbox.put))
-    tokenizer = load_tokenizer(settings.model, settings.chat_template)  # first: it may be missing, and weights take longer
+    tokenizer = load_tokenizer(
+        settings.model, settings.chat_template
+    )  # before the weights, which take longer, because it may be missing
     built, weights = _load(name, settings, on_lost, moves)
     ends = end_of_sequence(settings.model, built.info.eos_token_ids, tokenizer, built.info.vocab_size)
     info = replace(built.info, eos_token_ids=ends)
@@ -122,7 +128,7 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("scheduler configured", extra=fields(**asdict(config)))
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
-    own = settings.hicache_storage_backend != "redis"  # what others may read as well is no reason to come here
+    own = settings.hicache_storage_backend != "redis"  # pages that other workers can read as well do not attract requests
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root, tells_storage=own) if publishes else None
     keys = None
     if info.host_pages or info.reads_peers:
@@ -151,12 +157,12 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
 
 
 def defaults_of(settings: WorkerSettings) -> SamplingDefaults:
-    """Of requests that leave sampling parameters out, as the model's folder and the operator have them."""
+    """Returns the defaults of sampling parameters, from the model's folder and the operator's settings."""
     return sampling_defaults(settings.model, settings.sampling_defaults == "model", settings.preferred_sampling_params)
 
 
 def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> tuple[Built, ServedWeights]:
-    """executor: of EXECUTORS. The weights are named while they are loaded."""
+    """Loads the model with an executor of EXECUTORS. The model version is computed at the same time."""
     with WeightsReading(Path(settings.model)) as reading:
         built = EXECUTORS[executor](settings, on_lost, moves)
         try:
@@ -168,7 +174,7 @@ def _load(executor: str, settings: WorkerSettings, on_lost: OnLost, moves: Moves
 
 
 def _bos_token_id(tokenizer: HfTokenizer) -> int:
-    """What it puts before a text; -1: nothing, or more than one token."""
+    """Returns the token that the tokenizer puts before a text, or -1 if it puts none or several."""
     before_text = tokenizer.encode_batch([""], True)[0]
     return before_text[0] if len(before_text) == 1 else -1
 
@@ -199,10 +205,10 @@ def _num_pages(settings: WorkerSettings) -> int | None:
 
 
 def _executor_name(settings: WorkerSettings) -> str:
-    """Of EXECUTORS."""
+    """Returns the name of an executor in EXECUTORS."""
     if settings.executor != "auto":
         return settings.executor
-    import torch  # imported only where it is wanted
+    import torch  # imported here because the fake executor does not need it
 
     name = "cuda" if torch.cuda.is_available() else "cpu"
     logger.info("executor: %s, for torch %s sees %d GPUs", name, torch.__version__, torch.cuda.device_count())
@@ -210,8 +216,8 @@ def _executor_name(settings: WorkerSettings) -> str:
 
 
 def _gpu_bytes(settings: WorkerSettings) -> int | None:
-    """Memory of the device of executor cuda; None where that device is a CPU. Raises NoDevice."""
-    import torch  # as above
+    """Returns the memory of the device of executor cuda, or None if that device is a CPU. Raises NoDevice."""
+    import torch  # imported here because the fake executor does not need it
 
     from services.worker.exec.device import device_of
 
@@ -220,7 +226,7 @@ def _gpu_bytes(settings: WorkerSettings) -> int | None:
 
 
 def _cpu(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
-    """What is set for a GPU says nothing here: `auto` may come to this executor with the same settings."""
+    """Makes the executor of a CPU. Settings for a GPU have no effect, because `auto` may choose a CPU with the same settings."""
     logger.info("loading the model; the first start on a machine compiles kernels too, for about half a minute", extra=step())
     return _computing("cpu", CPU_FRACTION, settings.model_copy(update={"attention_backend": "auto"}), on_lost, moves)
 
@@ -230,8 +236,12 @@ def _cuda(settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
 
 
 def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: OnLost, moves: Moves) -> Built:
-    """fraction: of the device's memory, unless the settings have another."""
-    from services.worker.exec.build import build_device_executor  # as above
+    """Makes an executor that computes on a device.
+
+    Args:
+        fraction: share of memory if the settings leave mem_fraction_static at 0.
+    """
+    from services.worker.exec.build import build_device_executor  # imported here because it imports torch
     from services.worker.exec.contracts.options import DeviceOptions
 
     options = DeviceOptions(
@@ -267,7 +277,7 @@ def _computing(device: str, fraction: float, settings: WorkerSettings, on_lost: 
 
 
 def _fake(settings: WorkerSettings, _: OnLost, moves: Moves) -> Built:
-    """The model folder's config and tokenizer, and no weights."""
+    """Makes the fake executor. It reads the config of the model's folder, but no weights."""
     config: dict[str, Any] = json.loads((Path(settings.model) / "config.json").read_text())
     context_len = settings.context_len or int(config["max_position_embeddings"])
     num_pages = -(-(settings.max_total_tokens or 1 << 17) // settings.page_size)

@@ -1,4 +1,4 @@
-"""What the settings say of KV that goes from worker to worker (docs/design/prefill-and-decode.md)."""
+"""Turns settings into the options of KV transfers between workers (docs/design/prefill-and-decode.md)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from services.worker.exec.peers.tls import PeerTls
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
-MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # of workers without files for KV alone
+MTLS = ("--mtls-cert-file", "--mtls-key-file", "--mtls-ca-file")  # used if no files are set for KV transfers
 
 
 def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationReleased], None]) -> PeerOptions | None:
-    """None: this worker computes whole answers by itself. on_left: told, on any thread, of rooms whose readers have left. Raises
-    ValueError for settings that do not go together."""
+    """Returns the options of a prefill or decode worker, or None for a worker that computes whole requests.
+
+    Args:
+        on_left: called on any thread when the reader of a KV reservation has released it.
+
+    Raises:
+        ValueError: settings contradict each other, or files or addresses cannot be used.
+    """
     if settings.disaggregation_mode == "both":
         return None
     if not settings.enable_radix_cache:
@@ -41,7 +47,7 @@ def peer_options(settings: WorkerSettings, on_left: Callable[[ReservationRelease
 
 
 def _folder(name: str) -> SocketFolder | None:
-    """None: memory is not shared."""
+    """Returns the folder of sockets, or None if no memory is shared. Raises ValueError."""
     if not name:
         return None
     try:
@@ -98,7 +104,7 @@ def _reader(
 
 
 def _carrier() -> Carrier | None:
-    """None, and a line of the log says why, where pages go over TCP."""
+    """Starts the process that runs NIXL. If it cannot be loaded, logs the reason and returns None; KV then uses TCP."""
     try:
         return Carrier()
     except OSError as error:

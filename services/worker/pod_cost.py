@@ -1,7 +1,7 @@
-"""Tells Kubernetes what deleting this worker's pod would cost: its requests, so that a scale-down takes the idlest pod first.
+"""Writes the number of this worker's requests as its pod's deletion cost, so that a scale-down deletes the idlest pod first.
 
-Annotation controller.kubernetes.io/pod-deletion-cost of the own pod (KEP-2255); needs the right to patch pods. On a thread of its
-own: a slow API server holds up nothing.
+The cost is the annotation controller.kubernetes.io/pod-deletion-cost of the pod (KEP-2255), which needs the right to patch pods.
+A separate thread writes it, because the API server may be slow.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-PERIOD_S = 10.0  # between two patches, at least
-PAUSE_S = 300.0  # after one that failed
-TIMEOUT_S = 5.0
+PERIOD_S = 10.0  # shortest time between two patches
+PAUSE_S = 300.0  # time after a failed patch
+TIMEOUT_S = 5.0  # time limit of a patch
 
 logger = logging.getLogger(__name__)
 
 
 class PatchFailed(Exception):
-    """The message says why, for the log."""
+    """The cost could not be written; the message has the reason. The write is tried again after a pause."""
 
 
 def pod_patch(namespace: str, pod: str, configuration: Configuration | None = None) -> Callable[[int], None]:
-    """A function that writes a cost. configuration: of the API, None for the cluster that this process runs in.
+    """Returns a function that writes a cost. It raises PatchFailed.
 
-    Raises PatchFailed, and so does the function.
+    Args:
+        configuration: of the Kubernetes API, or None for the cluster of this process.
+
+    Raises:
+        PatchFailed: the process does not run in a cluster.
     """
-    from kubernetes import client, config  # imported only where it is wanted: it takes a second
+    from kubernetes import client, config  # imported here because it takes a second
     from urllib3.exceptions import HTTPError
 
     if configuration is None:
@@ -57,7 +61,7 @@ def pod_patch(namespace: str, pod: str, configuration: Configuration | None = No
 
 
 class PodCost:
-    """connect: gives the function that writes a cost, see pod_patch. load: requests that run or wait, from any thread."""
+    """Writes the pod's deletion cost on its own thread, from start() to stop()."""
 
     def __init__(
         self,
@@ -66,6 +70,14 @@ class PodCost:
         period_s: float = PERIOD_S,
         pause_s: float = PAUSE_S,
     ) -> None:
+        """Stores the functions.
+
+        Args:
+            connect: returns the function that writes a cost, see pod_patch().
+            load: returns the number of running and waiting requests, on any thread.
+            period_s: seconds between two looks at the load.
+            pause_s: seconds after a failed write.
+        """
         self._connect = connect
         self._load = load
         self._period_s, self._pause_s = period_s, pause_s
@@ -81,7 +93,7 @@ class PodCost:
         self._stopped.set()
 
     def tell(self) -> float:
-        """Writes the cost if it has changed. Returns seconds until the next look."""
+        """Writes the cost if it has changed. Returns the seconds until the next call."""
         cost = self._load()
         if cost == self._told:
             return self._period_s

@@ -1,6 +1,6 @@
-"""What a worker's core is configured with: each field by name, from the settings or from what the loaded model says.
+"""Makes the configuration of a worker's core from the settings and the loaded model.
 
-Simulators have theirs from here too, so what they simulate is what a worker with the same settings does.
+Simulators use it as well, so that they behave like a worker with the same settings.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from services.worker.core.contracts.config import SchedulerConfig
 from services.worker.exec.contracts.model_info import LoadedInfo
 from services.worker.settings import BY_DEVICE, WorkerSettings
 
-RANDOM_SEED = 0  # of the random policy: it has to differ from arrival to arrival, not from worker to worker
+RANDOM_SEED = 0  # seed of the random policy, whose order must differ between arrivals, but not between workers
 
 
 def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: int) -> SchedulerConfig:
-    """settings: resolved, see services/worker/device_limits.py. bos_token_id: see SchedulerConfig.
+    """Returns the configuration of the core.
 
-    Raises ValueError for values that do not go together.
+    Args:
+        settings: settings from device_limits.resolved().
+        bos_token_id: see SchedulerConfig.
+
+    Raises:
+        ValueError: values contradict each other.
     """
     assert settings.max_running_requests != BY_DEVICE, "the device's limits are found before the core is made"
     assert settings.chunked_prefill_size is not None, "the device's limits are found before the core is made"
-    whole = info.needs_whole_prompt  # in one row of one step, behind no other's prefix
+    whole = info.needs_whole_prompt  # a prompt is one row of one step, without a cached prefix
     return SchedulerConfig(
         num_pages=info.num_pages,
         page_size=info.page_size,

@@ -1,4 +1,4 @@
-"""What the settings say of the tiers below the KV pool, and the secret of their keys."""
+"""Turns settings into the options of the tiers below the KV pool, with the secret of their page keys."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from services.worker.worker_id import worker_id
 logger = logging.getLogger(__name__)
 
 REDIS_PORT = 6379
-NAMES_FILE = "blocks"  # beside the pages whose blocks it names
-SECRET_FILE = "secret"  # beside the pages whose keys it makes
+NAMES_FILE = "blocks"  # in the worker's folder; the names of the stored pages' blocks
+SECRET_FILE = "secret"  # in the worker's folder; the secret of its page keys
 GB = 10**9
 
 
 def tier_options(settings: WorkerSettings) -> TierOptions | None:
-    """None: there is the device's memory alone. Raises ValueError for settings that do not go together, and for a secret that
-    others know."""
+    """Returns the options of the tiers, or None if there is only the device's memory.
+
+    Raises:
+        ValueError: settings contradict each other, or other users could know the secret.
+    """
     storage = settings.hicache_storage_backend != "none"
     if settings.hicache_storage_salt_quota and not storage:
         raise ValueError("--hicache-storage-salt-quota means nothing without --hicache-storage-backend")
@@ -63,7 +66,7 @@ def _options(
 
 
 def _shared(settings: WorkerSettings) -> TierOptions:
-    """Raises ValueError."""
+    """Returns the options of a storage that workers share. Raises ValueError."""
     url, file = settings.hicache_storage_url, settings.hicache_storage_secret_file
     if not (url and file):
         raise ValueError("--hicache-storage-backend redis needs --hicache-storage-url and --hicache-storage-secret-file")
@@ -88,7 +91,7 @@ def _shared(settings: WorkerSettings) -> TierOptions:
 
 
 def _place(url: str) -> tuple[str, int]:
-    """Host, or path of a socket, and port. Raises ValueError."""
+    """Returns the host (or the path of a socket) and the port of a Redis URL. Raises ValueError for another URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise ValueError("--hicache-storage-url is no redis:// or rediss:// URL")
@@ -100,7 +103,11 @@ def _salt_bytes(settings: WorkerSettings) -> int:
 
 
 def _open(folder: Path, max_bytes: int, salt_bytes: int, page_bytes: int, identity: bytes) -> PageStore | None:
-    """A disk that does not serve costs prefixes, and not the worker. Raises ValueError."""
+    """Opens the file tier. If the disk cannot be used, logs the reason and returns None; the worker runs without the tier.
+
+    Raises:
+        ValueError: the settings or the folder's contents do not fit.
+    """
     try:
         return SegmentStore(folder, page_bytes, max_bytes, identity=identity, salt_bytes=salt_bytes)
     except StoreUnusable as error:
@@ -109,8 +116,14 @@ def _open(folder: Path, max_bytes: int, salt_bytes: int, page_bytes: int, identi
 
 
 def _secret_of(folder: Path) -> bytes | None:
-    """Made with the folder, and read from then on; None where the disk does not serve. Raises ValueError for one that others
-    could have made or read."""
+    """Reads the secret of the worker's folder, and creates both first if needed.
+
+    Returns:
+        None if the disk cannot be used.
+
+    Raises:
+        ValueError: other users could have made or read the secret, or it has the wrong size.
+    """
     path = folder / SECRET_FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -128,7 +141,7 @@ def _secret_of(folder: Path) -> bytes | None:
 
 
 def _make_secret(path: Path) -> None:
-    """Whole or not at all, whoever else makes one: the first one counts. Raises OSError."""
+    """Creates the secret atomically unless the file exists. If several processes try, the first one wins. Raises OSError."""
     if path.exists():
         return
     made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -139,6 +152,6 @@ def _make_secret(path: Path) -> None:
             os.fsync(file.fileno())
         os.link(made, path)
     except FileExistsError:
-        return  # somebody else was first
+        return  # another process was first
     finally:
         made.unlink()
