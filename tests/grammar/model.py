@@ -1,4 +1,4 @@
-"""The demo model's vocabulary, grammars compiled for it in this process, and a model that writes whatever a mask allows."""
+"""The demo model's vocabulary, grammars compiled for it in this process, and a random model that obeys masks."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def compiled(spec: GrammarSpec) -> Compiled:
 
 
 def unheard() -> bool:
-    """Nobody is told of an overrun, and none is borne."""
+    """Handles an overrun of a meter: it is not tolerated."""
     return False
 
 
 def matcher(grammar: Compiled, jump: bool = False) -> XgrammarMatcher:
-    """One that is never too slow."""
+    """Returns a matcher without limits of CPU time."""
     forced = ForcedText(tokenizer()) if jump else None
     return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary(), forced), StepMeter(1e6, 1e6), unheard)
 
 
 def accepts(grammar: Compiled, text: str) -> bool:
-    """Whether the text, as the tokenizer cuts it, is a whole output."""
+    """Returns whether the text, as the tokenizer splits it, is a complete output."""
     walker = matcher(grammar)
     (ids,) = tokenizer().encode_batch([text], False)
     return all(walker.accept(token) for token in ids) and may_end(walker)
@@ -67,8 +67,16 @@ def may_end(walker: XgrammarMatcher) -> bool:
 def write(
     grammar: Compiled, chooser: random.Random, loose: int = 40, most: int = 3000, closers: frozenset[bytes] = CLOSERS
 ) -> str | None:
-    """What a model of no sense writes: `loose` tokens of its own, then those that close something wherever it can.
-    None if it comes to no end within `most` tokens."""
+    """Writes random text that the grammar allows.
+
+    Args:
+        loose: number of tokens after which tokens that close something are preferred.
+        most: largest number of tokens.
+        closers: the tokens that close something.
+
+    Returns:
+        None if the output does not end within `most` tokens.
+    """
     walker = matcher(grammar)
     tokens = vocabulary().tokens
     written = b""

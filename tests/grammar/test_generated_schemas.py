@@ -1,4 +1,4 @@
-"""Schemas made at random, and what a model of no sense writes under their masks: all of it parses and validates."""
+"""Tests random schemas: all random output under their masks parses and validates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
 from tests.night import NIGHTLY
 
-BLOCKS, SCHEMAS = (10, 200) if NIGHTLY else (6, 20)  # of each block
+BLOCKS, SCHEMAS = (10, 200) if NIGHTLY else (6, 20)  # blocks, and schemas per block
 WRITES = 5 if NIGHTLY else 2
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "", "line\nend", "x_1", "x"]
 TEXT_PATTERNS = [
@@ -125,7 +125,7 @@ def with_definitions(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_everything_written_under_a_schemas_mask_validates(block: int) -> None:
+def test_output_validates_against_its_schema(block: int) -> None:
     chooser = random.Random(block)
     ended = written = 0
     for _ in range(SCHEMAS):

@@ -1,4 +1,4 @@
-"""Each supported keyword: what it lets pass and what it stops. Each unsupported one: refused, with its place."""
+"""Tests the texts that each supported keyword allows and refuses, and the refusal of each unsupported one with its pointer."""
 
 # ruff: noqa: E501 (one case a line)
 from __future__ import annotations
@@ -127,7 +127,7 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
 
 @pytest.mark.by_day(one_in=2, seed=61)
 @pytest.mark.parametrize("name, schema, passing, stopped", SUPPORTED, ids=[case[0] for case in SUPPORTED])
-def test_keyword(name: str, schema: Any, passing: list[str], stopped: list[str]) -> None:
+def test_keyword_allows_and_refuses_texts(name: str, schema: Any, passing: list[str], stopped: list[str]) -> None:
     grammar = model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     validator = jsonschema.Draft202012Validator(schema)
     for text in passing:
@@ -193,7 +193,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
 
 @pytest.mark.by_day(one_in=5, seed=19)
 @pytest.mark.parametrize("schema, place", UNSUPPORTED, ids=[json.dumps(case[0])[:60] for case in UNSUPPORTED])
-def test_what_is_not_enforced_is_refused_with_its_place(schema: Any, place: str) -> None:
+def test_unsupported_keyword_is_refused_with_pointer(schema: Any, place: str) -> None:
     with pytest.raises(GrammarRefused, match=r"^json_schema: ") as refusal:
         model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     assert str(refusal.value).split(": ")[1] == place

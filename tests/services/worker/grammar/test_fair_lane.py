@@ -1,4 +1,4 @@
-"""Tenants take turns; nobody fills the lane alone."""
+"""Tests that tenants take turns and that one tenant cannot fill the lane."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def taken(lane: FairLane, count: int) -> list[str]:
     return [one[0].source for one in found if one is not None]
 
 
-def test_one_of_each_in_turn() -> None:
+def test_take_serves_tenants_in_turn() -> None:
     lane = FairLane(10)
     for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
         assert lane.offer(spec(name), name[:1].encode())
@@ -26,7 +26,7 @@ def test_one_of_each_in_turn() -> None:
     assert taken(lane, 5) == ["b2", "a3", "d1", "-1", "a4"]
 
 
-def test_it_is_bounded_for_each_and_for_all() -> None:
+def test_offer_refuses_grammars_when_tenant_or_lane_is_full() -> None:
     lane = FairLane(2)
     assert [lane.offer(spec(str(at)), b"a") for at in range(3)] == [True, True, False]
     others = [lane.offer(spec(str(at)), bytes([tenant])) for tenant in range(TENANTS_FULL) for at in range(2)]
@@ -34,7 +34,7 @@ def test_it_is_bounded_for_each_and_for_all() -> None:
     assert len(taken(lane, 1)) == 1 and lane.offer(spec("last"), b"z")
 
 
-def test_closing_ends_all_waits() -> None:
+def test_close_ends_all_waits() -> None:
     lane, ended = FairLane(2), list[object]()
     threads = [threading.Thread(target=lambda: ended.append(lane.take())) for _ in range(3)]
     for thread in threads:

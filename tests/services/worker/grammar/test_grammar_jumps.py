@@ -1,4 +1,4 @@
-"""Jumps: what a grammar leaves no choice about is written without the model, by a search that always ends."""
+"""Tests jumps: text that a grammar determines is added without the model, by a search that always ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(tokens: tuple[int, ...]) -> bytes:
     return b"".join(model.vocabulary().tokens[token] for token in tokens)
 
 
-def test_what_the_grammar_forces_is_accepted_but_for_its_last_token() -> None:
+def test_jump_leaves_out_last_token_when_more_text_follows() -> None:
     matcher = model.matcher(regex("(yes|no) and so it shall be, 世界(!|[.])"), jump=True)
     assert matcher.forced() == ()
     feed(matcher, "y")
@@ -59,7 +59,7 @@ def test_what_the_grammar_forces_is_accepted_but_for_its_last_token() -> None:
         assert matcher.accept(next(token for token in allowed_ids(matcher.mask(), 1280) if token not in model.EOS))
 
 
-def test_a_jump_to_the_grammars_end_takes_all() -> None:
+def test_jump_takes_all_tokens_when_output_ends() -> None:
     matcher = model.matcher(regex("(yes|no) and so it shall be"), jump=True)
     feed(matcher, "n")
     assert written(tuple(matcher.forced())) == b"o and so it shall be"
@@ -67,7 +67,7 @@ def test_a_jump_to_the_grammars_end_takes_all() -> None:
     assert matcher.forced() == ()
 
 
-def test_a_jump_ends_before_a_character_that_is_forced_in_part() -> None:
+def test_jump_ends_before_partly_forced_character() -> None:
     matcher = model.matcher(regex("abc def ghi (世|丗)c"), jump=True)  # of three bytes, two agree
     tokens = tuple(matcher.forced())
     assert tokens
@@ -76,7 +76,7 @@ def test_a_jump_ends_before_a_character_that_is_forced_in_part() -> None:
     assert matcher.terminated
 
 
-def test_a_single_forced_token_is_left_to_the_model() -> None:
+def test_single_forced_token_is_left_to_sampling() -> None:
     matcher = model.matcher(regex("(x|y)z(a|b)"), jump=True)
     feed(matcher, "x")
     before = allowed_ids(matcher.mask(), 1280)
@@ -84,7 +84,7 @@ def test_a_single_forced_token_is_left_to_the_model() -> None:
     assert allowed_ids(matcher.mask(), 1280) == before
 
 
-def test_text_with_jumps_is_what_the_schema_says() -> None:
+def test_text_with_jumps_satisfies_schema() -> None:
     matcher = model.matcher(schema(PERSON), jump=True)
     tokens: list[int] = []
     while not matcher.terminated:
@@ -98,7 +98,7 @@ def test_text_with_jumps_is_what_the_schema_says() -> None:
     assert json.loads(written(tuple(tokens)))["first_name"] == "naïve 世界"
 
 
-def test_jumps_can_be_switched_off() -> None:
+def test_matcher_forces_no_tokens_when_jumps_are_disabled() -> None:
     assert model.matcher(regex("abcdefgh ijkl"), jump=False).forced() == ()
 
 
@@ -117,7 +117,7 @@ def test_jumps_can_be_switched_off() -> None:
         ("a{1000}b", "a" * 990, "a" * 10 + "b"),
     ],
 )
-def test_bytes_are_forced_where_one_alone_may_follow(pattern: str, before: str, forced: str | bytes) -> None:
+def test_cursor_forces_bytes_when_one_may_follow(pattern: str, before: str, forced: str | bytes) -> None:
     by_bytes = regex(pattern).by_bytes
     assert by_bytes is not None
     cursor = ByteCursor(by_bytes)
@@ -139,7 +139,7 @@ print(len(b"".join(model.vocabulary().tokens[token] for token in tokens)), match
 
 
 @pytest.mark.parametrize("source", ['root ::= "a" root', "root ::= x{100}\nx ::= y{100}\ny ::= z{100}\nz ::= [a]{100}"])
-def test_text_that_is_forced_without_end_comes_in_pieces(source: str) -> None:
+def test_endless_forced_text_is_split_into_pieces(source: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", ENDLESS.format(source=source)], capture_output=True, text=True, timeout=HANG_GUARD_S, check=False
     )
@@ -149,7 +149,7 @@ def test_text_that_is_forced_without_end_comes_in_pieces(source: str) -> None:
     assert not fault
 
 
-def test_jumps_and_samples_take_turns() -> None:
+def test_jumps_alternate_with_sampling() -> None:
     matcher = model.matcher(regex("(a|b)one two three(a|b)four five six(a|b)"), jump=True)
     text = b""
     while not matcher.terminated:
@@ -159,7 +159,7 @@ def test_jumps_and_samples_take_turns() -> None:
     assert text.replace(b"b", b"a") == b"aone two threeafour five sixa"
 
 
-def test_a_byte_grammar_that_disagrees_costs_its_request_the_jumps_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_loses_only_jumps_when_byte_grammar_disagrees(caplog: pytest.LogCaptureFixture) -> None:
     mixed = Compiled(regex("(a|b)one two three").grammar, regex("xyz").by_bytes)
     matcher = model.matcher(mixed, jump=True)
     feed(matcher, "a")

@@ -1,4 +1,4 @@
-"""A matcher's ends, masks and guard; the filler's two buffers and its budget."""
+"""Tests the end, the masks and the limits of a matcher, and the buffers and the budget of the mask filler."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def feed(matcher: XgrammarMatcher, text: str) -> None:
 
 
 def over(vocabulary: Vocabulary, pattern: str) -> XgrammarMatcher:
-    """A matcher for a vocabulary of its own."""
+    """Returns a matcher for another vocabulary."""
     grammar = GrammarCompiler(vocabulary.info(), jumps=False).compile(prepare(GrammarSpec(GrammarKind.REGEX, pattern)))
     return XgrammarMatcher(grammar, MatcherSetup.of(vocabulary, None), StepMeter(1e6, 1e6), model.unheard)
 
 
-def test_a_stop_token_ends_an_output_that_is_complete() -> None:
+def test_stop_token_ends_complete_output() -> None:
     matcher = model.matcher(regex("[0-9]+"))
     assert not matcher.accept(model.EOS[1])
     feed(matcher, "12")
@@ -60,7 +60,7 @@ def test_a_stop_token_ends_an_output_that_is_complete() -> None:
     assert allowed_ids(matcher.mask(), 1280) == sorted(model.EOS)
 
 
-def test_an_output_that_nothing_can_follow_is_at_its_end() -> None:
+def test_output_ends_when_no_token_can_follow() -> None:
     matcher = model.matcher(regex("[0-9]{2}"))
     feed(matcher, "1")
     assert not matcher.terminated
@@ -68,7 +68,7 @@ def test_an_output_that_nothing_can_follow_is_at_its_end() -> None:
     assert matcher.terminated
 
 
-def test_a_model_without_eos_ends_where_nothing_can_follow() -> None:
+def test_output_ends_when_model_has_no_eos() -> None:
     matcher = over(model.vocabulary(stop_ids=()), "ab?")
     feed(matcher, "a")
     assert not matcher.terminated
@@ -76,7 +76,7 @@ def test_a_model_without_eos_ends_where_nothing_can_follow() -> None:
     assert matcher.terminated
 
 
-def test_a_refused_token_leaves_the_state_as_it_was() -> None:
+def test_refused_token_leaves_state_unchanged() -> None:
     matcher = model.matcher(regex("[0-9]{2}"))
     before = matcher.mask().copy()
     im_start = 1
@@ -85,7 +85,7 @@ def test_a_refused_token_leaves_the_state_as_it_was() -> None:
     np.testing.assert_array_equal(matcher.mask(), before)
 
 
-def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
+def test_mask_excludes_ids_beyond_tokenizer() -> None:
     vocabulary = model.vocabulary(1301)
     matcher = over(vocabulary, r"[\s\S]*")
     allowed = allowed_ids(matcher.mask(), 41 * 32)
@@ -95,13 +95,13 @@ def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
     assert not matcher.accept(1300)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_cut() -> None:
+def test_mask_is_cut_when_vocabulary_is_smaller_than_tokenizer() -> None:
     matcher = over(model.vocabulary(700), r"[\s\S]*")
     assert matcher.mask().shape == (22,)
     assert max(allowed_ids(matcher.mask(), 704)) < 700
 
 
-def test_a_matcher_that_costs_too_much_ends_its_request() -> None:
+def test_matcher_gets_fault_when_cpu_time_exceeds_limit() -> None:
     setup = MatcherSetup.of(model.vocabulary(), None)
     told: list[bool] = []
 
@@ -118,7 +118,7 @@ def test_a_matcher_that_costs_too_much_ends_its_request() -> None:
     assert told == [True], "it is told once"
 
 
-def test_what_is_borne_is_owed_no_more() -> None:
+def test_meter_is_reset_when_overrun_is_tolerated() -> None:
     borne = [True, False]
     setup = MatcherSetup.of(model.vocabulary(), None)
     matcher = XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(step_ms=0, burst_ms=50), lambda: borne.pop(0))
@@ -134,7 +134,7 @@ def test_what_is_borne_is_owed_no_more() -> None:
     "seconds, tokens_between, overrun",
     [([0.004] * 100, 1, False), ([0.02], 0, False), ([0.06], 0, True), ([0.01] * 8, 1, False), ([0.01] * 20, 1, True)],
 )
-def test_the_meter_bears_bursts_and_no_lasting_slowness(seconds: list[float], tokens_between: int, overrun: bool) -> None:
+def test_meter_tolerates_bursts_but_not_lasting_slowness(seconds: list[float], tokens_between: int, overrun: bool) -> None:
     meter = StepMeter(step_ms=5, burst_ms=50)
     for second in seconds:
         meter.spend(second)
@@ -144,7 +144,7 @@ def test_the_meter_bears_bursts_and_no_lasting_slowness(seconds: list[float], to
 
 
 @pytest.mark.parametrize("method", ["is_terminated", "is_completed", "accept_token", "fill_next_token_bitmask"])
-def test_what_the_library_raises_ends_that_request_alone(
+def test_library_error_ends_only_its_request(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     matcher, other = model.matcher(regex("[0-9]+"), jump=True), model.matcher(regex("[0-9]+"), jump=True)
@@ -167,16 +167,16 @@ def raises(*_: object) -> None:
     raise RuntimeError("out of the library")
 
 
-def test_the_trial_pays_for_jumps_too() -> None:
+def test_trial_counts_cpu_time_of_jumps() -> None:
     limits = GrammarLimits(step_ms=0.1, burst_ms=5)
     cheap = regex("a*")
-    endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # 256 bytes are looked at after each token
+    endless = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "a" root'))  # the search reads 256 bytes after each token
     try_out(cheap, model.vocabulary().tokens, limits)
     with pytest.raises(GrammarRefused, match="too expensive"):
         try_out(Compiled(cheap.grammar, endless.by_bytes), model.vocabulary().tokens, limits)
 
 
-def test_the_trial_refuses_what_is_too_expensive_and_what_leads_nowhere() -> None:
+def test_trial_refuses_expensive_grammars_and_dead_ends() -> None:
     ambiguous = model.compiled(GrammarSpec(GrammarKind.EBNF, "root ::= s\ns ::= s s s | s s | [a-z]"))
     nowhere = model.compiled(GrammarSpec(GrammarKind.EBNF, 'root ::= "ab" x\nx ::= x'))
     with pytest.raises(GrammarRefused, match="too expensive"):
@@ -186,7 +186,7 @@ def test_the_trial_refuses_what_is_too_expensive_and_what_leads_nowhere() -> Non
     try_out(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
 
 
-def test_a_steps_masks_outlive_the_filling_of_the_next() -> None:
+def test_masks_stay_valid_when_next_step_is_filled() -> None:
     filler = MaskFiller(1280, max_rows=3)
     first, second = model.matcher(regex("[0-9]+")), model.matcher(regex("[a-z]+"))
     masks = filler.fill([(4, first), (9, second)])
@@ -200,8 +200,8 @@ def test_a_steps_masks_outlive_the_filling_of_the_next() -> None:
     assert allowed_ids(masks[4], 1280) == [t for t in range(1280) if model.vocabulary().tokens[t].isdigit()]
 
 
-def test_masks_behind_guesses_are_those_once_they_have_come() -> None:
-    """As far as they are allowed and do not end it; and nothing has come."""
+def test_masks_after_draft_tokens_equal_masks_after_acceptance() -> None:
+    """Masks exist up to a token that is not allowed or ends the output. No token is accepted."""
     filler = MaskFiller(1280, max_rows=4, max_guesses=12)
     names = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
     (guess,) = model.tokenizer().encode_batch(['["red", "green"]'], False)
@@ -221,10 +221,10 @@ def test_masks_behind_guesses_are_those_once_they_have_come() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_masks_of_many_rows_are_those_of_each_alone(threads: int) -> None:
+def test_batch_masks_equal_single_masks(threads: int) -> None:
     patterns = ["[0-9]+", "[a-z]+", "yes|no", "x", "(a|b)*", r"[\s\S]*"]
     matchers = [model.matcher(regex(pattern)) for pattern in patterns]
-    assert matchers[3].accept(model.tokenizer().encode_batch(["x"], False)[0][0])  # one is at its end
+    assert matchers[3].accept(model.tokenizer().encode_batch(["x"], False)[0][0])  # this matcher has ended
     filler = MaskFiller(1280, max_rows=8, threads=threads)
     for _ in range(3):
         masks = filler.fill(list(enumerate(matchers)))
@@ -236,7 +236,7 @@ def test_masks_of_many_rows_are_those_of_each_alone(threads: int) -> None:
                 np.testing.assert_array_equal(masks[row], alone.mask())
 
 
-def test_a_batch_that_fails_is_filled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_filled_one_by_one_when_batch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", raises)
     matchers = [model.matcher(regex(pattern)) for pattern in ("[0-9]+", "[a-z]+", "yes|no", "x", "y")]
     masks = MaskFiller(1280, max_rows=8, threads=2).fill(list(enumerate(matchers)))
@@ -246,7 +246,7 @@ def test_a_batch_that_fails_is_filled_one_by_one(monkeypatch: pytest.MonkeyPatch
 
 
 class Ticks:
-    """CPU time that goes on by a millisecond whenever it is looked at twice."""
+    """A clock of CPU time that advances by 1 ms with every second call."""
 
     def __init__(self) -> None:
         self._looked = 0
@@ -257,14 +257,16 @@ class Ticks:
 
 
 @pytest.mark.parametrize("budget_ms, ended", [(100.0, []), (20.0, [0])])
-def test_many_middling_grammars_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.grammar.match.matcher.time", Ticks())
     setup = MatcherSetup.of(model.vocabulary(), None)
     matchers = [XgrammarMatcher(regex("[0-9]+"), setup, StepMeter(5, 50), model.unheard) for _ in range(20)]
     filler = MaskFiller(1280, max_rows=20, fill_ms=budget_ms)
     (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
     steps = 0
-    while steps < 10 and not any(matcher.fault for matcher in matchers):  # 3 ms of the first, 2 ms of each other
+    while steps < 10 and not any(
+        matcher.fault for matcher in matchers
+    ):  # the first matcher takes 3 ms per step, each other one 2 ms
         for matcher in [matchers[0], *matchers]:
             matcher.accept(digit)
         filler.fill(list(enumerate(matchers)))
@@ -272,8 +274,8 @@ def test_many_middling_grammars_share_one_budget(budget_ms: float, ended: list[i
     assert [index for index, matcher in enumerate(matchers) if matcher.fault] == ended
 
 
-def test_tokens_accepted_in_a_row_are_followed_for_jumps_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a long output from elsewhere costs is owed for each of its tokens, and not at once by the step after it."""
+def test_cursor_follows_accepted_tokens_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU time of following a resumed output is charged per token, and not to a single step after it."""
     lengths: list[int] = []
 
     def advance(cursor: ByteCursor, data: bytes) -> None:
@@ -290,8 +292,8 @@ def test_tokens_accepted_in_a_row_are_followed_for_jumps_a_few_at_a_time(monkeyp
     assert sum(lengths) == 1000 and max(lengths) <= MAX_UNSEEN
 
 
-def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
-    """Their matchers have each followed a long output; none of them is to pay for it as if it were one step's work."""
+def test_resumed_outputs_do_not_count_as_slow_step() -> None:
+    """Each matcher has followed a long output. No matcher is charged for it as for the work of one step."""
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
     text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
     (ids,) = model.tokenizer().encode_batch([text], False)
@@ -318,8 +320,8 @@ def test_many_that_come_with_output_at_once_are_no_slow_step() -> None:
 
 
 @pytest.mark.parametrize("marks", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["silent", "marked"])
-def test_a_mark_may_be_its_special_token(marks: tuple[str, ...]) -> None:
-    """One that ends the output never is."""
+def test_special_token_is_allowed_when_it_is_a_mark(marks: tuple[str, ...]) -> None:
+    """A special token that ends the output is never allowed as a mark."""
     start, end = model.tokenizer().token_id("<|im_start|>"), model.tokenizer().token_id("<|im_end|>")
     assert start is not None and end is not None
     found = vocabulary_of(model.tokenizer(), 1280, (0, end), marks)

@@ -1,4 +1,4 @@
-"""Compiling in processes that can be killed: caps, fairness, deaths, the cache by content; and hostile grammars."""
+"""Tests compilation in processes that can be killed: limits, fairness, deaths, the cache by content, and hostile grammars."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.grammar import model
 
 HANG_GUARD_S = 90.0
 LIMITS = GrammarLimits(compile_s=3.0, quick_s=0.6, memory_mib=256)
-SLOW = "a?" * 3000 + "a" * 3000  # compiles for longer than anybody waits
+SLOW = "a?" * 3000 + "a" * 3000  # compiles for longer than all time limits here
 
 
 @dataclass
 class News:
-    """What the book has told."""
+    """The messages of a book."""
 
     told: queue.Queue[tuple[GrammarSpec, str]] = field(default_factory=queue.Queue)
 
@@ -70,7 +70,7 @@ def regex(pattern: str) -> GrammarSpec:
 
 
 def outcome(book: CompiledBook, news: News, spec: GrammarSpec) -> str:
-    """Why it was refused; empty if it compiled."""
+    """Opens a grammar and returns the reason for its refusal, or "" if it was compiled."""
     assert book.open(spec) is None
     told, reason = news.next()
     assert told == spec
@@ -85,7 +85,7 @@ def serves(book: CompiledBook, news: News, pattern: str) -> bool:
     return matcher is not None and bool(allowed_ids(matcher.mask(), 1280))
 
 
-def test_a_grammar_is_ready_by_message(shared: tuple[CompiledBook, News]) -> None:
+def test_book_reports_ready_grammar_by_message(shared: tuple[CompiledBook, News]) -> None:
     book, news = shared
     spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer"}')
     assert outcome(book, news, spec) == ""
@@ -121,13 +121,13 @@ def test_refusal_for_memory_names_no_tag_when_a_gateway_made_it() -> None:
         (GrammarSpec(GrammarKind.STRUCTURAL_TAG, "{}"), "structural_tag: #: needs 'format'"),
     ],
 )
-def test_a_refusal_is_one_line(shared: tuple[CompiledBook, News], spec: GrammarSpec, reason: str) -> None:
+def test_refusal_is_one_line(shared: tuple[CompiledBook, News], spec: GrammarSpec, reason: str) -> None:
     told = outcome(*shared, spec)
     assert told.startswith(reason)
     assert "\n" not in told
 
 
-def test_equal_grammars_are_compiled_once(shared: tuple[CompiledBook, News]) -> None:
+def test_book_compiles_equal_grammars_once(shared: tuple[CompiledBook, News]) -> None:
     book, news = shared
     for _ in range(5):
         assert book.open(regex("once[0-9]")) is None
@@ -136,13 +136,13 @@ def test_equal_grammars_are_compiled_once(shared: tuple[CompiledBook, News]) -> 
     assert news.told.empty()
 
 
-def test_a_refusal_is_remembered_for_a_while() -> None:
+def test_book_remembers_refusal_until_failure_s() -> None:
     now = [0.0]
     with opened(LIMITS, clock=lambda: now[0]) as (book, news):
         assert outcome(book, news, regex("(")) != ""
         pid = book.pool.compiler_pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)  # no compiler can answer
+        os.kill(pid, signal.SIGSTOP)  # stops the compiler
         assert book.open(regex("(")) is None
         assert news.told.get_nowait()[1].startswith("pattern")
         now[0] = LIMITS.failure_s + 1
@@ -152,15 +152,15 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
         assert news.next()[1].startswith("pattern")
 
 
-def test_a_refusal_is_remembered_without_its_text(shared: tuple[CompiledBook, News]) -> None:
+def test_book_stores_refusal_without_source(shared: tuple[CompiledBook, News]) -> None:
     book, news = shared
     before = set(book._failed)
     assert outcome(book, news, regex("(" + "x" * 100_000)) != ""
     assert [len(key) for key in set(book._failed) - before] == [32]
 
 
-def test_what_becomes_too_expensive_in_use_is_refused_from_then_on(shared: tuple[CompiledBook, News]) -> None:
-    spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # its trial is over before it shows
+def test_book_refuses_grammar_when_matchers_overrun(shared: tuple[CompiledBook, News]) -> None:
+    spec = ebnf('root ::= s\ns ::= s s | "a" | "b"')  # becomes expensive only after the length of a trial
     book, news = shared
     before = book.cached_bytes
     assert outcome(book, news, spec) == ""
@@ -179,15 +179,15 @@ def test_what_becomes_too_expensive_in_use_is_refused_from_then_on(shared: tuple
     assert outcome(book, news, spec) == f"ebnf: {TOO_SLOW}"
 
 
-def test_a_compiler_that_cannot_be_had_says_nothing_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_is_not_refused_when_compiler_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(LIMITS) as (book, news):
         with monkeypatch.context() as broken:
             broken.setattr("services.worker.grammar.compile.compiler_pool.sys.executable", "/bin/false")
-            assert outcome(book, news, regex("[0-9]")).endswith("try again later")  # so it is told as busy
+            assert outcome(book, news, regex("[0-9]")).endswith("try again later")  # the text of a refusal as busy
         assert outcome(book, news, regex("[0-9]")) == ""
 
 
-def test_the_cache_drops_what_was_used_least_recently_and_what_is_used_no_more() -> None:
+def test_book_drops_least_recent_and_unused_grammars() -> None:
     time_s = [0.0]
     with opened(GrammarLimits(cache_mib=2, unused_mib=0, idle_s=60.0), lambda: time_s[0]) as (book, news):
         specs = [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "maxLength": 90 + n})) for n in range(6)]
@@ -211,14 +211,14 @@ def test_the_cache_drops_what_was_used_least_recently_and_what_is_used_no_more()
         assert book.cached_bytes == 0
 
 
-def test_a_grammar_that_is_too_long_is_refused_at_once(shared: tuple[CompiledBook, News]) -> None:
+def test_book_refuses_too_long_grammar_at_once(shared: tuple[CompiledBook, News]) -> None:
     book, news = shared
     for source in ("x" * 10_000_000, "世" * (MAX_GRAMMAR_BYTES // 3 + 1)):
         assert book.open(regex(source)) is None
         assert news.told.get_nowait()[1] == f"regex: longer than {MAX_GRAMMAR_BYTES} bytes"
 
 
-def test_good_grammars_do_not_wait_behind_bad_ones() -> None:
+def test_quick_grammar_does_not_wait_for_slow_ones() -> None:
     with opened(GrammarLimits(compile_s=60.0, quick_s=0.3)) as (book, news):
         assert serves(book, news, "warm")
         for n in range(6):
@@ -226,7 +226,7 @@ def test_good_grammars_do_not_wait_behind_bad_ones() -> None:
         assert serves(book, news, "quick[0-9]")
 
 
-def test_a_full_queue_refuses_and_forgets() -> None:
+def test_book_refuses_grammar_as_busy_when_queue_is_full() -> None:
     with opened(GrammarLimits(queue=2, workers=1, compile_s=2.0, quick_s=1.0)) as (book, news):
         compiled: list[tuple[float, int]] = []
         book.on_compiled = lambda seconds, chars: compiled.append((seconds, chars))
@@ -251,7 +251,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def compiling(book: CompiledBook, spec: GrammarSpec) -> int:
-    """Begins to compile; the id of the process that does."""
+    """Starts a compilation and returns the id of its process."""
     pid = book.pool.compiler_pid
     assert pid is not None
     wait_until(lambda: not children_of(pid))
@@ -270,14 +270,14 @@ def niceness_of_children(book: CompiledBook) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Not so where it has ended and waits to be reaped."""
+    """Returns whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_a_child_killed_in_mid_compilation_fails_its_grammar_alone() -> None:
+def test_killed_child_fails_only_its_grammar() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
         assert serves(book, news, "warm")
         os.kill(compiling(book, regex(SLOW)), signal.SIGKILL)
@@ -286,7 +286,7 @@ def test_a_child_killed_in_mid_compilation_fails_its_grammar_alone() -> None:
         assert serves(book, news, "after")
 
 
-def test_a_child_without_cpu_time_is_not_refused() -> None:
+def test_grammar_is_not_refused_when_child_gets_no_cpu_time() -> None:
     spec = regex("a?" * 500 + "a" * 500)  # a second of CPU time
     with opened(replace(LIMITS, quick_s=LIMITS.compile_s)) as (book, news):
         assert serves(book, news, "warm")
@@ -299,7 +299,7 @@ def test_a_child_without_cpu_time_is_not_refused() -> None:
         )
 
 
-def test_the_compiler_killed_comes_back() -> None:
+def test_killed_compiler_is_restarted() -> None:
     with opened(LIMITS) as (book, news):
         assert serves(book, news, "warm")
         before = book.pool.compiler_pid
@@ -309,7 +309,7 @@ def test_the_compiler_killed_comes_back() -> None:
         assert book.pool.compiler_pid != before
 
 
-def test_the_compiler_can_be_started_beforehand() -> None:
+def test_warm_up_starts_compiler() -> None:
     with opened(LIMITS) as (book, news):
         assert book.pool.compiler_pid is None
         book.pool.warm_up()
@@ -319,8 +319,8 @@ def test_the_compiler_can_be_started_beforehand() -> None:
         assert book.pool.compiler_pid == pid
 
 
-def test_it_starts_at_the_workers_priority_every_time() -> None:
-    """Whoever starts a process hands down its niceness: on a full machine a niced start took half a minute."""
+def test_compiler_starts_with_niceness_of_worker() -> None:
+    """A process inherits its starter's niceness. On a full machine, a start with high niceness took half a minute."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with opened(LIMITS) as (book, news):
         for pattern in ("first", "after its death"):
@@ -332,7 +332,7 @@ def test_it_starts_at_the_workers_priority_every_time() -> None:
 
 
 @pytest.mark.parametrize(("quick_s", "niceness"), [(60.0, QUICK_NICENESS), (0.2, SLOW_NICENESS)], ids=["quick", "slow"])
-def test_the_longer_it_takes_the_lower_its_priority(quick_s: float, niceness: int) -> None:
+def test_slow_compilation_has_lower_priority(quick_s: float, niceness: int) -> None:
     with opened(GrammarLimits(quick_s=quick_s, compile_s=60)) as (book, news):
         assert serves(book, news, "warm")
         compiling(book, regex(SLOW))
@@ -340,7 +340,7 @@ def test_the_longer_it_takes_the_lower_its_priority(quick_s: float, niceness: in
         wait_until(lambda: wanted in niceness_of_children(book))
 
 
-def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiler_start_is_retried_when_it_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with opened(LIMITS) as (book, news):
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", "/nowhere/python")
@@ -349,7 +349,7 @@ def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPat
         assert serves(book, news, "later")
 
 
-def test_closing_does_not_wait_for_a_start_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_close_does_not_wait_when_compiler_start_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nexec sleep 600\n")
     hanging.chmod(0o755)
@@ -362,7 +362,7 @@ def test_closing_does_not_wait_for_a_start_that_hangs(monkeypatch: pytest.Monkey
     assert not warming.is_alive()
 
 
-def test_closing_ends_compilations_and_calls_nobody_back() -> None:
+def test_close_ends_compilations_without_callbacks() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
         assert serves(book, news, "warm")
         pid = book.pool.compiler_pid
@@ -436,7 +436,7 @@ HOSTILE: dict[str, GrammarSpec] = {
 MUST_FAIL = frozenset({"10 MB", "groups 10,000 deep", "JSON 10,000 deep", "schema 10,000 deep", "itself", "bytes"})
 
 
-def test_hostile_grammars_end_as_refusals_or_work_within_their_caps(shared: tuple[CompiledBook, News]) -> None:
+def test_hostile_grammars_are_refused_or_stay_within_limits(shared: tuple[CompiledBook, News]) -> None:
     book, news = shared
     names = {spec: name for name, spec in HOSTILE.items()}
     timeouts = book.pool.timeouts
@@ -457,7 +457,7 @@ def test_hostile_grammars_end_as_refusals_or_work_within_their_caps(shared: tupl
 
 
 def walk(book: CompiledBook, spec: GrammarSpec) -> None:
-    """Some tokens, by the first allowed id: it works, or it ends by its own guard."""
+    """Accepts the first allowed token up to 50 times. The grammar works, or its matcher ends it with a fault."""
     matcher = book.open(spec)
     assert matcher is not None, "all of them fit into the cache"
     for _ in range(50):
@@ -470,7 +470,7 @@ def walk(book: CompiledBook, spec: GrammarSpec) -> None:
         matcher.forced()
 
 
-def test_a_matcher_that_cannot_be_made_is_its_grammars_end(
+def test_book_refuses_grammar_when_matcher_cannot_be_made(
     shared: tuple[CompiledBook, News], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> None:
