@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, in one command: python -m tests.gpu.check. `make gpu-check` calls it.
+"""Runs all tests and benchmarks that need a GPU: python -m tests.gpu.check, or `make gpu-check`.
 
-Each part is a process with a limit of its own. After every part the state and both reports are written, so a check that is
-cut off leaves what it knows and goes on from there when it is started again.
+Each part is a process with its own time limit. The state and both reports are written after every part, so that a check that
+is cut off continues from there when it is started again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.gpu.source import source_of
 from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ROOT / "build/gpu-cache"  # compiled ones
-COMPILERS = 16  # of FlashInfer's kernels at once, in all processes together: each takes a core and gigabytes
+KERNELS = ROOT / "build/gpu-cache"  # compiled kernels
+COMPILERS = 16  # compilers of FlashInfer's kernels in all processes together; each takes a core and gigabytes
 NO_GPU = 2  # exit status
-MACHINE_S = 240.0  # to say what machine this is: torch is imported from a cold disk
-LEAST_S = 20.0  # a part is not begun with less than this left of --limit-s
-KEEP_BACK_S = 15.0  # out of --limit-s, to end a part that hangs and write the report
+MACHINE_S = 240.0  # time limit of tests.gpu.machine, which imports torch from a cold disk
+LEAST_S = 20.0  # time left of --limit-s below which no part is started
+KEEP_BACK_S = 15.0  # time of --limit-s that is reserved to end a hanging part and to write the report
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -55,7 +55,11 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all chosen parts are done; 1: some are not; 2: no GPU, or what was asked for makes no sense."""
+    """Runs the check. Returns the exit status.
+
+    Returns:
+        0 if all chosen parts are done, 1 if some are not, 2 without a GPU or with wrong arguments.
+    """
     options = arguments().parse_args(argv)
     begun = time.monotonic()
     parts = all_parts(ROOT, options.bench.split())
@@ -82,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Check:
-    """Runs parts, and keeps state and report up to date."""
+    """Runs parts, and writes state and reports after each part."""
 
     def __init__(
         self,
@@ -101,14 +105,20 @@ class Check:
         self._work, self._out, self._root, self._least_s = work, out, root, least_s
         self._facts, self._source, self._state, self._parts = facts, source, state, parts
         self._environment, self._wait, self._clock = environment, wait, clock
-        self._writing = threading.Lock()  # of the state and the reports
+        self._writing = threading.Lock()  # guards the state and the reports
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_ending = False
         work.mkdir(parents=True, exist_ok=True)
 
     def run(self, wanted: Sequence[Part], deadline: float | None, keep: bool, at_once: int = 1) -> int:
-        """deadline: of the clock, None for none. at_once: parts of tests, which come before all benchmarks where it is above 1:
-        no figure is measured beside anything else. Returns the exit status."""
+        """Runs the wanted parts and returns the exit status.
+
+        Args:
+            deadline: time on the clock, or None for no limit.
+            keep: whether results of other files and versions count as done.
+            at_once: parts of tests that run at the same time. Above 1, they all run before the benchmarks, because no figure may
+                be measured next to other work.
+        """
         report = self._report()
         turns = self._in_turn(wanted, keep)
         beside = [part for part in turns if part.kind == TESTS] if at_once > 1 else []
@@ -120,7 +130,7 @@ class Check:
         return int(not all(self._state.is_done(p, self._source, self._facts, keep) for p in wanted))
 
     def _run_beside(self, parts: Sequence[Part], at_once: int, run: Callable[[Part], None]) -> None:
-        """Whatever ends the check ends them all."""
+        """Runs parts at the same time. Any error ends all of them."""
         if not parts:
             return
         pool = ThreadPoolExecutor(at_once)
@@ -136,7 +146,7 @@ class Check:
             pool.shutdown()
 
     def _waited(self, process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-        """None for what has begun while the check ends: it is ended at once."""
+        """Waits for a process and returns its exit status, or None after the limit or if the check is ending."""
         self._running.add(process)
         try:
             return None if self._is_ending else self._wait(process, limit_s)
@@ -154,7 +164,7 @@ class Check:
         self._run_one(part, left)
 
     def _in_turn(self, wanted: Sequence[Part], keep: bool) -> list[Part]:
-        """Those that have kept their figures and lack a piece come last: what has none goes before."""
+        """Returns the parts in order. Benchmarks that have figures and failed in part come last."""
         return sorted(wanted, key=lambda part: self._state.is_kept(part, self._source, self._facts, keep))
 
     def _run_one(self, part: Part, left: float) -> None:
@@ -191,12 +201,12 @@ class Check:
 
 
 def leave(number: int, _: object) -> None:
-    """So that the part that runs is ended too."""
+    """Handles SIGTERM by SystemExit, so that the running part is ended, too."""
     raise SystemExit(128 + number)
 
 
 def machine_facts(environment: dict[str, str]) -> dict[str, Any]:
-    """Raises SubprocessError where not even that runs."""
+    """Returns the facts that tests.gpu.machine prints. Raises SubprocessError if it fails."""
     command = [sys.executable, "-m", "tests.gpu.machine"]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=MACHINE_S, check=True)
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -204,8 +214,11 @@ def machine_facts(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """With what was installed from wheels, kernels that are compiled and not interpreted, a place for them that is kept, and
-    nothing that reaches for a network."""
+    """Returns the environment of all parts.
+
+    Packages from wheels are on the path, kernels are compiled (not interpreted) into a permanent folder, and network access is
+    disabled.
+    """
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(ROOT), *([str(site)] if site.is_dir() else []), *([before] if before else [])]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
@@ -216,7 +229,7 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def compilers() -> str:
-    """For each of the processes that compile at once."""
+    """Returns the number of compilers for each of the processes that compile at the same time."""
     return str(max(min(COMPILERS, os.cpu_count() or 1) // COMPILING, 1))
 
 

@@ -1,8 +1,8 @@
-"""Puts FlashInfer into a folder that can be carried to a machine without a network or a compiler, and nothing it does not need:
+"""Copies FlashInfer into a folder for a machine without a network or a compiler, without unused files:
 python -m tests.gpu.flashinfer_folder --out .fi --modules build/aot WHEEL...
 
-Of the library the sources of the kernels that are compiled already are left out; what its Python reads when it is imported,
-and when it looks for a compiled module, stays. Other wheels are unpacked whole. The folder goes on PYTHONPATH.
+The sources of compiled kernels are left out. Files that the library reads at its import, or when it looks for a compiled module,
+stay. Other wheels are unpacked completely. The folder is put on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEPT_SOURCES = ("batch_prefill*", "batch_decode*", "*.jinja", "*.h", "*.inc", "*
 
 
 def is_kept(name: str) -> bool:
-    """name: of a file in FlashInfer's wheel."""
+    """Returns whether a file of FlashInfer's wheel is copied."""
     if any(fnmatch(name, pattern) for pattern in LEFT_OUT):
         return False
     last = name.rpartition("/")[2]
@@ -31,7 +31,7 @@ def is_kept(name: str) -> bool:
 
 
 def unpack(wheel: Path, out: Path) -> int:
-    """Bytes, compressed as they are in the wheel. Raises BadZipFile, OSError."""
+    """Unpacks a wheel. Returns the size of its copied files in the wheel, in bytes. Raises BadZipFile and OSError."""
     with zipfile.ZipFile(wheel) as archive:
         members = [info for info in archive.infolist() if not wheel.name.startswith(LIBRARY) or is_kept(info.filename)]
         archive.extractall(out, members)
@@ -39,7 +39,7 @@ def unpack(wheel: Path, out: Path) -> int:
 
 
 def add_modules(modules: Path, out: Path) -> list[str]:
-    """Names of the compiled modules that were put where the library finds them. Raises ValueError where there are none."""
+    """Copies the compiled modules to the library's folder. Returns their names. Raises ValueError if there are no modules."""
     found = sorted(modules.glob("*/*.so"))
     if not found:
         raise ValueError(f"{modules} holds no NAME/NAME.so: see services.worker.exec.attention.flashinfer_prebuild --out")

@@ -1,6 +1,6 @@
-"""Prints, as one JSON object, the device and the versions of what a check depends on: python -m tests.gpu.machine.
+"""Prints the device and the versions of the packages of a check as one JSON object: python -m tests.gpu.machine.
 
-A process of its own, so that the check itself holds no memory of the device.
+It is a separate process, so that the check itself uses no memory of the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def version_of(package: str) -> str:
 
 
 def describe() -> dict[str, Any]:
-    """device: "" where torch sees none; reason: a sentence that says why."""
+    """Returns the facts of the machine. If torch finds no GPU, `device` is "" and `reason` is a sentence."""
     facts: dict[str, Any] = {"device": "", "reason": "", "python": platform.python_version(), "system": platform.platform()}
     facts["versions"] = {package: version_of(package) for package in PACKAGES}
     try:

@@ -1,4 +1,4 @@
-"""The parts of a GPU check: what each runs and how many seconds it may take."""
+"""The parts of a GPU check, with their commands and time limits."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from pathlib import Path
 
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
-COMPILERS = 8  # processes of a part whose time goes into Triton, which takes one core for each
-CONTEXTS = 7  # processes of a part whose time goes into steps of a few rows: one for each of its tests
-COMPILING = 4  # processes of a part whose time goes into nvcc, each of which runs several: see check.compilers()
+COMPILERS = 8  # processes of a part that mainly compiles with Triton, which uses one core per process
+CONTEXTS = 7  # processes of a part that mainly runs steps of a few rows: one for each of its tests
+COMPILING = 4  # processes of a part that mainly runs nvcc, several at a time in each process, see check.compilers()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """command: what follows the interpreter; "{out}" in it is the file for its results: JUnit XML of tests, JSON of a benchmark.
-    limit_s: below 480, so that any one part fits a short lease of a machine. flags: those of the benchmarks that run models, as
-    in the command; what is measured with others is another result."""
+    """A part of the check, which runs in one process."""
 
     name: str
-    kind: str
+    kind: str  # TESTS or BENCHMARK
     about: str
-    limit_s: int
-    command: tuple[str, ...]
-    flags: str = ""
+    limit_s: int  # below 480, so that a part fits into a short lease of a machine
+    command: tuple[str, ...]  # arguments of the interpreter; "{out}" is the file of the results (JUnit XML or JSON)
+    flags: str = ""  # flags of a benchmark that runs models, as in the command; other flags give another result
 
     @property
     def label(self) -> str:
@@ -35,12 +33,15 @@ class Part:
 
     @property
     def stem(self) -> str:
-        """Of the names of its files."""
+        """Beginning of the names of its files."""
         return re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
 
 
 def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1) -> Part:
-    """Each test's name is printed; one that takes half of the time shows where it is, and just before the end it is ended."""
+    """Returns a part that runs tests.
+
+    pytest prints the name of each test. A test that takes half of the limit prints its stack, and is ended just before the limit.
+    """
     flags = ("-m", "pytest", "-v", "-ra", "--tb=short", "--durations=5", "--color=no", "--junitxml={out}")
     plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.lost_device")
     settings = (f"faulthandler_timeout={limit_s // 2}", f"timeout={limit_s - 25}", "addopts=--strict-markers")
@@ -49,12 +50,12 @@ def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1)
 
 
 def _at_once(processes: int) -> int:
-    """One where pytest cannot run several."""
+    """Returns the number of test processes: 1 without pytest-xdist, at most one per core."""
     return min(processes, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
 
 
 def _kernel_tests(root: Path) -> tuple[Part, ...]:
-    """In three parts: most of their time goes into compiling."""
+    """Returns the tests of the Triton kernels in three parts, because they mostly compile."""
     groups: dict[str, list[str]] = {"layers": [], "attention": ["tests/exec/test_attention_backends.py"], "sampling": []}
     for path in sorted((root / "tests/kernels").glob("test_triton_*.py")):
         name = path.stem.removeprefix("test_triton_")
@@ -67,9 +68,14 @@ def _kernel_tests(root: Path) -> tuple[Part, ...]:
 
 
 def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
-    """In the order in which they run: whether it is right at all, then how fast it is, by weight of the figure, then what else is
-    right, and last what spends its time in compilers. bench_flags: for the benchmarks that run models, see
-    tests.benchmarks.gpu.command."""
+    """Returns all parts in the order in which they run.
+
+    The order is: the main tests of correctness, benchmarks by the weight of their figures, other tests, and tests that mostly
+    compile.
+
+    Args:
+        bench_flags: flags for the benchmarks that run models, see tests.benchmarks.gpu.command.
+    """
 
     def bench(name: str, about: str, limit_s: int, flags: Sequence[str] = bench_flags) -> Part:
         module = f"tests.benchmarks.gpu.{name.replace('-', '_')}"
@@ -117,7 +123,7 @@ def all_parts(root: Path, bench_flags: Sequence[str] = ()) -> tuple[Part, ...]:
 
 
 def chosen(parts: Sequence[Part], names: Sequence[str]) -> tuple[Part, ...]:
-    """names: of parts, or of kinds; in that order. None: all. Raises ValueError naming what there is no part of."""
+    """Returns the parts with these names or kinds, in this order. No names mean all parts. Raises ValueError for other names."""
     known = {part.name for part in parts} | {part.kind for part in parts}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no part is called {', '.join(unknown)}; there are {', '.join(part.name for part in parts)}")

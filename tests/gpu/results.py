@@ -1,6 +1,6 @@
-"""What is known of each part, kept in one JSON file so that a check that was cut off goes on where it stopped.
+"""The results of all parts, stored in one JSON file, so that a check that was cut off continues where it stopped.
 
-The report in JSON holds the same and more, so that a check can go on from it where the file itself is lost.
+The JSON report has the same data, so that a check can also continue from a report.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Status(enum.StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     TIMED_OUT = "timed out"
-    SKIPPED = "skipped"  # every test of it
-    PARTLY = "partly"  # a benchmark of which a piece failed; it kept the figures of the others
-    CUT_OFF = "cut off"  # by the limit of the whole check; what it had measured by then is kept
+    SKIPPED = "skipped"  # all tests were skipped
+    PARTLY = "partly"  # a piece of a benchmark failed; the figures of its other pieces are stored
+    CUT_OFF = "cut off"  # the limit of the whole check ended the part; its measurements so far are stored
 
 
 DONE = (Status.PASSED, Status.SKIPPED)
@@ -31,30 +31,28 @@ Key = tuple[str, str, str]  # part, flags, device
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was run. commit: "unknown" outside a repository; "+" at its end where files differ from it. digest: of the files."""
+    """The code of a run."""
 
-    commit: str
-    digest: str
+    commit: str  # "unknown" outside of a repository; with "+" at the end if files differ from the commit
+    digest: str  # digest of the files
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """seconds: wall time. counts: tests by outcome. tail: of what has not passed, the last lines of its output, with a failed
-    test's own before them. outcome: a benchmark's JSON. command: the part's. versions: of the packages that were there. flags:
-    those that the benchmarks were given, see Part."""
+    """The result of a part."""
 
     part: str
     status: Status
-    seconds: float
+    seconds: float  # wall time
     source: Source
     device: str
-    ended: str
-    counts: dict[str, int] = field(default_factory=dict)
-    tail: str = ""
-    outcome: dict[str, Any] = field(default_factory=dict)
-    command: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    flags: str = ""
+    ended: str  # time in ISO 8601, UTC
+    counts: dict[str, int] = field(default_factory=dict)  # tests by outcome
+    tail: str = ""  # last lines of the output, after those of the first failed test; "" if the part passed
+    outcome: dict[str, Any] = field(default_factory=dict)  # JSON of a benchmark
+    command: str = ""  # command of the part
+    versions: dict[str, str] = field(default_factory=dict)  # installed packages
+    flags: str = ""  # see Part
 
     @property
     def key(self) -> Key:
@@ -66,7 +64,7 @@ class Result:
 
     @property
     def measured(self) -> int:
-        """How much there is in it of figures and rows."""
+        """Number of figures, table rows and kernels in the outcome."""
         figures, tables = self.outcome.get("figures", {}), self.outcome.get("tables", [])
         return len(figures) + sum(len(table["rows"]) for table in tables) + len(self.outcome.get("kernels", []))
 
@@ -77,12 +75,11 @@ def label_of(part: str, flags: str) -> str:
 
 @dataclass(slots=True)
 class State:
-    """Owned by the check's process. begun: the UTC date of the check, which names its report. results: what was measured with
-    other flags or on another device stands beside it."""
+    """The results of a check. Owned by the process of the check."""
 
     path: Path
-    begun: str
-    results: dict[Key, Result] = field(default_factory=dict)
+    begun: str  # UTC date of the check, which is in the names of its reports
+    results: dict[Key, Result] = field(default_factory=dict)  # one per part, flags and device
 
     def of(self, part: Part, facts: Mapping[str, Any]) -> Result | None:
         return self.results.get((part.name, part.flags, facts["device"]))
@@ -91,8 +88,11 @@ class State:
         return [result for result in self.results.values() if result.device == device]
 
     def put(self, result: Result) -> Result:
-        """Written whole and renamed, so that a kill leaves the older or the newer file. Returns what is kept: an earlier result
-        where the same files left more figures then than they did when they failed again."""
+        """Stores a result and writes the file atomically.
+
+        Returns:
+            The stored result. It is the earlier one if a run of the same code failed again with fewer figures.
+        """
         earlier = self.results.get(result.key)
         if earlier is not None and earlier.status is Status.PARTLY and result.status is not Status.PASSED:
             same = (earlier.source, earlier.versions, earlier.command) == (result.source, result.versions, result.command)
@@ -105,11 +105,16 @@ class State:
         return result
 
     def is_done(self, part: Part, source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
-        """With that very command. facts: of the machine. keep: results of other sources and versions count too."""
+        """Returns whether the part is done with its present command.
+
+        Args:
+            facts: of the machine.
+            keep: whether results of other sources and versions count.
+        """
         return self._stands(part, DONE, source, facts, keep)
 
     def is_kept(self, part: Part, source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
-        """As is_done(), of a benchmark that failed in part: it is run again when everything else is done."""
+        """Returns whether a benchmark has figures but failed in part; such parts run again after all others. See is_done()."""
         return self._stands(part, (Status.PARTLY,), source, facts, keep)
 
     def _stands(self, part: Part, statuses: Collection[Status], source: Source, facts: Mapping[str, Any], keep: bool) -> bool:
@@ -124,8 +129,16 @@ def command_of(part: Part) -> str:
 
 
 def load_state(path: Path, today: str, fresh: bool, earlier: Path | None = None) -> State:
-    """fresh: what an earlier check left is forgotten. earlier: a report, JSON, or another state to go on from, in place of path.
-    Raises ValueError where the file is not one of ours."""
+    """Loads the state of an earlier check, or returns an empty one.
+
+    Args:
+        path: file of the state.
+        fresh: whether earlier results are ignored.
+        earlier: a JSON report or another state that replaces the file at `path`.
+
+    Raises:
+        ValueError: `earlier` does not exist, or the file is not a state or report.
+    """
     if earlier is not None and not earlier.is_file():
         raise ValueError(f"there is no {earlier} to go on from")
     begin = earlier or path

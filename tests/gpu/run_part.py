@@ -1,4 +1,4 @@
-"""Runs one part as a process with a time limit, and reads what it left."""
+"""Runs one part as a process with a time limit, and reads its results."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ from tests.gpu.parts import TESTS, Part
 from tests.gpu.results import Status
 
 TAIL_LINES = 60
-FAILURE_LINES = 40  # of the first test that failed
-END_AFTER_S = 8.0  # between the ways of ending a part
-FIGURES = ("figures", "tables", "kernels")  # of a benchmark's outcome: what it has measured
-# What a shell starts in the background ignores interrupts, and so would what it starts itself.
+FAILURE_LINES = 40  # lines of the first failed test
+END_AFTER_S = 8.0  # seconds between two signals that end a part
+FIGURES = ("figures", "tables", "kernels")  # measurements in a benchmark's JSON
+# A process that a shell starts in the background ignores interrupts, and its children inherit that.
 HEARS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-WAYS_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # at the first, pytest sums up and a benchmark says where it was
+WAYS_TO_END = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGKILL,
+)  # after SIGINT, pytest prints a summary and a benchmark its position
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """status is None where the limit has ended it: whose limit it was is the caller's to say."""
+    """The result of a process."""
 
-    status: Status | None
-    seconds: float
-    counts: dict[str, int]
-    tail: str
-    outcome: dict[str, Any]
+    status: Status | None  # status, or None if a limit ended the process; the caller knows which limit
+    seconds: float  # wall time
+    counts: dict[str, int]  # tests by outcome
+    tail: str  # last lines of the output, after those of the first failed test
+    outcome: dict[str, Any]  # JSON of a benchmark
 
 
 Wait = Callable[[subprocess.Popen[bytes], float], int | None]
-"""A process and how many seconds it may take -> its exit status, None where the limit came first."""
+"""(process, limit in seconds) -> exit status, or None if the limit came first."""
 
 
 def wait_for(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -51,7 +55,7 @@ def wait_for(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def run_part(part: Part, folder: Path, root: Path, limit_s: float, environment: dict[str, str], wait: Wait = wait_for) -> Ran:
-    """Its output goes to folder/NAME.log and to stdout."""
+    """Runs a part with its output in folder/NAME.log."""
     out = folder / f"{part.stem}.{'xml' if part.kind == TESTS else 'json'}"
     log = folder / f"{part.stem}.log"
     out.unlink(missing_ok=True)
@@ -94,27 +98,27 @@ def _status(part: Part, code: int, counts: dict[str, int], outcome: dict[str, An
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started, which is its own group."""
+    """Ends the process and its children, which form a process group."""
     for word in WAYS_TO_END:
         if process.poll() is not None:
             break
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the process has just ended
             os.killpg(process.pid, word)
         try:
             process.wait(timeout=END_AFTER_S)
         except subprocess.TimeoutExpired:
             continue
-    with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+    with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _cases(out: Path) -> list[ElementTree.Element]:
-    """The tests that ran; none where pytest was ended before it could say."""
+    """Returns the tests that ran. Empty if pytest was ended before the file was written."""
     if not out.is_file():
         return []
     try:
         return list(ElementTree.parse(out).iter("testcase"))
-    except ElementTree.ParseError:  # ended in the middle of writing it
+    except ElementTree.ParseError:  # pytest was ended during the write
         return []
 
 
@@ -123,7 +127,10 @@ def _outcome_of(case: ElementTree.Element) -> str:
 
 
 def _first_failure(cases: list[ElementTree.Element]) -> str:
-    """What often explains all that come after it, and is no longer among the last lines then. Empty where nothing failed."""
+    """Returns the last lines of the first failed test, or "" if no test failed.
+
+    It often explains the later failures, but is not in the last lines of the output then.
+    """
     for case in cases:
         for kind in ("failure", "error"):
             if (found := case.find(kind)) is not None:
@@ -133,11 +140,11 @@ def _first_failure(cases: list[ElementTree.Element]) -> str:
 
 
 def _outcome(out: Path) -> dict[str, Any]:
-    """A list stands for a benchmark that gives rows alone."""
+    """Returns the JSON of a benchmark. A list becomes {"rows": list}. Empty without a complete file."""
     if not out.is_file():
         return {}
     try:
         found = json.loads(out.read_text())
-    except ValueError:  # ended in the middle of a write that was not ours
+    except ValueError:  # the benchmark was ended during its write
         return {}
     return found if isinstance(found, dict) else {"rows": found}

@@ -1,4 +1,4 @@
-"""Requests through the real scheduler over an executor, and what each was told."""
+"""Runs requests through the real scheduler and an executor, and collects their outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def greedy(new_tokens: int, **more: Any) -> SamplingParams:
 
 
 def config_for(vocab_size: int, **changes: Any) -> SchedulerConfig:
-    """For executors as tests.exec.device_executors makes them."""
+    """Returns a configuration for the executors of tests.exec.device_executors."""
     values: dict[str, Any] = {"num_pages": 1024, "page_size": 4, "context_len": 512, "max_running_requests": 16}
     limits = {"chunked_prefill_size": 256, "max_prefill_tokens": 512}
     return pinned_config(vocab_size=vocab_size, **{**values, **limits, **changes})
@@ -56,7 +56,7 @@ class Served:
         self._answers: dict[int, Answer] = {}
 
     def run(self, requests: Sequence[Asked]) -> list[Answer]:
-        """All at once; their answers, in order."""
+        """Submits all requests at once and returns their outputs in order."""
         first = len(self._answers)
         for handle, (prompt, params) in enumerate(requests, first):
             self._answers[handle] = Answer()

@@ -1,4 +1,4 @@
-"""Which code a check ran on: the commit, and a digest of the files that its results depend on."""
+"""Identifies the code of a check by its commit and a digest of the files that decide its results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ SUFFIXES = (".py", ".cpp", ".h")
 
 
 def source_of(root: Path, told: str = "") -> Source:
-    """told: the commit, where there is no repository to ask."""
+    """Returns the source of the files below `root`.
+
+    Args:
+        told: the commit, used if there is no repository.
+    """
     commit = _git(root, "rev-parse", "HEAD")
     changed = bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", *FOLDERS))
     return Source((commit or told or "unknown") + ("+" if commit and changed else ""), digest_of(root))
 
 
 def digest_of(root: Path) -> str:
-    """16 hex digits over names and contents."""
+    """Returns a digest of names and contents, 16 hex digits."""
     found = hashlib.blake2b(digest_size=8)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
@@ -31,7 +35,7 @@ def digest_of(root: Path) -> str:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says; empty where there is no git, or no repository."""
+    """Returns the output of a git command, or "" without git or a repository."""
     try:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=False)
     except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""What the figures are held against. A benchmark names a figure; a target says what it should be on an H200, and judges no other
-device's."""
+"""Targets for the figures of benchmarks. A target is a bound on an H200 and does not judge other devices."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from tests.gpu.results import Result, label_of
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Met if the figure is at least `least`, or at most `most`; one of the two is given. unit: of the figure."""
+    """A bound for a figure. Exactly one of `least` and `most` is set."""
 
     part: str
     figure: str
-    words: str
-    unit: str
-    least: float | None = None
-    most: float | None = None
+    words: str  # description of the figure
+    unit: str  # unit of the figure
+    least: float | None = None  # the figure must be at least this value
+    most: float | None = None  # the figure must be at most this value
 
     def is_met(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
@@ -32,15 +31,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """value: None where it was not measured. device: the card that it is from. flags: what the benchmark was given. profile: see
-    Profile.kernels, of the same run. next_step: a sentence."""
+    """A target with the figure of one run."""
 
     target: Target
-    value: float | None
-    device: str
-    flags: str
-    profile: tuple[tuple[Any, ...], ...]
-    next_step: str
+    value: float | None  # the figure, or None if it was not measured
+    device: str  # device of the run
+    flags: str  # flags of the benchmark
+    profile: tuple[tuple[Any, ...], ...]  # Profile.kernels of the same run
+    next_step: str  # a sentence
 
     @property
     def words(self) -> str:
@@ -48,12 +46,12 @@ class Judged:
 
     @property
     def is_met(self) -> bool | None:
-        """None where nothing was measured, or on another device than the target is for."""
+        """Whether the target is met. None if the figure was not measured, or on a device without targets."""
         return None if self.value is None or not is_for(self.device) else self.target.is_met(self.value)
 
 
 def is_for(device: str) -> bool:
-    """Whether the targets are for a device of that name. A GH200 is none: its memory is smaller or slower."""
+    """Returns whether the targets apply to a device of this name. A GH200 differs: its memory is smaller or slower."""
     return re.search(r"\bH200\b", device) is not None
 
 
@@ -77,7 +75,7 @@ GAPS_WORTH_MENTION = 0.05  # share of the time between launches
 
 
 def judge(results: Iterable[Result], device: str) -> tuple[Judged, ...]:
-    """results: of that device; each figure once for all flags that it was measured with."""
+    """Judges the results of a device. A figure that was measured with several flags is judged for each of them."""
     found = tuple(results)
     return tuple(judged for target in TARGETS for judged in _judged(target, found, device))
 
@@ -93,13 +91,13 @@ def _judged(target: Target, results: tuple[Result, ...], device: str) -> Iterabl
 
 
 def _profile(outcome: dict, name: str) -> dict:  # type: ignore[type-arg]
-    """The profile of that model or workload, or the one there is."""
+    """Returns the profile of a model or workload, or the first profile if it has none."""
     profiles = outcome.get("profiles", {})
     return profiles.get(name) or next(iter(profiles.values()), {})
 
 
 def _next_step(profile: dict) -> str:  # type: ignore[type-arg]
-    """Follows from the profile by rule: what costs most is looked at first."""
+    """Returns the next step by a fixed rule: the largest cost in the profile comes first."""
     if not profile:
         return "no profile was taken: run the part again"
     gaps, kernels = profile.get("idle_share", 0.0), profile.get("kernels", [])

@@ -1,4 +1,4 @@
-"""Each attention back end by itself, over pages of several sizes, with and without a sliding window."""
+"""Tests each attention back end with several page sizes, with and without a sliding window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("model_name", ["qwen3", "mistral-window"])
 @pytest.mark.parametrize("name", ["triton", "torch"])
-def test_float32_tokens(name: str, model_name: str, page_size: int, tmp_path: Path, device: str) -> None:
+def test_backend_gives_tokens_of_transformers_in_float32(
+    name: str, model_name: str, page_size: int, tmp_path: Path, device: str
+) -> None:
     model = MODELS[model_name].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, (1, 7, 16, 65, 130))
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -39,7 +41,7 @@ def test_float32_tokens(name: str, model_name: str, page_size: int, tmp_path: Pa
 @needs_flashinfer
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("shape", [MIDDLE, MIDDLE_WINDOW], ids=["full", "window"])
-def test_flashinfer_in_bf16(shape: TinyModel, page_size: int, tmp_path: Path, device: str) -> None:
+def test_flashinfer_is_near_float32_in_bf16(shape: TinyModel, page_size: int, tmp_path: Path, device: str) -> None:
     model = shape.build(tmp_path, torch.bfloat16).to(device)
     num_pages = 4096 // page_size
     executor = executor_of(tmp_path, device, page_size, num_pages=num_pages, dtype="bfloat16", attention_backend="flashinfer")
@@ -48,8 +50,8 @@ def test_flashinfer_in_bf16(shape: TinyModel, page_size: int, tmp_path: Path, de
 
 
 @needs_flashinfer
-def test_flashinfer_by_graphs_says_what_it_says_without(tmp_path: Path, device: str) -> None:
-    """Log probabilities, for a token may change by rounding and everything after it with it."""
+def test_flashinfer_gives_same_logprobs_with_and_without_graphs(tmp_path: Path, device: str) -> None:
+    """Compares log probabilities, because rounding may change a token and then all tokens after it."""
     MIDDLE.build(tmp_path, torch.bfloat16)
     vocab = int(MIDDLE.options["vocab_size"])
     prompts = prompts_of(vocab, (3, 30, 64, 100, 200))

@@ -1,4 +1,4 @@
-"""Deterministic mode on a device: one prompt says one string in any context, by CUDA graphs and without them."""
+"""Tests deterministic mode on a device: a prompt gives equal bits in any context, with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.exec.device_executors import executor_of
 from tests.exec.random_contexts import World, strings, targets
 from tests.exec.tiny_models import TinyModel
 
-CONTEXTS = 100  # of each way of sampling
-WORLD = World(vocab_size=32_800)  # its product is of one program for each block of columns, the layers' are split
+CONTEXTS = 100  # contexts for each way of sampling
+WORLD = World(vocab_size=32_800)  # each column block of its product is one program; the layers' products are split
 MODEL = TinyModel("Qwen3", {"head_dim": 64, "num_attention_heads": 8, "hidden_size": 640, "vocab_size": WORLD.vocab_size})
 
 
@@ -33,7 +33,7 @@ def made_of(folder: Path, device: str, dtype: str, **options: Any) -> Executor:
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def executors(request: pytest.FixtureRequest, folder: Path, device: str) -> Iterator[tuple[Executor, Executor]]:
-    """With graphs, and without."""
+    """Returns an executor with graphs and one without."""
     with_graphs, without = (
         made_of(folder, device, request.param, deterministic=True, cuda_graphs=graphs) for graphs in (True, False)
     )
@@ -44,13 +44,15 @@ def executors(request: pytest.FixtureRequest, folder: Path, device: str) -> Iter
 
 @pytest.mark.by_day(one_in=6)
 @pytest.mark.parametrize("number", range(3), ids=["greedy", "top-p", "penalties"])
-def test_one_string_of_ids_and_logprob_bits_by_graphs_and_without(executors: tuple[Executor, Executor], number: int) -> None:
+def test_request_has_one_bit_string_in_all_contexts_with_and_without_graphs(
+    executors: tuple[Executor, Executor], number: int
+) -> None:
     target = list(targets(WORLD, random.Random(5), 45, 30))[number]
     said = [strings(WORLD, executor, target, range(number, 3 * CONTEXTS, 3)) for executor in executors]
     assert said[0] == said[1] and len(said[0]) == 1
 
 
-def test_without_the_mode_the_same_contexts_give_more_than_one(folder: Path, device: str) -> None:
+def test_contexts_change_bits_without_deterministic_mode(folder: Path, device: str) -> None:
     executor = made_of(folder, device, "bfloat16")
     found = [len(strings(WORLD, executor, target, range(40))) for target in targets(WORLD, random.Random(5), 45, 30)]
     assert max(found) > 1

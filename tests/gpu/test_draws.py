@@ -1,4 +1,4 @@
-"""Seeded draws are a CPU's: the same uniform numbers, the same order of top-k, top-p and min-p."""
+"""Tests that seeded draws equal a CPU's: the same uniform numbers and the same order of top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def requests() -> list[Asked]:
     ]
 
 
-def test_draws_are_those_of_the_cpu_executor(tmp_path: Path, device: str) -> None:
-    """Logits differ by rounding, so a draw at the very edge between two tokens may fall on the other side: once in 1,000 draws at
-    the very most, after which that request's text goes its own way."""
+def test_draws_equal_draws_of_cpu_executor(tmp_path: Path, device: str) -> None:
+    """Logits differ by rounding, so a draw at the edge between two tokens may change: at most once in 1,000 draws.
+
+    The text of that request then differs from there on.
+    """
     MODELS["qwen3"].build(tmp_path)
     cpu, _ = build_host_executor(
         model_path=str(tmp_path),

@@ -1,4 +1,4 @@
-"""Decode steps by CUDA graphs say what the same steps say kernel by kernel, whatever the number of rows."""
+"""Tests that decode steps give the same tokens with CUDA graphs and kernel by kernel, for any number of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.served import Asked, Served, config_for, greedy
 from tests.gpu.truth import prompts_of
 
 VOCAB = 257
-SLOTS = GRAPH_ROWS + 4  # more rows than any graph holds
+SLOTS = GRAPH_ROWS + 4  # more rows than the largest graph has
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executors(folder: Path, device: str) -> Iterator[tuple[Any, Any]]:
-    """With graphs, and without."""
+    """Returns an executor with graphs and one without."""
     both = [executor_of(folder, device, max_slots=SLOTS, cuda_graphs=graphs) for graphs in (True, False)]
     yield both[0], both[1]
     for executor in both:
@@ -55,15 +55,15 @@ def run_both(
 
 @pytest.mark.by_day(one_in=6, seed=3)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, GRAPH_ROWS])
-def test_greedy_rows_of_every_padding(executors: tuple[Any, Any], rows: int) -> None:
-    """Outputs of different lengths, so that the number of rows falls from step to step."""
+def test_graphs_give_same_tokens_with_every_padding(executors: tuple[Any, Any], rows: int) -> None:
+    """The outputs have different lengths, so that the number of rows falls."""
     prompts = prompts_of(VOCAB, [4 + 3 * row for row in range(rows)], seed=rows)
     said, want, plans = run_both(executors, [(prompt, greedy(12 + 2 * row)) for row, prompt in enumerate(prompts)], rows)
     assert said == want
     assert sum(replayed(executors[0], plan) for plan in plans) >= 10
 
 
-def test_more_rows_than_any_graph_holds(executors: tuple[Any, Any]) -> None:
+def test_steps_run_without_graph_when_rows_exceed_largest(executors: tuple[Any, Any]) -> None:
     prompts = prompts_of(VOCAB, [5] * SLOTS, seed=3)
     said, want, plans = run_both(executors, [(prompt, greedy(8 + row)) for row, prompt in enumerate(prompts)], SLOTS)
     assert said == want
@@ -71,8 +71,8 @@ def test_more_rows_than_any_graph_holds(executors: tuple[Any, Any]) -> None:
     assert {replayed(executors[0], plan) for plan in decodes} == {True, False}, "steps of both kinds"
 
 
-def test_sampling_rules_are_in_the_graph(executors: tuple[Any, Any]) -> None:
-    """Float rounding may move a draw at the edge between two tokens; that happens to a request now and then, not to two of 12."""
+def test_graph_applies_sampling_parameters(executors: tuple[Any, Any]) -> None:
+    """Rounding may change a draw at the edge between two tokens. This may happen to one of 12 requests, but not to two."""
     rules: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
         {"temperature": 0.0, "presence_penalty": 1.0, "min_new_tokens": 6, "stop_token_ids": tuple(range(0, VOCAB, 2))},
@@ -91,7 +91,7 @@ def test_sampling_rules_are_in_the_graph(executors: tuple[Any, Any]) -> None:
         assert set(said[row]) <= set(range(40, 90))
 
 
-def test_grammar_masks_are_in_the_graph_and_leave_nothing_behind(executors: tuple[Any, Any]) -> None:
+def test_graph_applies_grammar_masks_to_one_step(executors: tuple[Any, Any]) -> None:
     words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
     words[250 // 32] = 1 << 250 % 32
     outputs = []
@@ -106,8 +106,8 @@ def test_grammar_masks_are_in_the_graph_and_leave_nothing_behind(executors: tupl
     assert [output.count(250) >= 1 for output in outputs[0]] == [True] * 3 and outputs[0][1][1] == outputs[0][0][3] == 250
 
 
-def test_known_tokens_join_the_graph(executors: tuple[Any, Any]) -> None:
-    """Each token of one row is a row of the graph, which the others leave as it is."""
+def test_graph_computes_given_tokens(executors: tuple[Any, Any]) -> None:
+    """Each token of one row is a row of the graph. The other rows do not change the result."""
     runner, outputs = executors[0].runner, []
     runner.graph_limits = GraphLimits(GRAPH_ROWS, 10_000)
     before = runner.stats.eager_steps

@@ -1,4 +1,4 @@
-"""Log probabilities of outputs and of prompts, own and top ones, against transformers in float32."""
+"""Compares log probabilities of outputs and prompts (own and top tokens) with transformers in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEAR = 1e-3
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("chunk", [16, 256])
-def test_logprobs(chunk: int, tmp_path: Path, device: str) -> None:
+def test_logprobs_equal_transformers(chunk: int, tmp_path: Path, device: str) -> None:
     model = MODELS["llama-untied"].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, (1, 2, 17, 40))
     asked = [

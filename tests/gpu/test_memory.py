@@ -1,4 +1,4 @@
-"""A step that the device has no memory for: computed in pieces, with the same tokens; the largest request ends last."""
+"""Tests steps that do not fit into memory: they run in pieces with the same tokens, and the largest request may end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTHS = (3, 20, 40, 90, 150)
 
 
 class Cramped:
-    """A model that has no memory for more than so many tokens, and none for rows that reach beyond max_context."""
+    """A model that is out of memory above max_tokens tokens, and for rows beyond max_context."""
 
     def __init__(self, model: Any, max_tokens: int, max_context: int = 1 << 30) -> None:
         self._model, self._max_tokens, self._max_context = model, max_tokens, max_context
@@ -36,7 +36,7 @@ class Cramped:
         return getattr(self._model, name)
 
 
-def test_a_batch_is_computed_in_pieces(tmp_path: Path, device: str) -> None:
+def test_step_runs_in_pieces_when_memory_is_short(tmp_path: Path, device: str) -> None:
     model = MODELS["qwen3"].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, LENGTHS)
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -49,11 +49,11 @@ def test_a_batch_is_computed_in_pieces(tmp_path: Path, device: str) -> None:
     executor.close()
 
 
-def test_the_largest_request_ends_and_the_others_go_on(tmp_path: Path, device: str) -> None:
+def test_largest_request_ends_when_one_token_does_not_fit(tmp_path: Path, device: str) -> None:
     model = MODELS["qwen3"].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB, LENGTHS)
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
-    # With overlap, the step after the one that gives a row up still has it: nothing was sampled for it, and nobody reads it.
+    # With overlap, the next step still has the row without memory. No token was sampled for it, and its result is not used.
     executor: Any = executor_of(tmp_path, device, cuda_graphs=False, check_relay=False)
     executor.runner.passes.model = Cramped(executor.runner.passes.model, max_tokens=64, max_context=120)
     answers = Served(config_for(VOCAB), executor).run([(prompt, greedy(NEW_TOKENS)) for prompt in prompts])
@@ -66,7 +66,7 @@ def test_the_largest_request_ends_and_the_others_go_on(tmp_path: Path, device: s
 
 @contextmanager
 def little_left(device: str, num_bytes: int) -> Iterator[None]:
-    """The allocator gives out only so much more than it holds now."""
+    """Limits the allocator to num_bytes more than it holds now."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -77,9 +77,12 @@ def little_left(device: str, num_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def test_an_allocator_that_runs_dry(tmp_path: Path, device: str) -> None:
-    """What a step needs is there before the first one: a long prompt's log probabilities over a wide vocabulary, beside others,
-    find next to nothing left. A request may end for want of memory; no other notices, and what is told is right."""
+def test_other_requests_continue_when_allocator_has_no_memory(tmp_path: Path, device: str) -> None:
+    """A long prompt's log probabilities over a wide vocabulary have almost no memory left, next to other requests.
+
+    The buffers of a step are allocated before. The request may end for lack of memory, or its log probabilities are right. The
+    other requests are not affected.
+    """
     shape = MODELS["qwen3"]
     wide = type(shape)(shape.family, {**shape.options, "vocab_size": 65_536})
     model = wide.build(tmp_path).to(device)
@@ -89,7 +92,7 @@ def test_an_allocator_that_runs_dry(tmp_path: Path, device: str) -> None:
     executor: Any = executor_of(tmp_path, device, max_slots=4)
     asked = [(prompt, greedy(NEW_TOKENS, prompt_logprobs_from=1 if len(prompt) == 400 else -1)) for prompt in prompts]
     config = config_for(65_536, max_running_requests=4, chunked_prefill_size=512)
-    Served(config, executor).run(asked[1:])  # what is compiled at first use
+    Served(config, executor).run(asked[1:])  # compiles kernels at first use
     with little_left(device, 24 << 20):  # float32 logits of 400 tokens would be 100 MiB
         answers = Served(config, executor).run(asked)
     assert [answer.tokens for answer in answers[1:]] == want[1:]

@@ -1,4 +1,4 @@
-"""The device executor says what transformers says: in float32 token for token, in bf16 as near to float32 as transformers is."""
+"""Compares the device executor with transformers: equal tokens in float32, and as near to float32 as transformers in bf16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIDDLE = TinyModel(
 
 @pytest.mark.by_day(one_in=8, seed=1)
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_gives_the_same_tokens(name: str, tmp_path: Path, device: str) -> None:
+def test_executor_gives_tokens_of_transformers_in_float32(name: str, tmp_path: Path, device: str) -> None:
     model = MODELS[name].build(tmp_path).to(device)
     prompts = prompts_of(VOCAB)
     want = [generated(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -46,7 +46,7 @@ def test_float32_gives_the_same_tokens(name: str, tmp_path: Path, device: str) -
 
 @pytest.mark.by_day(one_in=5, seed=7)
 @pytest.mark.parametrize("name", ["llama-untied", "mistral-window", "qwen2", "qwen3", "middle"])
-def test_bf16_is_as_near_to_float32_as_transformers_is(name: str, tmp_path: Path, device: str) -> None:
+def test_executor_is_as_near_to_float32_as_transformers_in_bf16(name: str, tmp_path: Path, device: str) -> None:
     shape = MIDDLE if name == "middle" else MODELS[name]
     model = shape.build(tmp_path, torch.bfloat16).to(device)
     vocab = int(model.config.vocab_size)
@@ -56,7 +56,7 @@ def test_bf16_is_as_near_to_float32_as_transformers_is(name: str, tmp_path: Path
 
 
 def assert_near(model: Any, executor: Any, vocab: int, **config: Any) -> None:
-    """By the log probabilities of every token of prompts and outputs. model: transformers', in bf16; becomes float32."""
+    """Compares log probabilities of all tokens of prompts and outputs. Converts `model`, transformers' in bf16, to float32."""
     prompts = prompts_of(vocab, (2, 17, 130, 300))
     asked = [(prompt, greedy(NEW_TOKENS, prompt_logprobs_from=1, top_logprobs=0)) for prompt in prompts]
     answers = Served(config_for(vocab, **config), executor).run(asked)
@@ -72,4 +72,4 @@ def assert_near(model: Any, executor: Any, vocab: int, **config: Any) -> None:
     assert float(mine.max()) <= 4 * float(other.max()) + 2e-2, (
         mine.max(),
         other.max(),
-    )  # the tail is heavy; a wrong page costs nats
+    )  # the tail is heavy, but a wrong page costs nats

@@ -1,5 +1,7 @@
-"""Guesses on a device: ids and bits are those of plain decoding there, whoever guesses, by CUDA graphs and without them; the host
-waits at results alone."""
+"""Tests that speculative decoding on a device gives the ids and bits of plain decoding.
+
+It does so for each drafter, with and without CUDA graphs, and the host waits only for results.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a layer for multi-token prediction, and an EAGLE-3 head beside it."""
+    """Returns a folder with a model that has a layer for multi-token prediction, and with an EAGLE-3 head."""
     made = tmp_path_factory.mktemp("model")
     MODEL.build(made / "target", torch.bfloat16)
     add_mtp(made / "target", deepseek=False)
@@ -64,8 +66,8 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_one_string_of_ids_and_logprob_bits(folder: Path, device: str, graphs: bool) -> None:
-    """Of the mode that promises it, with guesses of which a third is wrong."""
+def test_drafting_gives_bits_of_plain_decoding_in_deterministic_mode(folder: Path, device: str, graphs: bool) -> None:
+    """About a third of the draft tokens is wrong."""
     plain, drafting = (made_of(folder, device, name, cuda_graphs=graphs) for name in ("none", "ngram"))
     for number in range(3):
         guesses = guess_with(drafting, plain, asked(number), 0.3)
@@ -77,8 +79,13 @@ def test_one_string_of_ids_and_logprob_bits(folder: Path, device: str, graphs: b
 
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("algorithm", ["ngram", "draft", "eagle3", "mtp"])
-def test_whoever_guesses(folder: Path, device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its memory is given back and after it was taken again. A draft model that is the target is mostly right."""
+def test_each_drafter_gives_bits_of_plain_decoding(
+    folder: Path, device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs before and after memory is released and resumed give the same bits.
+
+    A draft model that equals the target is mostly right.
+    """
     plain, drafting = made_of(folder, device, "none"), made_of(folder, device, algorithm)
     monkeypatch.setattr(DraftController, "choose", always)
     expected = alone(World(), plain, asked(0)).bits()
@@ -96,11 +103,13 @@ def test_whoever_guesses(folder: Path, device: str, algorithm: str, monkeypatch:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_by_each_attention_back_end_without_the_mode(
+def test_drafting_runs_with_each_attention_back_end(
     folder: Path, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of several tokens may round otherwise; most of what plain decoding has said is right all the same. Nothing but events
-    is waited for, once kernels are compiled; steps say how long the device took."""
+    """Steps of several tokens may round differently, but most draft tokens from plain decoding are accepted.
+
+    After the kernels are compiled, the host waits only for events. Each result has the time of the step.
+    """
     options: dict[str, Any] = {"deterministic": False, "attention_backend": backend}
     plain, drafting = made_of(folder, device, "none", **options), made_of(folder, device, "eagle3", **options)
     monkeypatch.setattr(DraftController, "choose", now_and_then())

@@ -1,4 +1,4 @@
-"""No call on the step path makes the host wait for the device, and none copies from pageable memory."""
+"""Tests that steps neither make the host wait for the device nor copy from pageable memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.exec.random_steps import CONTEXT, MAX_SLOTS, POOL_TOKENS, Turned, dri
 from tests.exec.tiny_models import TinyModel
 
 PAGE_SIZE, TURNS = 4, 80
-MODEL = TinyModel("Qwen3", {"head_dim": 128, "tie_word_embeddings": True})  # of a head size that FlashInfer has
+MODEL = TinyModel("Qwen3", {"head_dim": 128, "tie_word_embeddings": True})  # with a head size that FlashInfer supports
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def no_synchronizing() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_mode_catches_a_read_of_a_value(device: str) -> None:
+def test_sync_debug_mode_detects_read_of_value(device: str) -> None:
     value = torch.ones(1, device=device)
     with no_synchronizing(), pytest.raises(RuntimeError):
         value.item()
@@ -36,9 +36,11 @@ def test_the_mode_catches_a_read_of_a_value(device: str) -> None:
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_mixed_steps_never_synchronize(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:
-    """With all kinds of sampling, masks, logprobs, embeddings, retraction and aborts. bf16, as FlashInfer needs it. What is
-    compiled at first use is so before."""
+def test_mixed_steps_do_not_synchronize(backend: str, graphs: bool, tmp_path: Path, device: str) -> None:
+    """The steps have all kinds of sampling, masks, logprobs, embeddings, retractions and aborts, in bf16 for FlashInfer.
+
+    Kernels that are compiled at first use are compiled before.
+    """
     MODEL.build(tmp_path, torch.bfloat16)
     pages = POOL_TOKENS // PAGE_SIZE
     executor = executor_of(

@@ -1,4 +1,4 @@
-"""KV that comes back to a device from host memory or from files is what was computed, to the last bit."""
+"""Tests that KV from host memory or files equals the computed KV bit by bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.exec.tiered import Served, build
 from tests.exec.tiny_models import TinyModel
 
 PROMPTS = 4
-PAUSE_CYCLES = 20_000_000  # about ten milliseconds
+PAUSE_CYCLES = 20_000_000  # about 10 ms
 Open = Callable[[int, TierOptions | None], Served]
 
 
@@ -50,7 +50,7 @@ def plain(opened: Open) -> Iterator[Served]:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_from_the_host(opened: Open, plain: Served) -> None:
+def test_prefix_from_host_memory_has_same_bits(opened: Open, plain: Served) -> None:
     with closing(opened(POOL_PAGES, options())) as served:
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
         again = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
@@ -61,8 +61,8 @@ def test_from_the_host(opened: Open, plain: Served) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_layers_that_come_late_are_waited_for(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each behind a pause of the stream that brings it, while the core has heard of all of them."""
+def test_step_waits_for_late_layers(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy stream pauses before each layer, after the core has received the early fact of the load."""
     bringing = PageCopier.bringing
 
     def slow(self: PageCopier, memory: Any, rows: Any, pages: Any) -> Callable[[int], None]:
@@ -74,7 +74,7 @@ def test_layers_that_come_late_are_waited_for(opened: Open, plain: Served, monke
 
         return late
 
-    with closing(opened(40, options())) as served:  # room for what is loaded at once beside what is kept
+    with closing(opened(40, options())) as served:  # pages for loads that run at once, in addition to cached pages
         mover = served.executor._mover
         assert mover is not None and mover._by_layers
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
@@ -88,7 +88,7 @@ def test_layers_that_come_late_are_waited_for(opened: Open, plain: Served, monke
 
 
 @pytest.mark.by_day(one_in=2)
-def test_from_files_after_a_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
+def test_prefix_from_files_has_same_bits_after_restart(opened: Open, plain: Served, tmp_path: Path) -> None:
     with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:
         first = [served.ask(prompt(number), seed=number) for number in range(PROMPTS)]
     with closing(opened(POOL_PAGES, options(tmp_path / "pages"))) as served:

@@ -1,4 +1,4 @@
-"""What transformers says, on the same device, to the same requests."""
+"""Outputs of transformers on the same device, for comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompts_of(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 11) -> 
 
 
 def generated(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """Greedily, by itself."""
+    """Returns the greedy output of transformers for a single prompt."""
     ids = torch.tensor([list(prompt)], device=model.device)
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     with torch.inference_mode():
@@ -27,13 +27,13 @@ def generated(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
 
 
 def logprobs_of(model: Any, ids: Sequence[int]) -> Tensor:
-    """float32[len(ids) - 1, V]: row i is of the token after ids[: i + 1]."""
+    """Returns log probabilities, float32[len(ids) - 1, V]. Row i is for the token after ids[: i + 1]."""
     with torch.inference_mode():
         logits = model(torch.tensor([list(ids)], device=model.device)).logits[0, :-1]
     return logits.float().log_softmax(dim=-1)
 
 
 def own_logprobs(model: Any, ids: Sequence[int]) -> Tensor:
-    """float32[len(ids) - 1]: of each token after the first."""
+    """Returns the log probability of each token after the first, float32[len(ids) - 1]."""
     following = torch.tensor(list(ids[1:]), device=model.device)
     return logprobs_of(model, ids).gather(1, following[:, None]).squeeze(1)

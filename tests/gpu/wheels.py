@@ -1,4 +1,4 @@
-"""Installs wheels from a folder beside the interpreter's own packages, without a network."""
+"""Installs wheels from a folder in addition to the interpreter's packages, without a network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ LIST = ".wheels"
 
 
 def install(wheels: Path, site: Path) -> str:
-    """Into site, once for each set of wheels; returns what was done as a sentence. Raises ValueError, CalledProcessError."""
+    """Installs the wheels into `site`, once for each set of wheels.
+
+    Returns:
+        A sentence about the result.
+
+    Raises:
+        ValueError: the folder has no wheels.
+        CalledProcessError: pip failed.
+    """
     found = sorted(wheels.glob("*.whl"))
     if not found:
         raise ValueError(f"{wheels} holds no wheels")

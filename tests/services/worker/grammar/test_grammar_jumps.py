@@ -68,7 +68,7 @@ def test_jump_takes_all_tokens_when_output_ends() -> None:
 
 
 def test_jump_ends_before_partly_forced_character() -> None:
-    matcher = model.matcher(regex("abc def ghi (世|丗)c"), jump=True)  # of three bytes, two agree
+    matcher = model.matcher(regex("abc def ghi (世|丗)c"), jump=True)  # two of the three bytes are equal
     tokens = tuple(matcher.forced())
     assert tokens
     assert b"abc def ghi ".startswith(written(tokens))

@@ -144,9 +144,7 @@ def test_meter_tolerates_bursts_but_not_lasting_slowness(seconds: list[float], t
 
 
 @pytest.mark.parametrize("method", ["is_terminated", "is_completed", "accept_token", "fill_next_token_bitmask"])
-def test_library_error_ends_only_its_request(
-    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_library_error_ends_one_request(method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     matcher, other = model.matcher(regex("[0-9]+"), jump=True), model.matcher(regex("[0-9]+"), jump=True)
     (digit,) = model.tokenizer().encode_batch(["1"], False)[0]
     with monkeypatch.context() as broken:
@@ -266,7 +264,7 @@ def test_grammars_of_a_step_share_one_budget(budget_ms: float, ended: list[int],
     steps = 0
     while steps < 10 and not any(
         matcher.fault for matcher in matchers
-    ):  # the first matcher takes 3 ms per step, each other one 2 ms
+    ):  # a step takes 3 ms of the first matcher, 2 ms of the others
         for matcher in [matchers[0], *matchers]:
             matcher.accept(digit)
         filler.fill(list(enumerate(matchers)))
@@ -320,7 +318,7 @@ def test_resumed_outputs_do_not_count_as_slow_step() -> None:
 
 
 @pytest.mark.parametrize("marks", [(), ("<|im_start|>", "<|im_end|>", "[not of this model]")], ids=["silent", "marked"])
-def test_special_token_is_allowed_when_it_is_a_mark(marks: tuple[str, ...]) -> None:
+def test_special_token_is_allowed_as_mark(marks: tuple[str, ...]) -> None:
     """A special token that ends the output is never allowed as a mark."""
     start, end = model.tokenizer().token_id("<|im_start|>"), model.tokenizer().token_id("<|im_end|>")
     assert start is not None and end is not None

@@ -101,7 +101,7 @@ def test_nested_lookaheads_compile(shared: tuple[CompiledBook, News]) -> None:
     assert serves(*shared, f"^{'(?=' * depth}a+{')' * depth}[ab]*$")
 
 
-def test_refusal_for_memory_names_no_tag_when_a_gateway_made_it() -> None:
+def test_refusal_for_memory_names_no_tag_when_gateway_made_tag() -> None:
     schema = {"type": "string", "pattern": "(?=[ab]*c)" * 40 + "[abc]{1,900}"}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), (GrammarPart("#/format"),))
@@ -218,7 +218,7 @@ def test_book_refuses_too_long_grammar_at_once(shared: tuple[CompiledBook, News]
         assert news.told.get_nowait()[1] == f"regex: longer than {MAX_GRAMMAR_BYTES} bytes"
 
 
-def test_quick_grammar_does_not_wait_for_slow_ones() -> None:
+def test_quick_grammar_does_not_wait_for_slow_grammars() -> None:
     with opened(GrammarLimits(compile_s=60.0, quick_s=0.3)) as (book, news):
         assert serves(book, news, "warm")
         for n in range(6):
@@ -277,7 +277,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_killed_child_fails_only_its_grammar() -> None:
+def test_killed_child_fails_one_grammar() -> None:
     with opened(GrammarLimits(quick_s=60, compile_s=60)) as (book, news):
         assert serves(book, news, "warm")
         os.kill(compiling(book, regex(SLOW)), signal.SIGKILL)
@@ -340,7 +340,7 @@ def test_slow_compilation_has_lower_priority(quick_s: float, niceness: int) -> N
         wait_until(lambda: wanted in niceness_of_children(book))
 
 
-def test_compiler_start_is_retried_when_it_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiler_start_is_retried_after_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with opened(LIMITS) as (book, news):
         with monkeypatch.context() as patched:
             patched.setattr(sys, "executable", "/nowhere/python")
