@@ -1,4 +1,4 @@
-"""python -m charts.rootstock.alerts_page: the table and the sections of docs/reference/kubernetes/alerts.md, from files/rules.yaml."""
+"""python -m charts.rootstock.alerts_page writes the tables of docs/reference/kubernetes/alerts.md from files/rules.yaml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 CHART = Path(__file__).resolve().parent
 RULES = CHART / "files" / "rules.yaml"
 PAGE = CHART.parents[1] / "docs" / "reference" / "kubernetes" / "alerts.md"
-# Facts that an alert's annotations are too short for.
+# Additional facts, for which the annotations of an alert are too short.
 NOTES = {
     "RootstockAtMaximum": "The chart records `rootstock:max_replicas` for the components that it scales. Without the chart's rules, record it"
     " yourself or use kube-state-metrics.",
@@ -32,7 +32,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def plain(text: str) -> str:
-    """Returns an annotation with *label* and *value* in place of its template, and with placeholders in commands."""
+    """Returns an annotation with placeholders instead of its templates."""
     text = text.replace("{{ $labels.namespace }}", "NAMESPACE").replace("{{ $labels.pod }}", "POD")
     text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: found[1].upper(), text)
     return re.sub(r"\{\{ \$value[^}]*\}\}", "*value*", text)

@@ -1,11 +1,11 @@
-"""python -m charts.rootstock.empty_keys: charts/rootstock/files/empty-keys.yaml, the meaning of each key of values.yaml without a value.
+"""python -m charts.rootstock.empty_keys writes charts/rootstock/files/empty-keys.yaml, the meaning of empty keys of values.yaml.
 
-Helm takes the default of a key away if a values file leaves the key empty. The templates then read one of two trees:
+Helm removes the default of a key if a values file leaves the key empty. The templates then read one of two trees:
 
 - empty: the value of a key that may be empty, such as {} for `settings` and "" for a Secret's name;
-- required: the default of a key that needs a value. The templates refuse an empty one, and name this default.
+- required: the default of a key that needs a value. The templates refuse the empty key and name this default.
 
-A key in neither tree is left out of the objects, and Kubernetes' own default holds.
+A key in neither tree is left out of the objects, so that Kubernetes' default applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from charts.rootstock import values_schema
 from charts.rootstock.schema_words import Schema
 
 CHART = Path(__file__).parent
-# Objects do without these fields. Security contexts are taken away by null (docs/reference/kubernetes/values.md).
+# Objects are valid without these fields. A null removes security contexts (docs/reference/kubernetes/values.md).
 LEFT_OUT = {"maxSurge", "maxUnavailable", "pullPolicy", "nodeLostSeconds", "interval"}
 CONTEXTS = {"securityContext", "containerSecurityContext"}
 HEAD = "# Written by `make docs` from values.yaml and its schema: what each key means if it is left empty (templates/_values.tpl).\n"
@@ -54,14 +54,14 @@ def _trees(values: dict[str, Any], schema: Schema, definitions: dict[str, Schema
 
 
 def _is_of_budget(values: dict[str, Any]) -> bool:
-    """Whether the block is a PodDisruptionBudget's, which needs its number."""
+    """Returns whether the block is a PodDisruptionBudget's, which needs maxUnavailable."""
     return values.keys() == {"enabled", "maxUnavailable"}
 
 
 def _may_be_empty(key: str, default: Any, schema: Schema) -> bool:
     if isinstance(default, list):
         return not schema.get("minItems")
-    if not isinstance(default, str) or key == "tag":  # without its tag, a Redis image would take the tag of the chart's own
+    if not isinstance(default, str) or key == "tag":  # without a tag, a Redis image would get the tag of the chart's images
         return not default
     return not default or _takes_no_text(schema)
 

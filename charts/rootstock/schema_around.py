@@ -1,4 +1,4 @@
-"""Values of what stands around the services: models' files, TLS, Redis, the ways in, monitoring, autoscaling."""
+"""Defines the schema of values for everything except services: model cache, TLS, Redis, ingress, monitoring and autoscaling."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def state() -> Schema:
 
 
 def edge() -> dict[str, Schema]:
-    """How traffic comes in and who may go where."""
+    """Returns the schemas of ingress, HTTPRoute, ServiceAccount and NetworkPolicies."""
     host = closed({"host": string(), "path": string("^/")}, ("host",))
     policy = {
         "enabled": BOOLEAN,

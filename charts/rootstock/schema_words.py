@@ -1,4 +1,4 @@
-"""Words of JSON Schema that the chart's values are described in."""
+"""Builds the JSON Schema parts that describe the chart's values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Schema = dict[str, Any]
 
 
 def closed(properties: dict[str, Schema], required: tuple[str, ...] = ()) -> Schema:
-    """An object without other keys."""
+    """Returns the schema of an object without other keys."""
     return {
         "type": "object",
         "additionalProperties": False,
@@ -42,7 +42,7 @@ def ref(name: str) -> Schema:
 
 
 BOOLEAN: Schema = {"type": "boolean"}
-ANY_OBJECT: Schema = {"type": "object"}  # of Kubernetes: the API server checks it
+ANY_OBJECT: Schema = {"type": "object"}  # a Kubernetes object, which the API server validates
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 SECRET_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"

@@ -1,4 +1,4 @@
-"""python -m charts.rootstock.values_schema: charts/rootstock/values.schema.json, its `settings` from the settings classes."""
+"""python -m charts.rootstock.values_schema writes charts/rootstock/values.schema.json, with `settings` from the settings classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from charts.rootstock.schema_words import (
 from services.local.reference import SERVICES
 from services.shared.settings import ENV_PREFIX
 
-# What the chart itself decides, from other values: no key of a `settings` block.
+# Settings that the chart derives from other values. They are refused in `settings`.
 _EVERYWHERE = {"host", "port", "health_port", "grace_s", "otlp_endpoint"}
 _EVERYWHERE |= {f"mtls_{name}_file" for name in ("cert", "key", "ca", "token")}
 _CODEC = _EVERYWHERE | {"metrics_host", "metrics_port", "model", "served_model_name"}
@@ -48,18 +48,18 @@ DECIDED: dict[str, set[str]] = {
 FOREIGN = "x-foreign-key"  # marks a key of another chart, which the templates refuse
 _KEPT = ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "description")
 _QUANTITY = r"^([0-9]+(\.[0-9]+)?)([EPTGM]i?|Ki|k|m)?$"
-_REGISTRY = r"^([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$"  # and a folder in it; no scheme
+_REGISTRY = r"^([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$"  # host and optionally a folder, without a scheme
 _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 _SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]*(/.*)?)?$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
-_NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # of Services
-# What services have as keys of their own (podLabels, nodeSelector, ...), which their `pod` leaves out.
+_NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # names of Services
+# Keys that services have outside of `pod` (podLabels, nodeSelector, ...), and that their `pod` does not have.
 _OF_SERVICES = ("labels", "annotations", "env", "nodeSelector", "tolerations", "affinity", "priorityClassName")
 
 
 def settings_schema(service: str) -> Schema:
-    """Of a component's `settings`: every field of the service's settings class that the chart leaves open."""
+    """Returns the schema of a component's `settings`: the fields of the settings class that the chart does not derive."""
     document = SERVICES[service].model_json_schema()
     definitions = document.get("$defs", {})
     fields = {name: _field(field, definitions) for name, field in document["properties"].items() if name not in DECIDED[service]}
@@ -67,8 +67,10 @@ def settings_schema(service: str) -> Schema:
 
 
 def _env(service: str) -> Schema:
-    """Of a component's `extraEnv`: variables of others, and settings that the chart leaves open, for which templates want a
-    Secret."""
+    """Returns the schema of a component's `extraEnv`.
+
+    It allows other programs' variables, and settings that the chart does not derive. Templates require a Secret for settings.
+    """
     names = [f"{ENV_PREFIX}{name.upper()}" for name in settings_schema(service)["properties"]]
     ours = {"anyOf": [{"not": {"pattern": f"^{ENV_PREFIX}"}}, {"enum": names}]}
     return {"allOf": [ref("env"), {"properties": {"name": ours}}]}
@@ -77,18 +79,18 @@ def _env(service: str) -> Schema:
 def _field(field: Schema, definitions: dict[str, Schema]) -> Schema:
     reference = field.get("$ref") or next((part["$ref"] for part in field.get("allOf", ()) if "$ref" in part), "")
     known = {**definitions.get(reference.rpartition("/")[2], {}), **field}
-    given = [part for part in field.get("anyOf", ()) if part.get("type") != "null"]  # a setting that may be unset
+    given = [part for part in field.get("anyOf", ()) if part.get("type") != "null"]  # drops the type of an optional setting that is unset
     if len(given) == 1:
         known |= given[0]
         del known["anyOf"], known["default"]
     schema = {key: known[key] for key in _KEPT if key in known}
-    if schema.get("type") == "array":  # comma separated in the environment
+    if schema.get("type") == "array":  # also as comma-separated text, as in the environment
         del schema["type"]
         schema["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": ["string", "number"]}}]
     return schema
 
 
-_COUNT: Schema = {"anyOf": [integer(0), string(r"^(100|[1-9]?[0-9])%$")]}  # of pods
+_COUNT: Schema = {"anyOf": [integer(0), string(r"^(100|[1-9]?[0-9])%$")]}  # number or share of pods
 
 
 def _definitions() -> dict[str, Schema]:
@@ -151,7 +153,7 @@ def _definitions() -> dict[str, Schema]:
 
 
 def _pod() -> dict[str, Schema]:
-    """What values may give to pods. Lists of Kubernetes' own things have names; the API server checks the rest of them."""
+    """Returns the schema of `pod`. Entries of Kubernetes lists need a name; the API server validates their other fields."""
     name: Schema = {"properties": {"name": string(".")}, "required": ["name"]}
     named: Schema = {"type": "object", "allOf": [name]}
     mount = closed(
@@ -193,7 +195,7 @@ def _pod() -> dict[str, Schema]:
 
 
 def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Schema] | None = None) -> dict[str, Schema]:
-    """The keys that every component has, and its own."""
+    """Returns the schema of a component: the keys of every component, those in `autoscaling`, and `more`."""
     return {
         "replicas": integer(0 if service == "worker" else 1),
         "image": ref("image"),
@@ -228,10 +230,10 @@ def _component(service: str, autoscaling: dict[str, Schema], more: dict[str, Sch
 
 
 def _prefill() -> Schema:
-    """What workers that compute prompts may have of their own; everything else is as the others have it."""
+    """Returns the schema of `worker.prefill`: the keys that prefill workers can override."""
     autoscaling = {
         "enabled": BOOLEAN,
-        "minReplicas": integer(1),  # while there is none, nothing waits for one: the others compute prompts too
+        "minReplicas": integer(1),  # cannot scale from 0, because prompts do not wait for prefill workers: decode workers compute them
         "maxReplicas": integer(1),
         "waitingTokens": integer(1),
         "busyShare": SHARE,
@@ -329,7 +331,7 @@ def _top() -> dict[str, Schema]:
         "pullSecrets": array({"anyOf": [string("."), closed({"name": string(".")}, ("name",))]}),
     }
     return {
-        "global": ANY_OBJECT,  # what Helm gives to subcharts
+        "global": ANY_OBJECT,  # Helm's values for subcharts
         "nameOverride": string(_NAME),
         "fullnameOverride": string(_NAME),
         "commonLabels": ref("labels"),
@@ -376,7 +378,7 @@ def foreign_keys() -> dict[str, Any]:
 
 
 def _admit(rows: dict[str, Any], schema: Schema, definitions: dict[str, Schema]) -> None:
-    """Admits keys of other charts into a block, so that templates/validate.yaml can fail with their sentences."""
+    """Adds keys of other charts to a block, so that the schema accepts them and templates/validate.yaml refuses them with advice."""
     found = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if found.get("type") == "array":
         return _admit(rows, found["items"], definitions)
@@ -389,8 +391,11 @@ def _admit(rows: dict[str, Any], schema: Schema, definitions: dict[str, Schema])
 
 
 def _nullable(schema: Any, definitions: dict[str, Schema]) -> None:
-    """Admits null for every key that need not be there. Helm removes most empty keys before it asks the schema, but neither those of
-    list entries nor those without a default; rootstock.values removes them."""
+    """Allows null for every optional key.
+
+    Helm removes most empty keys before it checks the schema. It does not remove keys of list entries and keys without a default;
+    the template rootstock.values removes them.
+    """
     if isinstance(schema, list):
         for part in schema:
             _nullable(part, definitions)
@@ -408,7 +413,7 @@ def _admit_null(schema: Schema, definitions: dict[str, Schema]) -> None:
     schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if isinstance(schema.get("type"), str):
         schema["type"] = [schema["type"], "null"]
-    if "enum" in schema:  # a list with null in it would be printed with Go's word for it
+    if "enum" in schema:  # Helm would print a null in an enum as <nil> in its message
         schema.update({"if": {"type": "null"}, "else": {"enum": schema.pop("enum")}})
     if "anyOf" in schema and {"type": "null"} not in schema["anyOf"]:
         schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
@@ -424,7 +429,7 @@ def document() -> Schema:
         **_components(),
     }
     title = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rootstock chart"}
-    # Through JSON, because parts that stand in several places become different: only some of them may be null.
+    # A JSON round trip copies shared parts, because _nullable() changes only some of their places.
     found: Schema = json.loads(json.dumps({**title, **closed(_top()), "$defs": definitions}))
     _admit(foreign_keys(), found, found["$defs"])
     return found

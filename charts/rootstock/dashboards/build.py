@@ -1,4 +1,4 @@
-"""Grafana dashboards, from one table each: python charts/rootstock/dashboards/build.py writes the .json files beside this one."""
+"""Defines the Grafana dashboards. `python charts/rootstock/dashboards/build.py` writes a .json file for each to this folder."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 NS = 'namespace=~"$namespace"'
-GW = f'{NS},model=~"$model"'  # of series that say `model`
+GW = f'{NS},model=~"$model"'  # selector for series with the label `model`
 KEYED = f'{GW},key!=""'
-WK = f'{NS},model_name=~"$model"'  # of the workers' series
+WK = f'{NS},model_name=~"$model"'  # selector for series of workers
 WINDOW = "$__rate_interval"
-WIDTH, HEIGHT = 8, 7  # of Grafana's 24 columns
+WIDTH, HEIGHT = 8, 7  # grid units; a Grafana row has 24 columns
 
 
 @dataclass(frozen=True)
 class Panel:
-    """queries: legend → PromQL. kind: timeseries, stat or heatmap."""
+    """A panel of a dashboard."""
 
     title: str
-    text: str
-    unit: str
-    queries: dict[str, str]
-    kind: str = "timeseries"
+    text: str  # description
+    unit: str  # Grafana's id of the unit
+    queries: dict[str, str]  # legend → PromQL
+    kind: str = "timeseries"  # timeseries, stat or heatmap
     stack: bool = False
-    most: float | None = None
+    most: float | None = None  # upper end of the axis; None: automatic
 
 
 @dataclass(frozen=True)
 class Dashboard:
-    name: str
+    """A dashboard, which becomes one file."""
+
+    name: str  # name of the file without suffix
     title: str
-    text: str
+    text: str  # description
     panels: list[Panel] = field(default_factory=list)
 
 
@@ -312,8 +314,10 @@ PREFILL = Dashboard(
 
 
 def dcgm(series: str) -> str:
-    """By pod, GPU and node. The exporter's series say whose GPU it is under `pod`, or, where the scrape has labels of its own of
-    that name, under `exported_pod`."""
+    """Returns the query by pod, GPU and node.
+
+    The exporter names the GPU's pod in the label `pod`, or in `exported_pod` if the scrape configuration sets `pod` itself.
+    """
     exported = f'label_replace({series}{{exported_{NS}}}, "pod", "$1", "exported_pod", "(.+)")'
     return f'max by (pod, gpu, Hostname) ({exported} or {series}{{{NS},exported_namespace="",pod!=""}})'
 
@@ -398,7 +402,7 @@ def dashboard_json(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def written() -> dict[Path, str]:
-    """What each file holds: a line for each panel, so that changes can be read."""
+    """Returns the content of each file. Each panel has one line, so that diffs are readable."""
     out = {}
     for dashboard in DASHBOARDS:
         whole = dashboard_json(dashboard)

@@ -1,6 +1,7 @@
-"""python -c … URL MODEL …: asks each MODEL one question through the gateway at URL; exits with 1 where there is no answer.
+"""python -c … URL MODEL …: sends one request to each MODEL through the gateway at URL, and exits with 1 if a model fails.
 
-A model without a chat template is asked for a completion, one that gives vectors for one. While no worker has room (503) it asks again, for ten minutes.
+A model without a chat template gets a completion request, and a model for embeddings gets an embedding request. While no worker has
+free slots (503), the script retries for ten minutes.
 """
 
 import json
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 
 PATIENCE_S = 600.0
-CONTEXT = ssl.create_default_context()  # within the cluster the certificate's name is another one
+CONTEXT = ssl.create_default_context()  # the gateway's certificate has a name for clients outside of the cluster
 CONTEXT.check_hostname, CONTEXT.verify_mode = False, ssl.CERT_NONE
 INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=CONTEXT))  # no proxy
 KEY = os.environ.get("API_KEY", "")
@@ -26,7 +27,7 @@ def post(url: str, body: dict) -> dict:
 
 
 def ask(url: str, model: str) -> str:
-    """What the answer has, empty where that is nothing."""
+    """Returns the size of the response, such as "8 tokens"; "" if the response is empty."""
     common = {"model": model, "max_tokens": 8, "temperature": 0}
     ways = {
         "chat/completions": {**common, "messages": [{"role": "user", "content": "Count from 1 to 5."}]},

@@ -1,4 +1,4 @@
-"""python -c … URL SERVICE …: exits with 0 once the gateway at URL is connected to each SERVICE, with 1 after five minutes."""
+"""python -c … URL SERVICE …: exits with 0 when the gateway at URL is connected to every SERVICE, or with 1 after five minutes."""
 
 import json
 import ssl
@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 PATIENCE_S = 300.0
-CONTEXT = ssl.create_default_context()  # within the cluster the certificate's name is another one
+CONTEXT = ssl.create_default_context()  # the gateway's certificate has a name for clients outside of the cluster
 CONTEXT.check_hostname, CONTEXT.verify_mode = False, ssl.CERT_NONE
 INSIDE = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=CONTEXT))  # no proxy
 

@@ -1,7 +1,7 @@
-"""python -c … FOLDER SOURCE: returns once the model is in FOLDER.
+"""python -c … FOLDER SOURCE: returns when FOLDER has the complete model.
 
-SOURCE: what the prefetch Job downloads into it, whose last act is to write this into FOLDER/.source; "" where no Job does.
-Without a Job, the script ends with a sentence if the copied folder needs a conversion of its tokenizer.
+SOURCE is the download source of the prefetch Job, which writes SOURCE to FOLDER/.source as its last step; "" without a Job.
+Without a Job, the script ends with a message if the tokenizer in the folder must be converted.
 """
 
 import signal
@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-PERIOD_S = 2.0
-MAX_STILL = 5  # looks without a change, after which the copy into FOLDER is over
+PERIOD_S = 2.0  # seconds between two checks
+MAX_STILL = 5  # checks without a change of the folder, after which the copy into it counts as complete
 VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")  # as in hf_tokenizer.py
 
 
@@ -29,14 +29,14 @@ def unconverted(folder: Path) -> list[str]:
 
 
 def sizes(folder: Path) -> list[tuple[str, int]] | None:
-    """Returns each path below the folder with its size in bytes. None if a file was moved meanwhile."""
+    """Returns each path below the folder with its size in bytes. None if a file was moved during the call."""
     try:
         return sorted((str(path), path.stat().st_size) for path in folder.rglob("*"))
     except OSError:
         return None
 
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a container's first process is not ended by it otherwise
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # without a handler, SIGTERM does not end the first process of a container
 folder, source = Path(sys.argv[1]), sys.argv[2]
 still, former = 0, None
 while not is_whole(folder, source):

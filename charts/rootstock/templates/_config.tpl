@@ -1,4 +1,4 @@
-{{/* The environment that a component's ConfigMap holds: what the chart decides, then its `settings`. Takes a scope. */}}
+{{/* Variables of a component's ConfigMap: those that the chart sets, then `settings`. Takes a scope. */}}
 {{- define "rootstock.config" -}}
 {{- $config := include (printf "rootstock.config.%s" .component) . | fromYaml -}}
 {{- range $name, $value := .values.settings -}}
@@ -9,7 +9,7 @@
 {{- toYaml $config -}}
 {{- end }}
 
-{{/* A setting's value as text: lists with commas, whole numbers without an exponent. */}}
+{{/* A setting's value as text: list entries separated by commas, whole numbers without an exponent. */}}
 {{- define "rootstock.setting" -}}
 {{- if kindIs "slice" . -}}
 {{ join "," . }}
@@ -20,12 +20,12 @@
 {{- end -}}
 {{- end }}
 
-{{/* Every address of a pod: of both families where it listens by IPv6. Takes the root. */}}
+{{/* Listen address for all addresses of a pod; with IPv6, for both families. Takes the root. */}}
 {{- define "rootstock.anyHost" -}}
 {{ ternary "::" "0.0.0.0" (eq .Values.ipFamily "IPv6") | quote }}
 {{- end }}
 
-{{/* What every service has. Takes a scope. */}}
+{{/* Variables of every service. Takes a scope. */}}
 {{- define "rootstock.config.common" -}}
 ROOTSTOCK_HOST: {{ include "rootstock.anyHost" .root }}
 ROOTSTOCK_LOG_LEVEL: {{ .root.Values.logLevel | quote }}
@@ -42,7 +42,7 @@ ROOTSTOCK_SERVED_MODEL_NAME: {{ .model.name | quote }}
 ROOTSTOCK_METRICS_HOST: {{ include "rootstock.anyHost" .root }}
 {{- end }}
 
-{{/* Where a component's replicas are. Takes {root, component, pool, port}. */}}
+{{/* Target that resolves to a component's replicas. Takes {root, component, pool, port}. */}}
 {{- define "rootstock.target" -}}
 {{- if eq .root.Values.gateway.discovery "k8s" -}}
 k8s:///{{ include "rootstock.fullname" .root }}-{{ default .component .pool }}.{{ .root.Release.Namespace }}:{{ .port }}

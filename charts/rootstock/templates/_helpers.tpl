@@ -1,15 +1,15 @@
 {{/*
-Names, labels, images. A "scope" is what most helpers take: a dict of
-  root       the chart's own context
+Names, labels and images. Most helpers take a "scope", a dict of
+  root       the chart's context
   component  gateway, tokenizer, detokenizer, worker, redis, state, prefetch or test
-  values     the component's values, with the model's overrides merged in
-  model      an entry of rootstock.models; absent where a component serves all models
-  role       what pods are labelled as instead of `component`, where a component has pods of two kinds
-  pool       what objects and their pods are called instead of `component`: prefill, of workers that compute prompts
-  mode       of workers: both, or prefill and decode where a model has such
+  values     the component's values with the model's overrides
+  model      an entry of rootstock.models; absent if the component serves all models
+  role       label of the pods instead of `component`, if a component has two kinds of pods
+  pool       name of objects and pods instead of `component`: prefill for prefill workers
+  mode       of workers: both, or prefill and decode if the model has prefill workers
 */}}
 
-{{/* A name of at most .max characters; a longer one is cut and told apart by a hash. Takes {name, max}. */}}
+{{/* A name of at most .max characters. A longer name is cut and gets a hash, so that it stays unique. Takes {name, max}. */}}
 {{- define "rootstock.short" -}}
 {{- if le (len .name) (int .max) -}}
 {{ .name | trimSuffix "-" }}
@@ -18,20 +18,21 @@ Names, labels, images. A "scope" is what most helpers take: a dict of
 {{- end -}}
 {{- end }}
 
-{{/* At most 20 characters: with a component, a model's slug and a controller's hash, labels stay within 63. */}}
+{{/* Prefix of all names. At most 20 characters, so that a label with component, model slug and controller hash has at most 63. */}}
 {{- define "rootstock.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- include "rootstock.short" (dict "name" (default $full .Values.fullnameOverride | replace "." "-") "max" 20) -}}
 {{- end }}
 
-{{/* A model's name as objects and labels can have it. Takes the name. */}}
+{{/* A model's name in the form that names of objects and labels allow. Takes the name. */}}
 {{- define "rootstock.slug" -}}
 {{- include "rootstock.short" (dict "name" (regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-") "max" 22) -}}
 {{- end }}
 
-{{/* JSON list of {name, slug, path, source, size, cached, filled, tokenizer, detokenizer, worker}, the overrides merged key by key.
-cached: it lies in the model cache, or is all of it; filled: by whoever made that; size: of files/model-sizes.yaml, below the entry's. */}}
+{{/* JSON list of {name, slug, path, source, size, cached, filled, tokenizer, detokenizer, worker}, with the models' overrides.
+cached: the model is in the model cache, or is all of it; filled: the operator provides the cache's content, so the chart downloads
+nothing; size: of files/model-sizes.yaml, overridden by the entry's. */}}
 {{- define "rootstock.models" -}}
 {{- if not (hasKey . "RootstockModels") -}}
 {{- $keys := .Files.Get "files/empty-keys.yaml" | fromYaml -}}
@@ -60,7 +61,7 @@ cached: it lies in the model cache, or is all of it; filled: by whoever made tha
 {{- .RootstockModels -}}
 {{- end }}
 
-{{/* JSON list of scopes without `root`, one for each set of workers: a model's, and those that compute prompts for them, if any. */}}
+{{/* JSON list of scopes without `root`: one for each model's workers, and one for its prefill workers, if it has any. */}}
 {{- define "rootstock.workerPools" -}}
 {{- $pools := list -}}
 {{- range $model := include "rootstock.models" . | fromJsonArray -}}
@@ -83,7 +84,7 @@ cached: it lies in the model cache, or is all of it; filled: by whoever made tha
 {{- toJson $pools -}}
 {{- end }}
 
-{{/* "true" if a model has workers that compute prompts for others. Takes the root. */}}
+{{/* Returns "true" if a model has prefill workers. Takes the root. */}}
 {{- define "rootstock.hasPrefill" -}}
 {{- range include "rootstock.workerPools" . | fromJsonArray }}{{ if eq .mode "prefill" }}true{{ end }}{{ end -}}
 {{- end }}
@@ -102,7 +103,7 @@ cached: it lies in the model cache, or is all of it; filled: by whoever made tha
 {{ include "rootstock.fullname" .root }}-{{ default .component .pool }}.{{ .root.Release.Namespace }}.svc
 {{- end }}
 
-{{/* What never changes while a release lives: selectors are made of it. Takes a scope. */}}
+{{/* Labels of selectors, which never change while a release exists. Takes a scope. */}}
 {{- define "rootstock.selector" -}}
 app.kubernetes.io/name: {{ include "rootstock.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -128,8 +129,8 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Takes {root, image, variant}: image is {registry, repository, tag, digest}; variant, if any, ends a tag that the image does not
-name itself. A repository that begins with a registry is complete, so no registry is put before it. */}}
+{{/* An image's reference. Takes {root, image, variant}. image: {registry, repository, tag, digest}; variant: suffix of the default tag,
+or "". A repository that begins with a registry stays as it is. */}}
 {{- define "rootstock.image" -}}
 {{- $host := regexFind "^[^/]+/" .image.repository -}}
 {{- $whole := and $host (or (contains "." $host) (contains ":" $host) (eq $host "localhost/")) -}}
@@ -145,13 +146,13 @@ name itself. A repository that begins with a registry is complete, so no registr
 {{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end }}
 
-{{/* Image of a scope's container: the CUDA executor has one of its own. */}}
+{{/* Image of a scope's container. The CUDA executor has a separate image. */}}
 {{- define "rootstock.componentImage" -}}
 {{- $variant := ternary "cuda" "" (eq (include "rootstock.worker.executor" .) "cuda") -}}
 {{- include "rootstock.image" (dict "root" .root "image" .values.image "variant" $variant) -}}
 {{- end }}
 
-{{/* "true" if the pods of a scope are given a GPU, or look for one. */}}
+{{/* Returns "true" if the pods of a scope request a GPU, or run the CUDA executor. */}}
 {{- define "rootstock.usesGpu" -}}
 {{- $values := default (dict) .values -}}
 {{- if hasKey $values "gpus" -}}
@@ -159,7 +160,7 @@ name itself. A repository that begins with a registry is complete, so no registr
 {{- end -}}
 {{- end }}
 
-{{/* ServiceAccount of a scope: one for each component that has rights, one for all others. */}}
+{{/* ServiceAccount of a scope. Each component with rights has its own; the others share one. */}}
 {{- define "rootstock.serviceAccount" -}}
 {{- $account := .root.Values.serviceAccount -}}
 {{- $base := default (include "rootstock.fullname" .root) $account.name -}}
@@ -172,7 +173,8 @@ name itself. A repository that begins with a registry is complete, so no registr
 {{- end -}}
 {{- end }}
 
-{{/* "true" if the pods of a scope talk to the API server: gateways that watch EndpointSlices, workers that tell their deletion cost, the diagnosis. */}}
+{{/* Returns "true" if the pods of a scope call the API server: gateways that watch EndpointSlices, workers that set their deletion cost,
+and the diagnosis. */}}
 {{- define "rootstock.usesApi" -}}
 {{- if eq .component "gateway" -}}
 {{- if eq .values.discovery "k8s" }}true{{ end -}}

@@ -1,14 +1,15 @@
-{{/* "true" where clients need an API key. Takes the root. */}}
+{{/* Returns "true" if clients need an API key. Takes the root. */}}
 {{- define "rootstock.hasKeys" -}}
 {{- if or .Values.auth.apiKeysSecret .Values.auth.apiKeys }}true{{ end }}
 {{- end }}
 
-{{/* The Secret with the accepted keys. Takes the root. */}}
+{{/* Name of the Secret with the accepted API keys. Takes the root. */}}
 {{- define "rootstock.keysSecret" -}}
 {{- default (printf "%s-gateway-keys" (include "rootstock.fullname" .)) .Values.auth.apiKeysSecret -}}
 {{- end }}
 
-{{/* Whole folders, not subPath: so that a changed Secret reaches the gateway without a restart. Takes the root. */}}
+{{/* Volume with the API keys. It is mounted as a folder without subPath, so that a changed Secret reaches the gateway without a
+restart. Takes the root. */}}
 {{- define "rootstock.keysVolume" -}}
 {{- if include "rootstock.hasKeys" . }}
 - name: keys

@@ -1,11 +1,11 @@
 {{/*
-KV of a worker on a GPU whose memory is known: the arithmetic of services/worker/exec/memory_budget.py, with 3 GB for activations,
-graphs and workspaces, which a worker measures (docs/how-to/kubernetes/sizing.md).
+KV memory of a worker on a GPU with known memory. The arithmetic is that of services/worker/exec/memory_budget.py, with 3 GB for
+activations, graphs and workspaces, which a worker measures (docs/how-to/kubernetes/sizing.md).
 */}}
 
-{{/* JSON of {weightsGB, share, fitting, tokens, context, longest}, or {} if a size is not known. share: mem_fraction_static. fitting:
-tokens of KV that fit beside the weights. tokens: of the KV pool. context: tokens that the worker serves, of the model's longest; 0:
-not known. Takes an entry of rootstock.workerPools. */}}
+{{/* JSON of {weightsGB, share, fitting, tokens, context, longest}, or {} if a size is unknown. share: mem_fraction_static; fitting:
+tokens whose KV fits next to the weights; tokens: size of the KV pool in tokens; context: context length of the worker; longest:
+context length of the model, 0 if unknown. Takes an entry of rootstock.workerPools. */}}
 {{- define "rootstock.memory" -}}
 {{- $values := .values -}}
 {{- $size := .model.size -}}

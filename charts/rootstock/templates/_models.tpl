@@ -1,6 +1,6 @@
-{{/* The model cache in pods. All take a scope whose model says whether it lives there (`cached`). */}}
+{{/* The model cache in pods. All take a scope, whose model is in the cache if it is `cached`. */}}
 
-{{/* "true" if the pods of a scope fetch their model themselves: workers to a disk of their own, the others tokenizer files. */}}
+{{/* Returns "true" if the pods of a scope download their model: workers to their own disk, tokenizers and detokenizers only small files. */}}
 {{- define "rootstock.fetches" -}}
 {{- $cache := .root.Values.modelCache -}}
 {{- if and .model.cached (or (eq $cache.type "pod") (and $cache.fetchTokenizers (ne .component "worker"))) }}true{{ end -}}
@@ -43,8 +43,8 @@
 {{- end }}
 {{- end }}
 
-{{/* A container that fetches, but for its volumes. Takes {root, name, arguments, resources}: folders and sources by turns;
-resources, if not those of the Job. */}}
+{{/* A container that downloads models, without its volumes. Takes {root, name, arguments, resources}. arguments: a folder and a source
+for each model; resources: default those of the Job. */}}
 {{- define "rootstock.fetch.container" -}}
 {{- $prefetch := .root.Values.modelCache.prefetch -}}
 name: {{ .name }}
@@ -63,7 +63,7 @@ resources:
   {{- toYaml (default $prefetch.resources .resources) | nindent 2 }}
 {{- end }}
 
-{{/* Where models come from, as services/shared/fetch reads it. Takes the root. */}}
+{{/* Variables with the download sources, which services/shared/fetch reads. Takes the root. */}}
 {{- define "rootstock.fetch.env" -}}
 {{- with .Values.modelCache.prefetch -}}
 - name: HOME
@@ -144,7 +144,7 @@ resources:
 {{- end }}
 {{- end }}
 
-{{/* Fetches what the pod itself needs, before its service starts. */}}
+{{/* An init container that downloads the files that this pod needs. */}}
 {{- define "rootstock.fetchModel" -}}
 {{- $worker := eq .component "worker" -}}
 {{- $folder := .model.path -}}
@@ -169,7 +169,8 @@ volumeMounts:
   {{- with include "rootstock.fetch.caMount" .root }}{{ . | nindent 2 }}{{ end }}
 {{- end }}
 
-{{/* Fetches the model, or waits until it is whole, so that a pod says "waiting for the model" instead of crashing. Runs in the component's image. */}}
+{{/* An init container that downloads the model, or waits until it is complete, so that the pod waits instead of crashing. The waiting
+container uses the component's image. */}}
 {{- define "rootstock.waitForModel" -}}
 {{- if include "rootstock.fetches" . -}}
 {{ include "rootstock.fetchModel" . }}

@@ -1,7 +1,7 @@
-{{/* What `pod` in the values gives to every pod, and a component's `pod` to its own. One template puts it on all of them. */}}
+{{/* Additions of `pod` in the values to every pod, and of a component's `pod` to its pods. rootstock.pod.template applies them. */}}
 
-{{/* Both as one JSON object: maps key by key without what is null, lists one behind the other (of the same name: the component's),
-else the component's, if it says something. A context that is null is not there. Takes a scope. */}}
+{{/* JSON object of both `pod` blocks. Maps are merged key by key without nulls. Lists are joined; of entries with the same name, the
+component's is used. Other fields are the component's, if set. A security context that is null is left out. Takes a scope. */}}
 {{- define "rootstock.pod.overrides" -}}
 {{- $all := default (dict) .root.Values.pod -}}
 {{- $values := default (dict) .values -}}
@@ -37,7 +37,7 @@ else the component's, if it says something. A context that is null is not there.
 {{- toJson $out -}}
 {{- end }}
 
-{{/* JSON list of {all, own}, lists of a key of pods: one behind the other, of the same name those of own. Takes these and {key}. */}}
+{{/* JSON list of `all` and `own` joined. Of entries with the same name, that of `own` is used. Takes {key, all, own}. key: field of pods. */}}
 {{- define "rootstock.pod.behind" -}}
 {{- $names := list -}}
 {{- if has .key (list "env" "volumes" "initContainers" "containers") }}{{ range .own }}{{ $names = append $names .name }}{{ end }}{{ end -}}
@@ -46,7 +46,7 @@ else the component's, if it says something. A context that is null is not there.
 {{- concat $merged (default list .own) | default list | toJson -}}
 {{- end }}
 
-{{/* JSON list of those of {env} whose names, in capitals or not, {container} does not have. */}}
+{{/* JSON list of the variables of `env` that the container does not have, ignoring case. Takes {container, env}. */}}
 {{- define "rootstock.pod.missing" -}}
 {{- $there := dict -}}
 {{- range .container.env }}{{ $_ := set $there (lower .name) true }}{{ end -}}
@@ -55,8 +55,9 @@ else the component's, if it says something. A context that is null is not there.
 {{- toJson $missing -}}
 {{- end }}
 
-{{/* Two changes to what is to be put on top, for {scope, over, main}: of the prefetch Job the variables that all pods get give way
-to those of modelCache.prefetch; and in pods that end, sidecars are of the kind that ends with them. */}}
+{{/* Adapts additions to a pod. In the prefetch Job, variables of modelCache.prefetch override those for all pods. In pods that end,
+additional containers become native sidecars, which end with the pod. Takes {scope, over, main}. over: the additions; main: the chart's
+container. */}}
 {{- define "rootstock.pod.fitted" -}}
 {{- $over := .over -}}
 {{- if eq .scope.component "prefetch" -}}
@@ -73,8 +74,8 @@ to those of modelCache.prefetch; and in pods that end, sidecars are of the kind 
 {{- toJson $over -}}
 {{- end }}
 
-{{/* A pod template, or a whole pod: its metadata and its spec with everything of the values on top. Takes {scope, metadata, spec}:
-what the chart itself says of them, as YAML. The chart's own container is the first. */}}
+{{/* Metadata and spec of a pod or a pod template, with the additions of the values. Takes {scope, metadata, spec}. metadata, spec: the
+chart's own, as YAML; the first container is the chart's. */}}
 {{- define "rootstock.pod.template" -}}
 {{- $over := include "rootstock.pod.overrides" .scope | fromJson -}}
 {{- $metadata := fromYaml .metadata -}}
@@ -94,7 +95,7 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- range $key := list "env" "volumeMounts" -}}
 {{- with concat (default list (index $main $key)) (index $over $key) }}{{ $_ := set $main $key . }}{{ end -}}
 {{- end -}}
-{{- /* Of two sources that have a variable the last one's counts: the chart's. */ -}}
+{{- /* If two sources have a variable, the last source wins, so the chart's come last. */ -}}
 {{- with concat $over.envFrom (default list $main.envFrom) }}{{ $_ := set $main "envFrom" . }}{{ end -}}
 {{- range $container := $spec.initContainers -}}
 {{- if eq .name "fetch-model" -}}
@@ -119,7 +120,8 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- dict "metadata" $metadata "spec" $spec | toYaml -}}
 {{- end }}
 
-{{/* YAML list. Takes {scope, given}: those of the values. Services leave nodes that are lost, and workers go where GPUs are. */}}
+{{/* YAML list of tolerations. Services leave lost nodes after nodeLostSeconds; workers tolerate the taint of GPU nodes. Takes
+{scope, given}. given: tolerations of the values. */}}
 {{- define "rootstock.pod.tolerations" -}}
 {{- $keys := list -}}
 {{- range .given }}{{ $keys = append $keys (default "" .key) }}{{ end -}}
@@ -139,7 +141,7 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- toYaml $all -}}
 {{- end }}
 
-{{/* YAML list: over zones and nodes, as far as it goes. Takes a scope. */}}
+{{/* YAML list of constraints that spread pods over zones and nodes, if possible. Takes a scope. */}}
 {{- define "rootstock.pod.spread" -}}
 {{- if not (dig "topologySpread" false (default (dict) .values)) -}}
 []
@@ -159,7 +161,7 @@ what the chart itself says of them, as YAML. The chart's own container is the fi
 {{- end -}}
 {{- end }}
 
-{{/* How pods are replaced: the strategy of a scope's Deployment, or what its StatefulSet or LeaderWorkerSet has for that. */}}
+{{/* Update strategy of a scope's Deployment, StatefulSet or LeaderWorkerSet. */}}
 {{- define "rootstock.strategy" -}}
 {{- $kind := default "Deployment" .values.kind -}}
 {{- $strategy := .values.strategy -}}

@@ -1,6 +1,6 @@
 {{/* Parts of pod templates. All take a scope. */}}
 
-{{/* metadata: labels, annotations and the checksum by which changed settings start new pods. */}}
+{{/* Labels and annotations of pods. With the checksum, changed settings start new pods. */}}
 {{- define "rootstock.pod.metadata" -}}
 labels:
   {{- $own := include "rootstock.labels.own" . | fromYaml }}
@@ -14,7 +14,7 @@ annotations:
   {{- end }}
 {{- end }}
 
-{{/* What all of the chart's pods have: identity and pull secrets. _overrides.tpl has what values may change. */}}
+{{/* Identity and pull secrets of all pods. _overrides.tpl adds the fields that values can change. */}}
 {{- define "rootstock.pod.common" -}}
 serviceAccountName: {{ include "rootstock.serviceAccount" . }}
 automountServiceAccountToken: {{ eq (include "rootstock.usesApi" .) "true" }}
@@ -27,7 +27,8 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* From the pod's deletion on: preStop's 8 s, the drain, and 10 s to hand back or end what is left. A gateway waits by itself. */}}
+{{/* Seconds from a pod's deletion: 8 s of preStop, the drain, and 10 s to end the remaining work. A gateway has no preStop, because it
+waits for preStopSeconds itself. */}}
 {{- define "rootstock.pod.gracePeriod" -}}
 {{- if eq .component "gateway" -}}
 {{ max (add .root.Values.drainSeconds .values.preStopSeconds 10) .values.terminationGracePeriodSeconds }}
@@ -36,14 +37,14 @@ imagePullSecrets:
 {{- end -}}
 {{- end }}
 
-{{/* Seconds in which a rollout must get on: what goes drains, an image is pulled, the service starts. Where an init container fetches
-the model or waits until it is whole, two hours more. */}}
+{{/* Seconds in which a rollout must make progress: an old pod drains, an image is pulled, and the service starts. Two hours more if an
+init container downloads the model or waits for it. */}}
 {{- define "rootstock.progressDeadline" -}}
 {{ add .root.Values.drainSeconds (default 120 .values.startupSeconds) 600 (ternary 7200 0 .model.cached) }}
 {{- end }}
 
-{{/* Everybody knows that the pod goes, and who has come in its place, before it takes nothing more: answers of the cluster's DNS hold
-for 5 s, and gateways look every 2 s. A gateway tells balancers too, so it has to know itself. */}}
+{{/* Delays SIGTERM by 8 s, so that all gateways use the pod's successor before the pod refuses requests: DNS responses are cached for 5 s,
+and gateways look up names every 2 s. A gateway gets SIGTERM at once, because it must fail /ready for load balancers. */}}
 {{- define "rootstock.preStop" -}}
 {{- if ne .component "gateway" -}}
 lifecycle:
@@ -53,7 +54,8 @@ lifecycle:
 {{- end -}}
 {{- end }}
 
-{{/* Probes of a gRPC service. Takes {service, port, startupSeconds}. Liveness waits two minutes: a long prefill is no fault. */}}
+{{/* Probes of a gRPC service. The liveness probe waits two minutes, because a long prefill is no fault. Takes {service, port,
+startupSeconds}. */}}
 {{- define "rootstock.probes" -}}
 startupProbe:
   grpc:
@@ -76,7 +78,7 @@ readinessProbe:
   failureThreshold: 3
 {{- end }}
 
-{{/* A service's container but for its ports, probes, own variables and volumes. */}}
+{{/* A service's container, without its ports, probes, own variables and volumes. */}}
 {{- define "rootstock.container" -}}
 name: {{ .component }}
 image: {{ include "rootstock.componentImage" . }}
@@ -90,7 +92,7 @@ envFrom:
 {{- with include "rootstock.preStop" . }}{{ . | nindent 0 }}{{ end }}
 {{- end }}
 
-{{/* Variables that no ConfigMap can hold. */}}
+{{/* Variables that are not in the ConfigMap. */}}
 {{- define "rootstock.env" -}}
 - name: HOME
   value: /tmp
@@ -111,7 +113,7 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* Where gateways keep what clients have them keep. The kubelet puts the password into the URL. */}}
+{{/* URL of the store. The kubelet replaces the variable with the password. */}}
 {{- define "rootstock.stateEnv" -}}
 {{- if .root.Values.state.embedded -}}
 - name: REDISCLI_AUTH
@@ -127,7 +129,7 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* The password of a Redis of the chart's own. Takes {root, component}: redis or state. */}}
+{{/* Password of one of the chart's Redis servers. Takes {root, component}. component: redis or state. */}}
 {{- define "rootstock.passwordFrom" -}}
 valueFrom:
   secretKeyRef:

@@ -1,7 +1,7 @@
-{{/* Autoscaling. All take a scope but the trigger; queries come from monitoring/_promql.tpl. */}}
+{{/* Autoscaling. Unless noted, helpers take a scope. Queries come from monitoring/_promql.tpl. */}}
 
-{{/* `replicas:`, unless an autoscaler writes it: then it is what the cluster has, so that nobody is stopped while one takes over.
-Rendered without a cluster it is left out (docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
+{{/* The field `replicas`. With an autoscaler, it has the cluster's current number, so that no pod stops when the autoscaler takes over.
+Without a cluster (helm template), it is then left out (docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
 {{- define "rootstock.replicas" -}}
 {{- if not .values.autoscaling.enabled -}}
 replicas: {{ .values.replicas }}
@@ -15,7 +15,7 @@ replicas: {{ int $kept }}
 {{- end -}}
 {{- end }}
 
-{{/* What is scaled. */}}
+{{/* Reference to the scaled object. */}}
 {{- define "rootstock.scaleTarget" -}}
 {{- $kind := default "Deployment" .values.kind -}}
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
@@ -23,7 +23,7 @@ kind: {{ $kind }}
 name: {{ include "rootstock.componentName" . }}
 {{- end }}
 
-{{/* Services without weights to load follow their load within a minute. */}}
+{{/* Scaling behavior of services without weights, which start fast: the number of pods follows the load within a minute. */}}
 {{- define "rootstock.scaling.front" -}}
 scaleUp:
   stabilizationWindowSeconds: 0
@@ -37,7 +37,7 @@ scaleDown:
     - {type: Pods, value: 1, periodSeconds: {{ .values.autoscaling.scaleDownPeriodSeconds }}}
 {{- end }}
 
-{{/* Workers at most double in the time that a new one takes to serve, so that one need is not answered twice. */}}
+{{/* Scaling behavior of workers. Their number at most doubles per cold start, so that workers that are starting count first. */}}
 {{- define "rootstock.scaling.worker" -}}
 {{- $coldStart := int .values.autoscaling.coldStartSeconds -}}
 scaleUp:
@@ -61,7 +61,7 @@ scaleDown:
       averageUtilization: {{ .values.autoscaling.targetCPUPercent }}
 {{- end }}
 
-{{/* The HorizontalPodAutoscaler of a service that CPU alone drives. */}}
+{{/* The HorizontalPodAutoscaler of a service that scales by CPU. */}}
 {{- define "rootstock.hpa.front" -}}
 apiVersion: autoscaling/v2
 kind: HorizontalPodAutoscaler
@@ -80,7 +80,7 @@ spec:
     {{- include "rootstock.hpa.cpu" . | nindent 4 }}
 {{- end }}
 
-{{/* "true" where KEDA is on and has to say who it is. Takes the root. */}}
+{{/* Returns "true" if KEDA is used and must authenticate. Takes the root. */}}
 {{- define "rootstock.keda.authenticates" -}}
 {{- $auth := .Values.autoscaling.prometheusAuth -}}
 {{- if and (eq .Values.autoscaling.engine "keda") (or $auth.modes $auth.podIdentity) }}true{{ end -}}
@@ -119,7 +119,8 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* The external metric of a release: an adapter has one rule by a name, whatever the namespace. Takes the root. */}}
+{{/* Name of a release's external metric. Contains the namespace, because an adapter has one rule per name for all namespaces. Takes the
+root. */}}
 {{- define "rootstock.backlogMetric" -}}
 rootstock_backlog_{{ printf "%s_%s" .Release.Namespace (include "rootstock.fullname" .) | replace "-" "_" | replace "." "_" }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* The headless Service of a component, over all models. Takes {root, component, port, metricsPort}. */}}
+{{/* The headless Service of a component's pods of all models. Takes {root, component, port, metricsPort}. */}}
 {{- define "rootstock.headless" -}}
 apiVersion: v1
 kind: Service

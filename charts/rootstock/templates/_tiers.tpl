@@ -1,6 +1,6 @@
-{{/* KV of workers below their pool: in memory, in files, in a store that they share. All take a scope of a worker. */}}
+{{/* KV tiers of workers below the device pool: host memory, and files or a shared store. Unless noted, helpers take a scope of a worker. */}}
 
-{{/* Where the files are: claim, volume or emptyDir; empty: there are none. */}}
+{{/* Location of the files: claim, volume or emptyDir; empty without files. */}}
 {{- define "rootstock.tiers.files" -}}
 {{- with .values.kvTiers.files -}}
 {{- if .sizeGB -}}
@@ -9,7 +9,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* The files at most, and the names of their blocks. A pod whose emptyDir holds more than its limit is evicted. */}}
+{{/* Largest size in bytes of the files with their metadata. A pod is evicted if its emptyDir exceeds the limit. */}}
 {{- define "rootstock.tiers.fileBytes" -}}
 {{- with int64 .values.kvTiers.files.sizeGB }}{{ add (mul . 1050000000) 67108864 }}{{ else }}0{{ end -}}
 {{- end }}
@@ -63,7 +63,7 @@ ROOTSTOCK_HICACHE_STORAGE_SECRET_FILE: /etc/rootstock/kv-storage/secret
 {{- end }}
 {{- end }}
 
-{{/* But for a claim, which the StatefulSet has. */}}
+{{/* Volumes of the tiers, without a claim, which is in the StatefulSet. */}}
 {{- define "rootstock.tiers.volumes" -}}
 {{- $files := include "rootstock.tiers.files" . }}
 {{- if eq $files "volume" }}
@@ -80,7 +80,7 @@ ROOTSTOCK_HICACHE_STORAGE_SECRET_FILE: /etc/rootstock/kv-storage/secret
 {{- end }}
 {{- end }}
 
-{{/* Egress to the stores that workers share, of all models. Takes the root. */}}
+{{/* Egress rules to the shared stores of all models. Takes the root. */}}
 {{- define "rootstock.tiers.egress" -}}
 {{- $rules := list -}}
 {{- range include "rootstock.models" . | fromJsonArray -}}

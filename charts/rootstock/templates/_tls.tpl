@@ -1,11 +1,11 @@
-{{/* TLS between services. A scope is what most take. */}}
+{{/* TLS between services. Unless noted, helpers take a scope. */}}
 
-{{/* "true" where it is on. Takes the root. */}}
+{{/* Returns "true" if TLS is on. Takes the root. */}}
 {{- define "rootstock.tls" -}}
 {{- if or .Values.tls.secret .Values.tls.certManager.enabled }}true{{ end -}}
 {{- end }}
 
-{{/* The Secret with a component's certificate: one for all, or its own. */}}
+{{/* Name of the Secret with a component's certificate: the component's own, or one for all. */}}
 {{- define "rootstock.tls.secret" -}}
 {{- $own := printf "%s-%s-tls" (include "rootstock.fullname" .root) .component -}}
 {{- default $own .root.Values.tls.secret | replace "%s" .component -}}
@@ -25,14 +25,14 @@ ROOTSTOCK_HEALTH_PORT: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Where probes ask in the clear, of services whose own port they could not; the gateway has such a port in any case. */}}
+{{/* Port for probes without TLS, because kubelets have no certificate for the service's own port. The gateway always has such a port. */}}
 {{- define "rootstock.tls.healthPort" -}}
 {{- if include "rootstock.tls" .root -}}
 {{- dict "tokenizer" "7011" "detokenizer" "7012" "worker" "7013" | dig .component "" -}}
 {{- end -}}
 {{- end }}
 
-{{/* Takes a scope, and the port that probes ask otherwise. */}}
+{{/* Port that probes use. Takes a scope with `port`, the port without TLS. */}}
 {{- define "rootstock.tls.probed" -}}
 {{- default .port (include "rootstock.tls.healthPort" .) -}}
 {{- end }}
@@ -44,7 +44,8 @@ ROOTSTOCK_HEALTH_PORT: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Whole folders, not subPath: so that what changes reaches the process without a restart. */}}
+{{/* Volume with the certificate. It is mounted as a folder without subPath, so that a renewed certificate reaches the process without a
+restart. */}}
 {{- define "rootstock.tls.volume" -}}
 {{- if include "rootstock.tls" .root }}
 - name: mtls
@@ -93,7 +94,7 @@ ROOTSTOCK_HEALTH_PORT: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* JSON list of {name, secret}: certificates for a Redis that is somebody else's, in pods that call it. */}}
+{{/* JSON list of {name, secret}: certificates for external Redis servers that the scope's pods call. */}}
 {{- define "rootstock.tls.external" -}}
 {{- $found := list -}}
 {{- $asked := dict "gateway" (list "redis" "state") "worker" (list "redis") | dig .component (list) -}}
@@ -116,7 +117,7 @@ ROOTSTOCK_HEALTH_PORT: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* The URL of a Redis of the chart's own. Takes {root, component, password}: the variable that holds it. */}}
+{{/* URL of one of the chart's Redis servers. Takes {root, component, password}. password: name of the variable with the password. */}}
 {{- define "rootstock.tls.redisUrl" -}}
 {{- $tls := include "rootstock.tls" .root -}}
 redis{{ with $tls }}s{{ end }}://:$({{ .password }})@{{ include "rootstock.host" . }}:6379/0
@@ -125,7 +126,7 @@ redis{{ with $tls }}s{{ end }}://:$({{ .password }})@{{ include "rootstock.host"
 {{- end -}}
 {{- end }}
 
-{{/* A span like 2160h or 1h30m in seconds. */}}
+{{/* Seconds of a duration like 2160h or 1h30m. */}}
 {{- define "rootstock.seconds" -}}
 {{- $sum := 0 -}}
 {{- range regexFindAll "[0-9]+[hms]" . -1 -}}

@@ -1,6 +1,7 @@
-{{/* Checks that a schema cannot express. Each takes the root and renders to nothing, or fails with what to change. */}}
+{{/* Checks that a schema cannot express. Unless noted, each takes the root. Each renders nothing, or fails with the remedy. */}}
 
-{{/* Keys of other charts. Takes {at, rows, values}: where the block is, its part of files/foreign-keys.yaml, and what is given. */}}
+{{/* Refuses keys of other charts. Takes {at, rows, values}. at: path of the block; rows: its part of files/foreign-keys.yaml; values: the
+block. */}}
 {{- define "rootstock.validate.foreign" -}}
 {{- $ctx := . -}}
 {{- range $key, $row := .rows -}}
@@ -25,7 +26,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Images of the chart's own services, which have no public registry. */}}
+{{/* Refuses images of the services without a registry, because they are in no public registry. */}}
 {{- define "rootstock.validate.images" -}}
 {{- $images := dict "gateway" .Values.gateway.image "modelCache.prefetch" .Values.modelCache.prefetch.image -}}
 {{- if .Values.tests.enabled }}{{ $_ := set $images "tests" .Values.tests.image }}{{ end -}}
@@ -97,7 +98,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Of models whose prompts are computed by workers of their own. */}}
+{{/* Checks models with prefill workers. */}}
 {{- define "rootstock.validate.prefill" -}}
 {{- range $pool := include "rootstock.workerPools" . | fromJsonArray -}}
 {{- if eq .mode "prefill" -}}
@@ -177,7 +178,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Scale from zero: requests must be able to wait for a worker to start. Takes {root, model}. */}}
+{{/* Checks scaling from zero: requests must be able to wait for the start of a worker. Takes {root, model}. */}}
 {{- define "rootstock.validate.fromZero" -}}
 {{- $gateway := .root.Values.gateway -}}
 {{- $coldStart := int .model.worker.autoscaling.coldStartSeconds -}}

@@ -20,7 +20,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Refuses GPUs under `resources` without `gpus`: such a worker has the image and the executor of a CPU. Takes the root. */}}
+{{/* Refuses GPUs under `resources` without `gpus`, because such a worker would have the CPU's image and executor. Takes the root. */}}
 {{- define "rootstock.validate.gpus" -}}
 {{- range $index, $model := include "rootstock.models" . | fromJsonArray -}}
 {{- $own := dig "worker" dict (index $.Values.models $index) | default dict -}}

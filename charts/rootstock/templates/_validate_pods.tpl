@@ -1,6 +1,6 @@
-{{/* What values may not do to pods, as _validate.tpl does it. */}}
+{{/* Refuses values that would break pods. */}}
 
-{{/* Takes {scope, over, spec}: a pod's own spec, and what is to be put on top of it. */}}
+{{/* Checks the additions to a pod. Takes {scope, over, spec}. over: the additions; spec: the chart's spec. */}}
 {{- define "rootstock.validate.pod" -}}
 {{- $at := .scope.component -}}
 {{- with .scope.pool }}{{ $at = . }}{{ end -}}
@@ -73,7 +73,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* How pods are replaced, and what a worker claims. Takes the root. */}}
+{{/* Checks update strategies and device claims. Takes the root. */}}
 {{- define "rootstock.validate.pods" -}}
 {{- $scopes := list (dict "at" "gateway" "values" .Values.gateway) -}}
 {{- range $model := include "rootstock.models" . | fromJsonArray -}}

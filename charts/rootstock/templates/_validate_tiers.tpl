@@ -1,4 +1,4 @@
-{{/* Tiers of KV that cannot work, as _validate.tpl does it. Takes the root. */}}
+{{/* Refuses KV tiers that cannot work. Takes the root. */}}
 {{- define "rootstock.validate.tiers" -}}
 {{- range $pool := include "rootstock.workerPools" . | fromJsonArray -}}
 {{- $at := printf "model %s: %s.kvTiers" .model.name (ternary "worker" "worker.prefill, as worker," (ne .mode "prefill")) -}}
@@ -27,7 +27,7 @@
   {{- fail (printf "%s.files.claimSize is %v, and sizeGB is %v: files and what belongs to them take up to %d bytes. Raise claimSize, or lower sizeGB." $at $tiers.files.claimSize $tiers.files.sizeGB $files) -}}
 {{- end -}}
 {{- if $tiers.hostGB -}}
-  {{- /* A worker's tier takes four fifths at most of what its limit leaves free (MOST_FREE of make_tiers.py), or it does not start. */}}
+  {{- /* A worker does not start if its tier needs more than four fifths of the free memory (MOST_FREE of make_tiers.py). */}}
   {{- $host := mul (int64 $tiers.hostGB) 1000000000 -}}
   {{- $least := add (mul (int64 $tiers.hostGB) 1250000000) 1073741824 (include "rootstock.bytes" .values.sharedMemory | int64) -}}
   {{- $leasts := dict "requests" (add $host 1073741824) "limits" $least -}}

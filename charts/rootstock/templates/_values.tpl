@@ -1,10 +1,10 @@
 {{/*
-The meaning of keys that a values file leaves empty. Helm takes the default of such a key away before it checks the schema, so the
-templates find no value there. files/empty-keys.yaml has the empty value of each key, or its default if the chart
-needs a value; an empty key of the second kind is refused by its name.
+Values of keys that a values file leaves empty. Helm removes the default of such a key before it checks the schema, so that templates
+would find no value. files/empty-keys.yaml has the empty value of each key, or its default if the chart needs a value. In the second
+case, the empty key is refused by its name.
 */}}
 
-{{/* Gives every key of .Values a value, once in a rendering. Every template begins with it. Takes the root. */}}
+{{/* Gives every key of .Values a value, once per rendering. Every template calls this first. Takes the root. */}}
 {{- define "rootstock.values" -}}
 {{- if not (hasKey . "RootstockValues") -}}
 {{- $_ := set . "RootstockValues" true -}}
@@ -19,9 +19,9 @@ needs a value; an empty key of the second kind is refused by its name.
 {{- end -}}
 {{- end }}
 
-{{/* Removes keys without a value, also those of entries of lists. A security context of a pod keeps its nulls, which take fields
-away (_overrides.tpl), the overrides of a model keep theirs (rootstock.values.over), and keys of other charts stay, to be refused.
-Takes {map, name, foreign}: the name of the map's key, and the block's part of files/foreign-keys.yaml. */}}
+{{/* Removes keys without a value, also in entries of lists. Three kinds of keys stay: nulls of a pod's security context, which remove
+fields (_overrides.tpl); nulls of a model's overrides (rootstock.values.over); and keys of other charts, which are refused later.
+Takes {map, name, foreign}. name: the map's key; foreign: the block's part of files/foreign-keys.yaml. */}}
 {{- define "rootstock.values.pruned" -}}
 {{- $map := .map -}}
 {{- $foreign := .foreign -}}
@@ -43,8 +43,8 @@ Takes {map, name, foreign}: the name of the map's key, and the block's part of f
 {{- end -}}
 {{- end }}
 
-{{/* Gives the keys of a block their values. Takes {root, values, empty, required, at, blame, off}: the block and its part of both
-trees, where it is, the empty key above it if there is one, and whether it is a part of something that is switched off. */}}
+{{/* Gives the keys of a block their values. Takes {root, values, empty, required, at, blame, off}. values: the block; empty, required:
+its parts of files/empty-keys.yaml; at: its path; blame: path of an empty key above it, or ""; off: a block above is switched off. */}}
 {{- define "rootstock.values.filled" -}}
 {{- $ctx := . -}}
 {{- $values := .values -}}
@@ -80,7 +80,7 @@ trees, where it is, the empty key above it if there is one, and whether it is a 
 {{- end -}}
 {{- end }}
 
-{{/* "true" if a block is switched off: nothing reads its other keys. Takes the context of rootstock.values.filled. */}}
+{{/* Returns "true" if a block is switched off, so that its other keys are not read. Takes the context of rootstock.values.filled. */}}
 {{- define "rootstock.values.isOff" -}}
 {{- $values := .values -}}
 {{- $cache := .root.Values.modelCache | default dict -}}
@@ -101,8 +101,8 @@ trees, where it is, the empty key above it if there is one, and whether it is a 
 {{- end -}}
 {{- end }}
 
-{{/* Puts a model's overrides over a component's values, key by key. A key without a value takes the component's away; one of
-a security context stays without a value (_overrides.tpl). Takes {values, over, name}: the name of the map's key. Changes values. */}}
+{{/* Merges a model's overrides into a component's values, key by key. An override without a value removes the component's value; in a
+security context it stays as null (_overrides.tpl). Takes {values, over, name}. name: the map's key. Changes `values`. */}}
 {{- define "rootstock.values.over" -}}
 {{- $values := .values -}}
 {{- $name := .name -}}

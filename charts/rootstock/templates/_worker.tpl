@@ -1,6 +1,6 @@
-{{/* The worker's pods, whatever owns them. All take a scope. */}}
+{{/* Pods of workers, for every kind of owner. Unless noted, helpers take a scope. */}}
 
-{{/* Where the worker reads its model: on a disk of its own, if it has one. */}}
+{{/* Folder of the worker's model: on its own disk, if it has one. */}}
 {{- define "rootstock.worker.modelFolder" -}}
 {{- if include "rootstock.worker.hasDisk" . -}}
 /cache/{{ .model.slug }}
@@ -67,7 +67,7 @@
 {{- toYaml $resources -}}
 {{- end }}
 
-{{/* The pod's claims on devices, each by its own name. */}}
+{{/* The pod's device claims. */}}
 {{- define "rootstock.worker.claims" -}}
 {{- range .values.resourceClaims }}
 - name: {{ .name }}
@@ -79,12 +79,13 @@
 {{- end }}
 {{- end }}
 
-{{/* Name of the ResourceClaimTemplate that the chart makes. It cannot be changed, so its name follows what it says. Takes {scope, claim}. */}}
+{{/* Name of the chart's ResourceClaimTemplate. It contains a hash of the content, because such an object cannot be changed. Takes
+{scope, claim}. */}}
 {{- define "rootstock.worker.claimTemplate" -}}
 {{ include "rootstock.componentName" .scope }}-{{ .claim | toJson | sha256sum | trunc 8 }}
 {{- end }}
 
-{{/* What computes a worker's steps, and so what its image must bring along; empty: the scope is no worker's. */}}
+{{/* Executor of a worker, which also selects its image; empty for other components. */}}
 {{- define "rootstock.worker.executor" -}}
 {{- if hasKey .values "gpus" -}}
 {{- $derived := ternary "cuda" "cpu" (or (gt (int .values.gpus) 0) (gt (len .values.resourceClaims) 0)) -}}
@@ -92,7 +93,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* A disk of the pod's own has no other readers; a node's, or a claim that is named, may have. */}}
+{{/* Lets a download empty the disk first, if only this pod reads the disk. Other pods may read a node's folder or a named claim. */}}
 {{- define "rootstock.worker.makeRoom" -}}
 {{- $volume := .values.cacheVolume -}}
 {{- if or (not $volume) (hasKey $volume "emptyDir") (hasKey $volume "ephemeral") -}}
@@ -101,7 +102,7 @@
 {{- end }}
 {{- end }}
 
-{{/* From the shared cache to the pod's own disk. */}}
+{{/* An init container that copies the model from the shared cache to the pod's own disk. */}}
 {{- define "rootstock.worker.copyModel" -}}
 {{ include "rootstock.fetch.container" (dict "root" .root "name" "copy-model" "arguments" (list (include "rootstock.worker.modelFolder" .) .model.path)) }}
 {{- with include "rootstock.worker.makeRoom" . }}

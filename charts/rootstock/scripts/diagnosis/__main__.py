@@ -1,7 +1,10 @@
-"""python -m diagnosis INSTALL GATEWAY: what is wrong with an installation, and how to mend it. Status 0 where all is well.
+"""python -m diagnosis INSTALL GATEWAY reports faults of a release with their remedies. Exits with 0 if all checks are OK.
 
-INSTALL: a file with what the chart has installed. It looks again until all is well, until what is broken has stayed as it is for
-a while and nothing is on its way, or until its patience ends, which is below the time that `helm test` gives a pod (5 minutes).
+INSTALL is a file with the expected state, GATEWAY the URL of the gateway. The checks repeat until one condition is true:
+
+1. All checks are OK.
+2. The findings have not changed for SETTLED_S and none is WAITING.
+3. PATIENCE_S have passed, which is less than the timeout of `helm test` (5 minutes).
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from .findings import BROKEN, WAITING, Finding, report
 from .install import Install
 from .look import look
 
-PATIENCE_S = float(os.environ.get("DIAGNOSIS_PATIENCE_S", "240"))
+PATIENCE_S = float(os.environ.get("DIAGNOSIS_PATIENCE_S", "240"))  # seconds
 SETTLED_S = min(45.0, PATIENCE_S / 2)
 PERIOD_S = min(5.0, PATIENCE_S / 4)
 
 
 def watch(install: Install, gateway: str) -> list[Finding]:
-    """The last findings. Tells what it waits for."""
+    """Repeats the checks, prints changed findings, and returns the last findings."""
     begun = since = time.monotonic()
     before: set[tuple[str, str]] = set()
     while True:

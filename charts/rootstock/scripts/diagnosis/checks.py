@@ -1,4 +1,4 @@
-"""The checks: of what an installation wants and what was found, to findings. Pure: each looks at facts alone, and by itself."""
+"""Runs the checks, which compare the expected with the actual state. Each check is independent and has no I/O."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CHECKS: tuple[Check, ...] = (api, secrets, dns, services, redis, storage, gpus, 
 
 
 def diagnose(install: Install, facts: Facts) -> list[Finding]:
-    """All of them; one that stumbles over what it did not expect says so, and the others go on."""
+    """Returns the findings of all checks. A check that cannot read the facts becomes an UNKNOWN finding; the others still run."""
     found: list[Finding] = []
     for check in CHECKS:
         try:

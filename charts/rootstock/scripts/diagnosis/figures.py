@@ -1,4 +1,4 @@
-"""Of metrics: whether Prometheus has them, and autoscalers get theirs."""
+"""Checks that Prometheus has the release's series and that autoscalers get their metrics."""
 
 from __future__ import annotations
 

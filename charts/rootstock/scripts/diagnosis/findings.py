@@ -1,4 +1,4 @@
-"""What a check finds, and how it is told."""
+"""Defines the result of a check and its report."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Finding:
-    """check: its name. state: one of the above; WAITING is what may mend itself, UNKNOWN what could not be looked at.
-    what: a sentence. mend: what to do, empty where all is well."""
+    """A result of a check."""
 
-    check: str
-    state: str
-    what: str
-    mend: str = ""
+    check: str  # name of the check
+    state: str  # OK; WAITING: may become OK without an action; UNKNOWN: could not be checked; BROKEN
+    what: str  # a sentence about the state
+    mend: str = ""  # the remedy; "" if the state is OK
 
 
 def ok(check: str, what: str) -> Finding:
@@ -37,7 +36,7 @@ def unknown(check: str, what: str, mend: str) -> Finding:
 
 
 def report(title: str, findings: Sequence[Finding]) -> str:
-    """A line for each finding and one for its remedy; what is broken stands at the end, where logs are read."""
+    """Returns the report: a line per finding and a line per remedy. BROKEN findings come last, where readers of a log look first."""
     order = (OK, UNKNOWN, WAITING, BROKEN)
     shown = sorted(findings, key=lambda each: order.index(each.state))
     lines = [title, ""]

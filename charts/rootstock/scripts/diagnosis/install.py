@@ -1,4 +1,4 @@
-"""What the chart has installed, as it says itself, and what was found of it: plain data, which nobody is asked for here."""
+"""Defines the expected and the actual state of a release, as plain data. Has no I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COMPONENT, MODEL = "app.kubernetes.io/component", "rootstock.io/model"
 
 @dataclass(frozen=True)
 class Answer:
-    """Of an HTTP request. status: 0 where there was none, and then `error` says why. body: JSON, or text where it is none."""
+    """The result of an HTTP request."""
 
-    status: int = 0
-    body: Any = None
-    error: str = ""
+    status: int = 0  # HTTP status; 0 without a response
+    body: Any = None  # parsed JSON, or text if the body is not JSON
+    error: str = ""  # reason if there is no response
 
     @property
     def good(self) -> bool:
@@ -24,7 +24,7 @@ class Answer:
 
     @property
     def why(self) -> str:
-        """Of one that is not good."""
+        """Reason of a failed request."""
         message = self.body.get("message", "") if isinstance(self.body, Mapping) else ""
         return self.error or f"{self.status} {message}".strip()
 
@@ -35,40 +35,35 @@ UNASKED = Answer(error="not asked")
 
 @dataclass(frozen=True)
 class RedisState:
-    """error: what it said or why it was not reached, empty where all went well. policy: of eviction. memory: maxmemory, bytes."""
+    """The result of a probe of a Redis server."""
 
     address: str
-    error: str = ""
-    wrote: bool = False
-    policy: str = ""
-    memory: int = 0
+    error: str = ""  # error of the server or of the connection; "" on success
+    wrote: bool = False  # the server accepted a write
+    policy: str = ""  # eviction policy; "" if unknown
+    memory: int = 0  # maxmemory in bytes; 0: unlimited or unknown
     role: str = "master"
 
 
 @dataclass(frozen=True)
 class Install:
-    """From the chart's template. release: what names of its objects begin with; instance: its own name. services: host → its
-    ports by name. secrets: {name, keys, value, part}; a key may be a pattern. models: {name, slug, sleeps, gpus, runtimeClass}.
-    claims: {name, value}. redis: what each is for, index or state. scrapes: whether Prometheus is to have series; prometheus: its
-    URL; sure: whether somebody has said that it is there; unshown: what KEDA shows it and a pod of the tests does not, a cloud's
-    identity or tls, "" for nothing. scaled: {engine, metric, selector, names}; policies: whether the chart has
-    NetworkPolicies. headers: that Prometheus wants beside those of a Secret."""
+    """The expected state of a release, written by the template rootstock.diagnosis.install."""
 
-    release: str
-    instance: str
+    release: str  # prefix of the objects' names
+    instance: str  # name of the release
     namespace: str
-    services: Mapping[str, Mapping[str, int]]
-    secrets: tuple[Object, ...]
-    models: tuple[Object, ...]
-    claims: tuple[Object, ...]
-    redis: tuple[str, ...]
-    prometheus: str
-    sure: bool
-    unshown: str
-    scrapes: bool
-    scaled: Object
-    policies: bool
-    headers: Mapping[str, str]
+    services: Mapping[str, Mapping[str, int]]  # host → port by name
+    secrets: tuple[Object, ...]  # {name, keys, value, part}; a key may be a pattern
+    models: tuple[Object, ...]  # {name, slug, sleeps, gpus, runtimeClass}; sleeps: scaled to zero without requests
+    claims: tuple[Object, ...]  # {name, value}
+    redis: tuple[str, ...]  # purposes of the Redis servers: index, state
+    prometheus: str  # URL
+    sure: bool  # the operator has configured Prometheus, so a missing one is a fault
+    unshown: str  # credentials that only KEDA has: a cloud identity or tls; "" if it has no others
+    scrapes: bool  # Prometheus should have the release's series
+    scaled: Object  # {engine, metric, selector, names}
+    policies: bool  # the chart has NetworkPolicies
+    headers: Mapping[str, str]  # headers for Prometheus in addition to those of a Secret
 
     @classmethod
     def of(cls, told: Object) -> Install:
@@ -78,32 +73,30 @@ class Install:
 
 @dataclass(frozen=True)
 class Facts:
-    """objects: of the namespace by plural name, as the API server lists them. names: host → why it does not resolve, "" if it
-    does. secrets: name → its keys, of those that are mounted. logs: pod/container → its last lines. groups: of APIs, by name.
-    texts: model → its tokenizer's round trip."""
+    """The actual state of a release."""
 
-    objects: Mapping[str, Answer] = field(default_factory=dict)
-    logs: Mapping[str, str] = field(default_factory=dict)
-    groups: Answer = UNASKED
-    external: Answer = UNASKED
-    names: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    redis: Mapping[str, RedisState] = field(default_factory=dict)
-    readiness: Answer = UNASKED
-    info: Answer = UNASKED
-    texts: Mapping[str, Object] = field(default_factory=dict)
-    series: Answer = UNASKED
+    objects: Mapping[str, Answer] = field(default_factory=dict)  # lists of the API server by plural kind
+    logs: Mapping[str, str] = field(default_factory=dict)  # pod/container → last lines
+    groups: Answer = UNASKED  # API groups of the cluster
+    external: Answer = UNASKED  # external metric of an HPA
+    names: Mapping[str, str] = field(default_factory=dict)  # host → error of the resolver; "" if it resolves
+    secrets: Mapping[str, frozenset[str]] = field(default_factory=dict)  # mounted Secret → its keys
+    redis: Mapping[str, RedisState] = field(default_factory=dict)  # by purpose
+    readiness: Answer = UNASKED  # /readiness of the gateway
+    info: Answer = UNASKED  # /server_info of the gateway
+    texts: Mapping[str, Object] = field(default_factory=dict)  # model → round trip of a text through its tokenizer
+    series: Answer = UNASKED  # running targets per component, from Prometheus
 
     def items(self, plural: str) -> list[Object]:
         answer = self.objects.get(plural, UNASKED)
         return list(answer.body.get("items", ())) if answer.good else []
 
     def events(self, about: str) -> Iterator[str]:
-        """Messages of warnings about objects whose names begin so, the newest first."""
+        """Returns messages of warnings about objects whose names begin with `about`, newest first."""
         return (str(each.get("message", "")) for each in self.told(about) if each.get("type") != "Normal")
 
     def told(self, about: str) -> list[Object]:
-        """Events about objects whose names begin so, the newest first."""
+        """Returns events about objects whose names begin with `about`, newest first."""
         found = [each for each in self.items("events") if str(each.get("involvedObject", {}).get("name", "")).startswith(about)]
         return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""), reverse=True)
 
@@ -118,7 +111,7 @@ def labels_of(each: Object) -> Mapping[str, str]:
 
 
 def pods_of(facts: Facts) -> list[Object]:
-    """Those that serve, and a prefetch that is not done: no tests, and none that is on its way out."""
+    """Returns pods of services and of a running prefetch Job. Omits tests, ended pods and terminating pods."""
     return [
         each
         for each in facts.items("pods")
@@ -134,14 +127,14 @@ def is_ready(pod: Object) -> bool:
 
 
 def containers_of(pod: Object) -> Iterator[tuple[bool, Object]]:
-    """(whether it is an init container, its status)."""
+    """Yields (whether it is an init container, its status) for each container."""
     status = pod.get("status", {})
     for is_init, key in ((True, "initContainerStatuses"), (False, "containerStatuses")):
         yield from ((is_init, each) for each in status.get(key, ()))
 
 
 def logs_wanted(pods: list[Object]) -> list[tuple[str, str, bool]]:
-    """(pod, container, whether of its run before), of containers that keep a pod from being ready."""
+    """Returns (pod, container, whether to read the log of its previous run) for containers that keep a pod from being ready."""
     wanted = []
     for pod in pods:
         if is_ready(pod):

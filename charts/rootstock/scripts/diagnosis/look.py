@@ -1,6 +1,6 @@
-"""Gathers the facts: asks the API server, the gateway, Prometheus, Redis and the resolver, each for seconds at most.
+"""Collects the state of a release from the API server, the gateway, Prometheus, Redis and the resolver, with short timeouts.
 
-Nothing is changed but a key in Redis that lives for a minute. What cannot be asked is a fact too.
+The only change is a Redis key with a lifetime of a minute. A failed call is recorded as a fact.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .redis_probe import probe
 TIMEOUT_S, NAMES_S = 8.0, 15.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SAMPLE = "Zwölf Boxkämpfer jagen Viktor; 東京 2026 🚀 def f(x): return x**2"
-OPEN = ssl.create_default_context()  # within the cluster the gateway's certificate is of another name
+OPEN = ssl.create_default_context()  # the gateway's certificate has a name for clients outside of the cluster
 OPEN.check_hostname, OPEN.verify_mode = False, ssl.CERT_NONE
-SHOWN = ("bearerToken", "username", "password", "customAuthHeader", "customAuthValue")  # to Prometheus, of its Secret
+SHOWN = ("bearerToken", "username", "password", "customAuthHeader", "customAuthValue")  # keys of the Secret that are sent to Prometheus
 LISTS = {
     "pods": "api/v1",
     "services": "api/v1",
@@ -42,7 +42,7 @@ LISTS = {
 
 
 def get(url: str, headers: Mapping[str, str], context: ssl.SSLContext | None, body: object = None) -> Answer:
-    """Within the cluster by no proxy, whatever the environment says: urllib knows no networks in NO_PROXY."""
+    """Sends a request. Hosts inside the cluster are called without a proxy, because urllib ignores networks in NO_PROXY."""
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), dict(headers))
     proxies = urllib.request.ProxyHandler({} if _is_inside(_host(url)) else None)
     opener = urllib.request.build_opener(proxies, urllib.request.HTTPSHandler(context=context))
@@ -56,7 +56,7 @@ def get(url: str, headers: Mapping[str, str], context: ssl.SSLContext | None, bo
 
 
 def _is_inside(host: str) -> bool:
-    """A Service's name, or an address."""
+    """Returns whether the host is an address or the name of a Service."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -71,7 +71,7 @@ def _read(body: bytes) -> object:
 
 
 class ApiServer:
-    """By the pod's own account, or at $DIAGNOSIS_API without one, as `kubectl proxy` serves it."""
+    """The API server, called with the pod's account, or at $DIAGNOSIS_API without an account (`kubectl proxy`)."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._context: ssl.SSLContext | None = None
@@ -92,8 +92,13 @@ class ApiServer:
 
 
 def look(install: Install, gateway: str, environ: Mapping[str, str]) -> Facts:
-    """gateway: its URL. environ: DIAGNOSIS_SECRETS, where Secrets are mounted by name; ROOTSTOCK_REDIS_URL and
-    ROOTSTOCK_STATE_REDIS_URL; API_KEY."""
+    """Collects all facts.
+
+    Args:
+        gateway: The gateway's URL.
+        environ: Variables. DIAGNOSIS_SECRETS is the folder with the mounted Secrets; ROOTSTOCK_REDIS_URL, ROOTSTOCK_STATE_REDIS_URL
+            and API_KEY are optional.
+    """
     api = ApiServer(environ)
     lists = {plural: group for plural, group in LISTS.items() if plural != "scaledobjects" or _by_keda(install)}
     objects = {plural: api.get(f"{group}/namespaces/{install.namespace}/{plural}") for plural, group in lists.items()}
@@ -132,7 +137,7 @@ def _by_keda(install: Install) -> bool:
 
 
 def _external(install: Install, api: ApiServer) -> Answer:
-    """What an HPA asks for the first model that has one."""
+    """Queries the external metric that the HPA of the first scaled model uses."""
     if install.scaled["engine"] != "hpa" or not install.scaled["selector"]:
         return UNASKED
     query = urllib.parse.urlencode({"labelSelector": install.scaled["selector"]})
@@ -140,7 +145,7 @@ def _external(install: Install, api: ApiServer) -> Answer:
 
 
 def _of_release(install: Install, answer: Answer) -> Answer:
-    """Other releases of the namespace are none of ours; policies, events and autoscalers are told apart by name, or all count."""
+    """Removes objects of other releases. Objects without the label of a release stay."""
     if not answer.good or not isinstance(answer.body, dict):
         return answer
     items = [each for each in answer.body.get("items") or () if _is_ours(install, each)]
@@ -160,7 +165,7 @@ def _log_path(install: Install, pod: str, container: str, before: bool) -> str:
 def _text(answer: Answer) -> str:
     if not answer.good:
         return ""
-    return answer.body if isinstance(answer.body, str) else json.dumps(answer.body)  # a single line of JSON is one
+    return answer.body if isinstance(answer.body, str) else json.dumps(answer.body)  # a log of one JSON line was parsed by _read()
 
 
 def secrets_in(folder: Path) -> dict[str, frozenset[str]]:
@@ -180,7 +185,7 @@ def _host_of(url: str) -> list[str]:
 
 
 def resolved(hosts: list[str]) -> dict[str, str]:
-    """Why each does not resolve, "" if it does. All at once: where nobody answers, a resolver tries for long."""
+    """Returns the resolver's error per host; "" if the host resolves. Resolves in parallel, because a resolver's timeout is long."""
     found: dict[str, str] = {}
 
     def one(host: str) -> None:
@@ -208,7 +213,7 @@ def redis_of(install: Install, environ: Mapping[str, str], names: Mapping[str, s
 
 
 def series_of(install: Install, environ: Mapping[str, str], names: Mapping[str, str]) -> Answer:
-    """How many targets of each component are up."""
+    """Queries Prometheus for the number of running targets per component."""
     if not install.scrapes:
         return UNASKED
     if names.get(_host(install.prometheus)):
@@ -223,7 +228,7 @@ def series_of(install: Install, environ: Mapping[str, str], names: Mapping[str, 
 
 
 def prometheus_headers(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """As KEDA makes them of the Secret's keys. Certificates of clients are not shown here."""
+    """Returns the headers that KEDA makes from the Secret's keys. Client certificates are not used."""
     files = [folder / key for key in SHOWN]
     there = {file.name: file.read_text(errors="replace").strip() for file in files if file.is_file()}
     headers = dict(more)
@@ -238,7 +243,7 @@ def prometheus_headers(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _texts(info: Answer, ask: Callable[..., Answer]) -> dict[str, Object]:
-    """Of each model: a text, its ids, and what these are read as again."""
+    """Returns the round trip of a text through the tokenizer and the detokenizer of each model."""
     out: dict[str, Object] = {}
     for model in info.body.get("models", ()) if isinstance(info.body, dict) else ():
         ids = ask("/tokenize", {"model": model["id"], "prompt": SAMPLE, "add_special_tokens": False})

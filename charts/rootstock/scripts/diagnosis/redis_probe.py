@@ -1,4 +1,4 @@
-"""Asks a Redis for what an installation needs of it: the standard library alone, one connection, seconds at most."""
+"""Checks a Redis server with the standard library alone, over one connection and with short timeouts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from io import BufferedRWPair
 from .install import RedisState
 
 TIMEOUT_S = 5.0
-KEY, LIVES_S = "rootstock:diagnosis", "60"
+KEY, LIVES_S = "rootstock:diagnosis", "60"  # key of the test write, and its lifetime in seconds
 
 
 class Refused(Exception):
-    """Redis answers with an error. The text is its own."""
+    """Redis responds with an error, whose text is the message."""
 
 
 def probe(url: str) -> RedisState:
-    """Raises nothing: what goes wrong is in the state. The address has no password in it."""
+    """Returns the state of a Redis server. Does not raise: failures are in the state, without the password of the URL."""
     parts = urllib.parse.urlsplit(url)
     address = f"{parts.hostname}:{parts.port or 6379}"
     state = RedisState(address)
@@ -51,7 +51,7 @@ def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
     context = ssl.create_default_context(cafile=files.get("ssl_ca_certs"))
     if "ssl_certfile" in files:
         context.load_cert_chain(files["ssl_certfile"], files.get("ssl_keyfile"))
-    if "ssl_ca_certs" not in files:  # whether it is reached and takes writes is asked here
+    if "ssl_ca_certs" not in files:  # the probe checks the connection and writes, not the certificate
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(plain, server_hostname=parts.hostname)
 
@@ -72,7 +72,7 @@ def _ask(stream: BufferedRWPair, *words: str) -> str:
 
 
 def _told(stream: BufferedRWPair) -> dict[str, str]:
-    """What it says of itself; nothing where this user may not ask."""
+    """Returns the fields of INFO; empty if this user may not call INFO."""
     try:
         return _sections(_ask(stream, "INFO"))
     except Refused as refused:

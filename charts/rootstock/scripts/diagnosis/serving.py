@@ -1,4 +1,4 @@
-"""Of names, Services, Redis and models: who reaches whom, and what is served."""
+"""Checks names, Services, Redis servers and models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .findings import Finding, broken, ok, unknown, waiting
 from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
 
 NETWORK = "docs/reference/kubernetes/values.md#network"
-LIKE = 0.5  # of two texts: lossy tokenizers keep more of one, those of another model less
+LIKE = 0.5  # similarity of a text and its round trip; lossy tokenizers are above, tokenizers of other models below
 
 
 def dns(install: Install, facts: Facts) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def models(install: Install, facts: Facts) -> Iterator[Finding]:
 
 
 def _untold(install: Install, facts: Facts) -> Iterator[Finding]:
-    """What readiness alone says, which no key is needed for."""
+    """Checks models by /readiness alone, which needs no API key."""
     if "worker" in _missing(facts):
         for model in install.models:
             if not model["sleeps"]:
@@ -141,7 +141,7 @@ def _unserved(install: Install, model: Object, facts: Facts, states: Sequence[st
 
 
 def _of_network(facts: Facts, components: Sequence[str]) -> str:
-    """Policies that are not the chart's own, and select what cannot be reached."""
+    """Returns a remedy, with the names of NetworkPolicies that select these pods and are not the chart's."""
     others = []
     for policy in facts.items("networkpolicies"):
         if labels_of(policy).get("app.kubernetes.io/part-of") == "rootstock":
@@ -180,5 +180,5 @@ def _tokenizers(facts: Facts) -> Iterator[Finding]:
 
 
 def _missing(facts: Facts) -> Sequence[str]:
-    """By component, as the gateway's readiness tells it."""
+    """Returns the components that /readiness reports as missing."""
     return facts.readiness.body.get("missing", ()) if isinstance(facts.readiness.body, dict) else ()

@@ -1,4 +1,4 @@
-"""Of pods, their volumes and their devices: what keeps them from running."""
+"""Checks pods, their volumes and their devices."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gpus(install: Install, facts: Facts) -> Iterator[Finding]:
 def _runtime_class(install: Install, model: Object, facts: Facts) -> Iterator[Finding]:
     name = model["runtimeClass"]
     if not any(_lacking(owner) for plural in OWNERS for owner in facts.items(plural)):
-        return  # what was refused once has been made
+        return  # the events are old: the pods exist now
     for message in facts.events(f"{install.release}-"):
         if "RuntimeClass" in message and f'"{name}"' in message:
             mend = "kubectl get runtimeclass; NVIDIA's GPU operator makes one named nvidia. Or remove worker.runtimeClassName"
@@ -134,7 +134,7 @@ def pods(install: Install, facts: Facts) -> Iterator[Finding]:
 
 
 def _refused(install: Install, facts: Facts) -> Iterator[Finding]:
-    """Pods that nobody could make."""
+    """Reports pods that their owner could not create."""
     for plural in OWNERS:
         for owner in facts.items(plural):
             wanted, there = owner["spec"].get("replicas", 0), owner.get("status", {}).get("replicas", 0)
@@ -142,7 +142,7 @@ def _refused(install: Install, facts: Facts) -> Iterator[Finding]:
                 continue
             message = next(facts.events(name_of(owner)), "")
             if "RuntimeClass" in message or not message:
-                continue  # a check of its own
+                continue  # gpus() reports a missing RuntimeClass
             yield broken("pods", f"{name_of(owner)} has {there} of {wanted} pods: {message}", _of_refusal(message))
 
 
@@ -175,7 +175,10 @@ def _pod(pod: Object, facts: Facts) -> Iterator[Finding]:
 
 
 def _unmounted(pod: Object, facts: Facts) -> str:
-    """What its newest event says, if that is of a volume: who pulls images has them all, and who had its name before is another."""
+    """Returns the message of the pod's newest event if a volume could not be mounted; otherwise "".
+
+    A later event, such as an image pull, means that all volumes are mounted. The uid excludes events of an earlier pod with the name.
+    """
     uid = pod["metadata"].get("uid", "")
     mine = [each for each in facts.told(name_of(pod)) if each["involvedObject"].get("uid", uid) == uid]
     return str(mine[0].get("message", "")) if mine and mine[0].get("reason") == "FailedMount" else ""

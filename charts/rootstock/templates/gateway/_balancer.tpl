@@ -1,15 +1,15 @@
 {{/*
-What an ingress controller has to be told of the gateway: streams are long, come in pieces and may be silent; bodies are as large as
-the gateway takes them; its health is /ready. docs/how-to/kubernetes/load-balancers.md explains each. Take the root.
+Annotations for ingress controllers: streams are long and may be silent, responses must not be buffered, bodies may have the gateway's
+limits, and health checks use /ready. docs/how-to/kubernetes/load-balancers.md explains each annotation. All take the root.
 */}}
 
-{{/* Of the largest body: a request's, or a file's for a batch. */}}
+{{/* Bytes of the largest body: of a request, or of a file for a batch. */}}
 {{- define "rootstock.bodyBytes" -}}
 {{- $settings := .Values.gateway.settings -}}
 {{ max (int64 (default 67108864 $settings.max_body_bytes)) (int64 (default 209715200 $settings.max_file_bytes)) }}
 {{- end }}
 
-{{/* After the gateway's own, whose answer says why. */}}
+{{/* Timeout in seconds. It is longer than the gateway's, so that clients get the gateway's response with the reason. */}}
 {{- define "rootstock.balancerSeconds" -}}
 {{ add (ceil (default 600 .Values.gateway.settings.request_timeout_s)) 30 }}
 {{- end }}
@@ -40,7 +40,7 @@ alb.ingress.kubernetes.io/target-group-attributes: deregistration_delay.timeout_
 {{- end -}}
 {{- end }}
 
-{{/* Of the gateway's Service: Google's balancer takes what it has to be told from there. */}}
+{{/* Annotations of the gateway's Service, where Google's load balancer reads its options. */}}
 {{- define "rootstock.service.annotations" -}}
 {{- if and .Values.ingress.enabled (eq .Values.ingress.controller "gce") -}}
 cloud.google.com/neg: '{"ingress": true}'

@@ -1,10 +1,10 @@
-{{/* monitoring.podMonitor, with what is given under its old name where it is given there. Takes the root. */}}
+{{/* The values of monitoring.podMonitor, overridden by those under its old name, serviceMonitor. Takes the root. */}}
 {{- define "rootstock.podMonitor" -}}
 {{- $monitor := mergeOverwrite (deepCopy .Values.monitoring.podMonitor) (deepCopy .Values.monitoring.serviceMonitor) -}}
 {{- set $monitor "enabled" (or .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled) | toYaml -}}
 {{- end }}
 
-{{/* "true" where Prometheus is to have the release's series: by the PodMonitor, or because something is scaled by them. */}}
+{{/* Returns "true" if Prometheus needs the release's series: for the PodMonitor, or for autoscaling. Takes the root. */}}
 {{- define "rootstock.scrapes" -}}
 {{- $wanted := or (include "rootstock.podMonitor" . | fromYaml).enabled .Values.gateway.autoscaling.enabled -}}
 {{- range include "rootstock.workerPools" . | fromJsonArray -}}
@@ -13,7 +13,7 @@
 {{- if $wanted -}}true{{- end -}}
 {{- end }}
 
-{{/* Recorded: how many pods autoscalers may go up to; of workers by model, of others over all models. Takes the root. */}}
+{{/* Recording rules with the largest numbers of pods: per model for workers, over all models for other components. Takes the root. */}}
 {{- define "rootstock.limits" -}}
 {{- $namespace := .Release.Namespace -}}
 {{- range $pool := include "rootstock.workerPools" . | fromJsonArray -}}

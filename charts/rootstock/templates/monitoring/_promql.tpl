@@ -1,7 +1,7 @@
 {{/*
-PromQL of files/queries.yaml on one line. Takes {root, name, model, mode}; model is a name of models[], or empty where a query has
-none; mode is its workers': where it is decode, or prefill, their figures alone count. A name that stands in another text is that
-text, to a depth of 4; one that ends with the mode comes before it.
+PromQL of files/queries.yaml on one line. Takes {root, name, model, mode}. model: a name of models[], or empty for queries without a
+model; mode: with decode or prefill, only series of these workers count. {{name}} in a query is replaced by the query with that name,
+up to a depth of 4. A name without a query stands for the query NAME_MODE.
 */}}
 {{- define "rootstock.promql" -}}
 {{- $texts := .root.Files.Get "files/queries.yaml" | fromYaml -}}

@@ -1,6 +1,6 @@
 {{/* Parts of NetworkPolicies. */}}
 
-{{/* Up to and with its podSelector. Takes {root, component, name}; name: of the policy, by default the component's. */}}
+{{/* A policy up to and with its podSelector. Takes {root, component, name}. name: name of the policy; default: the component. */}}
 {{- define "rootstock.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -14,14 +14,14 @@ spec:
       {{- include "rootstock.selector" . | nindent 6 }}
 {{- end }}
 
-{{/* A peer: pods of this release. Takes {root, component}. */}}
+{{/* NetworkPolicyPeer for the component's pods. Takes {root, component}. */}}
 {{- define "rootstock.peer" -}}
 - podSelector:
     matchLabels:
       {{- include "rootstock.selector" . | nindent 6 }}
 {{- end }}
 
-{{/* Prometheus. Takes the root. */}}
+{{/* NetworkPolicyPeers for Prometheus. Takes the root. */}}
 {{- define "rootstock.peer.monitoring" -}}
 {{- with .Values.networkPolicy.monitoring -}}
 {{ toYaml . }}
@@ -36,7 +36,7 @@ spec:
 {{- end -}}
 {{- end }}
 
-{{/* Egress to a component of this release. Takes {root, component, ports}. */}}
+{{/* Egress to a component's pods. Takes {root, component, ports}. */}}
 {{- define "rootstock.egress.to" -}}
 - to:
     {{- include "rootstock.peer" . | nindent 4 }}
@@ -46,7 +46,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* Egress that components share. Takes {root, values, component, redis, dns}. */}}
+{{/* Egress to the DNS servers. Takes the root. */}}
 {{- define "rootstock.egress.dns" -}}
 - ports:
     {{- range $port := list 53 5353 }}
@@ -69,7 +69,8 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* To where models come from: 443, what endpoints and the proxy name, and the node's metadata for a role of Google's. */}}
+{{/* Egress to the download sources: port 443, the ports of endpoints and proxy, and the metadata server for a Google role. Takes the
+root. */}}
 {{- define "rootstock.egress.fetch" -}}
 {{- $prefetch := .Values.modelCache.prefetch -}}
 {{- $ports := list 443 -}}
@@ -94,7 +95,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* "true" if pods of a component fetch by themselves, of any model. Takes {root, component}. */}}
+{{/* Returns "true" if a component's pods of any model download files. Takes {root, component}. */}}
 {{- define "rootstock.anyFetches" -}}
 {{- $any := false -}}
 {{- range $model := include "rootstock.models" .root | fromJsonArray -}}
@@ -110,7 +111,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* The API server is no pod: an address, or any address at its ports. */}}
+{{/* Egress to the API server, which is not a pod: to given addresses, or to any address at its ports. Takes the root. */}}
 {{- define "rootstock.egress.api" -}}
 - ports:
     {{- range .Values.networkPolicy.apiServerPorts }}
@@ -122,13 +123,13 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* Workers that read KV from those that compute prompts for them: they alone may. Takes the root. */}}
+{{/* Selector of decode workers. Only they may read KV from prefill workers. Takes the root. */}}
 {{- define "rootstock.selector.decode" -}}
 {{ include "rootstock.selector" (dict "root" . "component" "worker") }}
 rootstock.io/role: decode
 {{- end }}
 
-{{/* The policy of workers, or of those that compute prompts for others. Takes {root, component}: worker or prefill. */}}
+{{/* The policy of workers or of prefill workers. Takes {root, component}. component: worker or prefill. */}}
 {{- define "rootstock.policy.worker" -}}
 {{- $api := false }}
 {{- range include "rootstock.models" .root | fromJsonArray }}

@@ -1,6 +1,7 @@
-{{/* What both of the chart's Redis servers have: Valkey for the index, a Redis for what is kept. All take a scope. */}}
+{{/* Common parts of the chart's Redis servers: Valkey for the index, Redis for the store. All take a scope. */}}
 
-{{/* The password is in no argument, which others can read, and the server is the container's first process. */}}
+{{/* Command that starts the server as the container's first process. The password comes by standard input, because other processes can
+read arguments. */}}
 {{- define "rootstock.redis.command" -}}
 command:
   - /bin/sh
@@ -46,13 +47,13 @@ command:
 {{- end }}
 {{- end }}
 
-{{/* What a server may hold, in bytes. Takes it as Redis does: 512mb. */}}
+{{/* A server's memory limit in bytes. Takes Redis's notation, such as 512mb. */}}
 {{- define "rootstock.redis.bytes" -}}
 {{ include "rootstock.bytes" (. | replace "kb" "Ki" | replace "mb" "Mi" | replace "gb" "Gi") }}
 {{- end }}
 
-{{/* An answer to PING. With TLS by a socket of the pod, which no certificate keeps out; on the way it has the server take
-certificates that are newer than those that it has. Where it refuses them it goes on with the old ones, and is asked again. */}}
+{{/* A probe that sends PING. With TLS, it uses the pod's Unix socket, which needs no certificate, and it also makes the server load newer
+certificates. If the server refuses them, it continues with the old ones, and the next probe retries. */}}
 {{- define "rootstock.redis.ping" -}}
 - sh
 - -c

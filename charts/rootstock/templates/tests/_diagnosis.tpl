@@ -1,4 +1,4 @@
-{{/* What `helm test` compares with what it finds: JSON, read by scripts/diagnosis/install.py. Takes the root. */}}
+{{/* JSON with the expected state of the release, which scripts/diagnosis/install.py reads. Takes the root. */}}
 {{- define "rootstock.diagnosis.install" -}}
 {{- $full := include "rootstock.fullname" . -}}
 {{- $gateway := dict "root" . "component" "gateway" -}}
@@ -62,8 +62,8 @@
   "policies" .Values.networkPolicy.enabled | toJson -}}
 {{- end }}
 
-{{/* JSON list of {name, keys, value, part}: every Secret that values name, once, with the keys of all who name it. No keys: it is
-there. part: nothing but these keys is for the tests' eyes. Takes the root. */}}
+{{/* JSON list of {name, keys, value, part}: each Secret that values name, once. keys: the required keys, or empty if the Secret must only
+exist; value: the values that name it; part: the test may read only these keys. Takes the root. */}}
 {{- define "rootstock.diagnosis.secrets" -}}
 {{- $root := . -}}
 {{- $pair := list "tls.crt" "tls.key" -}}
@@ -99,7 +99,7 @@ there. part: nothing but these keys is for the tests' eyes. Takes the root. */}}
   {{- $authority := ternary (list "ca.crt") list (.Values.tls.caConfigMap | empty) -}}
   {{- $absent := dict "redis" (not .Values.redis.embedded) "state" (not .Values.state.embedded) -}}
   {{- range $component := list "gateway" "tokenizer" "detokenizer" "worker" "redis" "state" -}}
-    {{- /* The tests pose as a gateway, and as nobody else: of the others they see no private key. */ -}}
+    {{- /* The test uses a gateway's certificate, so it reads no private key of other components. */ -}}
     {{- $seen := ternary $pair (list "tls.crt") (eq $component "gateway") -}}
     {{- $of := dict "name" (include "rootstock.tls.secret" (dict "root" $root "component" $component)) "keys" (concat $seen $authority) "value" $value "part" (ne $component "gateway") -}}
     {{- if not (dig $component false $absent) -}}{{- $all = append $all $of -}}{{- end -}}
@@ -123,7 +123,7 @@ there. part: nothing but these keys is for the tests' eyes. Takes the root. */}}
 {{- toJson $named -}}
 {{- end }}
 
-{{/* Where Redis is, also where what it needs is missing: the pod starts all the same and says so. Takes the root. */}}
+{{/* URLs of the Redis servers. The Secrets are optional, so that the pod starts without them and reports them. Takes the root. */}}
 {{- define "rootstock.diagnosis.redisEnv" -}}
 {{- if .Values.redis.embedded }}
 - name: INDEX_PASSWORD
@@ -147,7 +147,7 @@ there. part: nothing but these keys is for the tests' eyes. Takes the root. */}}
 {{- end }}
 {{- end }}
 
-{{/* As rootstock.passwordFrom has it, also where it is missing. */}}
+{{/* Like rootstock.passwordFrom, but the Secret may be missing. */}}
 {{- define "rootstock.diagnosis.passwordFrom" -}}
 {{- $from := include "rootstock.passwordFrom" . | fromYaml -}}
 {{- $_ := set $from.valueFrom.secretKeyRef "optional" true -}}
