@@ -36,11 +36,11 @@ STEP_DOWN_S = 300
         pytest.param(Pods([], 1, 40), 1, 1, id="nobody says anything"),
     ],
 )
-def test_one_metric(reading: Reading, replicas: int, expected: int) -> None:
+def test_wanted_computes_replicas_for_one_metric(reading: Reading, replicas: int, expected: int) -> None:
     assert wanted(reading, replicas) == expected
 
 
-def test_the_charts_behaviour() -> None:
+def test_autoscaler_follows_the_charts_behavior() -> None:
     spec = hpa_spec()
     assert targets(spec) == {BACKLOG: 2, "rootstock_running_share": 0.7, "sglang_token_usage": 0.8}
     hpa = Autoscaler(spec)
@@ -57,7 +57,7 @@ def test_the_charts_behaviour() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("seed", [1, 3])
-def test_a_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
+def test_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
     moments = play(seed=seed)
     ups = [(before, after) for before, after in itertools.pairwise(moments) if after.replicas > before.replicas]
     downs = [(before, after) for before, after in itertools.pairwise(moments) if after.replicas < before.replicas]
@@ -72,7 +72,7 @@ def test_a_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
     assert turns == 3  # up the ramp, down, up the spike, down
 
 
-def test_a_day_is_served() -> None:
+def test_day_serves_all_levels() -> None:
     moments = play()
     for (begin, low), (end, high) in itertools.pairwise(DAY):
         if low == high and end - begin >= 20:  # a level
@@ -83,13 +83,13 @@ def test_a_day_is_served() -> None:
     assert moments[-1].replicas == 1
 
 
-def test_without_the_rules_bounds_a_jam_would_be_answered_twice() -> None:
+def test_day_overshoots_without_the_rules_bounds() -> None:
     """What the bounds are for; a day that could not overshoot would show nothing."""
     assert max(moment.replicas for moment in play(plain=True)) >= max(moment.need for moment in play(plain=True)) + 4
 
 
 @pytest.mark.needs("promtool")
-def test_the_recording_rules_say_what_the_day_is_played_with(tmp_path: Path) -> None:
+def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
     """Half an hour with a spike and a second worker in its midst."""
     fleet, recorded = WorkerFleet(1), Recorded()
     series: dict[str, list[str]] = {}
@@ -135,7 +135,7 @@ def test_the_recording_rules_say_what_the_day_is_played_with(tmp_path: Path) -> 
 
 
 @pytest.mark.needs("promtool")
-def test_each_kind_of_workers_is_scaled_by_what_waits_for_it(tmp_path: Path) -> None:
+def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
     """Two that decode and one that computes prompts, and nothing has ended: twice as many of all are enough, two in three of them
     decode, and what waits in gateways calls for no more of these. Nobody else's requests count, nor tokens. What runs counts as a
     share of what its worker can run: the second one of those that decode has twice the slots."""
@@ -181,5 +181,5 @@ def test_each_kind_of_workers_is_scaled_by_what_waits_for_it(tmp_path: Path) -> 
     assert run_tests(tmp_path, world, every=f"{SCRAPE_S}s") == ""
 
 
-def test_the_documents_picture_is_there() -> None:
+def test_picture_exists() -> None:
     assert PICTURE.read_text().startswith("<?xml")

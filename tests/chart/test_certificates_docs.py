@@ -21,7 +21,7 @@ KEEPS = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
 
 
 @pytest.mark.needs("openssl")
-def test_no_service_can_sign_another(tmp_path: Path) -> None:
+def test_service_certificates_cannot_sign_others(tmp_path: Path) -> None:
     """A certificate of a service's own making, below its own, is taken by nobody; its own is, by servers and clients."""
     (commands,) = re.findall(r"```bash\n(openssl .*?)```", PAGE.read_text(), re.S)
     (tmp_path / "kubectl").write_text(KEEPS)
@@ -44,7 +44,7 @@ def test_no_service_can_sign_another(tmp_path: Path) -> None:
     assert "invalid CA certificate" in run("openssl", "verify", *chain)
 
 
-def test_the_policy_that_binds_the_right_is_one() -> None:
+def test_admission_policy_of_the_page_is_valid_for_the_account() -> None:
     """Of the page's blocks: what the cluster is given, and values. The policy is about the account of a release of that name."""
     documents = [
         each for block in re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S) for each in yaml.safe_load_all(block)

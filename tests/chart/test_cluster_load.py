@@ -46,7 +46,7 @@ def gateway(whole: bool = True) -> Iterator[str]:
         loop.close()
 
 
-def test_a_slow_look_for_gateways_holds_nobody_up() -> None:
+def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
     """Asked by each client on the event loop, all looks together would take four times what a connection has for its head."""
     with gateway() as url:
 
@@ -59,7 +59,7 @@ def test_a_slow_look_for_gateways_holds_nobody_up() -> None:
         assert load.check().startswith(f"{load.ended} requests, 0 failed")
 
 
-def test_who_is_cut_says_where_when_and_how_its_gateway_was() -> None:
+def test_load_reports_place_and_time_of_a_cut_stream() -> None:
     with gateway(whole=False) as url, Load(2, lambda: [url], witness=lambda at: f"{at} was restarted once") as load:
         until(lambda: sum(load.failures.values()) > 2 and load.firsts, "failures", 60)
     with pytest.raises(AssertionError) as told:
@@ -75,7 +75,7 @@ def test_who_is_cut_says_where_when_and_how_its_gateway_was() -> None:
         assert part in str(told.value)
 
 
-def test_a_gateway_that_has_left_is_no_failure_and_one_that_refuses_is() -> None:
+def test_load_counts_refused_connections_unless_the_gateway_has_left() -> None:
     (closed,) = free_ports(1)
     gone = f"http://{HOST}:{closed}"
     with gateway() as url:
@@ -92,7 +92,7 @@ def test_a_gateway_that_has_left_is_no_failure_and_one_that_refuses_is() -> None
     assert set(load.failures) == {"ConnectionError: no gateway is ready"}
 
 
-def test_behind_a_failure_clients_leave_at_once_and_it_is_told_what_they_saw() -> None:
+def test_load_stops_at_once_and_adds_a_note_when_the_body_raises() -> None:
     with gateway() as url, pytest.raises(KeyError) as error, Load(2, lambda: [url]) as load:
         until(lambda: load.ended, "an answer", 60)
         raise KeyError
@@ -103,7 +103,7 @@ def test_behind_a_failure_clients_leave_at_once_and_it_is_told_what_they_saw() -
     assert load.ended == ended
 
 
-def test_a_look_that_fails_is_one_that_sees_nothing_and_is_told_in_the_end() -> None:
+def test_until_retries_failed_checks_and_reports_the_last_one() -> None:
     looks: Iterator[CommandFailed | bool] = iter([CommandFailed("kubectl get pods: no route"), False, True])
 
     def holds() -> bool:
@@ -123,7 +123,7 @@ def test_a_look_that_fails_is_one_that_sees_nothing_and_is_told_in_the_end() -> 
         until(fails, "pods", 0.01, 0.001)
 
 
-def test_a_run_is_gathered_by_test() -> None:
+def test_gathered_groups_lines_by_test() -> None:
     said = [
         {"file": "b.py", "test": "test_two", "line": "began"},
         {"file": "a.py", "test": "test_one", "outcome": "passed"},

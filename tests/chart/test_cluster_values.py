@@ -104,13 +104,13 @@ def releases() -> dict[str, Release]:
     return {name: render(values, name="rootstock") for name, values in INSTALLED.items()}
 
 
-def test_nothing_waits_for_what_a_node_has_not(releases: dict[str, Release]) -> None:
+def test_cluster_releases_request_only_what_nodes_have(releases: dict[str, Release]) -> None:
     waits = {name: found for name, release in releases.items() if (found := list(unmet(release)))}
     assert waits.keys() == WAITING, waits
     assert {name: asked for name, release in releases.items() if (asked := cores(release)) > CORES / 2} == {}
 
 
-def test_every_image_is_there_and_has_what_is_called_in_it(releases: dict[str, Release]) -> None:
+def test_cluster_images_exist_and_have_the_called_programs(releases: dict[str, Release]) -> None:
     """The tests' Redis has a shell and few programs."""
     ours = {f"{images.REGISTRY}/rootstock/{service}:{images.release()}" for service in images.SERVICES}
     redis = {images.redis_image(), images.redis_image("state")}
@@ -144,7 +144,7 @@ def called(container: dict[str, Any]) -> set[str]:
     return out
 
 
-def test_every_test_is_on_the_page_and_every_name_there_is_one() -> None:
+def test_cluster_tests_page_names_exactly_the_tests() -> None:
     text = PAGE.read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text))
     there = {

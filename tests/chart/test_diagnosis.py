@@ -47,13 +47,13 @@ def bad(findings: list[Finding]) -> list[Finding]:
     return [each for each in findings if each.state in BAD]
 
 
-def test_nothing_is_said_of_what_is_well() -> None:
+def test_diagnosis_finds_nothing_in_a_healthy_release() -> None:
     findings = diagnose(install(), WELL)
     assert [each for each in findings if each.state != OK] == []
     assert {each.check for each in findings} == {check.__name__ for check in CHECKS}
 
 
-def test_secrets_are_asked_for_once_with_the_keys_of_all_who_name_them() -> None:
+def test_install_lists_each_secret_once_with_all_its_keys() -> None:
     """And no key that a URL or an autoscaler need not have; of other services' certificates without the private one."""
     values = {
         "auth": {"controlTokenSecret": "all"},
@@ -78,7 +78,7 @@ def test_secrets_are_asked_for_once_with_the_keys_of_all_who_name_them() -> None
 
 @pytest.mark.by_day(one_in=4, seed=29)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_with_its_remedy(name: str) -> None:
+def test_diagnosis_names_a_fault_with_its_remedy(name: str) -> None:
     fault = FAULTS[name]
     found = bad(diagnose(install(fault.values), fault.facts))
     mine = [each for each in found if each.check == fault.check and fault.what in each.what]
@@ -97,30 +97,30 @@ def test_a_fault_is_named_with_its_remedy(name: str) -> None:
     ],
     ids=["a cloud's identity", "a client's certificate", "not reached", "a token that is shown"],
 )
-def test_who_lacks_what_keda_has_calls_nothing_broken(auth: dict[str, Any], answer: Answer, state: str) -> None:
+def test_scrape_is_unknown_when_only_keda_has_the_credentials(auth: dict[str, Any], answer: Answer, state: str) -> None:
     values = {"autoscaling": {"engine": "keda", "adapterRules": False, "prometheusAuth": auth}}
     found = diagnose(install(values), replace(WELL, series=answer))
     assert [each.state for each in found if each.check == "scrape"] == [state], found
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_without_a_key_no_worker_is_missed(status: int) -> None:
+def test_models_are_unknown_when_the_test_has_no_api_key(status: int) -> None:
     (found,) = [each for each in diagnose(install(), replace(WELL, info=Answer(status, {}), texts={})) if each.state != OK]
     assert (found.check, found.state) == ("models", UNKNOWN) and "tests.keySecret" in found.mend
 
 
-def test_each_check_that_is_made_finds_something() -> None:
+def test_every_check_has_a_fault_case() -> None:
     assert {fault.check for fault in FAULTS.values()} == {check.__name__ for check in CHECKS}
 
 
-def test_a_check_that_cannot_read_its_answer_leaves_the_others() -> None:
+def test_diagnose_runs_other_checks_when_one_cannot_read_facts() -> None:
     odd = replace(WELL, objects={**OBJECTS, "pods": Answer(200, {"items": [{"metadata": {}}]})})
     found = diagnose(install(), odd)
     assert {each.check for each in found if each.state == UNKNOWN} >= {"pods", "storage"}
     assert [each.state for each in found if each.check == "redis"] == [OK]
 
 
-def test_what_has_been_mended_is_no_fault_any_more() -> None:
+def test_diagnosis_ignores_old_events_of_repaired_faults() -> None:
     """Events stay for an hour."""
     refused = event(f"{FULL}-worker-demo-7d9f", "FailedCreate", 'RuntimeClass "nvidia" not found')
     attached = event(PODS["worker"]["metadata"]["name"], "FailedAttachVolume", "Multi-Attach error for volume")
@@ -134,7 +134,7 @@ def test_what_has_been_mended_is_no_fault_any_more() -> None:
     assert [each for each in bad(diagnose(install(), later)) if each.check == "pods"] == []
 
 
-def test_the_report_ends_with_what_is_broken() -> None:
+def test_report_ends_with_broken_findings() -> None:
     lines = report("t", diagnose(install(), FAULTS["missing Secret"].facts)).splitlines()
     assert lines[-1].endswith("checks: 10 ok, 1 broken") and lines[-4].startswith("BROKEN    secrets") and "mend: " in lines[-3]
 
@@ -206,7 +206,7 @@ def mounted(folder: Path, **secrets: Mapping[str, str]) -> dict[str, str]:
     return {"DIAGNOSIS_SECRETS": str(folder / "secrets")}
 
 
-def test_the_pod_finds_all_well_and_says_so(tmp_path: Path, redis: RedisServer) -> None:
+def test_diagnosis_pod_succeeds_on_a_healthy_release(tmp_path: Path, redis: RedisServer) -> None:
     environ = {
         **mounted(tmp_path, prom={"bearerToken": "letmein"}),
         "PROMETHEUS_SECRET": "prom",
@@ -221,7 +221,7 @@ def test_the_pod_finds_all_well_and_says_so(tmp_path: Path, redis: RedisServer) 
     assert keys["query"] == "Bearer letmein" and keys["server_info"] == "Bearer k" and keys["pods"] == ""
 
 
-def test_the_pod_names_several_faults_at_once(tmp_path: Path, redis: RedisServer) -> None:
+def test_diagnosis_pod_names_several_faults(tmp_path: Path, redis: RedisServer) -> None:
     environ = {**mounted(tmp_path), "ROOTSTOCK_REDIS_URL": redis.url.replace("redis://", "redis://:wrong@")}
     worker = FAULTS["model that never loads"].facts
     facts = replace(worker, series=series({}), groups=groups("apps"))
@@ -233,7 +233,7 @@ def test_the_pod_names_several_faults_at_once(tmp_path: Path, redis: RedisServer
     assert "wrong" not in done.stdout  # a password
 
 
-def test_a_pod_without_rights_says_so(tmp_path: Path, redis: RedisServer) -> None:
+def test_diagnosis_pod_reports_missing_rights(tmp_path: Path, redis: RedisServer) -> None:
     refused = dict.fromkeys(OBJECTS, Answer(403, {"message": 'pods is forbidden: User "x" cannot list resource "pods"'}))
     external = Answer(403, {"message": "rootstock_backlog is forbidden"})
     with cluster(replace(WELL, objects=refused, external=external)) as (url, _):
@@ -250,7 +250,7 @@ def test_a_pod_without_rights_says_so(tmp_path: Path, redis: RedisServer) -> Non
         ("maxmemory-policy", "allkeys-lru", "evicts by allkeys-lru"),
     ],
 )
-def test_a_real_redis_that_is_no_good(tmp_path: Path, setting: str, value: str, said: str) -> None:
+def test_diagnosis_pod_names_the_fault_of_a_redis_server(tmp_path: Path, setting: str, value: str, said: str) -> None:
     server = RedisServer()
     server.start()
     try:
@@ -262,7 +262,7 @@ def test_a_real_redis_that_is_no_good(tmp_path: Path, setting: str, value: str, 
     assert done.returncode == 1 and said in done.stdout, done.stdout
 
 
-def test_it_may_read_and_nothing_else() -> None:
+def test_diagnosis_role_allows_only_reading() -> None:
     release = render(VALUES)
     (role,) = [each for each in release.kind("Role") if each["metadata"]["name"] == f"{FULL}-test-diagnosis"]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list"}

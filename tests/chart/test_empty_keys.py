@@ -118,11 +118,11 @@ def test_chart_refuses_an_empty_key_when_a_value_is_needed(case: str) -> None:
     assert sentence in refusal(values)
 
 
-def test_empty_resources_take_requests_and_limits_away() -> None:
+def test_empty_resources_remove_requests_and_limits() -> None:
     assert pod(render({"worker": {"resources": None}}), "worker").container()["resources"] == {"limits": {}, "requests": {}}
 
 
-def test_empty_resources_of_a_model_take_the_workers_resources_away() -> None:
+def test_empty_resources_of_a_model_remove_the_workers_resources() -> None:
     release = render({"models": [model("a"), model("b", worker={"resources": {"requests": None}})]})
     assert pod(release, "worker", "b").container()["resources"]["requests"] == {}
     assert pod(release, "worker", "a").container()["resources"]["requests"]
@@ -135,7 +135,7 @@ def test_an_empty_block_is_off_when_off_is_the_default() -> None:
     assert not kinds & {"Ingress", "HTTPRoute", "Certificate", "HorizontalPodAutoscaler", "StatefulSet"}
 
 
-def test_a_rollout_has_kubernetes_own_pace_when_the_strategy_has_none() -> None:
+def test_rollout_uses_kubernetes_defaults_when_the_strategy_is_empty() -> None:
     spec = render({"gateway": {"strategy": {"maxSurge": None, "maxUnavailable": None}}}).get("Deployment", f"{FULL}-gateway")[
         "spec"
     ]
@@ -155,19 +155,19 @@ def test_a_setting_without_a_value_is_not_set() -> None:
     assert data["ROOTSTOCK_PAGE_SIZE"] == "32" and "ROOTSTOCK_SCHEDULE_POLICY" not in data
 
 
-def test_an_empty_security_context_is_still_taken_away() -> None:
+def test_empty_security_context_is_removed() -> None:
     release = render({"pod": {"containerSecurityContext": None}, "worker": {"pod": {"securityContext": None}}})
     assert "securityContext" not in pod(release, "worker").spec and "securityContext" not in pod(release, "gateway").container()
     gpu = {"gpus": 1, "resources": GPU_RESOURCES, "pod": {"containerSecurityContext": None}}
     assert "securityContext" not in pod(render({"models": [model(worker=gpu)]}), "worker").container()
 
 
-def test_every_template_begins_with_the_values() -> None:
+def test_every_template_includes_rootstock_values() -> None:
     templates = [path for path in (CHART / "templates").rglob("*") if path.is_file() and not path.name.startswith("_")]
     first = '{{- include "rootstock.values" . -}}\n'
     assert [path.name for path in templates if not path.read_text().startswith(first)] == [] and len(templates) > 50
 
 
-def test_the_image_of_the_prefetch_is_needed_when_pods_fetch() -> None:
+def test_prefetch_image_is_required_when_pods_download() -> None:
     values = merged(VARIANTS["fetched-by-pods"], {"modelCache": {"prefetch": {"image": {"repository": None}}}})
     assert "modelCache.prefetch.image.repository is empty" in refusal(values)

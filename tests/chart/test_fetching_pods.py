@@ -15,7 +15,7 @@ WEIGHTS = ".safetensors"
 START_S = 120.0
 
 
-def test_a_tokenizer_starts_from_small_files_and_a_worker_has_them_all(tmp_path: Path) -> None:
+def test_tokenizer_starts_from_small_files_and_worker_gets_all(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix in (".json", ".jinja", WEIGHTS)}
     with serve(Hub({"main": ("c1", files)}, "secret")) as hub:
         url = hub.url.replace("127.0.0.1", "localhost")  # the machine takes names with dots for Services

@@ -96,7 +96,7 @@ def test_a_foreign_key_is_refused_with_the_key_to_use_here() -> None:
     assert unsaid == {}
 
 
-def test_the_usual_keys_have_a_sentence() -> None:
+def test_usual_foreign_keys_have_advice() -> None:
     assert [key for key in USUAL if tuple(key.split(".")) not in ROWS] == [] and len(USUAL) >= 30
 
 
@@ -109,7 +109,7 @@ def test_a_foreign_key_of_a_model_is_named_with_the_entry() -> None:
     assert "models[1].worker.prefill.settings.max_num_seqs is not a key of this chart: use max_running_requests." in said
 
 
-def test_sentences_name_keys_that_exist() -> None:
+def test_advice_names_existing_keys() -> None:
     settings = {key for block in ("workerSettings",) for key in SCHEMA["$defs"][block]["properties"]}
     settings |= {
         key for each in ("gateway", "tokenizer") for key in SCHEMA["$defs"][each]["properties"]["settings"]["properties"]

@@ -42,14 +42,14 @@ def computed(row: list[str]) -> list[str]:
     return [*row[:3], f"{kv / 1024:g}", row[4], *(f"{count / 1000:,.0f}" if count > 0 else "–" for count in tokens)]
 
 
-def test_the_sizing_table_is_computed_by_its_formula() -> None:
+def test_sizing_table_equals_its_formula() -> None:
     assert rows() == [computed(row) for row in rows()]
 
 
-def test_the_table_has_rows() -> None:
+def test_sizing_table_has_rows() -> None:
     assert len(rows()) >= 10
 
 
-def test_the_variants_of_kernels_are_all_named() -> None:
+def test_images_page_names_all_kernel_variants() -> None:
     named = re.findall(r"^\| `([^`]+)` \| [^|]+\|$", (DOCS / "images.md").read_text(), re.MULTILINE)
     assert named == [variant.name for variant in VARIANTS]

@@ -58,19 +58,19 @@ def repositories() -> set[str]:
     return found
 
 
-def test_every_image_comes_from_the_registry_redis_included() -> None:
+def test_images_use_the_registry_for_every_repository() -> None:
     found = images(render(merged(ALL_PODS, {"image": {"registry": f"{MIRROR}/"}})))
     assert {each.removeprefix(f"{MIRROR}/").partition(":")[0] for each in found} == repositories()
 
 
-def test_an_image_may_come_from_elsewhere() -> None:
+def test_image_registry_overrides_the_global_registry() -> None:
     over: Values = {"image": {"registry": MIRROR}, "redis": {"image": {"registry": "docker.io"}}}
     found = images(render(merged(ALL_PODS, over)))
     redis = VALUES["redis"]["image"]
     assert [each for each in found if not each.startswith(f"{MIRROR}/")] == [f"docker.io/{redis['repository']}:{redis['tag']}"]
 
 
-def test_every_image_may_be_named_by_its_digest() -> None:
+def test_images_use_digests_when_set() -> None:
     digest = f"sha256:{'ab' * 32}"
     found = images(render(merged(ALL_PODS, everywhere(digest=digest))))
     assert {each.partition("@")[2] for each in found} == {digest}
@@ -82,7 +82,7 @@ def test_every_image_may_be_named_by_its_digest() -> None:
     )
 
 
-def test_the_digest_of_a_model_decides_over_the_tag_for_gpus() -> None:
+def test_model_digest_overrides_the_gpu_tag() -> None:
     digest = f"sha256:{'cd' * 32}"
     over = {"gpus": 1, "resources": GPU_RESOURCES, "image": {"digest": digest}}
     release = render({"models": [model("a"), model("b", worker=over)], "image": {"tag": "1.2.3"}})
@@ -96,7 +96,7 @@ OWN = ("gateway", "tokenizer", "detokenizer", "worker", "modelCache.prefetch", "
 
 
 @pytest.mark.parametrize("left_out", ["", *OWN])
-def test_an_image_of_ours_without_a_registry_is_refused_when_no_other_names_it(left_out: str) -> None:
+def test_chart_refuses_images_without_a_registry(left_out: str) -> None:
     values: Values = UNSET
     for way in places(VALUES):
         if ".".join(way).removesuffix(".image") in OWN and ".".join(way) != f"{left_out}.image":
@@ -108,7 +108,7 @@ def test_an_image_of_ours_without_a_registry_is_refused_when_no_other_names_it(l
     assert "docs/how-to/kubernetes/images.md#registry" in refusal(values)
 
 
-def test_an_image_whose_repository_names_its_registry_needs_no_other() -> None:
+def test_repository_with_a_registry_needs_no_other() -> None:
     """Skaffold names images in full."""
     values: Values = UNSET
     for way in places(VALUES):
@@ -126,6 +126,6 @@ def test_an_image_whose_repository_names_its_registry_needs_no_other() -> None:
         assert "registry.example.com:5000/gateway:0.1.0" in found
 
 
-def test_pull_secrets_are_names_or_references() -> None:
+def test_pull_secrets_accept_names_and_references() -> None:
     release = render({"image": {"pullSecrets": ["a", {"name": "b"}]}})
     assert pod(release, "gateway").spec["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]

@@ -43,7 +43,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_change_starts_it_again_and_a_broken_one_waits(app: Path, reloader: subprocess.Popen[str]) -> None:
+def test_reload_restarts_after_a_change_and_waits_after_a_failure(app: Path, reloader: subprocess.Popen[str]) -> None:
     source = app / "services/one/__main__.py"
     assert line(reloader) == "first"
     source.write_text("print('second', flush=True); raise SystemExit(3)")
@@ -54,13 +54,13 @@ def test_a_change_starts_it_again_and_a_broken_one_waits(app: Path, reloader: su
     assert line(reloader) == "third"
 
 
-def test_a_signal_reaches_the_service_and_its_status_comes_back(reloader: subprocess.Popen[str]) -> None:
+def test_reload_forwards_signals_and_returns_the_status(reloader: subprocess.Popen[str]) -> None:
     assert line(reloader) == "first"
     reloader.send_signal(signal.SIGTERM)
     assert reloader.wait(60) == 7
 
 
-def test_a_service_that_fails_before_any_change_ends_the_container(app: Path) -> None:
+def test_reload_ends_when_the_first_start_fails(app: Path) -> None:
     (app / "services/one/__main__.py").write_text("raise SystemExit(5)")
     command = [sys.executable, str(DEV / "reload.py"), "-m", "services.one"]
     assert subprocess.run(command, cwd=app, timeout=60, check=False).returncode == 5
@@ -75,7 +75,7 @@ def test_a_service_that_fails_before_any_change_ends_the_container(app: Path) ->
         (["-m", "compileall"], False),
     ],
 )
-def test_only_a_service_runs_under_the_loop(arguments: list[str], reloads: bool, tmp_path: Path) -> None:
+def test_dev_python_reloads_only_services(arguments: list[str], reloads: bool, tmp_path: Path) -> None:
     """With the interpreter's path in the script turned to one that prints what it was given."""
     (tmp_path / "interpreter").write_text('#!/bin/sh\necho "$@"\n')
     script = tmp_path / "python"

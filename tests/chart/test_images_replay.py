@@ -106,7 +106,7 @@ def healthy(probe: list[str], env: dict[str, str], folder: Path, log: Path) -> b
 
 
 @pytest.mark.parametrize("service", FRONT)
-def test_a_service_runs_from_its_image(service: str, front: Builder, tmp_path: Path) -> None:
+def test_service_runs_from_its_image(service: str, front: Builder, tmp_path: Path) -> None:
     image = front.build(service)
     python = image.place("/opt/venv/bin/python")
     others = {"gateway": {}, "tokenizer": {"model": "models/demo"}, "detokenizer": {"model": "models/demo"}}
@@ -114,7 +114,7 @@ def test_a_service_runs_from_its_image(service: str, front: Builder, tmp_path: P
         assert healthy(probe, env, image.place("."), log)
 
 
-def test_no_service_image_can_import_what_it_must_not_have(front: Builder) -> None:
+def test_service_image_lacks_worker_packages(front: Builder) -> None:
     python = front.build("gateway").place("/opt/venv/bin/python")
     heavy = ("torch", "triton", "transformers", "xgrammar", "grpc_tools", "pip", "services.worker", "kernels")
     code = f"import importlib.util as u; print([n for n in {heavy!r} if u.find_spec(n)])"
@@ -125,12 +125,12 @@ def test_no_service_image_can_import_what_it_must_not_have(front: Builder) -> No
 
 
 @pytest.mark.parametrize("service", FRONT)
-def test_a_service_image_has_its_own_service_alone(service: str, front: Builder) -> None:
+def test_service_image_has_only_its_own_service(service: str, front: Builder) -> None:
     folders = {path.name for path in front.build(service).place("services").iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} == {service, "shared"}
 
 
-def test_every_source_is_compiled(front: Builder) -> None:
+def test_image_has_bytecode_of_every_source(front: Builder) -> None:
     app = front.build("gateway").place("/app")
     sources = [*app.glob("services/*/**/*.py"), *app.glob("rootstock/v1/*.py")]
     assert len(sources) > 50
@@ -138,7 +138,7 @@ def test_every_source_is_compiled(front: Builder) -> None:
         assert list((source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc")), source
 
 
-def test_only_steps_of_the_distribution_were_left_out(front: Builder) -> None:
+def test_replay_skips_only_distribution_steps(front: Builder) -> None:
     front.build("gateway")
     assert [text.split()[0] for text in front.skipped] == ["python", "groupadd"]
 
@@ -153,7 +153,7 @@ def test_only_steps_of_the_distribution_were_left_out(front: Builder) -> None:
     ],
     ids=["the default", "none", "another", "a folder"],
 )
-def test_an_index_for_torch_is_asked_only_if_there_is_one(asked: str | None, options: list[str], tmp_path: Path) -> None:
+def test_torch_index_option_is_given_only_when_set(asked: str | None, options: list[str], tmp_path: Path) -> None:
     """What pip is given by the step as a shell runs it."""
     arguments, folder = torch_index(asked)
     assert folder == (asked if asked == str(ROOT) else "")
@@ -168,7 +168,7 @@ def test_an_index_for_torch_is_asked_only_if_there_is_one(asked: str | None, opt
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute: with ROOTSTOCK_TEST_NIGHTLY=1")
-def test_the_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:
+def test_worker_runs_from_its_image(worker: Builder, tmp_path: Path) -> None:
     image = worker.build("worker")
     python = image.place("/opt/venv/bin/python")
     with running("worker", image, python, tmp_path, max_total_tokens="4096", num_threads="1") as (probe, env, log):

@@ -32,20 +32,20 @@ LAYERED = ("COPY", "RUN", "WORKDIR")
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "wheels"])
-def test_the_rules_are_kept(kernels: str) -> None:
+def test_dockerfile_has_no_complaints(kernels: str) -> None:
     dockerfile = read(DOCKERFILE, {"FLASHINFER_KERNELS": kernels})
     assert dockerfile.stage("cuda-kernels").base == f"kernels-{kernels}"
     assert complaints(dockerfile, ROOT, [*IMAGES, "dev"], COMPILING) == []
 
 
 @pytest.mark.parametrize("service", ["gateway", "worker"])
-def test_the_build_argument_chooses_the_image(service: str) -> None:
+def test_build_argument_selects_the_image(service: str) -> None:
     dockerfile = read(DOCKERFILE, {"SERVICE": service})
     assert dockerfile.stages[-1].base == service
     assert dockerfile.stage("dev").base == service
 
 
-def test_images_of_workers_hold_the_model_that_the_chart_names_first() -> None:
+def test_worker_images_contain_the_default_model() -> None:
     values = yaml.safe_load((ROOT / "charts/rootstock/values.yaml").read_text())
     (path,) = [each["path"] for each in values["models"]]
     for image in ("worker", "worker-cuda"):
@@ -63,7 +63,7 @@ def shared(images: list[list[str]]) -> list[str]:
     return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*images, strict=False))]
 
 
-def test_all_images_begin_with_the_same_layers() -> None:
+def test_images_share_their_first_layers() -> None:
     """The base, the account and what services need, so that a node has them once. No build argument makes them differ."""
     dockerfile = read(DOCKERFILE)
     assert len(set(dockerfile.images())) == 1
@@ -74,7 +74,7 @@ def test_all_images_begin_with_the_same_layers() -> None:
     assert "/opt/venv /opt/venv" in shared(made)[-1] and "worker" not in str(shared(made))
 
 
-def test_a_workers_libraries_hold_nothing_that_the_services_have() -> None:
+def test_worker_libraries_exclude_service_packages() -> None:
     """They are a layer of their own above the services', with the same versions: what pip finds there it does not install."""
     services = pins("service.txt").items()
     assert services <= pins("worker-cpu.txt").items() and services <= pins("worker-cuda.txt").items()
@@ -151,14 +151,14 @@ WRONG = {
 }
 
 
-def test_the_good_example_has_no_complaint(tmp_path: Path) -> None:
+def test_complaints_are_empty_for_a_good_dockerfile(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(GOOD)
     assert complaints(read(tmp_path / "Dockerfile"), ROOT, ["app"]) == []
 
 
 @pytest.mark.by_day(one_in=3, seed=12)
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
+def test_complaints_name_the_broken_rule(name: str, tmp_path: Path) -> None:
     expected, before, after = WRONG[name]
     assert before in GOOD
     (tmp_path / "Dockerfile").write_text(GOOD.replace(before, after))
@@ -167,7 +167,7 @@ def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "service"), [*((name, name) for name in IMAGES[:4]), ("worker-cuda", "worker")], ids=IMAGES)
-def test_images_expose_and_probe_the_services_own_ports(stage: str, service: str) -> None:
+def test_images_expose_and_probe_the_services_ports(stage: str, service: str) -> None:
     lineage = read(DOCKERFILE).lineage(stage)
     fields = SERVICES[service].model_fields
     health = fields["health_port" if SERVICES[service] is GatewaySettings else "port"].default
@@ -202,7 +202,7 @@ def test_pinned_lists_satisfy_pyproject(name: str, extras: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["service.txt", "worker-cpu.txt", "worker-cuda.txt", "build.txt"])
-def test_the_pinned_lists_are_closed(name: str) -> None:
+def test_pinned_lists_contain_all_dependencies(name: str) -> None:
     """Nothing that is installed needs something that is not: pip is told not to look."""
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     needed = set(lock["closure"](lock["wanted"]()[name]))
@@ -210,7 +210,7 @@ def test_the_pinned_lists_are_closed(name: str) -> None:
     assert needed - set(pins(name)) == ({"triton"} if name == "worker-cpu.txt" else set()), "run docker/lock.py"
 
 
-def test_the_compiler_is_of_the_cuda_that_the_image_has() -> None:
+def test_compiler_version_equals_the_images_cuda() -> None:
     compiler, libraries, kernels = pins("cuda-compiler.txt"), pins("worker-cuda.txt"), pins("cuda-kernels.txt")
     cuda = libraries["cuda-toolkit"].split(".")[:2]
     wheels = [version for name, version in compiler.items() if name != "nvidia-curand"]  # which counts by itself
@@ -223,7 +223,7 @@ def test_the_compiler_is_of_the_cuda_that_the_image_has() -> None:
     assert index.endswith(f"/cu{''.join(cuda)}")
 
 
-def test_no_compiler_of_cuda_is_in_an_image() -> None:
+def test_images_have_no_cuda_compiler() -> None:
     """It is beside the environment that is copied, in the stage that FlashInfer's kernels are compiled in."""
     copied = [each for stage in read(DOCKERFILE).lineage("worker-cuda") for each in stage.all("COPY") if "from" in each.flags]
     assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
@@ -238,7 +238,7 @@ def variables(stage: str) -> dict[str, str]:
     return dict(word.split("=", 1) for each in lineage for line in each.all("ENV") for word in line.words)
 
 
-def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
+def test_cuda_worker_has_flashinfer_kernels_in_the_searched_folder() -> None:
     """Below the library, where it takes them as they are; what is missing there is refused at once, not compiled."""
     dockerfile = read(DOCKERFILE)
     place = next(each.words[1] for each in dockerfile.stage("worker-cuda").all("COPY") if each.words[0] == "/opt/kernels")
@@ -256,7 +256,7 @@ def test_the_cuda_worker_finds_flashinfers_kernels_where_it_looks() -> None:
     assert variables("kernels-wheels")["PYTHONPATH"].endswith(f":/opt/kernels/{SITE_PACKAGES}")
 
 
-def test_the_cuda_worker_is_given_its_driver() -> None:
+def test_cuda_worker_image_requests_driver_libraries() -> None:
     """By what NVIDIA's own base images set: which devices, which of the driver's libraries, where those may lie, how new."""
     given = variables("worker-cuda")
     assert given["NVIDIA_VISIBLE_DEVICES"] == "all" and set(given["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {
@@ -268,7 +268,7 @@ def test_the_cuda_worker_is_given_its_driver() -> None:
     assert "NVIDIA_VISIBLE_DEVICES" not in variables("worker"), "no other image asks for a GPU"
 
 
-def test_paths_of_packages_are_of_the_bases_python() -> None:
+def test_package_paths_use_the_base_images_python() -> None:
     """Which the prefixes name: libraries, kernels and what is copied into the environment."""
     text = DOCKERFILE.read_text()
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)\.", text, re.MULTILINE)
@@ -276,29 +276,29 @@ def test_paths_of_packages_are_of_the_bases_python() -> None:
     assert f"lib/python{base}/site-packages" == SITE_PACKAGES
 
 
-def test_the_cpu_worker_imports_without_what_is_left_out() -> None:
+def test_cpu_worker_imports_without_triton() -> None:
     """xgrammar asks for triton and needs it on GPUs alone."""
     modules = "services.worker.__main__, services.worker.grammar.compile.forking_compiler, xgrammar"
     code = f"import sys; sys.modules['triton'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
 
-def test_no_service_image_has_torch() -> None:
+def test_service_pins_exclude_torch() -> None:
     assert {"torch", "triton", "transformers", "xgrammar", "grpcio-tools"}.isdisjoint(pins("service.txt"))
 
 
-def test_generated_code_and_its_runtime_are_of_one_version() -> None:
+def test_protobuf_pins_have_one_version() -> None:
     assert pins("build.txt")["protobuf"] == pins("service.txt")["protobuf"] == pins("worker-cpu.txt")["protobuf"]
 
 
 @pytest.mark.parametrize(
     "path", ["tests/__init__.py", "docs/reference/api.md", "build/kernels", ".venv/bin/python", "demo/train.py"]
 )
-def test_the_context_leaves_out_what_images_do_not_need(path: str) -> None:
+def test_build_context_excludes_unneeded_paths(path: str) -> None:
     assert not context_files(ROOT, [path])
 
 
-def test_the_context_has_no_built_or_cached_files() -> None:
+def test_build_context_excludes_built_and_cached_files() -> None:
     found = context_files(ROOT, ["services", "kernels", "protos", "models/demo"])
     assert "services/worker/core/scheduler.py" in found and "models/demo/model.safetensors" in found
     assert not [name for name in found if name.endswith((".pyc", ".so")) or "cache" in Path(name).parts]

@@ -37,12 +37,12 @@ def patched(profile: str) -> dict[str, Any]:
     return config
 
 
-def test_it_has_the_two_profiles() -> None:
+def test_skaffold_has_two_profiles() -> None:
     assert set(PROFILES) == {"cpu", "gpu"}
 
 
 @pytest.mark.parametrize("profile", ["", "cpu", "gpu"])
-def test_artifacts_are_the_charts_images(profile: str) -> None:
+def test_artifacts_equal_the_charts_images(profile: str) -> None:
     images = [artifact["image"] for artifact in patched(profile)["build"]["artifacts"]]
     assert images == [VALUES[component]["image"]["repository"] for component in COMPONENTS]
 
@@ -58,7 +58,7 @@ def test_dockerfiles_and_targets_exist(profile: str) -> None:
         assert entry == [["python", "-m", f"services.{service}"]]
 
 
-def test_the_gpu_profile_builds_the_worker_for_gpus() -> None:
+def test_gpu_profile_builds_the_cuda_worker() -> None:
     assert patched("gpu")["build"]["artifacts"][3]["docker"]["target"] == "worker-cuda"
 
 
@@ -71,7 +71,7 @@ def test_values_files_exist_and_fit_the_chart(profile: str) -> None:
     assert (ROOT / RELEASE["chartPath"] / "Chart.yaml").is_file()
 
 
-def test_every_image_of_the_release_is_a_built_one() -> None:
+def test_release_uses_only_built_images() -> None:
     for key, template in RELEASE["setValueTemplates"].items():
         place: Any = VALUES
         for part in key.split("."):
@@ -100,7 +100,7 @@ def nested(way: list[str], value: str) -> dict[str, Any]:
     return {way[0]: nested(way[1:], value) if way[1:] else value}
 
 
-def test_sources_are_synced_into_images_that_start_again() -> None:
+def test_sync_targets_the_reloading_image() -> None:
     for artifact in patched("cpu")["build"]["artifacts"]:
         assert artifact["docker"]["target"] == "dev", "only this target takes changed files"
         service = artifact["image"].partition("/")[2]
@@ -110,7 +110,7 @@ def test_sources_are_synced_into_images_that_start_again() -> None:
         assert context_files(ROOT, [f"services/{service}"])
 
 
-def test_the_gateway_is_forwarded() -> None:
+def test_port_forward_targets_the_gateway() -> None:
     forward = CONFIG["portForward"][0]
     assert forward["resourceName"] == f"{RELEASE['name']}-gateway"
     assert (forward["port"], forward["namespace"]) == (VALUES["gateway"]["service"]["port"], RELEASE["namespace"])

@@ -47,7 +47,7 @@ def run(pins: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_pin_without_a_wheel_for_the_machine_is_named(pins: Path) -> None:
+def test_wheels_names_pins_without_a_wheel(pins: Path) -> None:
     done = run(pins, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(pins.parent))
     assert done.stdout.splitlines() == [
         f"{pins}: 3 of 5 pins have a wheel for aarch64, 2 of them its own",
@@ -57,6 +57,6 @@ def test_a_pin_without_a_wheel_for_the_machine_is_named(pins: Path) -> None:
     assert done.returncode == 1, done.stderr
 
 
-def test_an_index_that_is_not_reached_is_no_missing_wheel(pins: Path) -> None:
+def test_wheels_fails_differently_when_the_index_is_unreachable(pins: Path) -> None:
     done = run(pins, PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert done.returncode == 2 and "none:" not in done.stdout, done.stdout

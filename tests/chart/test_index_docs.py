@@ -42,18 +42,18 @@ def faults(page: str, folder: str) -> Iterator[str]:
             yield f"{file}::{test}[{case}]"
 
 
-def test_tests_that_the_index_names_are_there() -> None:
+def test_features_page_names_existing_tests() -> None:
     """What proof.md names were there when it was written."""
     text = INDEX.read_text()
     assert NAMED.search(text) and list(faults(text, "chart")) == []
 
 
-def test_a_test_that_is_not_there_is_noticed() -> None:
+def test_faults_reports_missing_tests() -> None:
     named = "`test_index_docs.py::test_nothing`, `test_nowhere.py::test_x`, `test_templates.py::test_fields[no such case]`"
     assert len(list(faults(named, "chart"))) == 3
 
 
-def test_every_row_of_the_features_names_a_test_of_the_chart() -> None:
+def test_features_rows_name_a_chart_test() -> None:
     rows = [line for line in INDEX.read_text().splitlines() if "::test_" in line]
     assert len(rows) == 12
     assert [row[:60] for row in rows if not re.search(r"`(tests/cluster/)?test_\w+\.py::", row) or "](" not in row] == []

@@ -9,17 +9,17 @@ from tests.chart.release import Release, title
 from tests.chart.variants import ALL
 
 
-def test_every_release_is_looked_at() -> None:
+def test_offences_checks_every_release() -> None:
     assert list(offences(lambda name, _: [name])) == ALL
 
 
-def test_every_offender_is_named() -> None:
+def test_offences_names_every_offender() -> None:
     found = offences(lambda _, release: map(title, release.kind("Deployment")), ["two-models", "stateful-set"])
     assert {name: len(each) for name, each in found.items()} == {"two-models": 8, "stateful-set": 4}
     assert "Deployment/llm-rootstock-worker-small" in found["two-models"]
 
 
-def test_an_object_that_is_looked_for_in_vain_hides_no_offender() -> None:
+def test_offences_keeps_offenders_when_an_object_is_missing() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         yield "before"
         release.get("Deployment", "nobody")
@@ -29,5 +29,5 @@ def test_an_object_that_is_looked_for_in_vain_hides_no_offender() -> None:
     assert all("0 objects Deployment/nobody" in each[1] for each in found.values())
 
 
-def test_who_keeps_it_is_not_named() -> None:
+def test_offences_omits_releases_without_offenders() -> None:
     assert offences(lambda name, _: [name] if name == "access" else [], ["defaults", "access"]) == {"access": ["access"]}

@@ -31,12 +31,12 @@ def test_objects_of_the_page_are_valid() -> None:
     assert {each["kind"]: found for each in objects() if (found := faults(each))} == {}
 
 
-def test_values_of_the_page_are_taken() -> None:
+def test_values_of_the_page_are_accepted() -> None:
     values = [each for each in documents() if "kind" not in each]
     assert values and [why for each in values if (why := refusal(each))] == []
 
 
-def test_policies_of_the_page_are_about_what_the_chart_makes() -> None:
+def test_policies_of_the_page_target_the_charts_objects() -> None:
     release, outside = render(ROUTED), {("Gateway", "gateway")}
     for each in objects():
         targets = each["spec"].get("targetRefs") or [each["spec"]["targetRef"]]
@@ -45,7 +45,7 @@ def test_policies_of_the_page_are_about_what_the_chart_makes() -> None:
             assert there or (target["kind"], target["name"]) in outside, target
 
 
-def test_the_chart_knows_the_services_defaults() -> None:
+def test_balancer_template_has_the_gateways_defaults() -> None:
     """Which it counts with where nothing is set."""
     template = (CHART / "templates" / "gateway" / "_balancer.tpl").read_text()
     assert f"default {MAX_BODY_BYTES} $settings.max_body_bytes" in template

@@ -87,19 +87,19 @@ def said_context(notes: str) -> list[int]:
     return [int(found) for found in re.findall(r", context (\d+) tokens", notes)]
 
 
-def test_the_page_has_all_rows() -> None:
+def test_sizing_page_has_all_rows() -> None:
     assert [row.name for row in ROWS][:2] == ["Qwen3-0.6B", "Qwen3-4B"] and len(ROWS) >= 10
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_of_the_page_is_that_of_the_charts_table(row: Row) -> None:
+def test_sizing_row_equals_the_charts_sizes(row: Row) -> None:
     size = SIZES[row.name.lower().replace(" ", "-")]
     assert (size["weightsGB"], size["kvKiBPerToken"]) == (row.weights_gb, row.kv_kib)
     assert row.kv_kib * 1024 == 2 * row.layers * row.heads * row.head_size * 2
 
 
 @pytest.mark.parametrize(("row", "gpu_gb"), CASES, ids=[f"{row.name} at {gb} GB" for row, gb in CASES])
-def test_chart_says_what_the_worker_reckons(row: Row, gpu_gb: int) -> None:
+def test_chart_computes_the_workers_context(row: Row, gpu_gb: int) -> None:
     name = row.name.lower().replace(" ", "-")
     size, cell = SIZES[name], row.cells[MEMORIES.index(gpu_gb)]
     values = values_for(f"org/{name}@main", gpu_gb)
@@ -117,7 +117,7 @@ def test_chart_says_what_the_worker_reckons(row: Row, gpu_gb: int) -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("settings", [{}, {"mem_fraction_static": 0.88}, {"page_size": 64}], ids=["default", "share", "page"])
-def test_context_len_is_taken_up_to_the_workers_pool(settings: dict[str, Any], more: int) -> None:
+def test_chart_accepts_context_len_up_to_the_kv_pool(settings: dict[str, Any], more: int) -> None:
     size = SIZES["qwen3-32b"]
     held = worker_pages(size, 80, settings) * settings.get("page_size", 16)
     asked = {**settings, "context_len": held + more}
@@ -130,14 +130,14 @@ def test_context_len_is_taken_up_to_the_workers_pool(settings: dict[str, Any], m
         assert said == "" and worker_pages(size, 80, asked)
 
 
-def test_the_values_that_were_short_have_the_pool_that_was_reported() -> None:
+def test_notes_name_the_pool_when_it_limits_the_context() -> None:
     assert worker_pages(SIZES["qwen3-32b"], 80, {"mem_fraction_static": 0.88}) * 16 == 7232
     notes = render(values_for("Qwen/Qwen3-32B", 80, mem_fraction_static=0.88)).notes
     assert "context 7232 tokens of the model's 40960: the KV pool holds no more" in notes
 
 
 @pytest.mark.parametrize("name", [name for name in ci_names() if name != "defaults"])
-def test_workers_of_a_ci_file_have_the_models_whole_context(name: str) -> None:
+def test_ci_file_workers_have_the_models_whole_context(name: str) -> None:
     values = ci_values(name)
     found = []
     for entry in values.get("models", []):
@@ -161,11 +161,11 @@ def test_workers_of_a_ci_file_have_the_models_whole_context(name: str) -> None:
     assert len(gpus) == len(found), "every worker with a GPU has gpuMemoryGB and a model of known size"
 
 
-def test_every_ci_file_is_looked_at() -> None:
+def test_ci_names_cover_every_ci_file() -> None:
     assert len(CI_FILES) == len(ci_names()) - 1
 
 
-def test_sizes_of_an_entry_go_before_the_table() -> None:
+def test_model_size_overrides_the_table() -> None:
     values = values_for("Qwen/Qwen3-8B", 80)
     values["models"][0]["size"] = {"weightsGB": 70}
     assert "no page of KV fits on a GPU of 80 GB (gpuMemoryGB): the weights take 70 GB" in refusal(values)
@@ -174,12 +174,12 @@ def test_sizes_of_an_entry_go_before_the_table() -> None:
     assert said_context(render(values).notes) == [worker_pages(size, 80, {}) * 16]
 
 
-def test_numbers_of_32_bits_take_twice_the_memory() -> None:
+def test_memory_doubles_when_dtype_is_float32() -> None:
     assert "no page of KV fits" in refusal(values_for("Qwen/Qwen3-14B", 60, dtype="float32"))
     assert refusal(values_for("Qwen/Qwen3-14B", 60)) == ""
 
 
-def test_prompts_workers_are_checked_with_their_own_settings() -> None:
+def test_prefill_workers_are_checked_with_their_own_settings() -> None:
     values = merged(
         values_for("Qwen/Qwen3-32B", 80), {"worker": {"prefill": {"replicas": 1, "settings": {"mem_fraction_static": 0.5}}}}
     )
@@ -205,7 +205,7 @@ def test_prompts_workers_are_checked_with_their_own_settings() -> None:
         "deviceclass.resource.kubernetes.io/gpu.nvidia.com",
     ],
 )
-def test_a_gpu_by_resources_alone_is_refused(resource: str) -> None:
+def test_chart_refuses_a_gpu_in_resources_without_gpus(resource: str) -> None:
     for kind in ("limits", "requests"):
         asked = {"resources": {kind: {resource: 1}}}
         assert f"worker.resources.{kind} has {resource}, and worker.gpus is 0" in refusal({"worker": asked})
@@ -216,7 +216,7 @@ def test_a_gpu_by_resources_alone_is_refused(resource: str) -> None:
         assert f"worker.prefill.resources.{kind} has {resource}, and worker.gpus is 0" in refusal({"worker": {"prefill": asked}})
 
 
-def test_other_devices_and_counted_gpus_are_taken() -> None:
+def test_chart_accepts_other_devices_and_counted_gpus() -> None:
     for limits in ({"rdma/hca_shared": 1}, {"intel.com/qat": 1}, {"nvidia.com/gpu": 0}, {"hugepages-2Mi": "1Gi"}):
         assert refusal({"worker": {"resources": {"limits": limits}}}) == "", limits
     named = merged({"resources": GPU_RESOURCES}, {"gpus": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}})

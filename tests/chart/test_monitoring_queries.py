@@ -180,7 +180,7 @@ def plain(selector: str) -> str:
     return re.sub(rf'namespace=~?"({NAMESPACE}|\.\*)",', "", selector)
 
 
-def test_every_series_that_an_expression_names_is_there(watched: Watched) -> None:
+def test_expressions_name_existing_series(watched: Watched) -> None:
     expressions = [query for *_, query in panel_queries()] + [rule["expr"] for rule in rules()]
     expressions += [*keda_queries().values(), *adapter_queries(watched).values(), *SGLANG_DASHBOARD]
     wanted = {selector for expression in expressions for selector in selectors(expression)}
@@ -190,12 +190,12 @@ def test_every_series_that_an_expression_names_is_there(watched: Watched) -> Non
     assert unexplained == []
 
 
-def test_every_panel_shows_something(watched: Watched) -> None:
+def test_panels_show_data(watched: Watched) -> None:
     empty = [(name, title, query) for name, title, query in panel_queries() if not watched.prometheus.query(query)]
     assert empty == []
 
 
-def test_every_recorded_series_is_there_and_no_alert_fires(watched: Watched) -> None:
+def test_rules_record_series_and_fire_no_alert(watched: Watched) -> None:
     recorded = [rule["record"] for rule in rules() if "record" in rule]
     assert [name for name in recorded if not watched.prometheus.query(name)] == []
     assert watched.prometheus.query('ALERTS{alertstate="firing"}') == []
@@ -203,7 +203,7 @@ def test_every_recorded_series_is_there_and_no_alert_fires(watched: Watched) -> 
         watched.prometheus.query(rule["expr"])
 
 
-def test_kedas_queries_are_one_number_each_and_nothing_where_figures_are_missing(watched: Watched) -> None:
+def test_keda_queries_return_one_number_or_nothing(watched: Watched) -> None:
     queries = keda_queries()
     assert set(queries) == {"backlog", "running", "token-usage", "streams"}
     for query in queries.values():
@@ -218,7 +218,7 @@ def of_no_role(query: str) -> str:
     return re.sub(r'engine_type="(prefill|decode)"', 'engine_type="unified"', query)
 
 
-def test_kedas_queries_are_about_one_kind_of_workers_where_there_are_two(watched: Watched) -> None:
+def test_keda_queries_select_one_role_when_there_are_two(watched: Watched) -> None:
     queries, usual = keda_queries(merged(KEDA, APART)), keda_queries()
     assert set(queries) == {*usual, "waiting-tokens", "busy"}
     roles = {name: set(re.findall(r'engine_type="(\w+)"', query)) for name, query in queries.items()}
@@ -237,7 +237,7 @@ def test_kedas_queries_are_about_one_kind_of_workers_where_there_are_two(watched
         assert watched.prometheus.query(queries[name]) == [], "of workers that Prometheus does not see"
 
 
-def test_keda_is_told_nothing_of_workers_whose_figures_are_missing(watched: Watched) -> None:
+def test_keda_queries_are_empty_when_worker_series_are_missing(watched: Watched) -> None:
     """0 while there are none; while gateways know of workers that Prometheus does not see, nothing."""
     queries = keda_queries()
     for name in ("running", "token-usage"):
@@ -258,7 +258,7 @@ def adapter_queries(watched: Watched) -> dict[str, str]:
     return out
 
 
-def test_the_adapter_answers_what_the_hpas_ask(watched: Watched) -> None:
+def test_adapter_serves_the_hpas_metrics(watched: Watched) -> None:
     queries = adapter_queries(watched)
     for metric in hpa_metrics():
         if metric["type"] == "Pods":
@@ -276,7 +276,7 @@ def test_the_adapter_answers_what_the_hpas_ask(watched: Watched) -> None:
             assert watched.prometheus.query(rule["seriesQuery"]), rule["seriesQuery"]
 
 
-def test_the_adapter_answers_for_workers_that_compute_prompts(watched: Watched) -> None:
+def test_adapter_serves_metrics_of_prefill_workers(watched: Watched) -> None:
     rules = {rule["name"]["as"]: rule for rule in adapter_rules(APART)["rules"]}
     release = render(merged(HPA, APART))
     asked = release.get("HorizontalPodAutoscaler", "llm-rootstock-prefill-demo")["spec"]["metrics"]
@@ -337,13 +337,13 @@ def test_adapter_rules_refuse_values_when_the_schema_does_not_know_them(rules: A
     assert "adapterRules" in refusal({"autoscaling": {"adapterRules": rules}})
 
 
-def test_sglangs_own_dashboard_shows_our_figures(watched: Watched) -> None:
+def test_sglang_dashboard_queries_return_data(watched: Watched) -> None:
     assert [query for query in SGLANG_DASHBOARD if not watched.prometheus.query(query)] == []
     assert MODEL in watched.prometheus.label_values("model_name")
 
 
 @pytest.mark.parametrize("name", ["gateway", "tokenizer", "detokenizer", "worker-0"])
-def test_promtool_finds_nothing_wrong_with_what_a_service_emits(watched: Watched, name: str) -> None:
+def test_promtool_accepts_the_services_metrics(watched: Watched, name: str) -> None:
     """But for what SGLang's names must be."""
     with urllib.request.urlopen(watched.system.parts[name].metrics_url, timeout=5) as response:
         text = response.read()
@@ -360,7 +360,7 @@ def test_promtool_finds_nothing_wrong_with_what_a_service_emits(watched: Watched
     }
 
 
-def test_a_series_that_nobody_emits_is_noticed(watched: Watched) -> None:
+def test_query_returns_nothing_for_an_unknown_series(watched: Watched) -> None:
     assert selectors('sum by (x) (rate(a:b_total{c="d{e}"}[5m])) / on (x) f{g!=""} > 2 or vector(1)') == {
         'a:b_total{c="d{e}"}',
         'f{g!=""}',
@@ -368,7 +368,7 @@ def test_a_series_that_nobody_emits_is_noticed(watched: Watched) -> None:
     assert watched.prometheus.query("rootstock_gateway_requests_totals") == []
 
 
-def test_every_series_that_a_service_emits_is_on_the_page(watched: Watched) -> None:
+def test_metrics_page_has_every_emitted_series(watched: Watched) -> None:
     known = {name for rows in metrics_reference.services().values() for row in rows for name in row.series}
     own = re.compile(r"sglang:|rootstock_(gateway|tokenizer|detokenizer|worker)_")
     emitted = {name for name in watched.prometheus.label_values("__name__") if own.match(name) and not name.endswith("_created")}
@@ -376,7 +376,7 @@ def test_every_series_that_a_service_emits_is_on_the_page(watched: Watched) -> N
     assert emitted - known == set()
 
 
-def test_a_panel_has_a_unit_a_text_and_the_variables() -> None:
+def test_panels_have_unit_text_and_variables() -> None:
     for name, dashboard in dashboards().items():
         assert [each["name"] for each in dashboard["templating"]["list"]] == ["datasource", "namespace", "model"]
         assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
@@ -386,7 +386,7 @@ def test_a_panel_has_a_unit_a_text_and_the_variables() -> None:
             assert panel["datasource"]["uid"] == "${datasource}"
 
 
-def test_the_chart_installs_the_dashboards_and_scrapes_every_component() -> None:
+def test_chart_installs_dashboards_and_scrapes_every_component() -> None:
     release = render(
         {
             "monitoring": {

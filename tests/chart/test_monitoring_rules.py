@@ -78,29 +78,29 @@ def test_rules_are_valid() -> None:
 
 
 @pytest.mark.needs("promtool")
-def test_nothing_fires_while_all_is_well(tmp_path: Path) -> None:
+def test_alerts_are_silent_while_all_is_well(tmp_path: Path) -> None:
     assert run_tests(tmp_path, world({}, [("30m", set()), ("2h", set())])) == ""
 
 
 @pytest.mark.needs("promtool")
-def test_one_late_answer_of_a_model_that_sleeps_burns_nothing(tmp_path: Path) -> None:
+def test_alerts_ignore_one_late_response_of_an_idle_model(tmp_path: Path) -> None:
     assert run_tests(tmp_path, world({FIRST: "0x600", FIRSTS: "0x10 1x600"}, [("15m", set()), ("2h", set())])) == ""
 
 
 @pytest.mark.by_day(one_in=2, seed=76)
 @pytest.mark.needs("promtool")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{n}-{each.alert}" for n, each in enumerate(SCENARIOS)])
-def test_an_alert_fires_when_it_must_and_not_before(scenario: Scenario, tmp_path: Path) -> None:
+def test_alert_fires_at_its_time_and_not_before(scenario: Scenario, tmp_path: Path) -> None:
     assert run_tests(tmp_path, played(scenario)) == ""
 
 
 @pytest.mark.needs("promtool")
-def test_a_scenario_fails_where_its_alert_does_not_fire(tmp_path: Path) -> None:
+def test_scenario_fails_when_its_alert_does_not_fire(tmp_path: Path) -> None:
     quiet = Scenario(SCENARIOS[0].alert, {})
     assert "FAILED" in run_tests(tmp_path, played(quiet))
 
 
-def test_every_alert_has_a_scenario_a_severity_and_a_page() -> None:
+def test_alerts_have_a_scenario_a_severity_and_a_page() -> None:
     assert {scenario.alert for scenario in SCENARIOS} == {each["alert"] for each in alerts()}
     anchors = {heading.strip().lower() for heading in re.findall(r"^## (.+)$", ALERTS_PAGE.read_text(), re.M)}
     for each in alerts():
@@ -117,7 +117,7 @@ BARE = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")  # a setting, a reason or a metric
 VALUE = re.compile(r"\b(?:[a-z]+[A-Za-z]*\.)+[a-z]\w*\b|\b[a-z]+[A-Z]\w*\b")
 
 
-def test_runbooks_name_settings_and_values_that_exist() -> None:
+def test_runbooks_name_existing_settings_and_values() -> None:
     settings = {*WorkerSettings.model_fields, *GatewaySettings.model_fields}
     values = set(paths(yaml.safe_load((CHART / "values.yaml").read_text())))
     known = {*REFUSALS, *BACKGROUND_ENDS, "sglang_token_usage", "context_len"} | settings
@@ -161,7 +161,7 @@ def of_release(rules: str, namespace: str = "serving", name: str = "llm-rootstoc
 
 
 @pytest.mark.needs("promtool")
-def test_objectives_hold_for_each_release_alone(tmp_path: Path) -> None:
+def test_objectives_apply_per_release(tmp_path: Path) -> None:
     """Two releases, in one namespace and in two: the same share of failures burns one's budget, not the other's."""
     strict, lenient = {"availability": 0.999}, {"availability": 0.9}
     for name, namespaces in (("one", ("serving", "serving")), ("two", ("serving", "testing"))):
@@ -192,7 +192,7 @@ def test_objectives_hold_for_each_release_alone(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_chart_installs_exactly_these_rules() -> None:
+def test_chart_installs_exactly_the_rules_file() -> None:
     values = {"monitoring": {"rules": {"enabled": True, "labels": {"release": "prometheus"}}}}
     (rule,) = render(merged(values, {"worker": {"prefill": {"replicas": 1}}})).kind("PrometheusRule")
     assert rule["spec"] == {"groups": without_links(yaml.safe_load(of_release(RULES.read_text()))["groups"])}
@@ -206,7 +206,7 @@ OBJECTIVES = {"availability": 0.95, "ttftSeconds": 5, "ttftShare": 0.99}  # the 
 
 
 @pytest.mark.needs("promtool")
-def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
+def test_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
     page = "https://wiki.example.com/alerts"
     rules = {"enabled": True, "runbookUrl": page, "objectives": OBJECTIVES}
     certificates = {"enabled": True, "issuerRef": {"name": "a"}, "duration": "72h", "renewBefore": "24h"}
@@ -231,7 +231,7 @@ def test_the_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("prometheus")
-def test_a_pod_that_is_not_running_is_no_target(tmp_path: Path) -> None:
+def test_pod_monitor_scrapes_only_running_pods(tmp_path: Path) -> None:
     """By the PodMonitor's own relabelings, as Prometheus does them, and by those that the page has for one without the operator,
     which sets namespace and pod by itself."""
     (monitor,) = render({"monitoring": {"serviceMonitor": {"enabled": True, "interval": "7s"}}}).kind("PodMonitor")
@@ -278,7 +278,7 @@ SEEN = {  # as the exporter's scrape has labels, and whose GPU it is
 
 @pytest.mark.needs("promtool")
 @pytest.mark.parametrize("name", SEEN)
-def test_gpus_are_shown_by_the_pod_that_has_them(name: str, tmp_path: Path) -> None:
+def test_gpu_dashboard_shows_gpus_by_pod(name: str, tmp_path: Path) -> None:
     labels, shown = SEEN[name]
     dashboard = json.loads((CHART / "dashboards" / "gpus.json").read_text())
     query = dashboard["panels"][0]["targets"][0]["expr"].replace("$namespace", "serving")

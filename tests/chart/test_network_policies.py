@@ -181,20 +181,20 @@ def component(name: str) -> str:
 
 @pytest.mark.by_day(one_in=3, seed=66)
 @pytest.mark.parametrize("case", CASES)
-def test_the_graph_is_the_data_flow(case: str) -> None:
+def test_policies_allow_exactly_the_data_flow(case: str) -> None:
     values, expected = CASES[case]
     found = graph(render(values))
     assert (sorted(found - expected), sorted(expected - found)) == ([], []), "(too much, too little)"
 
 
-def test_names_are_asked_over_udp_too_and_nothing_else_is() -> None:
+def test_policies_allow_only_dns_over_udp() -> None:
     release = render({})
     found = edges(list(release.kind("NetworkPolicy")), parties(release), OUTSIDE, {(port, "UDP") for port in PORTS})
     told = {(component(each.source), each.target, each.port) for each in found}
     assert told == {(source, each.name, port) for source, _, port in NAMES for each in OUTSIDE}
 
 
-def test_every_pod_is_policed_both_ways() -> None:
+def test_every_pod_has_policies_in_both_directions() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         policies = list(release.kind("NetworkPolicy"))
         for party in parties(release):
@@ -204,7 +204,7 @@ def test_every_pod_is_policed_both_ways() -> None:
     assert offences(law, [name for name in ALL if name != "open-network"]) == {}
 
 
-def test_hosts_of_one_worker_talk_to_each_other_and_to_no_other_workers() -> None:
+def test_hosts_of_a_worker_reach_only_each_other() -> None:
     values = merged(
         VARIANTS["leader-worker-set"], {"models": [model("a"), model("b", worker={"kind": "Deployment", "hosts": 1})]}
     )
@@ -219,7 +219,7 @@ def test_hosts_of_one_worker_talk_to_each_other_and_to_no_other_workers() -> Non
     )
 
 
-def test_only_those_that_decode_read_what_others_have_computed() -> None:
+def test_only_decode_workers_reach_prefill_kv_ports() -> None:
     release = render(VARIANTS["apart-in-one-of-two-models"])
     policies = list(release.kind("NetworkPolicy"))
     inside = parties(release)
@@ -231,11 +231,11 @@ def test_only_those_that_decode_read_what_others_have_computed() -> None:
         assert not [each for each in by_name.values() if passes(policies, by_name[source], each, 7103, "TCP")], source
 
 
-def test_no_policies_where_they_are_off() -> None:
+def test_no_policies_are_rendered_when_disabled() -> None:
     assert not list(render(VARIANTS["open-network"]).kind("NetworkPolicy"))
 
 
-def test_whatever_a_service_is_told_to_reach_it_may_reach() -> None:
+def test_policies_allow_every_configured_target() -> None:
     """The variables of the gateway and the workers name Services; the policies let those connections pass."""
 
     def law(_: str, release: Release) -> Iterator[str]:
@@ -289,7 +289,7 @@ EVALUATED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 @pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize("case", EVALUATED)
-def test_policies_are_evaluated_as_kubernetes_says(case: str) -> None:
+def test_edges_evaluates_policies_like_kubernetes(case: str) -> None:
     rules, sources = EVALUATED[case]
     policy = {"spec": {**POLICY["spec"], **rules}}
     found = edges([policy], [A], OUTSIDE, {(80, "TCP")})

@@ -37,18 +37,18 @@ NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # Kubernetes knows image volu
 NEEDS_NEWER |= {"claimed-devices", "devices-of-each-kind"}  # and resource.k8s.io/v1 from 1.34
 
 
-def test_there_is_a_values_file_for_each_way_that_the_docs_name() -> None:
+def test_ci_files_cover_the_documented_setups() -> None:
     wanted = {"cpu-demo", "one-gpu", "eight-gpus-two-models", "scale-from-zero", "external-redis", "air-gapped"}
     assert wanted <= set(ci_names())
 
 
-def test_lint_has_nothing_to_say() -> None:
+def test_lint_has_no_findings() -> None:
     assert {name: found for name in [*ci_names(), "everything"] if (found := lint_findings(values_of(name)))} == {}
 
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("name", ["defaults", "prefetch", "everything"])
-def test_rendering_twice_gives_the_same(name: str) -> None:
+def test_two_renders_are_equal(name: str) -> None:
     first, second = rendered(name), render_anew(values_of(name))
     assert repeatable(first.objects) == repeatable(second.objects) and first.notes == second.notes
 
@@ -68,11 +68,11 @@ def test_objects_are_valid_for_the_oldest_kubernetes() -> None:
     assert offences(lambda _, release: invalid(release, MINIMAL_KUBE), names) == {}
 
 
-def test_the_oldest_kubernetes_is_the_charts() -> None:
+def test_oldest_kubernetes_equals_the_charts_kube_version() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].startswith(f">={MINIMAL_KUBE}.")
 
 
-def test_objects_have_their_own_names() -> None:
+def test_objects_have_unique_names() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         titles = Counter(title(each) for each in release.objects)
         yield from (each for each, count in titles.items() if count > 1)
@@ -87,7 +87,7 @@ def test_objects_are_in_the_releases_namespace() -> None:
     assert offences(law) == {}
 
 
-def test_names_are_ones_that_kubernetes_takes() -> None:
+def test_object_names_are_valid() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in release.objects:
             name = each["metadata"]["name"]
@@ -99,7 +99,7 @@ def test_names_are_ones_that_kubernetes_takes() -> None:
     assert offences(law) == {}
 
 
-def test_labels_are_ones_that_kubernetes_takes() -> None:
+def test_labels_are_valid() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in release.objects:
             for labels in (each["metadata"].get("labels") or {}, *(pod.labels for pod in pods_of(each))):
@@ -114,7 +114,7 @@ def pods_of(each: Object) -> list[PodTemplate]:
     return pods(Release((each,), ""))
 
 
-def test_objects_say_whose_they_are() -> None:
+def test_objects_have_the_standard_labels() -> None:
     wanted = ("app.kubernetes.io/name", "app.kubernetes.io/instance", *sorted(VERSION_LABELS))
 
     def law(_: str, release: Release) -> Iterator[str]:
@@ -125,7 +125,7 @@ def test_objects_say_whose_they_are() -> None:
     assert offences(law) == {}
 
 
-def test_workloads_select_their_own_pods_and_no_others() -> None:
+def test_workloads_select_only_their_own_pods() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for workload in release.kind("Deployment", "StatefulSet"):
             selector = workload["spec"]["selector"]
@@ -138,7 +138,7 @@ def test_workloads_select_their_own_pods_and_no_others() -> None:
     assert offences(law) == {}
 
 
-def test_services_lead_to_ports_that_pods_listen_on() -> None:
+def test_services_target_declared_ports() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for service in release.kind("Service"):
             selector = service["spec"]["selector"]
@@ -156,7 +156,7 @@ def listens(pod: PodTemplate, port: int | str) -> bool:
     return port in (pod.ports() if isinstance(port, str) else pod.ports().values())
 
 
-def test_disruption_budgets_are_about_one_workload() -> None:
+def test_disruption_budgets_select_one_workload() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         budgeted: Counter[str] = Counter()
         for budget in release.kind("PodDisruptionBudget"):
@@ -178,7 +178,7 @@ def test_policies_select_pods() -> None:
     assert offences(law) == {}
 
 
-def test_spread_constraints_are_about_their_own_pods() -> None:
+def test_spread_constraints_select_their_own_pods() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             for constraint in pod.spec.get("topologySpreadConstraints", []):
@@ -244,7 +244,7 @@ def backends(release: Release) -> Iterator[tuple[Object, str, int | str]]:
             yield route, backend["name"], backend["port"]
 
 
-def test_routes_lead_to_services() -> None:
+def test_routes_target_services() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for owner, service, port in backends(release):
             ports = release.get("Service", service)["spec"]["ports"]
@@ -316,7 +316,7 @@ def _references(pod: PodTemplate) -> Iterator[tuple[str, str]]:
                 yield "ConfigMap", source["configMapKeyRef"]["name"]
 
 
-def test_bindings_bind_what_there_is() -> None:
+def test_bindings_name_existing_roles_and_accounts() -> None:
     def law(name: str, release: Release) -> Iterator[str]:
         given = set(_strings(values_of(name)))
         for binding in release.kind("RoleBinding"):
@@ -330,7 +330,7 @@ def test_bindings_bind_what_there_is() -> None:
     assert offences(law) == {}
 
 
-def test_nothing_is_cluster_wide() -> None:
+def test_objects_are_namespaced() -> None:
     kinds = ("ClusterRole", "ClusterRoleBinding", "Namespace", "CustomResourceDefinition", "PriorityClass")
     assert offences(lambda _, release: map(title, release.kind(*kinds))) == {}
 
@@ -357,7 +357,7 @@ def test_containers_are_bounded() -> None:
     assert offences(law) == {}
 
 
-def test_ports_of_a_pod_are_named_once() -> None:
+def test_pod_ports_have_unique_names() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             ports = [port for each in pod.containers() for port in each.get("ports", [])]
@@ -374,7 +374,7 @@ def probed(container: dict[str, Any]) -> Iterator[tuple[str, int | str]]:
         yield from ((key, probe[action]["port"]) for action in ("grpc", "httpGet", "tcpSocket") if action in probe)
 
 
-def test_probes_are_about_ports_that_are_declared() -> None:
+def test_probes_use_declared_ports() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             for each in pod.containers():
@@ -384,7 +384,7 @@ def test_probes_are_about_ports_that_are_declared() -> None:
     assert offences(law) == {}
 
 
-def test_notes_say_what_to_type_next() -> None:
+def test_notes_name_the_next_command() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         yield from (f"not there: {word}" for word in ("kubectl", NAMESPACE) if word not in release.notes)
         yield from (f"left there: {word}" for word in UNSAID if word in release.notes)
@@ -395,7 +395,7 @@ def test_notes_say_what_to_type_next() -> None:
         assert "http://llm.example.com/v1\n" in render({"ingress": ingress}).notes
 
 
-def test_notes_say_when_an_upgrade_is_a_cold_start() -> None:
+def test_notes_report_when_an_upgrade_is_a_cold_start() -> None:
     cold = {name: "An upgrade replaces all workers of" in rendered(name).notes for name in ALL}
     assert cold["defaults"] and cold["one-gpu"] and cold["stateful-set"] is False, "the set has two"
     assert not cold["operators-overlay"], "its worker comes first"
@@ -406,7 +406,7 @@ def test_notes_say_when_an_upgrade_is_a_cold_start() -> None:
     assert "all workers of small at once" in apart, "the large one's that decode are three"
 
 
-def test_nothing_was_left_unsaid_by_a_template() -> None:
+def test_templates_leave_no_value_empty() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in release.objects:
             yield from (f"{title(each)}: {text}" for text in _strings(each) if any(word in text for word in (*UNSAID, "<nil>")))

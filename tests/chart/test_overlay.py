@@ -98,7 +98,7 @@ def release() -> Release:
     return render(VALUES)
 
 
-def test_forty_settings_and_more_are_where_they_belong(release: Release) -> None:
+def test_overlay_settings_reach_their_objects(release: Release) -> None:
     assert len(SHOWN) >= 40
     found = {
         name: {object_title: at(release.get(*object_title.split("/")), path) for object_title in objects}
@@ -107,7 +107,7 @@ def test_forty_settings_and_more_are_where_they_belong(release: Release) -> None
     assert found == {name: dict.fromkeys(objects, value) for name, (objects, _, value) in SHOWN.items()}
 
 
-def test_every_setting_of_the_file_is_shown() -> None:
+def test_shown_has_every_setting_of_the_file() -> None:
     """By its first two parts: a key that is added to the file needs a row."""
     shown = {".".join(name.partition(",")[0].split(".")[:2]) for name in SHOWN}
     alone = ("commonLabels", "ingress", "extraObjects", "models")
@@ -124,7 +124,7 @@ def test_every_setting_of_the_file_is_shown() -> None:
     )
 
 
-def test_what_comes_of_it_is_valid_and_restricted(release: Release) -> None:
+def test_overlay_objects_are_valid_and_restricted(release: Release) -> None:
     assert refusal(VALUES) == "" and lint_findings(VALUES) == []
     wrong = {
         title(each): found for each in release.objects for version in (MINIMAL_KUBE, LATEST) if (found := faults(each, version))

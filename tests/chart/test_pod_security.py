@@ -54,13 +54,13 @@ BEYOND = {
 }
 
 
-def test_the_controls_pass_a_good_pod() -> None:
+def test_violations_are_empty_for_a_restricted_pod() -> None:
     assert violations(GOOD, {}) == []
 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("control", BAD)
-def test_each_control_sees_what_it_is_about(control: str) -> None:
+def test_violations_name_the_broken_control(control: str) -> None:
     assert {fault.split(":")[0] for fault in violations(BAD[control], {})} == {control}
 
 
@@ -77,14 +77,14 @@ def test_pods_are_restricted() -> None:
     assert offences(law) == {}
 
 
-def test_pods_are_given_no_names_of_other_services() -> None:
+def test_pods_have_no_service_links() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         yield from (pod.role for pod in pods(release) if pod.spec.get("enableServiceLinks") is not False)
 
     assert offences(law) == {}
 
 
-def test_a_pods_user_is_a_number_and_not_roots() -> None:
+def test_pods_run_as_a_numeric_user_other_than_root() -> None:
     """An image's user may be a name, of which Kubernetes cannot tell whether it is root."""
 
     def law(_: str, release: Release) -> Iterator[str]:
@@ -93,7 +93,7 @@ def test_a_pods_user_is_a_number_and_not_roots() -> None:
     assert offences(law, [name for name in ALL if name != "openshift"]) == {}
 
 
-def test_where_the_cluster_sets_users_the_chart_sets_none() -> None:
+def test_chart_sets_no_users_when_the_cluster_does() -> None:
     """OpenShift gives each namespace users of its own, and refuses pods that name another."""
     numbers = ("runAsUser", "runAsGroup", "fsGroup")
     for pod in pods(rendered("openshift")):
@@ -104,7 +104,7 @@ def test_where_the_cluster_sets_users_the_chart_sets_none() -> None:
     assert [pod.component for pod in pods(one) if "securityContext" not in pod.spec] == ["gateway"]
 
 
-def test_root_file_systems_are_read_only_but_with_gpus() -> None:
+def test_root_file_systems_are_read_only_without_gpus() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             for each in containers(pod.spec):
@@ -121,14 +121,14 @@ def asks_for_a_gpu(pod: PodTemplate) -> bool:
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_whether_a_root_file_system_is_read_only_may_be_said(said: bool) -> None:
+def test_read_only_root_file_system_follows_the_values(said: bool) -> None:
     gpu = {"gpus": 1, "resources": GPU_RESOURCES, "pod": {"containerSecurityContext": {"readOnlyRootFilesystem": said}}}
     release = render({"worker": gpu})
     found = {pod.component: pod.container()["securityContext"]["readOnlyRootFilesystem"] for pod in pods(release)}
     assert found == {**dict.fromkeys(found, True), "worker": said}
 
 
-def test_what_is_mounted_is_a_volume_of_the_pod() -> None:
+def test_mounts_name_volumes_of_the_pod() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for pod in pods(release):
             volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}

@@ -73,7 +73,7 @@ def started(machine: Machine, each: PodTemplate) -> Iterator[Running]:
         process.kill()
 
 
-def test_a_gateway_is_ready_while_nothing_else_runs(gateway_alone: Running) -> None:
+def test_gateway_is_ready_while_nothing_else_runs(gateway_alone: Running) -> None:
     gateway_alone.wait_for("startupProbe", START_S)
     gateway_alone.wait_for("readinessProbe", 5)
     assert gateway_alone.status("http", "/readiness") == 503
@@ -87,18 +87,18 @@ def test_probes_pass(running: dict[str, Running], component: str) -> None:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_every_port_that_is_declared_listens(running: dict[str, Running], component: str) -> None:
+def test_declared_ports_listen(running: dict[str, Running], component: str) -> None:
     each = running[component]
     for name, port in each.pod.ports().items():
         assert each.passes({"tcpSocket": {"port": port}}), f"{name} {port}: {each.text()}"
 
 
 @pytest.mark.parametrize("component", COMPONENTS[1:])
-def test_metrics_are_where_a_monitor_looks(running: dict[str, Running], component: str) -> None:
+def test_metrics_ports_serve_metrics(running: dict[str, Running], component: str) -> None:
     assert running[component].status("metrics", "/metrics") == 200
 
 
-def test_operators_reach_the_worker_that_discovery_has_found(machine: Machine, running: dict[str, Running]) -> None:
+def test_admin_api_reaches_the_discovered_worker(machine: Machine, running: dict[str, Running]) -> None:
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     url = f"http://{HOST}:{machine.ports['gateway', 8001]}"
     assert httpx.post(f"{url}/flush_cache").status_code == 401
@@ -115,7 +115,7 @@ def test_operators_reach_the_worker_that_discovery_has_found(machine: Machine, r
         assert ended.json() == {"success": True, "aborted": 0, "gateways": 1, "unreached": []}
 
 
-def test_the_tests_of_the_chart_pass(machine: Machine, running: dict[str, Running]) -> None:
+def test_helm_tests_pass(machine: Machine, running: dict[str, Running]) -> None:
     """What `helm test` runs, but for the diagnosis, which needs an API server (test_diagnosis.py). The gateway has found its
     peers by then."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
@@ -128,7 +128,7 @@ def test_the_tests_of_the_chart_pass(machine: Machine, running: dict[str, Runnin
             assert test.status_of_exit(START_S) == 0, f"{each.role}: {test.text()}"
 
 
-def test_the_diagnosis_reads_what_these_services_say(machine: Machine, running: dict[str, Running]) -> None:
+def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[str, Running]) -> None:
     """The gateway, its tokenizers and Redis are real; what no API server is here to say is not asked."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     (told,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
@@ -149,7 +149,7 @@ class Broken(BaseHTTPRequestHandler):
         self.send_error(500)
 
 
-def test_a_test_of_the_chart_fails_where_there_is_no_answer(release: Release, tmp_path: Path) -> None:
+def test_helm_test_fails_when_the_gateway_fails(release: Release, tmp_path: Path) -> None:
     elsewhere = Machine(release, tmp_path, SECRETS)
     chat = next(each for each in pods(release) if each.owner["metadata"]["name"].endswith("-test-chat"))
     with HTTPServer((HOST, elsewhere.ports["gateway", 8000]), Broken) as server:

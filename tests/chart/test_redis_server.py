@@ -70,7 +70,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
         started.stop()
 
 
-def test_a_server_with_tls_takes_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
+def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
     """Through changes of the authority, in three steps and in one, with nothing but its readiness probe."""
     running, mounted, authority = server
     wait_until(running.is_ready, 30, "the server")
@@ -85,7 +85,7 @@ def test_a_server_with_tls_takes_new_certificates(server: tuple[Server, Mounted,
         assert running.shown() != before
 
 
-def test_a_server_stays_ready_whatever_its_certificates(tmp_path: Path) -> None:
+def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
     """One that has expired, a new one, and the key of another, with which it goes on as before until there is a better one."""
     authority = Authority(tmp_path / "authority")
     good = authority.signed(*NAMES)

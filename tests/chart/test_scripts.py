@@ -37,7 +37,7 @@ def wait_for_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, copy: Callable[
 
 
 class TestWaitForModel:
-    def test_waits_for_the_mark_of_the_source_that_is_wanted(self, tmp_path: Path) -> None:
+    def test_wait_for_model_waits_for_the_mark_of_its_source(self, tmp_path: Path) -> None:
         (tmp_path / ".source").write_text("org/old")
         command = [sys.executable, "-c", (SCRIPTS / "wait_for_model.py").read_text(), str(tmp_path), "org/new"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -75,7 +75,7 @@ class TestWaitForModel:
         wait_for_copy(tmp_path, monkeypatch, copy)
         assert (tmp_path / "tokenizer.json").exists()
 
-    def test_a_model_that_is_there_needs_no_mark(self, tmp_path: Path) -> None:
+    def test_wait_for_model_returns_when_the_folder_is_complete(self, tmp_path: Path) -> None:
         for name in ("config.json", "tokenizer.json"):
             (tmp_path / name).write_text("{}")
         assert run("wait_for_model", str(tmp_path), "").returncode == 0
@@ -115,19 +115,19 @@ USAGE = {"usage": {"completion_tokens": 8}}
 
 
 class TestChat:
-    def test_asks_each_model_with_its_key(self) -> None:
+    def test_chat_sends_the_api_key_to_each_model(self) -> None:
         with gateway({"/v1/chat/completions": (200, USAGE)}) as (url, asked):
             done = run("test_chat", url, "a", "org/b", API_KEY="one")
         assert done.returncode == 0, done.stderr
         assert [body["model"] for _, _, body in asked] == ["a", "org/b"]
         assert {key for _, key, _ in asked} == {"Bearer one"}
 
-    def test_a_model_without_a_template_completes(self) -> None:
+    def test_chat_sends_a_completion_when_there_is_no_template(self) -> None:
         with gateway({"/v1/chat/completions": (400, {}), "/v1/completions": (200, USAGE)}) as (url, asked):
             assert run("test_chat", url, "a", API_KEY="").returncode == 0
         assert [(path, key) for path, key, _ in asked] == [("/v1/chat/completions", ""), ("/v1/completions", "")]
 
-    def test_a_model_of_vectors_gives_one(self) -> None:
+    def test_chat_sends_an_embedding_when_the_model_has_no_text(self) -> None:
         refused = {f"/v1/{way}": (400, {"error": {"code": "unsupported_model"}}) for way in ("chat/completions", "completions")}
         with gateway({**refused, "/v1/embeddings": (200, {"data": [{"embedding": [0.5, 1.0]}]})}) as (url, asked):
             done = run("test_chat", url, "bge", API_KEY="")
@@ -136,23 +136,23 @@ class TestChat:
         with gateway({**refused, "/v1/embeddings": (400, {"error": "none"})}) as (url, _):
             assert run("test_chat", url, "a", API_KEY="").returncode == 1
 
-    def test_a_refusal_fails_at_once(self) -> None:
+    def test_chat_fails_at_once_when_refused(self) -> None:
         with gateway({"/v1/chat/completions": (401, {"error": "no such key"})}) as (url, _):
             done = run("test_chat", url, "a", API_KEY="")
         assert done.returncode == 1
         assert "no such key" in done.stdout
 
-    def test_an_empty_answer_fails(self) -> None:
+    def test_chat_fails_when_the_response_is_empty(self) -> None:
         with gateway({"/v1/chat/completions": (200, {"usage": {"completion_tokens": 0}})}) as (url, _):
             assert run("test_chat", url, "a", API_KEY="").returncode == 1
 
 
 class TestReadiness:
-    def test_what_is_not_wanted_may_be_missing(self) -> None:
+    def test_readiness_ignores_services_that_are_not_named(self) -> None:
         with gateway({"/readiness": (503, {"missing": ["worker"]})}) as (url, _):
             assert run("test_readiness", url, "tokenizer", "detokenizer").returncode == 0
 
-    def test_waits_for_what_is_wanted(self) -> None:
+    def test_readiness_waits_for_named_services(self) -> None:
         answers: dict[str, tuple[int, dict[str, Any]]] = {"/readiness": (503, {"missing": ["worker"]})}
         with gateway(answers) as (url, asked):
             command = [sys.executable, "-c", (SCRIPTS / "test_readiness.py").read_text(), url, "worker"]

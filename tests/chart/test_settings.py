@@ -108,7 +108,7 @@ def test_variables_are_settings() -> None:
     assert offences(law) == {}
 
 
-def test_services_listen_on_the_ports_that_are_declared() -> None:
+def test_services_listen_on_the_declared_ports() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             loaded = settings_of(release, each)
@@ -132,7 +132,7 @@ def test_services_listen_on_all_addresses() -> None:
     assert offences(law) == {}
 
 
-def test_commands_are_the_services_own() -> None:
+def test_commands_start_the_services_modules() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             container = each.container()
@@ -142,7 +142,7 @@ def test_commands_are_the_services_own() -> None:
     assert offences(law) == {}
 
 
-def test_no_secret_is_in_the_clear() -> None:
+def test_tokens_come_from_secrets() -> None:
     def law(_: str, release: Release) -> Iterator[str]:
         for each in service_pods(release):
             written = [variable["name"] for variable in each.container().get("env", []) if "value" in variable]
@@ -163,7 +163,7 @@ def test_numbers_keep_their_digits() -> None:
     assert (loaded.mem_fraction_static, loaded.enable_mixed_chunk) == (0.85, True)
 
 
-def test_everybody_means_the_same_model() -> None:
+def test_services_have_the_same_model_names() -> None:
     release = render(VARIANTS["two-models"])
     served = {(each.component, getattr(settings_of(release, each), "served_model_name", "")) for each in service_pods(release)}
     names = {"small", "Org/Large.v2"}
@@ -172,7 +172,7 @@ def test_everybody_means_the_same_model() -> None:
     assert isinstance(gateway, GatewaySettings) and set(gateway.models) == names
 
 
-def test_gateways_operate_what_they_discover_with_the_workers_token() -> None:
+def test_gateways_use_the_workers_control_token() -> None:
     release = render(VARIANTS["operated"])
     gateway, worker = (settings_of(release, pod(release, name)) for name in ("gateway", "worker"))
     assert isinstance(gateway, GatewaySettings) and isinstance(worker, WorkerSettings)
@@ -190,12 +190,12 @@ def test_a_models_settings_override_the_workers() -> None:
     assert {each["ROOTSTOCK_MAX_RUNNING_REQUESTS"] for each in found.values()} == {"8"}
 
 
-def test_the_drain_is_one_value() -> None:
+def test_drain_seconds_apply_to_all_services() -> None:
     release = render({"drainSeconds": 33})
     assert {settings_of(release, each).grace_s for each in service_pods(release)} == {33.0}
 
 
-def test_workers_of_two_kinds_know_theirs_and_gateways_find_both() -> None:
+def test_prefill_and_decode_workers_have_their_settings() -> None:
     over = {"worker": {"settings": {"max_prefill_tokens": 4096, "page_size": 32}}}
     apart = {"worker": {"prefill": {"settings": {"max_prefill_tokens": 8192}}}}
     release = render(merged(merged(VARIANTS["apart"], over), apart))
@@ -209,7 +209,7 @@ def test_workers_of_two_kinds_know_theirs_and_gateways_find_both() -> None:
     assert gateway.workers == tuple(f"dns:///llm-rootstock-{each}.{NAMESPACE}.svc:7003" for each in ("worker", "prefill"))
 
 
-def test_workers_share_a_storage_by_secrets() -> None:
+def test_shared_storage_comes_from_a_secret() -> None:
     release = render(VARIANTS["tiers-shared"])
     for component in ("worker", "prefill"):
         each = pod(release, component)

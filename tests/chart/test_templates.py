@@ -31,7 +31,7 @@ def test_fields(case: str) -> None:
     )
 
 
-def test_no_case_hides_another() -> None:
+def test_cases_have_unique_names() -> None:
     assert len(CASES) == sum(map(len, (SERVICES, GATEWAYS, WORKERS, BESIDES)))
 
 
@@ -71,14 +71,14 @@ def test_no_case_hides_another() -> None:
         ({"auth": {"apiKeysSecret": "k"}}, f"Pod/{FULL}-test-chat"),
     ],
 )
-def test_what_is_not_asked_for_is_not_there(values: Values, title: str) -> None:
+def test_object_is_absent_when_not_requested(values: Values, title: str) -> None:
     assert not render(values).has(*title.split("/"))
 
 
 @pytest.mark.parametrize(
     ("values", "served"), [({}, "false"), ({"gateway": {"playground": True}}, "true")], ids=["default", "on"]
 )
-def test_the_playground_is_served_where_it_is_asked_for(values: Values, served: str) -> None:
+def test_playground_is_served_when_enabled(values: Values, served: str) -> None:
     assert render(values).get("ConfigMap", f"{FULL}-gateway")["data"]["ROOTSTOCK_PLAYGROUND"] == served
 
 
@@ -99,7 +99,7 @@ CHECKSUM = "spec template metadata annotations checksum/config"
         (VARIANTS["apart"], {"worker", "gateway"}),
     ],
 )
-def test_changed_settings_start_new_pods_and_no_others(change: Values, restarted: set[str]) -> None:
+def test_changed_settings_restart_only_their_pods(change: Values, restarted: set[str]) -> None:
     before, after = render({}), render(change)
     changed = {
         name
@@ -116,7 +116,7 @@ def test_changed_settings_start_new_pods_and_no_others(change: Values, restarted
 
 
 @pytest.mark.parametrize("pool", ["worker", "prefill"])
-def test_workers_apart_read_each_others_kv_by_the_secrets_certificate(pool: str) -> None:
+def test_prefill_and_decode_workers_use_the_kv_certificate(pool: str) -> None:
     there = {"kvTlsSecret": "kv"}
     release = render(merged(VARIANTS["apart"], {"worker": there}))
     title = f"{FULL}-{pool}-demo"
@@ -132,7 +132,7 @@ def test_workers_apart_read_each_others_kv_by_the_secrets_certificate(pool: str)
     assert "kv-tls" not in str(whole.get("Deployment", f"{FULL}-worker-demo"))
 
 
-def test_pods_that_end_take_what_all_pods_get() -> None:
+def test_pods_that_end_get_the_common_pod_values() -> None:
     """Their sidecars end with them, and a proxy of all pods gives way to the downloads' own."""
     sidecar = {"name": "mesh", "image": "mesh:1"}
     variables = {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1", "LANG": "C"}

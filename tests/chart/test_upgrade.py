@@ -49,24 +49,24 @@ def next_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def test_nothing_that_an_earlier_version_fixed_has_changed() -> None:
+def test_immutable_fields_equal_those_of_earlier_versions() -> None:
     """If this fails, users of the version before cannot upgrade: give the object a new name instead, and say so in the docs."""
     assert differences(golden(), current()) == []
 
 
-def test_every_object_is_written_down() -> None:
+def test_golden_has_every_object() -> None:
     """python -m tests.chart.immutable adds what is new."""
     old, new = golden(), current()
     assert {name: missing for name in new if (missing := sorted(set(new[name]) - set(old.get(name, {}))))} == {}
 
 
-def test_a_changed_selector_would_be_seen() -> None:
+def test_differences_report_a_changed_selector() -> None:
     new = current()
     new["defaults"]["Deployment/llm-rootstock-gateway"] = {"spec.selector": {"matchLabels": {"app": "other"}}}
     assert len(differences(golden(), new)) == 1
 
 
-def test_what_gateways_read_with_stays_theirs_until_they_are_gone() -> None:
+def test_gateway_role_exists_for_every_discovery() -> None:
     """Helm takes away what a rollback's manifest lacks while the pods before it still end their streams."""
     watching, naming = render({"gateway": {"discovery": "k8s"}}), render({})
     for kind in ("Role", "RoleBinding"):
@@ -80,11 +80,11 @@ def conflicts(before: Release, after: Release) -> list[str]:
     return differences({"": fixed_fields(before)}, {"": fixed_fields(after)})
 
 
-def test_the_next_version_can_follow(next_version: Path) -> None:
+def test_next_version_changes_no_immutable_field(next_version: Path) -> None:
     assert offences(lambda name, before: conflicts(before, release_of(name, {}, next_version))) == {}
 
 
-def test_the_next_version_leaves_nothing_out(next_version: Path) -> None:
+def test_next_version_removes_no_object(next_version: Path) -> None:
     def law(name: str, before: Release) -> Iterator[str]:
         after = {title(each) for each in release_of(name, {}, next_version).objects}
         yield from (title(each) for each in before.objects if each["kind"] != "Job" and title(each) not in after)
@@ -94,12 +94,12 @@ def test_the_next_version_leaves_nothing_out(next_version: Path) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=16)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_value_changes_nothing_that_is_fixed(change: str) -> None:
+def test_changed_value_changes_no_immutable_field(change: str) -> None:
     assert offences(lambda start, before: conflicts(before, release_of(start, CHANGES[change])), STARTS) == {}
 
 
 @pytest.mark.parametrize(("start", "kind"), [("defaults", "Deployment"), ("local-disks", "StatefulSet")])
-def test_prompts_may_be_computed_apart_from_one_release_to_the_next(start: str, kind: str) -> None:
+def test_prefill_workers_can_be_added_and_removed(start: str, kind: str) -> None:
     """And together again."""
     before, after = release_of(start), release_of(start, {"worker": {"prefill": {"replicas": 1}}})
     assert conflicts(before, after) == []
@@ -109,7 +109,7 @@ def test_prompts_may_be_computed_apart_from_one_release_to_the_next(start: str, 
     }
 
 
-def test_one_more_model_leaves_the_others_running() -> None:
+def test_new_model_leaves_other_models_unchanged() -> None:
     before, after = render({"models": [model("a")]}), render({"models": [model("new"), model("a")]})
     kept = [each for each in before.objects if each["metadata"]["labels"].get(MODEL) == "a"]
     assert {each["kind"] for each in kept} >= {"Deployment", "ConfigMap", "PodDisruptionBudget"}
@@ -117,12 +117,12 @@ def test_one_more_model_leaves_the_others_running() -> None:
         assert after.get(each["kind"], each["metadata"]["name"]) == each, title(each)
 
 
-def test_a_volume_keeps_what_it_holds() -> None:
+def test_model_volume_is_kept_after_uninstall() -> None:
     claim = render(VARIANTS["shared-cache"]).get("PersistentVolumeClaim", "llm-rootstock-models")
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_what_was_made_once_and_what_scalers_wrote_is_taken_from_the_cluster() -> None:
+def test_upgrade_reuses_passwords_and_scaled_replicas() -> None:
     values = merged(VARIANTS["kept"], {"worker": {"autoscaling": {"enabled": True}}})
     installed = render(values)
     worker = installed.get("Deployment", "llm-rootstock-worker-demo")

@@ -419,7 +419,7 @@ SENTENCES: dict[str, tuple[Values, str]] = {
 
 @pytest.mark.by_day(one_in=3, seed=3)
 @pytest.mark.parametrize("case", SCHEMA)
-def test_the_schema_refuses(case: str) -> None:
+def test_schema_refuses_wrong_values(case: str) -> None:
     values, words = SCHEMA[case]
     said = refusal(values)
     assert said, "these values are taken"
@@ -428,19 +428,19 @@ def test_the_schema_refuses(case: str) -> None:
 
 
 @pytest.mark.parametrize("first", range(16))
-def test_the_templates_refuse(first: int) -> None:
+def test_templates_refuse_wrong_values(first: int) -> None:
     for case in [*SENTENCES][first::16]:
         values, sentence = SENTENCES[case]
         assert sentence in refusal(values), case
 
 
-def test_there_is_a_case_for_every_sentence() -> None:
+def test_sentences_have_a_case_per_check() -> None:
     """Of templates/_validate*.tpl: a new check needs a case here."""
     checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
     assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
 
 
-def test_all_of_a_cache_is_a_model_where_somebody_else_fills_it() -> None:
+def test_whole_cache_may_be_one_model_when_the_operator_fills_it() -> None:
     whole = {"models": [model(path="/models")]}
     claim = merged(SHARED_CACHE, {**cache(pvc={"existingClaim": "weights"}), **whole})
     assert refusal(claim) == refusal({**cache(type="hostPath", hostPath="/srv/qwen"), **whole}) == ""
@@ -451,7 +451,7 @@ def test_all_of_a_cache_is_a_model_where_somebody_else_fills_it() -> None:
     assert "nobody fetches its source org/a" in refusal({"models": [model(source="org/a")]})
 
 
-def test_workers_that_compute_prompts_are_checked_as_others_are() -> None:
+def test_prefill_workers_are_checked_like_others() -> None:
     apart = {"prefill": {"autoscaling": {"enabled": True, "minReplicas": 9}}}
     assert "worker.prefill of model demo: autoscaling.minReplicas (9) is above maxReplicas (4)." in refusal(worker(**apart))
     one_node = merged(SHARED_CACHE, {**cache(pvc={"accessMode": "ReadWriteOnce"}), "models": CACHED})
@@ -464,7 +464,7 @@ def test_workers_that_compute_prompts_are_checked_as_others_are() -> None:
     assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # what is refused with it alone
 
 
-def test_a_limit_of_memory_that_is_taken_has_room_for_the_tier_by_the_workers_own_reckoning() -> None:
+def test_accepted_memory_limit_fits_the_workers_host_tier() -> None:
     host, beside = 2_000_000_000, 2 << 30  # sharedMemory, and the worker itself
     least = math.ceil(host / MOST_FREE) + beside
     options = TierOptions(0.0, host, None, b"")
@@ -475,19 +475,19 @@ def test_a_limit_of_memory_that_is_taken_has_room_for_the_tier_by_the_workers_ow
             assert host_pages(options, 0, 1, limit - beside) == host
 
 
-def test_a_release_whose_name_no_service_can_have_is_refused() -> None:
+def test_chart_refuses_a_release_name_that_services_cannot_have() -> None:
     assert 'objects would be named "8-ball-rootstock", and a Service\'s name begins with a letter.' in refusal({}, "8-ball")
     assert refusal({"fullnameOverride": "eight-ball"}, "8-ball") == ""
 
 
-def test_long_release_names_keep_objects_apart() -> None:
+def test_long_release_names_give_unique_object_names() -> None:
     long = "a-release-whose-name-has-fifty-letters-or-a-few-mo"
     names = [{title(each) for each in render({}, name=long + end).objects} for end in ("", "b")]
     assert all(len(each.partition("/")[2]) <= 63 for each in names[0] | names[1])
     assert not names[0] & names[1]
 
 
-def test_right_values_are_taken() -> None:
+def test_chart_accepts_right_values() -> None:
     assert {name: why for name in ALL if (why := refusal(values_of(name)))} == {}
     by_type = {
         kind: [not refusal(gateway(service={"type": kind, **each})) for each in ({"externalTrafficPolicy": "Cluster"}, CLASSED)]
@@ -496,7 +496,7 @@ def test_right_values_are_taken() -> None:
     assert by_type == {"ClusterIP": [False, False], "NodePort": [True, False], "LoadBalancer": [True, True]}
 
 
-def test_values_stay_readable() -> None:
+def test_values_file_stays_short() -> None:
     """One block per component, with the same keys in the same order."""
     text = (CHART / "values.yaml").read_text().splitlines()
     assert len(text) < 365 and max(map(len, text)) <= 140
