@@ -1,4 +1,4 @@
-"""prometheus-adapter's way from a rule to PromQL: text/template with << >>, the fields that its documentation lists."""
+"""Converts rules of prometheus-adapter to PromQL, with the template fields that the adapter's documentation lists."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _IF = re.compile(r'<<if eq \(index \.LabelValuesByName "(\w+)"\) "([^"]*)">>(.*?
 
 
 def pods_query(rule: Mapping[str, Any], namespace: str, pods: list[str]) -> str:
-    """What the HPA's question about a Pods metric becomes."""
+    """Returns the query for an HPA's metric of type Pods."""
     overrides = {each["resource"]: label for label, each in rule["resources"]["overrides"].items()}
     matchers = f'{overrides["namespace"]}="{namespace}",{overrides["pod"]}=~"{"|".join(pods)}"'
     return _filled(rule, {"LabelMatchers": matchers, "GroupBy": overrides["pod"]}, {})
 
 
 def external_query(rule: Mapping[str, Any], namespace: str, selector: Mapping[str, str]) -> str:
-    """What the HPA's question about an External metric becomes."""
+    """Returns the query for an HPA's metric of type External."""
     labels = {**selector, "namespace": namespace}
     return _filled(rule, {"LabelMatchers": ",".join(f'{key}="{value}"' for key, value in labels.items())}, labels)
 

@@ -1,5 +1,7 @@
-"""A world in which all is well, and for each alert how it differs when the alert must fire. Values as promtool's tests have them:
-`a+bxn` begins at a and grows by b, n times, once a minute."""
+"""Defines the series of a healthy system, and for each alert the differences with which it must fire.
+
+Values are in promtool's notation: `a+bxn` begins at a and grows by b per minute, n times.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ WORKER = 'namespace="serving",pod="worker-0",model_name="demo"'
 ANSWERS = f'rootstock_gateway_requests_total{{{GATEWAY},route="/v1/chat/completions",model="demo",code='
 LATENCY = f"rootstock_gateway_e2e_request_latency_seconds_bucket{{{GATEWAY},le="
 LIMIT = f'rootstock_worker_max_running_requests{{{WORKER},component="rootstock-worker"}}'
-MOST = 'rootstock:max_replicas{namespace="serving",component="rootstock-worker",model="demo"}'  # as the chart records it
+MOST = 'rootstock:max_replicas{namespace="serving",component="rootstock-worker",model="demo"}'  # recorded by the chart
 FIRST = f'rootstock_gateway_time_to_first_token_seconds_bucket{{{GATEWAY},model="demo",le="2.5"}}'
 FIRSTS = f'rootstock_gateway_time_to_first_token_seconds_count{{{GATEWAY},model="demo"}}'
 HITS, PROMPTS = f"sglang:cached_tokens_total{{{WORKER}}}", f"sglang:prompt_tokens_total{{{WORKER}}}"
@@ -26,7 +28,7 @@ GATEWAY_REDIS, WORKER_REDIS = (
 )
 HUNG = f"rootstock_worker_hung{{{WORKER}}}"
 UP = 'up{namespace="serving",pod="worker-0",component="rootstock-worker"}'
-PENDING = 'kube_pod_status_phase{namespace="serving",pod="worker-0",phase="Pending"}'  # of kube-state-metrics
+PENDING = 'kube_pod_status_phase{namespace="serving",pod="worker-0",phase="Pending"}'  # from kube-state-metrics
 FOREIGN_UP = 'up{namespace="serving",pod="other-0",component="other"}'
 MOVES = f'rootstock_gateway_moves_total{{{GATEWAY},cause="drain",state='
 BREAKERS = f'rootstock_gateway_breakers{{{GATEWAY},state="open"}}'
@@ -98,21 +100,24 @@ WELL: Mapping[str, str] = {
     WRITTEN: "0+1000x600",
     ACCEPTED: "0.6x600",
     DRAFTED: "0+600x600",
-    EXPIRED: "0x5 3x600",  # once, and no more
+    EXPIRED: "0x5 3x600",  # increases once
     REFUSED_READS: "0x5 3x600",
     KEY_FILE: "1x600",
     KEY_SHARES: "1x600",
     STORE: "1x600",
     FILES_VALID: "1x600",
-    NOT_AFTER: "2592000x600",  # a month after the tests' first moment
+    NOT_AFTER: "2592000x600",  # a month after the start of the test
     TLS_FAILURES: "0x5 3x600",
 }
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """differs: from WELL. at: when the alert must fire; before: when it must not yet, "" where it has no delay. others: alerts
-    that must fire as well."""
+    """The series with which an alert must fire.
+
+    `differs` replaces series of WELL. The alert must not fire at the time `before` ("": not checked). It must fire at `at`,
+    together with the alerts `others`.
+    """
 
     alert: str
     differs: Mapping[str, str]
@@ -138,7 +143,7 @@ SCENARIOS = (
     Scenario("RootstockAtMaximum", {MOST: "1x600"}, before="14m"),
     Scenario("RootstockWorkerHung", {HUNG: "0x28 1x600"}, before="27m"),
     Scenario("RootstockTargetDown", {UP: "1x5 0x600"}, before="8m"),
-    Scenario("RootstockTargetDown", {UP: "0x600", PENDING: "1x20 0x600"}, before="24m"),  # not while it gets its model
+    Scenario("RootstockTargetDown", {UP: "0x600", PENDING: "1x20 0x600"}, before="24m"),  # silent during a download
     Scenario("RootstockMetricsMissing", {QUEUE: "0x5 _x600"}, before="14m"),
     Scenario("RootstockMetricsMissing", {QUEUE: "0x60 _x600"}, "80m", before="69m"),
     Scenario("RootstockMetricsMissing", {LIMIT: "64x5 _x600"}, before="14m"),

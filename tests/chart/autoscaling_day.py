@@ -1,4 +1,4 @@
-"""A day of load in four hours, played through the model, the metrics and the HPA that the chart renders.
+"""Simulates a day of load, compressed to four hours, with a model of workers, the recording rules and the chart's HPA.
 
 python -m tests.chart.autoscaling_day writes docs/pictures/autoscaling.svg.
 """
@@ -18,11 +18,11 @@ from tests.chart.worker_fleet import SERVICE_S, SLOTS, USAGE, WorkerFleet
 
 PICTURE = REPO / "docs" / "pictures" / "autoscaling.svg"
 MOST = 12
-# Minute, workers' worth of load at the target share: straight lines between.
+# (minute, load in workers at their target share); linear between two points.
 # fmt: off
 DAY = (
     (0, 0.8), (15, 0.8), (55, 5.8), (75, 5.8), (95, 1.8), (125, 1.8),  # a ramp
-    (125.1, 5.6), (155, 5.6), (156, 1.8),  # three times as much from one moment to the next
+    (125.1, 5.6), (155, 5.6), (156, 1.8),  # a sudden threefold load
     (185, 1.8), (205, 0.3), (240, 0.3),  # night
 )
 # fmt: on
@@ -30,7 +30,7 @@ DAY = (
 
 @dataclass(frozen=True)
 class Moment:
-    """At one sync of the HPA, after it."""
+    """The state after a scrape."""
 
     at: int
     load: float
@@ -68,7 +68,7 @@ def load_at(second: float) -> float:
 
 
 def readings(fleet: WorkerFleet, recorded: Recorded, scrape: Scrape, target: dict[str, float], plain: bool) -> list[Reading]:
-    """plain: as if the rules bounded nothing."""
+    """Returns the HPA's readings. With `plain`, without the bounds of the recording rules."""
     per_replica = target[BACKLOG]
     backlog = scrape.waiting if plain else min(scrape.waiting, per_replica * recorded.enough_workers)
     share = 1.0 if plain else recorded.arrival_share

@@ -1,7 +1,7 @@
-"""What pip would install into an image's environment, from this one: seconds in place of most of a minute.
+"""Copies packages of this environment into an image's environment instead of running pip, which takes most of a minute.
 
-The distributions that a requirements file names and no others, in whatever version is here, linked where that can be. `pip`
-itself installs them by night; by day what builds has none, which would take longer than all the rest.
+Only the distributions of the requirements file are copied, in the installed version, and as hard links if possible. Nightly runs
+use pip itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def copy_packages(text: str, image: Image) -> bool:
-    """In place of a RUN instruction that installs, or makes environments. False: it is none."""
+    """Replaces a RUN instruction that installs packages or creates an environment. Returns False for other instructions."""
     if all(map(_VENV.fullmatch, text.split(" && "))):
         for flag, folder in _VENV.findall(text):
             subprocess.run([sys.executable, "-m", "venv", *flag.split(), image.place(folder)], check=True, timeout=60)
@@ -40,16 +40,16 @@ def copy_packages(text: str, image: Image) -> bool:
 
 
 def _copy(distribution: importlib.metadata.Distribution, into: Path) -> None:
-    """Its files below site-packages: programs of its own are of no use to a service."""
+    """Copies a distribution's files below site-packages. Services do not need its programs."""
     for file in distribution.files or ():
         origin, place = Path(str(distribution.locate_file(file))), into / file
-        if ".." not in file.parts and origin.exists():  # bytecode may have been left out
+        if ".." not in file.parts and origin.exists():  # bytecode may be missing
             place.parent.mkdir(parents=True, exist_ok=True)
             _link(origin, place)
 
 
 def _link(origin: Path, place: Path) -> None:
-    """What is linked is written by nobody: bytecode of a source that has none is a file of its own."""
+    """Links or copies a file. A link is safe, because compilation writes bytecode to new files."""
     try:
         os.link(origin, place)
     except OSError:  # another file system

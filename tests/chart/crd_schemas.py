@@ -1,6 +1,6 @@
-"""JSON schemas of the custom resources that the chart renders, from their CRDs. Strict: a field that is not named is an error.
+"""Defines strict JSON schemas of the chart's custom resources, from their CRDs. A field without a schema is an error.
 
-Parts that are Kubernetes' own (pod templates, selectors, HPA behaviour) refer to its definitions.
+Parts that belong to Kubernetes (pod templates, selectors, HPA behavior) refer to its definitions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def array(items: Schema, least: int = 0) -> Schema:
 
 
 def fields(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
-    """An object with these fields and no others."""
+    """Returns the schema of an object with only these fields."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
@@ -286,7 +286,7 @@ ROUTE = resource(
         wildcardPolicy=one_of("None", "Subdomain"),
     ),
 )
-CERTIFICATE = resource(  # the fields that a service's certificate may want, of all that there are
+CERTIFICATE = resource(  # only the fields that certificates of services use
     "cert-manager.io/v1",
     "Certificate",
     fields(

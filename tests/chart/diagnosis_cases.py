@@ -1,4 +1,4 @@
-"""An installation in which all is well, as the API server, a gateway, Prometheus and Redis tell it, and broken ones."""
+"""Defines the facts of a healthy release and of broken releases, as the API server, gateway, Prometheus and Redis report them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUES: dict[str, Any] = {
 
 
 def install(values: Mapping[str, Any] | None = None) -> Install:
-    """As the chart's ConfigMap tells it."""
+    """Returns the expected state from the chart's ConfigMap."""
     told = render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"]
     return Install.of(json.loads(told))
 
@@ -39,7 +39,7 @@ def container(name: str, state: Object | None = None, ready: bool = False, **mor
 
 
 def pod(component: str, node: str = "node-a", **status: Any) -> Object:
-    """Ready, unless its status says something else. Of the model demo, but for a gateway's."""
+    """Returns a pod, which is ready unless `status` differs."""
     labels = {"app.kubernetes.io/instance": NAME, "app.kubernetes.io/component": component, "rootstock.io/model": "demo"}
     volumes = [] if component == "gateway" else [{"name": "models", "persistentVolumeClaim": {"claimName": f"{FULL}-models"}}]
     well = {
@@ -145,8 +145,10 @@ WELL = Facts(
 
 @dataclass(frozen=True)
 class Fault:
-    """What an installation looks like that has it; what is said of it, and of how to mend it. values: beside VALUES. alone: no
-    other check takes offence."""
+    """A fault: its facts, the check that finds it, and parts of the finding and the remedy.
+
+    `values` are added to VALUES. With `alone`, no other check has a finding.
+    """
 
     check: str
     facts: Facts
@@ -161,7 +163,7 @@ def with_objects(**objects: Answer) -> Facts:
 
 
 def with_pods(*changed: Object, **objects: Answer) -> Facts:
-    """In place of those of the same component; and a gateway that has lost them."""
+    """Returns facts in which these pods replace those of the same component."""
     of = {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in changed}
     return with_objects(pods=listed(*{**PODS, **of}.values()), **objects)
 

@@ -1,4 +1,4 @@
-"""A Dockerfile as data: its stages, their instructions with build arguments filled in, and what .dockerignore lets in."""
+"""Parses Dockerfiles: stages, instructions with build arguments filled in, and the files that .dockerignore allows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """flags: --name=value by name; of RUN, COPY and the like. text: the rest, on one line; of an ARG, with the value that holds.
-    line: of the file, from 1."""
+    """An instruction of a stage."""
 
     name: str
-    flags: dict[str, str]
-    text: str
-    line: int
+    flags: dict[str, str]  # --name=value by name
+    text: str  # the rest, on one line; of an ARG with its effective value
+    line: int  # line number, from 1
 
     @property
     def is_exec_form(self) -> bool:
@@ -26,19 +25,19 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """Of the exec form, or as a shell splits them."""
+        """Words of the exec form, or of the shell form as a shell splits them."""
         return list(json.loads(self.text)) if self.is_exec_form else shlex.split(self.text)
 
 
 @dataclass(slots=True)
 class Stage:
-    """base: an image or an earlier stage's name, arguments filled in. undeclared: arguments that nothing had declared."""
+    """A stage of a Dockerfile."""
 
-    base: str
+    base: str  # image, or name of an earlier stage, with arguments filled in
     name: str
     line: int
     instructions: list[Instruction] = field(default_factory=list)
-    undeclared: list[str] = field(default_factory=list)
+    undeclared: list[str] = field(default_factory=list)  # arguments that were used without a declaration
 
     def all(self, name: str) -> list[Instruction]:
         return [each for each in self.instructions if each.name == name]
@@ -53,7 +52,7 @@ class Dockerfile:
         return next(stage for stage in self.stages if stage.name == name)
 
     def lineage(self, name: str) -> list[Stage]:
-        """The stage and those it is built upon, the first one first."""
+        """Returns the stage and the stages that it is based on, beginning with the lowest."""
         names = {stage.name for stage in self.stages}
         found = [self.stage(name)]
         while found[0].base in names:
@@ -61,13 +60,13 @@ class Dockerfile:
         return found
 
     def images(self) -> list[str]:
-        """Bases that are no stages."""
+        """Returns the bases that are images."""
         names = {stage.name for stage in self.stages}
         return [stage.base for stage in self.stages if stage.base not in names]
 
 
 def commands(text: str) -> list[list[str]]:
-    """A shell's line as its simple commands, each as its words."""
+    """Splits a shell line into simple commands, and each command into words."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split, lexer.commenters = True, ""
     found: list[list[str]] = [[]]
@@ -81,7 +80,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """Instructions with their first line's number; continuations joined, comments left out."""
+    """Returns instructions with the number of their first line. Joins continued lines and drops comments."""
     found: list[tuple[int, str]] = []
     parts: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -117,7 +116,7 @@ def _fill(text: str, values: dict[str, str], undeclared: list[str]) -> str:
 
 
 def read(path: Path, arguments: dict[str, str] | None = None) -> Dockerfile:
-    """arguments: as of --build-arg. Those of a stage are known in it from their ARG on; those before the first FROM, in FROMs."""
+    """Parses a Dockerfile with these build arguments. A stage knows an argument from its ARG on; FROM knows those before it."""
     given = arguments or {}
     shared: dict[str, str] = {}
     values: dict[str, dict[str, str]] = {}
@@ -148,7 +147,7 @@ def read(path: Path, arguments: dict[str, str] | None = None) -> Dockerfile:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """As .dockerignore has it: a pattern that matches a folder matches all below it; ** is any number of folders."""
+    """Matches a .dockerignore pattern: it also matches everything below a folder, and ** matches any number of folders."""
     parts = path.split("/")
     ends = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     expression = "/".join("\0" if part == "**" else translate(part)[4:-3].replace(".*", "[^/]*") for part in pattern.split("/"))
@@ -157,7 +156,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def context_files(root: Path, folders: list[str]) -> set[str]:
-    """Paths below these folders (or files) of root that .dockerignore lets into a build."""
+    """Returns the files below these paths of `root` that .dockerignore allows in a build."""
     rules = [line.strip() for line in (root / ".dockerignore").read_text().splitlines()]
     rules = [line for line in rules if line and not line.startswith("#")]
     found = set()

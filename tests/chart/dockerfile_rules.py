@@ -1,4 +1,4 @@
-"""What a Dockerfile must keep to, most of it as hadolint asks. Each rule gives out one sentence for each thing that is wrong."""
+"""Defines rules for Dockerfiles, most of them from hadolint. Each rule yields a sentence per violation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ PIN = re.compile(r"^[a-z0-9][a-z0-9-]*==\d[\w.+]*$")
 def complaints(
     dockerfile: Dockerfile, root: Path, published: list[str], compiling: Mapping[str, frozenset[str]] | None = None
 ) -> list[str]:
-    """published: the stages that become images. root: the build context. compiling: by image, what it may compile with."""
+    """Returns the violations of all rules.
+
+    Args:
+        root: The build context.
+        published: Stages that become images.
+        compiling: Allowed compiler packages by image.
+    """
     found = [*bases(dockerfile), *stage_names(dockerfile), *arguments(dockerfile), *steps(dockerfile)]
     found += [*copies(dockerfile, root), *installs(dockerfile, root), *secrets(dockerfile)]
     for name in published:
@@ -129,7 +135,7 @@ def secrets(dockerfile: Dockerfile) -> Iterator[str]:
 
 
 def images(dockerfile: Dockerfile, name: str, compiling: frozenset[str]) -> Iterator[str]:
-    """Of a stage that becomes an image."""
+    """Checks a stage that becomes an image."""
     lineage = dockerfile.lineage(name)
 
     def every(kind: str) -> list[Instruction]:

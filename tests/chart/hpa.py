@@ -1,5 +1,7 @@
-"""The horizontal pod autoscaler's arithmetic as Kubernetes documents it (Horizontal Pod Autoscaling, "Algorithm details",
-"Configurable scaling behavior"): ratios with a tolerance, the largest of all metrics, stabilisation windows, policies."""
+"""Computes replicas like Kubernetes' HorizontalPodAutoscaler: ratios with a tolerance, stabilisation windows and policies.
+
+Source: Kubernetes documentation, Horizontal Pod Autoscaling, "Algorithm details" and "Configurable scaling behavior".
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class External:
-    """A total, shared among the replicas. target: what one may have."""
+    """A metric of type External."""
 
-    total: float
-    target: float
+    total: float  # total of all replicas
+    target: float  # target per replica
 
 
 @dataclass(frozen=True)
 class Pods:
-    """values: of the pods that give one. missing: pods that do not, because they are starting."""
+    """A metric of type Pods."""
 
-    values: Sequence[float]
-    missing: int
+    values: Sequence[float]  # values of the pods that report one
+    missing: int  # starting pods, which report none
     target: float
 
 
@@ -33,7 +35,7 @@ Reading = External | Pods
 
 
 def wanted(reading: Reading, replicas: int) -> int:
-    """Replicas by one metric."""
+    """Returns the wanted number of replicas for one metric."""
     if isinstance(reading, External):
         return replicas if _near(reading.total / (reading.target * replicas)) else math.ceil(reading.total / reading.target)
     if not reading.values:
@@ -42,7 +44,7 @@ def wanted(reading: Reading, replicas: int) -> int:
     ratio = sum(reading.values) / count / reading.target
     if not reading.missing:
         return replicas if _near(ratio) else math.ceil(ratio * count)
-    # Those without a value are taken to use nothing where it would grow, and their target where it would shrink.
+    # Pods without a value count as unused when scaling up, and as at their target when scaling down.
     filled = sum(reading.values) + (reading.missing * reading.target if ratio < 1 else 0.0)
     count += reading.missing
     again = filled / count / reading.target
@@ -57,7 +59,7 @@ def _near(ratio: float) -> bool:
 
 
 class Autoscaler:
-    """One HPA with its memory. spec: of an autoscaling/v2 object with both of `behavior`'s directions. now: seconds."""
+    """One HPA with its history. Its spec is of autoscaling/v2 and has both directions of `behavior`. Times are in seconds."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._least, self._most = int(spec["minReplicas"]), int(spec["maxReplicas"])
@@ -74,7 +76,7 @@ class Autoscaler:
         return allowed
 
     def _stabilised(self, now: float, current: int, desired: int) -> int:
-        """Up to the least of what was recommended within one window, down to the most within the other."""
+        """Returns the stabilised number: scales up to the smallest, and down to the largest recommendation of a window."""
         self._recommended.append((now, desired))
         up_s, down_s = self._up["stabilizationWindowSeconds"], self._down["stabilizationWindowSeconds"]
         up = min(value for at, value in self._recommended if at > now - up_s or at == now)
@@ -91,7 +93,7 @@ class Autoscaler:
         return desired
 
     def _begin(self, policy: Mapping[str, Any], now: float, current: int) -> int:
-        """Replicas when the policy's period began."""
+        """Returns the number of replicas at the begin of the policy's period."""
         return current - sum(change for at, change in self._changes if at > now - policy["periodSeconds"])
 
     def _up_limit(self, policy: Mapping[str, Any], now: float, current: int) -> int:

@@ -1,7 +1,7 @@
-"""Builds the stages of a Dockerfile into folders, without a container engine: copies what COPY copies, runs what RUN runs.
+"""Builds the stages of a Dockerfile into folders without a container engine, by replaying COPY and RUN.
 
-A stage's files are below one folder; absolute paths of the image in a command are rewritten to lie there. What needs root
-or a distribution (packages, accounts, owners) is left out, as NOT_REPLAYED lists.
+The files of a stage are below one folder, and absolute paths in commands are rewritten to this folder. Steps that need root or a
+distribution (packages, accounts, owners) are skipped; NOT_REPLAYED lists them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROOTED = r"(?<![\w.])/(?:opt|app)(?=/)"
 
 @dataclass(slots=True)
 class Image:
-    """What a stage came to. files: its root on this machine."""
+    """The result of a stage."""
 
-    files: Path
+    files: Path  # root folder of the image on this machine
     folder: str = "/"
     env: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Image:
     ports: list[int] = field(default_factory=list)
 
     def place(self, path: str) -> Path:
-        """Of a path in the image, which may be relative to its working folder."""
+        """Returns the place on this machine of a path in the image, which may be relative to the working folder."""
         return self.files / os.path.normpath(os.path.join(self.folder, path)).lstrip("/")
 
     def here(self, text: str) -> str:
@@ -42,7 +42,7 @@ class Image:
 
 
 class Builder:
-    """instead: does what a RUN instruction comes to, or says that it is to be replayed."""
+    """The builder of one Dockerfile's stages. `instead` may replace a RUN instruction; it returns False to have it replayed."""
 
     def __init__(
         self,

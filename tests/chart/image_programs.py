@@ -1,7 +1,7 @@
-"""Which programs each command of a Dockerfile finds on the PATH that its image has at that point, without building anything.
+"""Checks, without a build, that every command of a Dockerfile is on the PATH that its image has at that point.
 
-What a base image has is written here, as far as these files use it; packages, virtual environments and copies add to it. What a
-program runs by its name in turn (apt-get dpkg, say) is looked up as well.
+The programs of base images are listed here as far as they are used. Packages, virtual environments and copies add programs.
+Programs that other programs call by name, such as dpkg by apt-get, are checked too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEBIAN = frozenset(
     | {f"/usr/sbin/{name}" for name in ("groupadd", "useradd", "nologin", "ldconfig", "start-stop-daemon")}
 )
 PYTHON = frozenset(f"/usr/local/bin/{name}" for name in ("python", "python3", "pip"))
-# By a base's name without registry and tag: its programs and its PATH.
+# Programs and PATH of a base image, by its name without registry and tag.
 BASES = {
     "python": (DEBIAN | PYTHON, f"/usr/local/bin:{DEFAULT_PATH}"),
     "debian": (DEBIAN, DEFAULT_PATH),
@@ -30,12 +30,12 @@ PACKAGES = {
     "libc6-dev": (),
 }
 RUNS = {"apt-get install": ("dpkg", "sh", "ldconfig", "start-stop-daemon")}
-MERGED = re.compile(r"^/(bin|sbin)/")  # of these bases' /usr
+MERGED = re.compile(r"^/(bin|sbin)/")  # these bases link /bin and /sbin to /usr
 
 
 @dataclass(slots=True)
 class Place:
-    """A stage as far as it has come."""
+    """The state of a stage at an instruction."""
 
     programs: set[str] = field(default_factory=set)
     path: str = DEFAULT_PATH
@@ -49,7 +49,7 @@ class Place:
 
 
 class Programs:
-    """Walks a Dockerfile's stages."""
+    """The check of one Dockerfile."""
 
     def __init__(self, dockerfile: Dockerfile) -> None:
         self._dockerfile = dockerfile
@@ -57,7 +57,7 @@ class Programs:
         self.missing: list[str] = []
 
     def walk(self) -> list[str]:
-        """One sentence for each program that is not found."""
+        """Returns a sentence for each program that is not found."""
         for stage in self._dockerfile.stages:
             self._places[stage.name] = place = self._start(stage)
             for each in stage.instructions:
@@ -88,7 +88,7 @@ class Programs:
                 self._look(Instruction("CMD", {}, each.text.removeprefix("CMD").strip(), each.line).words[0], each, place)
 
     def _copy(self, each: Instruction, place: Place) -> None:
-        """Of programs: those below a folder of another stage, or a file of the context that is made executable."""
+        """Adds copied programs: those below a folder of another stage, or a file of the context that becomes executable."""
         *sources, target = each.words
         if "from" in each.flags:
             theirs = self._places[each.flags["from"]].programs

@@ -1,6 +1,6 @@
-"""The fields that a Kubernetes API server lets nobody change, of every object of a release: an upgrade that changes one fails.
+"""Records the immutable fields of every object of a release. An upgrade that changes one of them fails.
 
-python -m tests.chart.immutable adds to immutable.json what is not in it yet, and refuses to change what is.
+python -m tests.chart.immutable adds missing objects to immutable.json, and refuses to change existing ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.chart.release import Object, Release, render, title
 from tests.chart.variants import VARIANTS
 
 GOLDEN = Path(__file__).with_name("immutable.json")
-# Dots lead into an object. The whole of what is named counts, absent parts too.
+# Paths with dots. The whole value at a path counts, including absent parts.
 FIELDS: dict[str, tuple[str, ...]] = {
     "Deployment": ("spec.selector",),
     "StatefulSet": ("spec.selector", "spec.serviceName", "spec.podManagementPolicy", "spec.volumeClaimTemplates"),
@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ScaledObject": ("spec.scaleTargetRef",),
 }
 Fixed = dict[str, dict[str, Any]]
-# Values that stay as they are (those of charts/rootstock/ci are examples, and may change), the defaults first.
+# Sets of values that do not change, unlike the examples of charts/rootstock/ci. The defaults come first.
 NAMES = (
     "defaults",
     "two-models",
@@ -49,13 +49,15 @@ NAMES = (
 
 
 def fixed_fields(release: Release) -> Fixed:
-    """Title of an object → its fields that no upgrade changes. A Service's selector and ports could be changed, but not under the
-    clients' feet."""
+    """Returns the fields that an upgrade must not change, by the title of the object.
+
+    Kubernetes allows changes of a Service's selector and ports, but they would break connected clients.
+    """
     return {title(each): _of(each) for each in release.objects if each["kind"] in FIELDS and not replaced_at_upgrade(each)}
 
 
 def replaced_at_upgrade(each: Object) -> bool:
-    """Whether Helm deletes the object before it makes it anew: hooks that say so."""
+    """Returns whether Helm deletes and recreates the object, as it does with such hooks."""
     annotations = each["metadata"].get("annotations") or {}
     return "helm.sh/hook" in annotations and "before-hook-creation" in annotations.get(
         "helm.sh/hook-delete-policy", "before-hook-creation"
@@ -84,7 +86,7 @@ def golden() -> dict[str, Fixed]:
 
 
 def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
-    """Of what is in both."""
+    """Returns the differences of objects that both have."""
     return [
         f"{name}: {each}: {path} was {json.dumps(value)}, is {json.dumps(new[name][each].get(path))}"
         for name, objects in old.items()
@@ -97,7 +99,7 @@ def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
 
 
 def current() -> dict[str, Fixed]:
-    """What immutable.json holds: all but Jobs, which a new name lets change, and what the defaults have just so."""
+    """Returns the content of immutable.json. Omits Jobs, whose names change with them, and objects that equal the defaults'."""
     found = {name: fixed_fields(release) for name, release in releases().items()}
     usual = found[NAMES[0]]
     return {

@@ -1,5 +1,4 @@
-"""Whether an object is one that a Kubernetes API server of some version takes: kubernetes-validate's strict schemas, each read
-once, and crd_schemas.py's for custom resources."""
+"""Validates objects for a version of Kubernetes, with kubernetes-validate's strict schemas and those of crd_schemas.py."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ BASE = "https://kubernetes.io"
 
 
 def faults(each: Object, version: str = LATEST) -> list[str]:
-    """version: of Kubernetes, e.g. "1.29". Raises FileNotFoundError if that version knows no such kind."""
+    """Returns the faults of an object. Raises FileNotFoundError if this Kubernetes version, e.g. "1.29", has no such kind."""
     validator = _validator(each["apiVersion"], each["kind"], version)
     return [f"{error.json_path}: {error.message[:300]}" for error in validator.iter_errors(each)]
 

@@ -1,6 +1,7 @@
-"""A rendered pod as processes on this machine: its containers' exact commands and environment, started and probed as the kubelet
-does. Only what names the cluster is replaced: addresses by loopback, ports by free ones, the image's /app by this repository,
-mounted volumes by folders.
+"""Runs rendered pods as processes on this machine, with their commands and environment, and probes them like the kubelet.
+
+Only references to the cluster are replaced: addresses by loopback, ports by free ports, /app by this repository, and mounted
+volumes by folders.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Secrets = Mapping[str, Mapping[str, str]]
 
 
 def environment(release: Release, pod: PodTemplate, container: Container, secrets: Secrets) -> dict[str, str]:
-    """What the container finds in its environment: envFrom, then env, $(NAME) replaced. Raises KeyError for what is missing."""
+    """Returns a container's variables: envFrom, then env with $(NAME) replaced. Raises KeyError if a reference is missing."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         if "configMapRef" in source:
@@ -75,7 +76,7 @@ def _from(release: Release, pod: PodTemplate, source: Mapping[str, Any], secrets
 
 
 def _resource(pod: PodTemplate, reference: Mapping[str, str]) -> str:
-    """Of CPU, in whole cores and rounded up, as the kubelet does it."""
+    """Returns a CPU quantity in whole cores, rounded up like the kubelet."""
     kind, name = reference["resource"].split(".")
     assert name == "cpu" and reference.get("divisor", "1") == "1", reference
     (container,) = (each for each in pod.containers() if each["name"] == reference["containerName"])
@@ -85,7 +86,7 @@ def _resource(pod: PodTemplate, reference: Mapping[str, str]) -> str:
 
 @dataclass
 class Machine:
-    """Where the pods of a release run. ports: (component, the container's port) → one of this machine's."""
+    """The machine that runs a release's pods. `ports` maps (component, container port) to a port of this machine."""
 
     release: Release
     folder: Path
@@ -97,10 +98,10 @@ class Machine:
         self.ports = dict(zip(wanted, free_ports(len(wanted)), strict=True))
 
     def localized(self, pod: PodTemplate, text: str) -> str:
-        """A word of a command or a variable's value, with this machine's addresses, ports and folders."""
+        """Returns a word of a command, or a variable's value, with this machine's addresses, ports and folders."""
         text = text.replace("0.0.0.0", HOST)
         text = ADDRESS.sub(self._address, text)
-        if mounts := self._mounts(pod):  # at once: a folder here may begin as a mount's path does
+        if mounts := self._mounts(pod):  # in one pass, because a folder may begin like the path of a mount
             paths = "|".join(map(re.escape, mounts))
             text = re.sub(rf"(?<![\w/])({paths})(?![\w])", lambda match: str(mounts[match[1]]), text)
         text = re.sub(rf"(?<![\w/]){re.escape(IMAGE_ROOT)}", f"{REPO}/", text)
@@ -112,7 +113,7 @@ class Machine:
         return f"{HOST}:{self._target(match['url'], int(match['port'] or 80), headless=False)}"
 
     def _target(self, host: str, port: int, headless: bool) -> int:
-        """The port here of the pods behind a Service's name. headless: the name leads to the pods, past the Service's ports."""
+        """Returns this machine's port of the pods behind a Service. With `headless`, `port` is the pods' port."""
         name, namespace = host.split(".")[:2]
         assert namespace == NAMESPACE, f"{host} is in another namespace"
         service = self.release.get("Service", name)["spec"]
@@ -127,7 +128,7 @@ class Machine:
         return self.ports[components.pop(), selected[0].ports()[number] if isinstance(number, str) else number]
 
     def _path(self) -> str:
-        """With what a Redis image has under its name, for its shell."""
+        """Returns a PATH with the program redis-server, which the shell of the Redis container calls."""
         programs = self.folder / "bin"
         if not programs.exists():
             programs.mkdir(parents=True)
@@ -135,7 +136,7 @@ class Machine:
         return f"{programs}:{os.environ['PATH']}"
 
     def _mounts(self, pod: PodTemplate) -> dict[str, Path]:
-        """Mount path → folder, longest path first. Writable ones are the pod's own; a model cache is the repository's models."""
+        """Returns folders by mount path, longest path first. A model cache is the repository's folder `models`."""
         kinds = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
         found: dict[str, Path] = {}
         for container in pod.containers():
@@ -169,7 +170,7 @@ class Machine:
 
 
 def _program(name: str) -> str:
-    """What the image has under that name, or this machine's own."""
+    """Returns this machine's program for a program of the image."""
     if name in ("python", "python3"):
         return sys.executable
     if name == "redis-server":
@@ -180,18 +181,20 @@ def _program(name: str) -> str:
 
 
 def _read_only(writable: list[Path]) -> list[str]:
-    """A prefix by which the program sees the file system read-only but for these folders, as its container would; empty where
-    this process may not make mounts."""
+    """Returns a command prefix that makes the file system read-only except for these folders, as in the container.
+
+    Empty if this process may not create mounts.
+    """
     probe = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
     binds = "".join(f'mount --bind "{path}" "{path}" && ' for path in writable)
-    gone = "2>/dev/null || ! test -d"  # what other programs have mounted meanwhile comes and goes
+    gone = "2>/dev/null || ! test -d"  # other programs may mount and unmount file systems at the same time
     locked = "".join(f"{{ mount -o remount,bind,ro {path} {gone} {path}; }} && " for path in _file_systems())
     allowed = shutil.which("unshare") and subprocess.run([*probe, "mount --bind / /mnt"], capture_output=True).returncode == 0
     return [*probe, f'{binds}{locked}exec "$@"', "sh"] if allowed else []
 
 
 def _file_systems() -> list[str]:
-    """Where this machine's own file systems are mounted; the kernel's (/proc, /dev, /sys) stay as they are."""
+    """Returns the mount points of this machine's file systems, without those of the kernel (/proc, /dev, /sys)."""
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     return sorted({path for path in mounted if Path(path).is_dir() and not path.startswith(("/proc", "/dev", "/sys", "/run"))})
 
@@ -205,7 +208,7 @@ class Running:
     log: Path
 
     def passes(self, probe: Mapping[str, Any]) -> bool:
-        """One attempt of a probe, within its own timeout."""
+        """Returns whether one attempt of a probe succeeds within its timeout."""
         timeout = probe.get("timeoutSeconds", 1)
         if "grpc" in probe:
             return _serving(self._port(probe["grpc"]["port"]), probe["grpc"].get("service", ""), timeout)
@@ -228,7 +231,7 @@ class Running:
         return self.machine.ports[self.pod.component, number]
 
     def wait_for(self, key: str, seconds: float) -> None:
-        """Until the probe passes. Fails when the process ends or the time is over."""
+        """Waits until the probe passes. Fails if the process ends or the time is up."""
         self.wait(lambda: self.passes(self.container[key]), f"{key} of {self.pod.role}", seconds)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float) -> None:
@@ -242,7 +245,7 @@ class Running:
         return _http_status(self._port(port), path, 5)
 
     def stop(self, seconds: float) -> int:
-        """As the kubelet ends a container: SIGTERM, and an exit status. Fails if that takes longer."""
+        """Ends the process with SIGTERM, like the kubelet, and returns its exit status. Fails if it takes longer."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -251,7 +254,7 @@ class Running:
             self.kill()
 
     def status_of_exit(self, seconds: float) -> int:
-        """Of a program that ends by itself. Fails, and ends it, if it takes longer."""
+        """Waits for the end of the program and returns its exit status. Kills the program and fails if it takes longer."""
         try:
             return self.process.wait(seconds)
         finally:
@@ -276,7 +279,7 @@ def _serving(port: int, service: str, timeout: float) -> bool:
 
 
 def _redis_replies(port: int, password: str, timeout: float) -> bool:
-    """To PING, as the probe's shell asks redis-cli, which no bundled server brings along."""
+    """Returns whether Redis responds to PING. Replaces the probe's redis-cli, which bundled servers do not have."""
     with redis.Redis(HOST, port, password=password, socket_timeout=timeout, retry=Retry(NoBackoff(), 0)) as client:
         try:
             return bool(client.ping())

@@ -1,4 +1,4 @@
-"""A law of the chart: what no object of any release may do. It is tested once, and names every offender of every release."""
+"""Checks laws of the chart: rules for every object of every release. A failure names all offenders."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ Law = Callable[[str, Release], Iterable[str]]
 
 
 def offences(law: Law, names: Sequence[str] = ALL) -> dict[str, list[str]]:
-    """law: of a set of values' name and its release, a sentence for each offender. Releases that have any, with all of them.
+    """Returns the offenders by release. Omits releases without offenders.
 
-    What the law itself cannot go on with (an object that it looks for is not there) is an offence of that release.
+    Args:
+        law: Yields a sentence per offender. A failure of the law, e.g. a missing object, is an offence of the release.
+        names: Names of the sets of values.
     """
     return {name: found for name in names if (found := _offences(law, name))}
 

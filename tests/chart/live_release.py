@@ -1,5 +1,4 @@
-"""The chart as `helm upgrade` renders it: what its templates look up is asked of an API server, here one on loopback that answers
-for the objects it was given and knows their kinds alone."""
+"""Renders the chart like `helm upgrade`, with look-ups at an API server on loopback that has only the given objects."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ ABSENT: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "re
 
 
 def rendered_over(there: Sequence[Object], values: Values) -> list[Object]:
-    """What an upgrade renders where these objects are in the namespace. Raises helm.HelmError."""
+    """Returns the objects of an upgrade in a namespace with these objects. Raises helm.HelmError."""
     with _api_server(there) as url, helm.Config(kubeconfig_content=_kubeconfig(url), namespace=NAMESPACE) as config:
         about: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "is_install": False, "is_upgrade": True, "revision": 2}
         found = config.render(helm.Chart.load(CHART), merged(INSTALLABLE, values), **about)
@@ -35,7 +34,7 @@ def _kubeconfig(url: str) -> str:
 
 
 def _answers(there: Sequence[Object]) -> dict[str, Object]:
-    """By path: the kinds of each group, and the objects."""
+    """Returns the API server's responses by path: the kinds of each group, and the objects."""
     out: dict[str, Object] = {}
     for group in ("v1", "apps/v1"):
         kinds = {kind: plural for kind, plural in PLURALS.items() if (kind == "Secret") == (group == "v1")}

@@ -1,4 +1,4 @@
-"""A server on loopback for as long as a test looks at it."""
+"""Runs an HTTP server on loopback during a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[QuietHandler]) -> Iterator[str]:
-    """Its URL."""
+    """Runs a server and yields its URL."""
     server = ThreadingHTTPServer((HOST, 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()

@@ -1,7 +1,7 @@
-"""NetworkPolicies evaluated as a network plugin does: which pod may open a connection to which, on which port.
+"""Evaluates NetworkPolicies like a network plugin: which pods may open connections to each other, on which ports.
 
-A connection passes when the source's egress policies and the target's ingress policies both let it; a pod that no policy of
-a direction selects is open in that direction.
+A connection passes if the source's egress policies and the target's ingress policies both allow it. A pod that no policy of a
+direction selects is open in that direction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 @dataclass(frozen=True)
 class Party:
-    """A pod of some namespace, or an address outside the cluster (ip). ports: name → number of what it listens on."""
+    """A pod of any namespace with its named ports, or an address outside of the cluster (`ip`)."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Party:
 
     @property
     def near(self) -> bool:
-        """In the release's namespace, whose policies are about it if they select it."""
+        """Whether the party is in the release's namespace, so that the release's policies can select it."""
         return self.namespace.get(NAMESPACE_NAME) == NAMESPACE
 
 
@@ -42,7 +42,7 @@ class Edge:
 
 
 def parties(release: Release) -> list[Party]:
-    """One for each kind of pod: component, and the model where there are several."""
+    """Returns a party per kind of pod: its component, and its model if there are several."""
     found: dict[str, Party] = {}
     for pod in pods(release):
         name = f"{pod.component}/{pod.model}" if pod.model else pod.component
@@ -54,7 +54,7 @@ def parties(release: Release) -> list[Party]:
 def edges(
     policies: Sequence[Object], inside: Sequence[Party], outside: Sequence[Party], ports: set[tuple[int, str]]
 ) -> set[Edge]:
-    """All that passes between `inside` and everybody. Two of `outside` are nobody's business here."""
+    """Returns the connections that are allowed from or to a party of `inside`."""
     everybody = [*inside, *outside]
     own = {each.name for each in inside}
     return {
@@ -73,7 +73,7 @@ def passes(policies: Sequence[Object], source: Party, target: Party, port: int, 
 
 
 def directions(policies: Sequence[Object], party: Party) -> set[str]:
-    """In which directions a party is policed at all."""
+    """Returns the directions in which policies select a party."""
     return {each for policy in policies for each in _types(policy) if selects(policy["spec"]["podSelector"], party.labels)}
 
 
@@ -106,7 +106,7 @@ def _peer_matches(peers: Sequence[Mapping[str, Any]] | None, party: Party) -> bo
 def _is_peer(peer: Mapping[str, Any], party: Party) -> bool:
     if "ipBlock" in peer:
         block = peer["ipBlock"]
-        if not party.ip:  # what a block says of pods' addresses depends on the network plugin; blocks are for the outside
+        if not party.ip:  # whether a block applies to pods' addresses depends on the network plugin
             return False
         address = ipaddress.ip_address(party.ip)
         excepted = any(address in ipaddress.ip_network(each) for each in block.get("except") or [])

@@ -1,6 +1,6 @@
-"""The Pod Security Standard "restricted" (which contains "baseline") as code, one function for each of its controls.
+"""Checks the Pod Security Standard "restricted", which includes "baseline", with a function per control.
 
-https://kubernetes.io/docs/concepts/security/pod-security-standards/
+Source: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 
 
 def violations(spec: Spec, annotations: Mapping[str, str]) -> list[str]:
-    """Of a pod; each begins with the control's name."""
+    """Returns the violations of a pod. Each begins with the name of the control."""
     return [f"{control.__name__}: {fault}" for control in CONTROLS for fault in control(spec, annotations)]
 
 
@@ -39,14 +39,14 @@ def containers(spec: Spec) -> Iterator[Mapping[str, Any]]:
 
 
 def contexts(spec: Spec) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The pod's securityContext and each container's own, with whose it is."""
+    """Yields the owner and the securityContext of the pod and of each container."""
     yield "pod", spec.get("securityContext") or {}
     for each in containers(spec):
         yield each["name"], each.get("securityContext") or {}
 
 
 def inherited(spec: Spec, key: str) -> Iterator[tuple[str, Any]]:
-    """What each container has of a setting, its own or the pod's."""
+    """Yields each container's value of a setting: its own or the pod's."""
     default = (spec.get("securityContext") or {}).get(key)
     for each in containers(spec):
         yield each["name"], (each.get("securityContext") or {}).get(key, default)

@@ -1,4 +1,4 @@
-"""The pods that a release would start, whatever object makes them, and which labels select them."""
+"""Lists the pod templates of a release's objects, and evaluates label selectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LWS_NAME = "leaderworkerset.sigs.k8s.io/name"
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """role: the object that makes the pods, and which of its templates."""
+    """A pod template. `role` names the object and, if it has several templates, the template."""
 
     owner: Object
     role: str
@@ -30,7 +30,7 @@ class PodTemplate:
 
     @property
     def service(self) -> str:
-        """Of the services, the one that it runs: workers of two components may run one."""
+        """Service that the pods run. Workers of two components run the same service."""
         return str(self.container()["name"])
 
     @property
@@ -41,11 +41,11 @@ class PodTemplate:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     def container(self) -> dict[str, Any]:
-        """The chart's own: before sidecars, after init containers."""
+        """Returns the chart's container: the first one besides init containers."""
         return dict(self.spec["containers"][0])
 
     def ports(self) -> dict[str, int]:
-        """Name → number, of the chart's own container."""
+        """Returns the ports of the chart's container by name."""
         return {port["name"]: port["containerPort"] for port in self.container().get("ports", [])}
 
 
@@ -54,7 +54,7 @@ def pods(release: Release) -> list[PodTemplate]:
 
 
 def pod(release: Release, component: str, model: str = "") -> PodTemplate:
-    """The only one of a component (of a model)."""
+    """Returns the only pod template of a component, or of a component and model."""
     found = [each for each in pods(release) if each.component == component and (not model or each.model == model)]
     assert len(found) == 1, f"{component} {model}: {[each.role for each in found]}"
     return found[0]
@@ -73,7 +73,7 @@ def _templates(owner: Object) -> Iterator[PodTemplate]:
         for key in ("leaderTemplate", "workerTemplate"):
             if key in group:
                 each = _template(owner, f" {key}", group[key])
-                yield replace(each, labels={**each.labels, LWS_NAME: owner["metadata"]["name"]})  # its controller adds that
+                yield replace(each, labels={**each.labels, LWS_NAME: owner["metadata"]["name"]})  # the controller adds this label
     else:
         yield _template(owner, "", spec["template"])
 
@@ -86,7 +86,7 @@ def _template(owner: Object, role: str, template: dict[str, Any]) -> PodTemplate
 
 
 def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
-    """A Kubernetes LabelSelector. Empty: everything; none: nothing."""
+    """Evaluates a Kubernetes LabelSelector. An empty selector matches all labels, None matches nothing."""
     if selector is None:
         return False
     exact = all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())

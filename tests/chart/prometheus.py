@@ -1,4 +1,4 @@
-"""Debian's Prometheus as a process on the loopback, asked over its HTTP API."""
+"""Runs Debian's Prometheus as a process on loopback, and queries its HTTP API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class QueryError(Exception):
 
 
 class Prometheus:
-    """scrapes: scrape_configs. rules: files. Keeps its data in `folder`."""
+    """A Prometheus with these scrape_configs and rule files. Its data is in `folder`."""
 
     def __init__(
         self, folder: Path, scrapes: Sequence[dict[str, Any]] = (), rules: Sequence[Path] = (), every: str = "1s"
@@ -73,7 +73,7 @@ class Prometheus:
             return False
 
     def query(self, expression: str, at: float | None = None) -> Vector:
-        """Of an instant vector or a scalar. at: Unix time in seconds, now by default. Raises QueryError."""
+        """Returns an instant vector or a scalar at Unix time `at`, by default now. Raises QueryError."""
         data = {"query": expression} if at is None else {"query": expression, "time": f"{at:.3f}"}
         result = self._get("query", data)
         if result["resultType"] == "scalar":

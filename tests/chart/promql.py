@@ -1,4 +1,4 @@
-"""Enough of PromQL's grammar to take an expression apart into its selectors. Prometheus itself says whether it is valid."""
+"""Finds the selectors of PromQL expressions. Prometheus itself checks whether expressions are valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RANGE = re.compile(r"\[[^\]]*\]|\boffset\s+\w+")
 
 
 def selectors(expression: str) -> set[str]:
-    """Each `name{matchers}` of it, without range and offset."""
+    """Returns each `name{matchers}` of an expression, without range and offset."""
     text = _RANGE.sub(" ", _GROUPING.sub(" ", expression))
     found, at = set(), 0
     while at < len(text):
@@ -32,5 +32,5 @@ def selectors(expression: str) -> set[str]:
 
 
 def names(expression: str) -> set[str]:
-    """Of the series in it that are named plainly."""
+    """Returns the names of the series in an expression."""
     return {selector.split("{")[0] for selector in selectors(expression)} - {""}

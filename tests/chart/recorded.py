@@ -1,4 +1,4 @@
-"""The recording rules of rootstock.autoscaling over scrapes of the model, in Python; a test compares them with Prometheus's."""
+"""Computes the recording rules of rootstock.autoscaling in Python. A test compares them with Prometheus's results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scrape:
 
 
 class Recorded:
-    """add() takes the model as it is, once each SCRAPE_S."""
+    """The recorded series of a fleet, of which add() makes a scrape every SCRAPE_S."""
 
     def __init__(self) -> None:
         self._scrapes: deque[Scrape] = deque()
@@ -48,7 +48,7 @@ class Recorded:
                    for number in {number for scrape in self._scrapes for number in scrape.ended})  # fmt: skip
 
     def _rate(self, samples: list[tuple[int, int]]) -> float:
-        """Prometheus's rate(): an increase over the samples, carried on to the window's ends by half an interval at most."""
+        """Returns Prometheus's rate(): an increase, extrapolated to the window's ends by at most half an interval."""
         if len(samples) < 2:
             return 0.0
         (first, low), (last, high) = samples[0], samples[-1]

@@ -1,4 +1,4 @@
-"""The chart as Helm's own engine renders it: values in, Kubernetes objects out."""
+"""Renders the chart with Helm's engine: values in, Kubernetes objects out."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CHART = REPO / "charts" / "rootstock"
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 DEFAULTS = "defaults"
 NAME, NAMESPACE = "llm", "serving"
-BACKLOG = "rootstock_backlog_serving_llm_rootstock"  # the external metric: of a release, for an adapter has one rule by a name
-MINIMAL_KUBE = "1.29"  # of Chart.yaml's kubeVersion; test_objects.py compares them
+BACKLOG = "rootstock_backlog_serving_llm_rootstock"  # the external metric; its name is unique per release
+MINIMAL_KUBE = "1.29"  # from Chart.yaml's kubeVersion; test_objects.py compares both
 
 Values = Mapping[str, Any]
 REGISTRY = "registry.example.com"
-INSTALLABLE: Values = {"image": {"registry": REGISTRY}}  # what every installation has to say
+INSTALLABLE: Values = {"image": {"registry": REGISTRY}}  # required of every installation
 Object = dict[str, Any]
 
 
 def ci_names() -> list[str]:
-    """Of every set of values that tests go through: the defaults and charts/rootstock/ci."""
+    """Returns the names of the defaults and of the files of charts/rootstock/ci."""
     return [DEFAULTS, *(path.name.removesuffix("-values.yaml") for path in CI_FILES)]
 
 
@@ -40,7 +40,7 @@ def ci_values(name: str) -> dict[str, Any]:
 
 
 def merged(base: Values, over: Values) -> dict[str, Any]:
-    """As `helm -f base -f over`: maps key by key, everything else replaced."""
+    """Merges values like `helm -f base -f over`: maps key by key; other values are replaced."""
     out = copy.deepcopy(dict(base))
     for key, value in over.items():
         out[key] = merged(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
@@ -65,7 +65,7 @@ class Release:
 
 
 def repeatable(objects: Iterable[Object]) -> list[Object]:
-    """Without what Helm makes once, and finds in the cluster from then on: passwords of the chart's own Redis servers."""
+    """Replaces generated passwords of the chart's Redis servers, which differ in every rendering without a cluster."""
     return [
         each | {"data": {**each["data"], "password": "made once"}}
         if each["kind"] == "Secret" and "password" in each.get("data", {})
@@ -79,7 +79,7 @@ def title(each: Object) -> str:
 
 
 def render(values: Values | None = None, *, chart: Path = CHART, upgrade: bool = False, name: str = NAME) -> Release:
-    """With INSTALLABLE below the values. Raises helm.HelmError with the sentence that a user would read."""
+    """Renders values on top of INSTALLABLE. Raises helm.HelmError with the message for the user."""
     return _render(json.dumps(merged(INSTALLABLE, values or {}), sort_keys=True), chart, upgrade, name)
 
 
@@ -88,7 +88,7 @@ def render_ci(name: str, over: Values | None = None) -> Release:
 
 
 def render_anew(values: Values) -> Release:
-    """Past the renderings that are kept."""
+    """Renders without the cache."""
     return _render.__wrapped__(json.dumps(merged(INSTALLABLE, values), sort_keys=True), CHART, False, NAME)
 
 
@@ -117,7 +117,7 @@ def _loaded(chart: Path) -> helm.Chart:
 
 
 def refusal(values: Values, name: str = NAME) -> str:
-    """Why a user cannot install with these values; empty: they can. `helm install` asks the schema, then the templates."""
+    """Returns the message with which the schema or the templates refuse these values; "" if `helm install` accepts them."""
     try:
         _loaded(CHART).validate_schema(merged(INSTALLABLE, values))
         render(values, name=name)
@@ -127,13 +127,13 @@ def refusal(values: Values, name: str = NAME) -> str:
 
 
 def lint_findings(values: Values) -> list[str]:
-    """What `helm lint --strict` warns of."""
+    """Returns the findings of `helm lint --strict`."""
     report = helm.lint(CHART, dict(values), strict=True, namespace=NAMESPACE)
     return [f"{each['path']}: {each['error']}" for each in report["messages"] if each["severity"] >= 2] + list(report["errors"])
 
 
 class UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The API server's parser refuses a key that is there twice; YAML's takes the last one."""
+    """A loader that refuses duplicate keys, like the API server. YAML's own loader takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]

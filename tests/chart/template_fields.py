@@ -1,6 +1,6 @@
-"""What each template renders: values, and field by field what the objects then hold.
+"""Defines cases of values with the expected fields of the rendered objects.
 
-A path's parts: keys, numbers of list items, or NAME= to find the item of a list by its name. ABSENT: nothing is there.
+A path consists of keys, of numbers of list items, and of NAME= for the list item with this name. ABSENT expects no value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFILL = f"Deployment/{FULL}-prefill-demo"
 POD = "spec template spec "
 Values = dict[str, Any]
 Fields = dict[str, Any]  # by path
-Case = tuple[Values, dict[str, Fields]]  # what is given; by object, what is there
+Case = tuple[Values, dict[str, Fields]]  # values; expected fields by object
 
 
 def at(value: Any, path: str) -> Any:
@@ -55,17 +55,17 @@ GPU: Values = {"worker": {"gpus": 1, "runtimeClassName": "nvidia", "resources": 
 
 
 def of_each(values: Callable[[str], Values], fields: Callable[[str], Fields]) -> Case:
-    """All four services given a value at once, each its own: one that takes another's shows it."""
+    """Returns a case with a different value per service, so that a mixed-up value is noticed."""
     return {name: values(name) for name in EVERY}, {title: fields(name) for name, title in EVERY.items()}
 
 
 def lost(key: str, seconds: int) -> dict[str, str | int]:
-    """How long a pod stays with a node in that state."""
+    """Returns the toleration with which a pod stays on a node in this state."""
     return {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
 
 
 def unasked(name: str) -> Fields:
-    """What a service's pods have where nothing was given."""
+    """Returns the fields of a service's pods with default values."""
     probes = {
         container(name, f"{probe} grpc {key}"): value
         for probe, service in (("startupProbe", ABSENT), ("livenessProbe", ABSENT), ("readinessProbe", name))
@@ -117,7 +117,7 @@ def where_it_was_placed(name: str) -> Fields:
         POD + "affinity": {"podAffinity": {"of": name}},
         POD + "topologySpreadConstraints": ABSENT,
         "spec template metadata labels a": name,
-        "spec template metadata labels app.kubernetes.io/name": "rootstock",  # its own win
+        "spec template metadata labels app.kubernetes.io/name": "rootstock",  # the chart's labels override commonLabels
         "spec template metadata annotations a": name,
         container(name, "env A= value"): name,
         container(name, "image"): f"{REGISTRY}/rootstock/{name}:{name}-2",
@@ -593,7 +593,7 @@ WORKERS: dict[str, Case] = {
                 "spec strategy rollingUpdate maxSurge": 0,
                 "spec replicas": 3,
                 "spec template metadata labels rootstock.io/role": "decode",
-                "spec selector matchLabels rootstock.io/role": ABSENT,  # it may be switched on and off
+                "spec selector matchLabels rootstock.io/role": ABSENT,  # the role can be switched on and off
                 container("worker", "ports kv="): ABSENT,
             },
             f"ConfigMap/{FULL}-prefill-demo": {
@@ -880,7 +880,7 @@ BESIDES: dict[str, Case] = {
                 "spec volumeClaimTemplates 0 spec resources requests storage": "5Gi",
                 container("redis", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
                 container("redis", "volumeMounts data= mountPath"): "/data",
-                container("redis", "image"): f"{REGISTRY}/redis:7.4.2-alpine",  # whose files no other server reads
+                container("redis", "image"): f"{REGISTRY}/redis:7.4.2-alpine",  # no other server can read the files
             },
             GATEWAY: {
                 container("gateway", "env REDISCLI_AUTH= valueFrom secretKeyRef"): {"name": f"{FULL}-state", "key": "password"},
@@ -984,7 +984,7 @@ BESIDES: dict[str, Case] = {
                     "/cache/demo",
                     "/models/demo",
                 ],
-                POD + "initContainers copy-model= env": ABSENT,  # others may read what is there
+                POD + "initContainers copy-model= env": ABSENT,  # other pods may read the folder
                 container("worker", "volumeMounts cache= mountPath"): "/cache",
                 container("worker", "volumeMounts models= mountPath"): "/models",  # a draft's folder, say
             }

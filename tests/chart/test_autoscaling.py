@@ -1,4 +1,4 @@
-"""The HPA's arithmetic: by the book, and over a day of load with a cold start of 180 s."""
+"""Tests the HPA model with documented cases, and over a day of load with a cold start of 180 s."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chart.test_monitoring_queries import adapter_rules
 from tests.chart.test_monitoring_rules import run_tests
 from tests.chart.worker_fleet import COLD_START_S, SERVICE_S, SLOTS, WorkerFleet
 
-FOLLOWS_S = 600  # a recommendation counts for so long on the way down
+FOLLOWS_S = 600  # seconds for which a recommendation delays a scale-down
 STEP_DOWN_S = 300
 
 
@@ -45,11 +45,11 @@ def test_autoscaler_follows_the_charts_behavior() -> None:
     assert targets(spec) == {BACKLOG: 2, "rootstock_running_share": 0.7, "sglang_token_usage": 0.8}
     hpa = Autoscaler(spec)
     much, little = [External(1000, 2)], [External(0, 2)]
-    assert hpa.replicas(0, 2, much) == 4  # doubles at once
-    assert hpa.replicas(165, 4, much) == 4  # and not again within a cold start
+    assert hpa.replicas(0, 2, much) == 4  # doubles immediately
+    assert hpa.replicas(165, 4, much) == 4  # not again within a cold start
     assert hpa.replicas(180, 4, much) == 8
     assert hpa.replicas(360, 8, much) == MOST
-    assert hpa.replicas(945, MOST, little) == MOST  # ten minutes' memory
+    assert hpa.replicas(945, MOST, little) == MOST  # recommendations count for ten minutes
     assert hpa.replicas(961, MOST, little) == MOST - 1
     assert hpa.replicas(1246, MOST - 1, little) == MOST - 1
     assert hpa.replicas(1261, MOST - 1, little) == MOST - 2
@@ -69,13 +69,13 @@ def test_day_has_no_overshoot_and_no_flapping(seed: int) -> None:
         assert not any(after.at < other.at <= after.at + FOLLOWS_S and other.need <= after.need for _, other in ups), after
     turns = sum(1 for first, second in itertools.pairwise(sorted([*ups, *downs], key=lambda each: each[1].at))
                 if (first[1].replicas > first[0].replicas) != (second[1].replicas > second[0].replicas))  # fmt: skip
-    assert turns == 3  # up the ramp, down, up the spike, down
+    assert turns == 3  # up with the ramp, down, up with the spike, down
 
 
 def test_day_serves_all_levels() -> None:
     moments = play()
     for (begin, low), (end, high) in itertools.pairwise(DAY):
-        if low == high and end - begin >= 20:  # a level
+        if low == high and end - begin >= 20:  # a constant load
             last = [moment for moment in moments if moment.at <= end * 60][-1]
             assert last.serving >= last.need, last
             assert last.waiting <= 2, last
@@ -84,13 +84,13 @@ def test_day_serves_all_levels() -> None:
 
 
 def test_day_overshoots_without_the_rules_bounds() -> None:
-    """What the bounds are for; a day that could not overshoot would show nothing."""
+    """Without the bounds, the day must overshoot, or it would not test them."""
     assert max(moment.replicas for moment in play(plain=True)) >= max(moment.need for moment in play(plain=True)) + 4
 
 
 @pytest.mark.needs("promtool")
 def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
-    """Half an hour with a spike and a second worker in its midst."""
+    """Half an hour with a spike of load, in which a second worker starts."""
     fleet, recorded = WorkerFleet(1), Recorded()
     series: dict[str, list[str]] = {}
     expected = []
@@ -136,9 +136,12 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.needs("promtool")
 def test_worker_kinds_scale_by_their_own_queues(tmp_path: Path) -> None:
-    """Two that decode and one that computes prompts, and nothing has ended: twice as many of all are enough, two in three of them
-    decode, and what waits in gateways calls for no more of these. Nobody else's requests count, nor tokens. What runs counts as a
-    share of what its worker can run: the second one of those that decode has twice the slots."""
+    """Scales two decode workers and one prefill worker before any request has ended.
+
+    Twice the workers are enough, and two thirds of them decode, which limits the effect of waiting requests. Requests and tokens
+    of the other role do not count. Running requests count as a share of their worker's slots; the second decode worker has
+    twice the slots.
+    """
     both = {"enabled": True}
     scaled = {"worker": {"autoscaling": both, "prefill": {"autoscaling": both}}}
     values = {"autoscaling": {"engine": "keda"}, **scaled}

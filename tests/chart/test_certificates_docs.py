@@ -22,7 +22,7 @@ KEEPS = "#!/bin/sh\nmkdir $6 && cp tls.crt tls.key ca.crt $6\n"
 
 @pytest.mark.needs("openssl")
 def test_service_certificates_cannot_sign_others(tmp_path: Path) -> None:
-    """A certificate of a service's own making, below its own, is taken by nobody; its own is, by servers and clients."""
+    """Services' certificates are valid for servers and clients. A certificate that a service has signed is not."""
     (commands,) = re.findall(r"```bash\n(openssl .*?)```", PAGE.read_text(), re.S)
     (tmp_path / "kubectl").write_text(KEEPS)
     (tmp_path / "kubectl").chmod(0o755)
@@ -45,7 +45,7 @@ def test_service_certificates_cannot_sign_others(tmp_path: Path) -> None:
 
 
 def test_admission_policy_of_the_page_is_valid_for_the_account() -> None:
-    """Of the page's blocks: what the cluster is given, and values. The policy is about the account of a release of that name."""
+    """Checks the page's objects and values. The policy must name the ServiceAccount of a release with that name."""
     documents = [
         each for block in re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S) for each in yaml.safe_load_all(block)
     ]

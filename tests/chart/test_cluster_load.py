@@ -1,4 +1,4 @@
-"""What tests/cluster looks with: its clients, against the gateway's own HTTP server, and the page that a run writes."""
+"""Tests helpers of tests/cluster: its clients against the gateway's HTTP server, and the page that a run writes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.cluster.proof import gathered
 
 Send = Callable[[MutableMapping[str, Any]], Any]
 WORD = {"choices": [{"delta": {"content": "one "}}]}
-HEAD_S = 2.0  # in which a connection must have said what it wants
+HEAD_S = 2.0  # seconds in which a connection must send its request head
 CLIENTS = 40
 
 
 @contextmanager
 def gateway(whole: bool = True) -> Iterator[str]:
-    """URL of a server that says a word. whole: then also that this was all."""
+    """Runs a server that streams one word, and yields its URL. With `whole`, the stream also has its end."""
 
     async def app(scope: MutableMapping[str, Any], receive: Callable[[], Any], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
@@ -47,7 +47,7 @@ def gateway(whole: bool = True) -> Iterator[str]:
 
 
 def test_load_clients_do_not_wait_for_a_slow_gateway_lookup() -> None:
-    """Asked by each client on the event loop, all looks together would take four times what a connection has for its head."""
+    """On the event loop, all lookups together would take four times the limit of a connection's request head."""
     with gateway() as url:
 
         def look() -> list[str]:

@@ -1,5 +1,4 @@
-"""What tests/cluster installs can start there: nothing waits for what a node of a local cluster has not, and images have what is
-called in them."""
+"""Tests that releases of tests/cluster can start on a local cluster: nodes have the resources, and images the called programs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ CLUSTER, PAGE = REPO / "tests" / "cluster", REPO / "docs" / "how-to" / "kubernet
 NODE_LABELS = {"kubernetes.io/os": "linux"}
 VOLUMES = {"emptyDir", "configMap", "secret", "projected", "downwardAPI"}
 PROBES = ("readinessProbe", "livenessProbe", "startupProbe")
-CORES = 4.0 - 0.2  # of both nodes, but for what the add-ons ask for
+CORES = 4.0 - 0.2  # cores of both nodes, without the requests of add-ons
 BUILT_IN = {
     "command",
     "exec",
@@ -43,7 +42,7 @@ BUILT_IN = {
 
 
 def based(*more: Values) -> Values:
-    """As the fixture `install` has it: helm merges files in this order."""
+    """Merges values in the order of the fixture `install`."""
     values: Values = {}
     for each in (*(yaml.safe_load(path.read_text()) for path in BASE), *more):
         values = merged(values, each)
@@ -61,13 +60,13 @@ INSTALLED: dict[str, Values] = {
     "KEDA": based(test_scaling.keda(), {"worker": {"settings": test_scaling.SLOW, "resources": test_scaling.LITTLE}}),
     "KEDA, two models": based(test_scaling.keda(), {"models": test_scaling.two_models()}),
 }
-WAITING = {  # that is what they are about, or the test makes what they claim
+WAITING = {  # these tests are about waiting pods, or create the claimed object
     f"broken: {name}" for name in ("claim that is not bound", "missing RuntimeClass", "RWO shared over nodes")
 }
 
 
 def unmet(release: Release) -> Iterator[str]:
-    """What a pod of it would wait for in vain."""
+    """Yields the requirements of pods that no node fulfils."""
     if any(each.get("spec", {}).get("volumeClaimTemplates") for each in release.objects):
         yield "a volume claim"
     for pod in pods(release):
@@ -87,7 +86,7 @@ def unmet(release: Release) -> Iterator[str]:
 
 
 def cores(release: Release) -> float:
-    """That its long-lived pods ask for."""
+    """Returns the CPU cores that the long-lived pods request."""
     total = 0.0
     for each in release.kind("Deployment", "StatefulSet"):
         containers = each["spec"]["template"]["spec"]["containers"]
@@ -111,7 +110,7 @@ def test_cluster_releases_request_only_what_nodes_have(releases: dict[str, Relea
 
 
 def test_cluster_images_exist_and_have_the_called_programs(releases: dict[str, Release]) -> None:
-    """The tests' Redis has a shell and few programs."""
+    """The tests' Redis image has a shell and few programs."""
     ours = {f"{images.REGISTRY}/rootstock/{service}:{images.release()}" for service in images.SERVICES}
     redis = {images.redis_image(), images.redis_image("state")}
     given = {*images.REDIS_PROGRAMS, *BUILT_IN}
@@ -131,7 +130,7 @@ def test_cluster_images_exist_and_have_the_called_programs(releases: dict[str, R
 
 
 def called(container: dict[str, Any]) -> set[str]:
-    """First words of its commands, in scripts and probes too."""
+    """Returns the programs that the container calls, also in scripts and probes."""
     parts = [container.get("command", []), *(container.get(probe, {}).get("exec", {}).get("command", []) for probe in PROBES)]
     out = {str(part[0]).rpartition("/")[2] for part in parts if part}
     scripts = [part[part.index("-c") + 1] for part in parts if "-c" in part]

@@ -1,4 +1,4 @@
-"""What `helm test` says of installations that are broken: of each what is wrong, and how to mend it."""
+"""Tests the diagnosis of `helm test`: it names each fault of a broken release with its remedy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_diagnosis_finds_nothing_in_a_healthy_release() -> None:
 
 
 def test_install_lists_each_secret_once_with_all_its_keys() -> None:
-    """And no key that a URL or an autoscaler need not have; of other services' certificates without the private one."""
+    """Optional keys are not required, and the pod gets no private key of other services' certificates."""
     values = {
         "auth": {"controlTokenSecret": "all"},
         "redis": {"externalUrlSecret": "all", "externalTlsSecret": "authority"},
@@ -121,7 +121,7 @@ def test_diagnose_runs_other_checks_when_one_cannot_read_facts() -> None:
 
 
 def test_diagnosis_ignores_old_events_of_repaired_faults() -> None:
-    """Events stay for an hour."""
+    """Kubernetes stores events for an hour."""
     refused = event(f"{FULL}-worker-demo-7d9f", "FailedCreate", 'RuntimeClass "nvidia" not found')
     attached = event(PODS["worker"]["metadata"]["name"], "FailedAttachVolume", "Multi-Attach error for volume")
     killed = container("worker", ready=True, lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
@@ -140,7 +140,7 @@ def test_report_ends_with_broken_findings() -> None:
 
 
 def api_of(facts: Facts) -> dict[str, Answer]:
-    """By path, as the API server, a gateway and a Prometheus answer on one port."""
+    """Returns the responses of API server, gateway and Prometheus by path, for one port."""
     paths = {f"/namespaces/{NAMESPACE}/{plural}": answer for plural, answer in facts.objects.items()}
     return {
         **paths,
@@ -156,7 +156,7 @@ def api_of(facts: Facts) -> dict[str, Answer]:
 
 @contextmanager
 def cluster(facts: Facts) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Its URL, and (path, authorization) of what was asked."""
+    """Runs a server with these facts. Yields its URL, and (path, authorization) of each request."""
     answers, asked = api_of(facts), list[tuple[str, str]]()
 
     class Handler(QuietHandler):
@@ -186,7 +186,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def run(
     folder: Path, url: str, environ: Mapping[str, str], values: Mapping[str, Any] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As the pod does it, with what the chart's ConfigMap has but for the names, which do not resolve here."""
+    """Runs the diagnosis with the pod's command and the chart's ConfigMap, without host names, which do not resolve here."""
     pod = render(merged(VALUES, values or {})).get("Pod", f"{FULL}-test-diagnosis")
     told = json.loads(render(merged(VALUES, values or {})).get("ConfigMap", f"{FULL}-test-diagnosis")["data"]["install.json"])
     told["services"], told["prometheus"] = {}, url
@@ -198,7 +198,7 @@ def run(
 
 
 def mounted(folder: Path, **secrets: Mapping[str, str]) -> dict[str, str]:
-    """As kubelets mount them: files, and dotted links beside them."""
+    """Writes Secrets like a kubelet: files, and links whose names begin with dots."""
     for name, keys in {"keys": {"keys.json": "{}"}, "control": {"token": "t"}, "redis": {"url": "u"}, **secrets}.items():
         (folder / "secrets" / name).mkdir(parents=True)
         for key, value in {**keys, "..data": ""}.items():
@@ -211,7 +211,7 @@ def test_diagnosis_pod_succeeds_on_a_healthy_release(tmp_path: Path, redis: Redi
         **mounted(tmp_path, prom={"bearerToken": "letmein"}),
         "PROMETHEUS_SECRET": "prom",
         "ROOTSTOCK_REDIS_URL": redis.url,
-        "http_proxy": f"http://{HOST}:9",  # where nothing listens, of pod.env
+        "http_proxy": f"http://{HOST}:9",  # a proxy from pod.env that is not running
     }
     with cluster(WELL) as (url, asked):
         done = run(tmp_path, url, {**environ, "API_KEY": "k"})
@@ -267,7 +267,7 @@ def test_diagnosis_role_allows_only_reading() -> None:
     (role,) = [each for each in release.kind("Role") if each["metadata"]["name"] == f"{FULL}-test-diagnosis"]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list"}
     assert "secrets" not in {each for rule in role["rules"] for each in rule["resources"]}
-    # Who installs must have each right; namespaces' admins have none on these groups, so they are named where they are asked.
+    # An installer needs every right of the Role. Namespace admins lack rights on these groups, so they are added only if needed.
     keda = {"autoscaling": {"engine": "keda", "adapterRules": False}}
     fixed = {"worker": {"autoscaling": {"enabled": False}}}
     for values, asked in (({}, {"external.metrics.k8s.io"}), (keda, {"keda.sh"}), (fixed, set()), ({**keda, **fixed}, set())):

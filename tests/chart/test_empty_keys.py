@@ -1,4 +1,4 @@
-"""Keys of values files that are left empty: their defaults are taken away, or one sentence names the key."""
+"""Tests empty keys of values files: the chart renders without the default, or refuses the key by its name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = {
 
 
 def ways(values: Any, way: Way = ()) -> Iterator[Way]:
-    """Yields the way to every key, also in entries of lists."""
+    """Yields the path of every key, also in entries of lists."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield (*way, key)
@@ -62,11 +62,11 @@ def has_null(value: Any) -> bool:
 
 
 def fault(values: dict[str, Any], way: Way) -> str:
-    """Returns the fault of these values' rendering, or "". A refusal has to name the empty key, or a key below it."""
+    """Returns the fault of rendering these values, or "". A refusal must name the empty key, or a key below it."""
     said = refusal(values)
     if said.startswith("execution error at (rootstock/templates/") and 'executing "' not in said:
         return "" if written(way) in said or str(way[-1]) in said else f"another key is named: {said}"
-    if said.startswith("rootstock:\n- at '/"):  # the schema's
+    if said.startswith("rootstock:\n- at '/"):  # a message of the schema
         return "" if "/".join(map(str, way)) in said and said.count("\n") <= 3 else said
     if said:
         return said

@@ -1,4 +1,4 @@
-"""The values files of examples/values install as they are."""
+"""Tests that the values files of examples/values install without changes."""
 
 from __future__ import annotations
 

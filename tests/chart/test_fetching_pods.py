@@ -1,4 +1,4 @@
-"""Pods that fetch their model themselves, as processes: exact commands and environment, against the hub's API on loopback."""
+"""Tests pods that download their model, as processes with their exact commands, against the hub's API on loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 120.0
 def test_tokenizer_starts_from_small_files_and_worker_gets_all(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix in (".json", ".jinja", WEIGHTS)}
     with serve(Hub({"main": ("c1", files)}, "secret")) as hub:
-        url = hub.url.replace("127.0.0.1", "localhost")  # the machine takes names with dots for Services
+        url = hub.url.replace("127.0.0.1", "localhost")  # Machine treats names with dots as Services
         worker = {"gpus": 0, "kind": "Deployment", "cacheSize": 0, "cacheVolume": {"emptyDir": {}}}
         cache = {"modelCache": {"prefetch": {"hubEndpoint": url, "tokenSecret": "hub"}}, "worker": worker}
         machine = Machine(render(merged(VARIANTS["fetched-by-pods"], cache)), tmp_path, {"hub": {"token": "secret"}})

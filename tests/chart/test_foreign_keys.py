@@ -1,4 +1,4 @@
-"""Keys of other charts are refused with the key to use here (charts/rootstock/files/foreign-keys.yaml)."""
+"""Tests that keys of other charts are refused with advice (charts/rootstock/files/foreign-keys.yaml)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.night import NIGHTLY
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 ONE_IN = 1 if NIGHTLY else 10  # rows that are tried
-# As users bring them: of vLLM's chart, its production stack, KServe and Helm's starter chart.
+# Frequent keys of vLLM's chart, its production stack, KServe and Helm's starter chart.
 USUAL = [
     "imagePullSecrets",
     "replicaCount",
@@ -80,7 +80,7 @@ ROWS = dict(rows(foreign_keys()))
 
 
 def given(way: tuple[str, ...]) -> dict[str, Any]:
-    """Values with something under that key."""
+    """Returns values with an object at this key."""
     value: Any = {"anything": 1}
     for key in reversed(way):
         value = [model(**value)] if key == "models" else {key: value}
@@ -127,7 +127,7 @@ def test_advice_names_existing_keys() -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether the schema knows the key as one of this chart's own."""
+    """Returns whether the schema has the key as one of this chart's."""
     found: Any = SCHEMA
     for key in path.replace("[]", "").split("."):
         found = SCHEMA["$defs"][found["$ref"].rpartition("/")[2]] if "$ref" in found else found

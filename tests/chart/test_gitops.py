@@ -1,4 +1,4 @@
-"""The pages gitops.md, nodes.md and cost.md: values in the chart, objects by schema, rules by promtool."""
+"""Tests the pages gitops.md, nodes.md and cost.md: values with the chart, objects by schema, rules with promtool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_kind(page: str, kind: str) -> dict[str, Any]:
 
 
 def autoscaled(release: Release) -> set[tuple[str, str]]:
-    """Kind and name of each object whose replicas an autoscaler writes."""
+    """Returns the kind and name of each object whose replicas an autoscaler sets."""
     targets = [each["spec"]["scaleTargetRef"] for each in release.kind("HorizontalPodAutoscaler", "ScaledObject")]
     return {(target.get("kind", "Deployment"), target["name"]) for target in targets}
 
@@ -55,7 +55,7 @@ GITOPS_VALUES = [
 
 @pytest.mark.parametrize("values", GITOPS_VALUES)
 def test_two_renders_are_equal_when_secrets_are_named(values: dict[str, Any]) -> None:
-    """Without a cluster, as Argo CD renders it."""
+    """Renders without a cluster, like Argo CD."""
     first, second = render_anew(values), render_anew(values)
     assert first.objects == second.objects
     assert not autoscaled(first) & with_replicas(first)
@@ -71,7 +71,7 @@ def test_render_has_no_replicas_when_everything_is_scaled(kind: str, engine: str
 
 
 def test_two_renders_differ_when_no_secret_is_named() -> None:
-    """The reason for naming them."""
+    """Without names, passwords are generated in every rendering."""
     values = {"state": {"embedded": True}}
     first, second = render_anew(values).objects, render_anew(values).objects
     changed = {title(one) for one, other in zip(first, second, strict=True) if one != other}

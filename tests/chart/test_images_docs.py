@@ -1,4 +1,4 @@
-"""What the pages on installing say about images, files and memory is so."""
+"""Tests the statements of the installation pages about images, files and memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows() -> list[list[str]]:
 
 
 def computed(row: list[str]) -> list[str]:
-    """As the row should be, by what it says of the model."""
+    """Returns the row as computed from the model's properties."""
     layers, (heads, size) = int(row[1]), map(int, row[2].split("×"))
     kv = 2 * layers * heads * size * 2
     tokens = [(gpu * FRACTION - float(row[4]) - OVERHEAD_GB) * 1e9 / kv for gpu in GPUS_GB]

@@ -1,4 +1,4 @@
-"""How pods name their images: registry, repository, tag, digest, of every image that values.yaml has."""
+"""Tests the image references of pods: registry, repository, tag and digest of every image in values.yaml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chart.variants import APART, GPU_RESOURCES, SHARED_CACHE, model
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 MIRROR = "registry.example.com:5000/mirror"
-# Every kind of pod: both Redis servers, the prefetch Job, pods that wait for it, tests, workers of both kinds.
+# Values with every kind of pod: both Redis servers, the prefetch Job, waiting pods, tests, prefill and decode workers.
 ALL_PODS = merged(
     merged(SHARED_CACHE, APART),
     {
@@ -26,7 +26,7 @@ ALL_PODS = merged(
 
 
 def places(values: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Of images: maps that have a repository."""
+    """Yields the paths of images, which are the maps with a repository."""
     if isinstance(values, dict):
         if "repository" in values:
             yield way
@@ -109,7 +109,7 @@ def test_chart_refuses_images_without_a_registry(left_out: str) -> None:
 
 
 def test_repository_with_a_registry_needs_no_other() -> None:
-    """Skaffold names images in full."""
+    """Skaffold writes the registry into the repository."""
     values: Values = UNSET
     for way in places(VALUES):
         if ".".join(way).removesuffix(".image") in OWN:

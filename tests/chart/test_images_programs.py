@@ -1,4 +1,4 @@
-"""Every program that a Dockerfile runs is on the PATH that its image has at that point: groupadd lies in /usr/sbin, say."""
+"""Tests that every program that a Dockerfile runs is on the PATH of its image at that point."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Each image's build is replayed into a folder, and its service runs there: from the files that the image has, and no others.
+"""Replays the build of each image into a folder, and runs its service with only the files of the image.
 
-What installs packages is replayed where ROOTSTOCK_TEST_NIGHTLY is set, as is the worker's whole image, with the build argument
-TORCH_INDEX_URL of ROOTSTOCK_TEST_TORCH_INDEX_URL if that is: a URL, a folder of wheels, or nothing, which asks no index but pip's
-own. Else the front's packages are copied from this environment.
+With ROOTSTOCK_TEST_NIGHTLY, packages are installed and the worker's image is built too. ROOTSTOCK_TEST_TORCH_INDEX_URL then sets
+the build argument TORCH_INDEX_URL: a URL, a folder of wheels, or "" for pip's default index. Otherwise, the packages of gateway,
+tokenizer and detokenizer are copied from this environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START_S = 120
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    """Its packages are installed by night, which takes longer than all else."""
+    """Returns the builder of the images without torch. Only nightly runs install the packages, which takes longest."""
     dockerfile, work = read(DOCKERFILE), tmp_path_factory.mktemp("service")
     return Builder(dockerfile, ROOT, work) if NIGHTLY else Builder(dockerfile, ROOT, work, instead=copy_packages)
 
@@ -48,7 +48,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 
 
 def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
-    """The build argument, none for None (which leaves the Dockerfile's default), and a folder that pip is to look in as well."""
+    """Returns the build argument, and a folder with additional wheels. None leaves the Dockerfile's default."""
     if asked is None:
         return {}, ""
     folder = asked if os.path.isdir(asked) else ""
@@ -56,7 +56,7 @@ def torch_index(asked: str | None) -> tuple[dict[str, str], str]:
 
 
 def environment(image: Image, python: Path, tmp: Path, ports: dict[str, int]) -> dict[str, str]:
-    """The image's own, on this machine's paths, and nothing of this process's. No compiler is on its PATH."""
+    """Returns the image's variables with this machine's paths, without this process's variables. The PATH has no compiler."""
     settings = {f"ROOTSTOCK_{name.upper()}": str(port) for name, port in ports.items()}
     return {
         **{key: image.here(value) for key, value in image.env.items()},
@@ -70,7 +70,7 @@ def environment(image: Image, python: Path, tmp: Path, ports: dict[str, int]) ->
 def running(
     service: str, image: Image, python: Path, tmp: Path, **settings: str
 ) -> Iterator[tuple[list[str], dict[str, str], Path]]:
-    """The entry point as a process on free ports. Gives its health check for those ports, its environment, its log."""
+    """Runs the entry point as a process on free ports. Yields its health check, its environment and its log."""
     names = [name for name in SERVICES[service].model_fields if name in ("port", "health_port", "metrics_port")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     env = environment(image, python, tmp, ports) | {f"ROOTSTOCK_{name.upper()}": value for name, value in settings.items()}
@@ -154,7 +154,7 @@ def test_replay_skips_only_distribution_steps(front: Builder) -> None:
     ids=["the default", "none", "another", "a folder"],
 )
 def test_torch_index_option_is_given_only_when_set(asked: str | None, options: list[str], tmp_path: Path) -> None:
-    """What pip is given by the step as a shell runs it."""
+    """Runs the step with a pip that prints its arguments."""
     arguments, folder = torch_index(asked)
     assert folder == (asked if asked == str(ROOT) else "")
     stage = read(DOCKERFILE, arguments).stage("cpu-libraries")

@@ -1,4 +1,4 @@
-"""The Dockerfiles keep the rules, the rules find what is wrong, and what is installed is what pyproject.toml asks for."""
+"""Tests that Dockerfiles follow the rules, that the rules find violations, and that the pins satisfy pyproject.toml."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.chart.dockerfile_rules import complaints
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker/Dockerfile"
 IMAGES = ["gateway", "tokenizer", "detokenizer", "worker", "worker-cuda"]
-# Triton compiles its launcher, a file of C, in the pod.
+# Triton compiles its launcher, a C file, in the pod.
 COMPILING = {"worker-cuda": frozenset({"gcc", "libc6-dev"})}
 REQUIREMENTS = ROOT / "docker/requirements"
 SITE_PACKAGES = "lib/python3.11/site-packages"
@@ -54,17 +54,17 @@ def test_worker_images_contain_the_default_model() -> None:
 
 
 def layers(lineage: list[Stage]) -> list[str]:
-    """What each layer of an image is made of, in their order."""
+    """Returns the instructions that create the layers of an image, in order."""
     return [f"{each.name} {each.flags} {each.text}" for stage in lineage for each in stage.instructions if each.name in LAYERED]
 
 
 def shared(images: list[list[str]]) -> list[str]:
-    """What they all begin with."""
+    """Returns the common beginning of these lists."""
     return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*images, strict=False))]
 
 
 def test_images_share_their_first_layers() -> None:
-    """The base, the account and what services need, so that a node has them once. No build argument makes them differ."""
+    """Images share base, account and packages, so that a node stores them once. No build argument changes these layers."""
     dockerfile = read(DOCKERFILE)
     assert len(set(dockerfile.images())) == 1
     made = [layers(dockerfile.lineage(name)) for name in IMAGES]
@@ -75,7 +75,7 @@ def test_images_share_their_first_layers() -> None:
 
 
 def test_worker_libraries_exclude_service_packages() -> None:
-    """They are a layer of their own above the services', with the same versions: what pip finds there it does not install."""
+    """The layer of worker libraries is above the services' packages. Versions are equal, so that pip skips these packages."""
     services = pins("service.txt").items()
     assert services <= pins("worker-cpu.txt").items() and services <= pins("worker-cuda.txt").items()
     dockerfile = read(DOCKERFILE)
@@ -173,7 +173,7 @@ def test_images_expose_and_probe_the_services_ports(stage: str, service: str) ->
     health = fields["health_port" if SERVICES[service] is GatewaySettings else "port"].default
     exposed = {int(word) for each in lineage for line in each.all("EXPOSE") for word in line.words}
     known = {field.default for name, field in fields.items() if name.endswith("port") and field.default}
-    off = {9104} if service == "gateway" else {7004}  # by default: metrics on a port of their own, and the control service
+    off = {9104} if service == "gateway" else {7004}  # off by default: the separate metrics port, and the control service
     assert known <= exposed <= known | off
     probe = next(line.text for each in lineage for line in each.all("HEALTHCHECK"))
     assert f'"127.0.0.1:{health}"' in probe
@@ -203,7 +203,7 @@ def test_pinned_lists_satisfy_pyproject(name: str, extras: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["service.txt", "worker-cpu.txt", "worker-cuda.txt", "build.txt"])
 def test_pinned_lists_contain_all_dependencies(name: str) -> None:
-    """Nothing that is installed needs something that is not: pip is told not to look."""
+    """The list has all dependencies of its packages, because pip runs without dependency resolution."""
     lock = runpy.run_path(str(ROOT / "docker/lock.py"))
     needed = set(lock["closure"](lock["wanted"]()[name]))
     assert needed, f"docker/lock.py finds no requirement for {name}"
@@ -213,7 +213,7 @@ def test_pinned_lists_contain_all_dependencies(name: str) -> None:
 def test_compiler_version_equals_the_images_cuda() -> None:
     compiler, libraries, kernels = pins("cuda-compiler.txt"), pins("worker-cuda.txt"), pins("cuda-kernels.txt")
     cuda = libraries["cuda-toolkit"].split(".")[:2]
-    wheels = [version for name, version in compiler.items() if name != "nvidia-curand"]  # which counts by itself
+    wheels = [version for name, version in compiler.items() if name != "nvidia-curand"]  # curand has its own versions
     assert {tuple(version.split(".")[:2]) for version in wheels} == {tuple(cuda)}
     shared = compiler.keys() & libraries.keys()
     assert {"nvidia-cuda-runtime", "nvidia-curand"} <= shared
@@ -224,7 +224,7 @@ def test_compiler_version_equals_the_images_cuda() -> None:
 
 
 def test_images_have_no_cuda_compiler() -> None:
-    """It is beside the environment that is copied, in the stage that FlashInfer's kernels are compiled in."""
+    """The compiler is only in the stage that compiles FlashInfer's kernels, outside of the copied environment."""
     copied = [each for stage in read(DOCKERFILE).lineage("worker-cuda") for each in stage.all("COPY") if "from" in each.flags]
     assert [each.words[0] for each in copied if each.flags["from"] == "cuda-kernels"] == ["/opt/kernels"]
     assert {name for name in pins("worker-cuda.txt") if "nvcc" in name or "nvvm" in name} == set()
@@ -239,7 +239,7 @@ def variables(stage: str) -> dict[str, str]:
 
 
 def test_cuda_worker_has_flashinfer_kernels_in_the_searched_folder() -> None:
-    """Below the library, where it takes them as they are; what is missing there is refused at once, not compiled."""
+    """The kernels are in FlashInfer's folder for precompiled kernels. Missing kernels are refused at once instead of compiled."""
     dockerfile = read(DOCKERFILE)
     place = next(each.words[1] for each in dockerfile.stage("worker-cuda").all("COPY") if each.words[0] == "/opt/kernels")
     (command,) = [each.words for each in dockerfile.stage("kernels-compiled").all("RUN") if "flashinfer_prebuild" in each.text]
@@ -257,7 +257,7 @@ def test_cuda_worker_has_flashinfer_kernels_in_the_searched_folder() -> None:
 
 
 def test_cuda_worker_image_requests_driver_libraries() -> None:
-    """By what NVIDIA's own base images set: which devices, which of the driver's libraries, where those may lie, how new."""
+    """The image sets the variables of NVIDIA's base images: devices, driver libraries, their folders, and the CUDA version."""
     given = variables("worker-cuda")
     assert given["NVIDIA_VISIBLE_DEVICES"] == "all" and set(given["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {
         "compute",
@@ -269,7 +269,7 @@ def test_cuda_worker_image_requests_driver_libraries() -> None:
 
 
 def test_package_paths_use_the_base_images_python() -> None:
-    """Which the prefixes name: libraries, kernels and what is copied into the environment."""
+    """Paths of libraries and kernels contain the Python version."""
     text = DOCKERFILE.read_text()
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)\.", text, re.MULTILINE)
     assert set(re.findall(r"python(3\.\d+)", text)) == {base}
@@ -277,7 +277,7 @@ def test_package_paths_use_the_base_images_python() -> None:
 
 
 def test_cpu_worker_imports_without_triton() -> None:
-    """xgrammar asks for triton and needs it on GPUs alone."""
+    """xgrammar requires triton but needs it only on GPUs."""
     modules = "services.worker.__main__, services.worker.grammar.compile.forking_compiler, xgrammar"
     code = f"import sys; sys.modules['triton'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""skaffold.yaml builds the chart's images from Dockerfiles and targets that exist, and deploys values that exist."""
+"""Tests that skaffold.yaml builds the chart's images from existing targets and deploys existing values files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPONENTS = ("gateway", "tokenizer", "detokenizer", "worker")
 
 
 def patched(profile: str) -> dict[str, Any]:
-    """The configuration under a profile, as far as skaffold's rules are needed here: replaced sections, then JSON patches."""
+    """Returns the configuration with a profile: replaced sections, then JSON patches."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
     if not profile:
         return config
@@ -86,7 +86,7 @@ def test_release_uses_only_built_images() -> None:
             values = merged(values, yaml.safe_load((ROOT / file).read_text()))
         for key, value in RELEASE["setValues"].items():
             values = merged(values, nested(key.split("."), value))
-        for pushed_to, registry in (("registry.example.com/me/", ""), ("", "docker.io/")):  # with a --default-repo, and without
+        for pushed_to, registry in (("registry.example.com/me/", ""), ("", "docker.io/")):  # with and without --default-repo
             named = values
             for key, template in RELEASE["setValueTemplates"].items():
                 repository = pushed_to if key.endswith("repository") else ""

@@ -1,4 +1,4 @@
-"""docker/wheels.py, by pip itself, over a folder of wheels in place of an index."""
+"""Tests docker/wheels.py with pip and a folder of wheels instead of an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests that docs/reference/kubernetes/features.md names exist, and each of its rows names one."""
+"""Tests that docs/reference/kubernetes/features.md names existing tests, one per row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED = re.compile(r"`([\w/]+\.py)::([\w:]+)(?:\[([^\]]+)\])?`")
 
 @functools.cache
 def functions_in(path: Path) -> dict[str, ast.AST]:
-    """By name, those of classes with theirs before it."""
+    """Returns the functions of a file by name, methods as CLASS::NAME."""
     body = ast.parse(path.read_text()).body
     inside = [(f"{each.name}::{one.name}", one) for each in body if isinstance(each, ast.ClassDef) for one in each.body
               if isinstance(one, ast.FunctionDef)]  # fmt: skip
@@ -25,14 +25,14 @@ def functions_in(path: Path) -> dict[str, ast.AST]:
 
 @functools.cache
 def texts_of(folder: Path) -> set[str]:
-    """All strings that a folder's modules hold, and the names of ci files: cases are among them."""
+    """Returns all strings of a folder's modules and the names of ci files, which include all case names."""
     trees = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
     told = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     return {each for each in told if isinstance(each, str)} | {path.name.removesuffix("-values.yaml") for path in CI_FILES}
 
 
 def faults(page: str, folder: str) -> Iterator[str]:
-    """folder: of files that are named without one."""
+    """Yields tests that a page names but that do not exist. `folder` is for files that are named without a folder."""
     for file, test, case in NAMED.findall(page):
         path = REPO / (file if "/" in file else f"tests/{folder}/{file}")
         found = functions_in(path).get(test) if path.is_file() else None
@@ -43,7 +43,7 @@ def faults(page: str, folder: str) -> Iterator[str]:
 
 
 def test_features_page_names_existing_tests() -> None:
-    """What proof.md names were there when it was written."""
+    """Checks every named test and case."""
     text = INDEX.read_text()
     assert NAMED.search(text) and list(faults(text, "chart")) == []
 

@@ -1,4 +1,4 @@
-"""What a law over all releases reports: every offender, whatever else is wrong."""
+"""Tests that offences() reports every offender of every release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV that fits on a worker's GPU: the chart reckons as the worker does, for every row of sizing.md and every ci file."""
+"""Tests that the chart computes KV memory like the worker, for every row of sizing.md and every ci file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.chart.variants import GPU_RESOURCES, model
 
 PAGE = (REPO / "docs/how-to/kubernetes/sizing.md").read_text()
 SIZES: dict[str, dict[str, float]] = yaml.safe_load((CHART / "files/model-sizes.yaml").read_text())
-RESERVE = 512 << 20  # as services/worker/exec/sizing.py has it, which imports torch
+RESERVE = 512 << 20  # copied from services/worker/exec/sizing.py, which imports torch
 REST = 3_000_000_000  # for activations, graphs and workspaces, as sizing.md assumes
 GPU_FRACTION = 0.9
 MEMORIES = (24, 80, 141)  # GB, the columns of sizing.md
@@ -27,7 +27,7 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True)
 class Row:
-    """A model as sizing.md shows it."""
+    """A model's row of sizing.md."""
 
     name: str
     layers: int
@@ -55,7 +55,7 @@ def sizing_rows() -> list[Row]:
 
 
 def context_lens() -> dict[str, tuple[int, dict[int, int]]]:
-    """Returns the model's context, and by the GPU's memory the largest context_len where one is needed."""
+    """Returns each model's context length, and by GPU memory the largest context_len if the context does not fit."""
     found: dict[str, tuple[int, dict[int, int]]] = {}
     for names, context, needed in table(3):
         if re.fullmatch(r"[\d,]+", context):
@@ -69,7 +69,7 @@ CASES = [(row, gb) for row in ROWS for gb in MEMORIES]
 
 
 def worker_pages(size: dict[str, float], gpu_gb: float, settings: dict[str, Any]) -> int:
-    """Pages by the worker's own reckoning. Raises PoolTooSmall."""
+    """Returns the pages that the worker computes. Raises PoolTooSmall."""
     total = round(gpu_gb * GB)
     use = DeviceMemoryUse(total, total, round(size["weightsGB"] * GB), REST, 0, 0, held_now=())
     loaded = WorkerSettings.model_validate({"model": "m", **settings})

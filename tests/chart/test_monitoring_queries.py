@@ -1,4 +1,4 @@
-"""Every PromQL expression of the chart against a real Prometheus that scrapes a real system under a little load."""
+"""Tests every PromQL expression of the chart with a Prometheus that scrapes a running system under a small load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HPA = {"worker": {"autoscaling": {"enabled": True}}, "gateway": {"autoscaling": 
 APART = {"worker": {"prefill": {"autoscaling": {"enabled": True}}}}
 KEDA = {**HPA, "autoscaling": {"engine": "keda"}, "gateway": {"autoscaling": {"enabled": True}, "queueTimeoutSeconds": 300}}
 
-# Selectors that may find nothing, and why.
+# Selectors that may find nothing, with the reason.
 NOT_WHILE_WELL = {
     'rootstock_gateway_requests_total{pod=~".*",code=~"5..",route!~"/health.*|/readiness|/ready|/metrics|other"}': "none failed",
     'kubelet_volume_stats_used_bytes{persistentvolumeclaim=~"data-.*state-0"}': "there is no kubelet",
@@ -63,7 +63,7 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def panel_queries(others: tuple[str, ...] = ("gpus",)) -> list[tuple[str, str, str]]:
-    """Dashboard, panel, PromQL with Grafana's variables filled in. others: of dashboards that show others' series."""
+    """Returns (dashboard, panel, PromQL with Grafana's variables filled in). Omits dashboards with series of other exporters."""
     out = []
     for name, dashboard in dashboards().items():
         if name in others:
@@ -76,7 +76,7 @@ def panel_queries(others: tuple[str, ...] = ("gpus",)) -> list[tuple[str, str, s
 
 
 def keda_queries(values: dict[str, Any] = KEDA) -> dict[str, str]:
-    """By the trigger's name."""
+    """Returns the queries of KEDA's triggers by name."""
     triggers = [trigger for each in render(values).kind("ScaledObject") for trigger in each["spec"]["triggers"]]
     return {each["name"]: each["metadata"]["query"] for each in triggers if each["type"] == "prometheus"}
 
@@ -102,7 +102,7 @@ def hpa_metrics() -> list[dict[str, Any]]:
 class Watched:
     system: System
     prometheus: Prometheus
-    pods: dict[str, list[str]]  # by component
+    pods: dict[str, list[str]]  # names of pods by component
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def limit_store(system: System) -> None:
 
 KEY = "rsk-alice"
 LOAD_S = 120.0
-WANTED = (  # what takes two scrapes or an evaluation; a rule sees another's series a turn later
+WANTED = (  # results that need two scrapes, or one or two evaluations of rules
     "rate(sglang:e2e_request_latency_seconds_count[1m]) > 0",
     "rate(rootstock_gateway_inter_token_latency_seconds_count[1m]) > 0",
     "rate(rootstock_tokenizer_requests_total[1m]) > 0",
@@ -153,7 +153,7 @@ WANTED = (  # what takes two scrapes or an evaluation; a rule sees another's ser
 
 
 def load(system: System) -> None:
-    """Two conversations; routing may keep them on one worker."""
+    """Sends requests of two conversations. Routing may send both to one worker."""
 
     def ask(number: int) -> int:
         prompt = f"Conversation {number % 2}: " + f"{number % 2} went to the market and bought a gateway. " * 40
@@ -162,12 +162,12 @@ def load(system: System) -> None:
     go_away(system)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(ask, range(4))) == {200}
-    time.sleep(1.0)  # half of what lies between two scrapes: more load would show no more
+    time.sleep(1.0)  # half a scrape interval, because more load would not change the result
     assert system.post("/v1/completions", {"model": "nobody", "prompt": "x"}, key=KEY)[0] == 404
 
 
 def go_away(system: System) -> None:
-    """A client that does not wait for its answer."""
+    """Sends a request and closes the connection before the response."""
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
     with socket.create_connection((HOST, system.port), timeout=5) as client:
         fields = f"host: x\r\nx-api-key: {KEY}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
@@ -214,7 +214,7 @@ def test_keda_queries_return_one_number_or_nothing(watched: Watched) -> None:
 
 
 def of_no_role(query: str) -> str:
-    """As if the workers here, which have none, were those that it asks about."""
+    """Replaces a role in the query by the role of the workers here."""
     return re.sub(r'engine_type="(prefill|decode)"', 'engine_type="unified"', query)
 
 
@@ -231,14 +231,14 @@ def test_keda_queries_select_one_role_when_there_are_two(watched: Watched) -> No
     for name, query in queries.items():
         ((labels, value),) = watched.prometheus.query(of_no_role(query), at=now)
         assert labels == {}
-        if name in usual:  # of one kind that is all there is, the same as of all
+        if name in usual:  # with one role, the result equals that of all workers
             assert [(labels, pytest.approx(value))] == watched.prometheus.query(usual[name], at=now), name
     for name in ("waiting-tokens", "busy"):
         assert watched.prometheus.query(queries[name]) == [], "of workers that Prometheus does not see"
 
 
 def test_keda_queries_are_empty_when_worker_series_are_missing(watched: Watched) -> None:
-    """0 while there are none; while gateways know of workers that Prometheus does not see, nothing."""
+    """Returns 0 without workers, and nothing if gateways have workers that Prometheus does not scrape."""
     queries = keda_queries()
     for name in ("running", "token-usage"):
         unseen = queries[name].replace("(sglang:", "(nobody_scrapes:")
@@ -248,7 +248,7 @@ def test_keda_queries_are_empty_when_worker_series_are_missing(watched: Watched)
 
 
 def adapter_queries(watched: Watched) -> dict[str, str]:
-    """By the metric's name as the HPA asks for it."""
+    """Returns the adapter's queries by the metric name that the HPA uses."""
     found, out = adapter_rules(), {}
     for rule in found["rules"]:
         component = "gateway" if "gateway" in rule["name"]["as"] else "worker"
@@ -321,7 +321,7 @@ def test_adapter_rules_of_two_releases_have_two_names_in_one_namespace() -> None
 
 
 def test_adapter_rules_have_only_keys_of_the_adapters_configuration() -> None:
-    """prometheus-adapter decodes strictly: an unknown key ends its start."""
+    """prometheus-adapter does not start with an unknown key."""
     (text,) = adapter_config_map({"enabled": True, "namespace": "monitoring"})["data"].values()
     config = yaml.safe_load(text)
     assert config.keys() == {"rules", "externalRules"}
@@ -344,14 +344,14 @@ def test_sglang_dashboard_queries_return_data(watched: Watched) -> None:
 
 @pytest.mark.parametrize("name", ["gateway", "tokenizer", "detokenizer", "worker-0"])
 def test_promtool_accepts_the_services_metrics(watched: Watched, name: str) -> None:
-    """But for what SGLang's names must be."""
+    """Allows findings about metric names that SGLang defines."""
     with urllib.request.urlopen(watched.system.parts[name].metrics_url, timeout=5) as response:
         text = response.read()
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
     findings = [line for line in (done.stdout + done.stderr).decode().splitlines() if line.strip()]
     assert [line for line in findings if not line.startswith("sglang:")] == []
     of_sglang = {line.split(" ", 1)[1] for line in findings if line.startswith("sglang:")}
-    # SGLang names its distributions over routing keys as histograms, and they are gauges.
+    # SGLang's distributions over routing keys are gauges with names of histograms.
     assert of_sglang <= {
         "metric names should not contain ':'",
         "metric name should not include type 'histogram'",

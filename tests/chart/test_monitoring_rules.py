@@ -1,4 +1,4 @@
-"""Rules, by Prometheus's own tools: they are valid, each alert fires when it must, and none does when all is well."""
+"""Tests the rules with promtool: they are valid, each alert fires when it must, and none fires in a healthy system."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def world(differs: dict[str, str], expected: list[tuple[str, set[str]]]) -> dict[str, Any]:
-    """expected: when, and which alerts fire then."""
+    """Returns a promtool test. `expected` has times and the alerts that fire then."""
     return {
         "interval": "1m",
         "input_series": [{"series": series, "values": values} for series, values in {**WELL, **differs}.items()],
@@ -63,7 +63,7 @@ def played(scenario: Scenario) -> dict[str, Any]:
 
 
 def run_tests(folder: Path, *tests: dict[str, Any], every: str = "30s") -> str:
-    """What failed, empty if nothing did."""
+    """Runs promtool tests and returns the failures; "" if all pass."""
     (folder / "rules.yaml").write_text(RULES.read_text())
     file = folder / "tests.yaml"
     file.write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": every, "tests": list(tests)}))
@@ -133,7 +133,7 @@ def test_runbooks_name_existing_settings_and_values() -> None:
 
 
 def paths(values: Any, before: str = "") -> Iterator[str]:
-    """Yields each key of the values, alone and by its path."""
+    """Yields each key of the values, as a name and as a path."""
     for name, value in values.items() if isinstance(values, dict) else ():
         yield name
         yield before + name
@@ -147,7 +147,7 @@ def test_confirmations_name_a_namespace() -> None:
 
 
 def without_links(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As they are where nobody has said where the page is: a link that is no address leads nowhere."""
+    """Removes runbook links, as the chart does without runbookUrl."""
     for rule in (rule for group in groups for rule in group["rules"]):
         rule.get("annotations", {}).pop("runbook_url", None)
     return groups
@@ -162,7 +162,7 @@ def of_release(rules: str, namespace: str = "serving", name: str = "llm-rootstoc
 
 @pytest.mark.needs("promtool")
 def test_objectives_apply_per_release(tmp_path: Path) -> None:
-    """Two releases, in one namespace and in two: the same share of failures burns one's budget, not the other's."""
+    """With the same share of failures, one of two releases burns its budget, in one namespace and in two."""
     strict, lenient = {"availability": 0.999}, {"availability": 0.9}
     for name, namespaces in (("one", ("serving", "serving")), ("two", ("serving", "testing"))):
         files, series = [], {}
@@ -202,7 +202,7 @@ def test_chart_installs_exactly_the_rules_file() -> None:
     assert usual["spec"] == {"groups": groups} and last["name"] == "rootstock.prefill"
 
 
-OBJECTIVES = {"availability": 0.95, "ttftSeconds": 5, "ttftShare": 0.99}  # the first is the last one's default
+OBJECTIVES = {"availability": 0.95, "ttftSeconds": 5, "ttftShare": 0.99}  # availability equals the default of ttftShare
 
 
 @pytest.mark.needs("promtool")
@@ -232,11 +232,10 @@ def test_chart_writes_objectives_links_and_limits(tmp_path: Path) -> None:
 
 @pytest.mark.needs("prometheus")
 def test_pod_monitor_scrapes_only_running_pods(tmp_path: Path) -> None:
-    """By the PodMonitor's own relabelings, as Prometheus does them, and by those that the page has for one without the operator,
-    which sets namespace and pod by itself."""
+    """Applies the PodMonitor's relabelings, and those of the page for a Prometheus without the operator."""
     (monitor,) = render({"monitoring": {"serviceMonitor": {"enabled": True, "interval": "7s"}}}).kind("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["interval"] == "7s"  # under the old name
+    assert endpoint["interval"] == "7s"  # set by the value's old name
     names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
     relabel = [{names.get(key, key): value for key, value in each.items()} for each in endpoint["relabelings"]]
     component = "__meta_kubernetes_pod_label_app_kubernetes_io_component"
@@ -268,7 +267,7 @@ def test_pod_monitor_scrapes_only_running_pods(tmp_path: Path) -> None:
 
 
 GPU = 'DCGM_FI_DEV_GPU_UTIL{gpu="0",Hostname="node-a",'
-SEEN = {  # as the exporter's scrape has labels, and whose GPU it is
+SEEN = {  # labels of the exporter's series; whether the dashboard shows the GPU
     "honoured": ('namespace="serving",pod="worker-0"}', True),
     "renamed": ('exported_namespace="serving",exported_pod="worker-0",namespace="gpu-operator",pod="dcgm-x"}', True),
     "of another namespace": ('exported_namespace="train",exported_pod="worker-0",namespace="serving",pod="dcgm-x"}', False),

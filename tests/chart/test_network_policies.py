@@ -1,4 +1,4 @@
-"""The NetworkPolicies let pass the flow of a request, Redis, metrics and names, and nothing else: the graph, edge by edge."""
+"""Tests that NetworkPolicies allow exactly the data flow: requests, Redis, metrics and DNS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER_RELEASE = Party(
 INTERNET = Party("internet", ip="203.0.113.7")
 NODE_DNS = Party("dns on the node", ip="169.254.20.10")
 OUTSIDE = (DNS, SYSTEM, NODE_DNS, PROMETHEUS, OF_A_USER, CLIENT, NEIGHBOUR, OTHER_RELEASE, INTERNET)
-ANY = "*"  # everybody outside
+ANY = "*"  # every party outside of the release
 SERVING = (7000, 7001, 7002, 7003, 7004, 7005, 7011, 7012, 7013, 7103, 8000, 8001, 9101, 9102, 9103, 9104)
 PORTS = (22, 53, 5353, 80, 443, 3128, 9000, 4317, 6379, 6380, 6443, *SERVING, 8080, 9090, 9999)
 
@@ -46,7 +46,7 @@ METRICS = {(source, name, port) for name, port in MEASURED.items() for source in
 
 
 def names(*sources: str) -> set[tuple[str, str, int]]:
-    """Where name servers are differs: in kube-system, on the node (NodeLocal DNSCache), at 5353 (OpenShift)."""
+    """Returns edges to DNS servers, which may be in kube-system, on the node (NodeLocal DNSCache) or at port 5353 (OpenShift)."""
     return {(source, ANY, port) for source in sources for port in (53, 5353)}
 
 
@@ -159,7 +159,7 @@ CASES: dict[str, tuple[dict[str, Any], set[tuple[str, str, int]]]] = {
 
 
 def graph(release: Release) -> set[tuple[str, str, int]]:
-    """Edges over TCP, of components: models share them. What goes to, or comes from, everybody outside is one edge."""
+    """Returns the TCP edges between components. Edges to or from all outside parties become one edge with ANY."""
     policies = list(release.kind("NetworkPolicy"))
     inside = parties(release)
     found = edges(policies, inside, OUTSIDE, {(port, "TCP") for port in PORTS})
@@ -236,7 +236,7 @@ def test_no_policies_are_rendered_when_disabled() -> None:
 
 
 def test_policies_allow_every_configured_target() -> None:
-    """The variables of the gateway and the workers name Services; the policies let those connections pass."""
+    """The policies allow connections to the Services in the variables of gateway and workers."""
 
     def law(_: str, release: Release) -> Iterator[str]:
         found = graph(release)

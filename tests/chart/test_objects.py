@@ -1,4 +1,4 @@
-"""What holds for every object of every set of values: valid, named once, and every reference leads somewhere."""
+"""Tests every object of every set of values: it is valid, its name is unique, and its references exist."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")
 IMAGE = re.compile(r"^[a-z0-9.\-/:]+?[a-z0-9](:[\w][\w.-]{0,127})?(@sha256:[0-9a-f]{64})?$")
 VERSION_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
-UNSAID = ("<no value>", "%!")  # what Go templates print of nothing, and of a verb without a value
-NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # Kubernetes knows image volumes from 1.31 on,
+UNSAID = ("<no value>", "%!")  # printed by Go templates for a missing value, and for a verb without one
+NEEDS_NEWER = {"image-volume", "scale-from-zero"}  # image volumes need Kubernetes 1.31,
 NEEDS_NEWER |= {"claimed-devices", "devices-of-each-kind"}  # and resource.k8s.io/v1 from 1.34
 
 
@@ -93,7 +93,7 @@ def test_object_names_are_valid() -> None:
             name = each["metadata"]["name"]
             if len(name) > 63 or not DNS_LABEL.match(name):
                 yield title(each)
-            if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment") and len(name) > 52:  # pods' names are labels too
+            if each["kind"] in ("StatefulSet", "LeaderWorkerSet", "Deployment") and len(name) > 52:  # pods' names become labels
                 yield f"{title(each)}: controller-revision-hash adds 11 characters"
 
     assert offences(law) == {}
@@ -234,7 +234,7 @@ def test_monitors_of_pods_find_ports() -> None:
 
 
 def backends(release: Release) -> Iterator[tuple[Object, str, int | str]]:
-    """Of ingresses and routes: the object, a service, its port's name or number."""
+    """Yields (object, Service, name or number of the port) of Ingresses and HTTPRoutes."""
     for ingress in release.kind("Ingress"):
         for path in (path for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]):
             service = path["backend"]["service"]
@@ -368,7 +368,7 @@ def test_pod_ports_have_unique_names() -> None:
 
 
 def probed(container: dict[str, Any]) -> Iterator[tuple[str, int | str]]:
-    """Its probes' names and ports."""
+    """Yields the name and the port of each probe."""
     for key in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.get(key, {})
         yield from ((key, probe[action]["port"]) for action in ("grpc", "httpGet", "tcpSocket") if action in probe)

@@ -1,4 +1,4 @@
-"""ci/operators-overlay-values.yaml over cpu-demo-values.yaml: each setting is found in the objects, at the place it is about."""
+"""Tests ci/operators-overlay-values.yaml over cpu-demo-values.yaml: each setting reaches its place in the objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.chart.template_fields import DETOKENIZER, FULL, GATEWAY, POD, TOKENIZ
 VALUES = merged(ci_values("cpu-demo"), ci_values("operators-overlay"))
 REDIS, STATE = f"Deployment/{FULL}-redis", f"StatefulSet/{FULL}-state"
 CHAT, READINESS = f"Pod/{FULL}-test-chat", f"Pod/{FULL}-test-readiness"
-EVERY = (GATEWAY, TOKENIZER, DETOKENIZER, WORKER, REDIS, STATE)  # of them each pod template
+EVERY = (GATEWAY, TOKENIZER, DETOKENIZER, WORKER, REDIS, STATE)  # objects with a pod template
 LABELS, ANNOTATIONS = "spec template metadata labels ", "spec template metadata annotations "
 SHELL = "docker.io/library/redis:7.4.2-alpine"
 
-# The value → the objects that show it, the path in them, what is there.
+# Value → objects, path in the objects, expected value at the path.
 SHOWN: dict[str, tuple[tuple[str, ...], str, Any]] = {
     "commonLabels": ((GATEWAY, f"Service/{FULL}-gateway", f"NetworkPolicy/{FULL}-redis"), "metadata labels cost-center", "ml-42"),
     "image.pullPolicy": (EVERY, POD + "containers 0 imagePullPolicy", "Always"),
@@ -108,7 +108,7 @@ def test_overlay_settings_reach_their_objects(release: Release) -> None:
 
 
 def test_shown_has_every_setting_of_the_file() -> None:
-    """By its first two parts: a key that is added to the file needs a row."""
+    """Compares the first two parts of keys, so that a key that is added to the file needs a row."""
     shown = {".".join(name.partition(",")[0].split(".")[:2]) for name in SHOWN}
     alone = ("commonLabels", "ingress", "extraObjects", "models")
     given = {f"{top}.{key}" for top, block in ci_values("operators-overlay").items() if isinstance(block, dict) for key in block}

@@ -1,4 +1,4 @@
-"""Every pod of every set of values satisfies the Pod Security Standard "restricted", and writes only to its own volumes."""
+"""Tests that every pod meets the Pod Security Standard "restricted" and writes only to its volumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BAD = {
     "run_as_root_user": with_pod(runAsUser=0),
     "seccomp": with_pod(seccompProfile={"type": "Unconfined"}),
 }
-# A folder of the node and a model in an OCI image are no volumes of the standard's list; whoever asks for them knows it.
+# The standard does not allow volumes of the node and of OCI images, so setups with them are exceptions.
 BEYOND = {
     "node-cache": {"volume_types"},
     "host-path-cache": {"volume_types"},
@@ -85,7 +85,7 @@ def test_pods_have_no_service_links() -> None:
 
 
 def test_pods_run_as_a_numeric_user_other_than_root() -> None:
-    """An image's user may be a name, of which Kubernetes cannot tell whether it is root."""
+    """Kubernetes cannot tell whether a user name of an image is root."""
 
     def law(_: str, release: Release) -> Iterator[str]:
         yield from (pod.role for pod in pods(release) if not pod.spec["securityContext"].get("runAsUser", 0) > 0)
@@ -94,7 +94,7 @@ def test_pods_run_as_a_numeric_user_other_than_root() -> None:
 
 
 def test_chart_sets_no_users_when_the_cluster_does() -> None:
-    """OpenShift gives each namespace users of its own, and refuses pods that name another."""
+    """OpenShift assigns users to each namespace and refuses pods with other users."""
     numbers = ("runAsUser", "runAsGroup", "fsGroup")
     for pod in pods(rendered("openshift")):
         assert not [key for _, context in contexts(pod.spec) for key in numbers if key in context], pod.role
@@ -115,7 +115,7 @@ def test_root_file_systems_are_read_only_without_gpus() -> None:
 
 
 def asks_for_a_gpu(pod: PodTemplate) -> bool:
-    """Hooks of CDI write into the container of such a pod before it starts."""
+    """Returns whether the pod requests a GPU. CDI hooks then write into its container before it starts."""
     resources = pod.container()["resources"]
     return bool(resources.get("claims")) or any("/" in name for name in resources["limits"])
 

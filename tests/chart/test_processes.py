@@ -1,4 +1,4 @@
-"""The containers of the CPU demo started as processes with their exact commands and environment, probed as the kubelet would."""
+"""Tests the containers of the CPU demo as processes with their exact commands and environment, probed like by the kubelet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gateway_alone(machine: Machine) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def running(machine: Machine, gateway_alone: Running) -> Iterator[dict[str, Running]]:
-    built_library()  # an image has the kernels built
+    built_library()  # images contain built kernels
     found = {"gateway": gateway_alone}
     with contextlib.ExitStack() as stack:
         for component in COMPONENTS[:-1]:
@@ -116,8 +116,7 @@ def test_admin_api_reaches_the_discovered_worker(machine: Machine, running: dict
 
 
 def test_helm_tests_pass(machine: Machine, running: dict[str, Running]) -> None:
-    """What `helm test` runs, but for the diagnosis, which needs an API server (test_diagnosis.py). The gateway has found its
-    peers by then."""
+    """Runs the pods of `helm test` except the diagnosis, which needs an API server (test_diagnosis.py)."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     tests = [each for each in pods(machine.release) if "helm.sh/hook" in each.owner["metadata"].get("annotations", {})]
     tests = [each for each in tests if not each.owner["metadata"]["name"].endswith("-diagnosis")]
@@ -129,7 +128,7 @@ def test_helm_tests_pass(machine: Machine, running: dict[str, Running]) -> None:
 
 
 def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[str, Running]) -> None:
-    """The gateway, its tokenizers and Redis are real; what no API server is here to say is not asked."""
+    """Uses a real gateway, tokenizer, detokenizer and Redis, without an API server."""
     running["gateway"].wait(lambda: running["gateway"].status("http", "/readiness") == 200, "the gateway's peers", START_S)
     (told,) = [each for each in machine.release.kind("ConfigMap") if each["metadata"]["name"].endswith("-test-diagnosis")]
     install = Install.of({**json.loads(told["data"]["install.json"]), "services": {}})
@@ -143,7 +142,7 @@ def test_diagnosis_reads_the_services_responses(machine: Machine, running: dict[
 
 
 class Broken(BaseHTTPRequestHandler):
-    """A gateway that has no answer."""
+    """A gateway that responds with status 500."""
 
     def do_POST(self) -> None:
         self.send_error(500)

@@ -1,4 +1,4 @@
-"""The chart's Redis with TLS, by its commands as they are rendered: a real server, which takes certificates as they change."""
+"""Tests the chart's Redis with TLS by its rendered commands: a real server loads changed certificates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("localhost", "rootstock-redis")
 
 
 class Server:
-    """Of a component's pod, with the Secret of its certificate mounted elsewhere, and another port."""
+    """The server of a component's pod, with another port and another folder for the certificate's Secret."""
 
     def __init__(self, component: str, folder: Path, mounted: Mounted) -> None:
         container = pod(render(merged(VARIANTS["encrypted"], {})), component).container()
@@ -42,7 +42,7 @@ class Server:
         return subprocess.run(self._probe, env=self._env, capture_output=True, timeout=60).returncode == 0
 
     def shown(self, by: Mounted | None = None) -> bytes:
-        """Its certificate, as it is shown to who shows one: with its own files, or others."""
+        """Returns the server's certificate, received by a client with these certificates, by default the server's own."""
         certificate, key, authority = (by or self._mounted).paths
         context = ssl.create_default_context(cafile=authority)
         context.load_cert_chain(certificate, key)
@@ -71,7 +71,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
 
 
 def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Authority], tmp_path: Path) -> None:
-    """Through changes of the authority, in three steps and in one, with nothing but its readiness probe."""
+    """Changes the authority in three steps and in one. Only the readiness probe makes the server load certificates."""
     running, mounted, authority = server
     wait_until(running.is_ready, 30, "the server")
     first = running.shown()
@@ -86,7 +86,7 @@ def test_redis_probe_loads_new_certificates(server: tuple[Server, Mounted, Autho
 
 
 def test_redis_stays_ready_with_bad_certificates(tmp_path: Path) -> None:
-    """One that has expired, a new one, and the key of another, with which it goes on as before until there is a better one."""
+    """Uses an expired certificate, then a new one, then a mismatched key, which the server does not load."""
     authority = Authority(tmp_path / "authority")
     good = authority.signed(*NAMES)
     caller = Mounted(tmp_path / "caller", good, authority)

@@ -1,4 +1,4 @@
-"""The Python that the chart's init containers and test pods run, as they run it: python -c TEXT ARGUMENTS."""
+"""Tests the chart's scripts as init containers and test pods run them: python -c TEXT ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 def wait_for_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, copy: Callable[[], None]) -> None:
-    """Runs wait_for_model.py here, for a folder that no Job fills. Calls `copy` in place of each pause."""
+    """Runs wait_for_model.py in this process for a folder without a Job. Calls `copy` instead of each pause."""
     monkeypatch.setattr(sys, "argv", ["-c", str(folder), ""])
     monkeypatch.setattr(time, "sleep", lambda _: copy())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -83,7 +83,7 @@ class TestWaitForModel:
 
 @contextmanager
 def gateway(answers: dict[str, tuple[int, dict[str, Any]]]) -> Iterator[tuple[str, list[tuple[str, str, dict[str, Any]]]]]:
-    """An HTTP server with one answer for each path; its URL, and (path, authorization, body) of what it was asked."""
+    """Runs an HTTP server with one response per path. Yields its URL, and (path, authorization, body) of each request."""
     asked: list[tuple[str, str, dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Every variable that the chart gives to a service is a setting of it, with a value that it takes, and the ports agree."""
+"""Tests that the chart's variables are settings of the services, with valid values and matching ports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOSTS = {
     "peer_port": "peer_host",
     "disaggregation_port": "disaggregation_host",
 }
-# Variables of other programs that a service runs, and those that the values files themselves give.
+# Variables of other programs that a service runs, and variables of the values files.
 FOREIGN = {
     "HOME",
     "TMPDIR",
@@ -52,7 +52,7 @@ FOREIGN = {
     "OTEL_RESOURCE_ATTRIBUTES",
     "INDEX_PASSWORD",
 }
-# Of `settings`, and what a template refuses there where the chart has it.
+# Variables that `settings` may set although their names look like the chart's.
 ASKED_FOR = {"ROOTSTOCK_ADMIN_PORT", "ROOTSTOCK_HICACHE_STORAGE_SECRET_FILE"}
 
 
@@ -66,13 +66,13 @@ def variables(release: Release, each: PodTemplate) -> dict[str, str]:
 
 
 def settings_of(release: Release, each: PodTemplate) -> ServiceSettings:
-    """As the service itself would read them."""
+    """Returns the settings that the service reads."""
     return loaded_with(each.service, frozenset(variables(release, each).items()))
 
 
 @functools.cache
 def loaded_with(service: str, found: frozenset[tuple[str, str]]) -> ServiceSettings:
-    """found: variables of its environment."""
+    """Returns a service's settings with these variables in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in found:
             patch.setenv(name, value)
@@ -81,7 +81,7 @@ def loaded_with(service: str, found: frozenset[tuple[str, str]]) -> ServiceSetti
 
 @functools.cache
 def left_open(service: str) -> set[str]:
-    """Variables of what `settings` may have."""
+    """Returns the variables of the settings that `settings` accepts."""
     return {ENV_PREFIX + name.upper() for name in settings_schema(service)["properties"]}
 
 
@@ -126,7 +126,7 @@ def test_services_listen_on_all_addresses() -> None:
             loaded = settings_of(release, each)
             hosts = [host for field, host in HOSTS.items() if getattr(loaded, field, 0)]
             found.update({f"{each.role}: {host}": getattr(loaded, host) for host in hosts})
-        if set(found.values()) not in ({"0.0.0.0"}, {"::"}):  # of one family, or of both
+        if set(found.values()) not in ({"0.0.0.0"}, {"::"}):  # IPv4 only, or both families
             yield str(found)
 
     assert offences(law) == {}
@@ -152,7 +152,7 @@ def test_tokens_come_from_secrets() -> None:
 
 
 def test_numbers_keep_their_digits() -> None:
-    """Helm's numbers are floats, which print as 3.3554432e+07."""
+    """Helm's numbers are floats, which Go prints as 3.3554432e+07."""
     release = render(VARIANTS["tuned"])
     gateway, worker = pod(release, "gateway"), pod(release, "worker")
     assert variables(release, gateway)["ROOTSTOCK_MAX_BODY_BYTES"] == "33554432"

@@ -1,4 +1,4 @@
-"""What each template renders, and what it leaves out. A case compares all of its fields at once, and shows all that differ."""
+"""Tests the objects that templates render and leave out. A case compares all of its fields and shows every difference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_cases_have_unique_names() -> None:
     assert len(CASES) == sum(map(len, (SERVICES, GATEWAYS, WORKERS, BESIDES)))
 
 
-# What has a field that no upgrade may change is looked for in each of those releases (test_upgrade.py).
+# test_upgrade.py looks for objects with immutable fields in every release.
 @pytest.mark.by_day(one_in=3, seed=45)
 @pytest.mark.parametrize(
     ("values", "title"),
@@ -133,7 +133,7 @@ def test_prefill_and_decode_workers_use_the_kv_certificate(pool: str) -> None:
 
 
 def test_pods_that_end_get_the_common_pod_values() -> None:
-    """Their sidecars end with them, and a proxy of all pods gives way to the downloads' own."""
+    """Sidecars end with the pod, and the proxy of downloads overrides the proxy for all pods."""
     sidecar = {"name": "mesh", "image": "mesh:1"}
     variables = {"https_proxy": "http://all:1", "HTTP_PROXY": "http://all:1", "LANG": "C"}
     common = {"containers": [sidecar], "env": [{"name": name, "value": value} for name, value in variables.items()]}

@@ -1,4 +1,4 @@
-"""`helm upgrade` works: from the version before, to the version after, and with any value changed."""
+"""Tests `helm upgrade`: from the previous version, to the next version, and with changed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chart.pods import MODEL
 from tests.chart.release import CHART, Release, ci_names, ci_values, merged, render, repeatable, title
 from tests.chart.variants import VARIANTS, model, values_of
 
-# Changes that users make to a running release. Those of storage classes and of a worker's kind are others: they make new objects.
+# Changes of a running release. Changes of storage classes and of worker.kind create new objects, so they are not tested.
 CHANGES: dict[str, dict[str, Any]] = {
     "image tag": {"image": {"tag": "9.9.9"}},
     "registry": {"image": {"registry": "mirror.example.com"}},
@@ -41,7 +41,7 @@ def release_of(name: str, over: dict[str, Any] | None = None, chart: Path = CHAR
 
 @pytest.fixture(scope="module")
 def next_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This chart, but for its version and its images'."""
+    """Returns a copy of the chart with a newer version of the chart and its images."""
     copy = tmp_path_factory.mktemp("charts") / "rootstock"
     shutil.copytree(CHART, copy)
     about = yaml.safe_load((copy / "Chart.yaml").read_text())
@@ -50,12 +50,12 @@ def next_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_immutable_fields_equal_those_of_earlier_versions() -> None:
-    """If this fails, users of the version before cannot upgrade: give the object a new name instead, and say so in the docs."""
+    """If this fails, users of earlier versions cannot upgrade. Give the object a new name instead, and document it."""
     assert differences(golden(), current()) == []
 
 
 def test_golden_has_every_object() -> None:
-    """python -m tests.chart.immutable adds what is new."""
+    """`python -m tests.chart.immutable` adds new objects."""
     old, new = golden(), current()
     assert {name: missing for name in new if (missing := sorted(set(new[name]) - set(old.get(name, {}))))} == {}
 
@@ -67,7 +67,7 @@ def test_differences_report_a_changed_selector() -> None:
 
 
 def test_gateway_role_exists_for_every_discovery() -> None:
-    """Helm takes away what a rollback's manifest lacks while the pods before it still end their streams."""
+    """Helm deletes objects that a rollback's manifest lacks while the earlier pods still complete their streams."""
     watching, naming = render({"gateway": {"discovery": "k8s"}}), render({})
     for kind in ("Role", "RoleBinding"):
         assert [title(each) for each in naming.kind(kind) if "test" not in title(each)] == [
@@ -100,7 +100,7 @@ def test_changed_value_changes_no_immutable_field(change: str) -> None:
 
 @pytest.mark.parametrize(("start", "kind"), [("defaults", "Deployment"), ("local-disks", "StatefulSet")])
 def test_prefill_workers_can_be_added_and_removed(start: str, kind: str) -> None:
-    """And together again."""
+    """Checks both directions."""
     before, after = release_of(start), release_of(start, {"worker": {"prefill": {"replicas": 1}}})
     assert conflicts(before, after) == []
     new = {title(each) for each in after.objects} - {title(each) for each in before.objects}

@@ -1,4 +1,4 @@
-"""Wrong values are refused before anything is installed, each with a sentence that says what to change."""
+"""Tests that wrong values are refused before the installation, with a message that names the remedy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def worker(**over: Any) -> Values:
 
 
 def tiers(host_gb: int, **over: Any) -> Values:
-    """Of 2 GB there is room for, and no more."""
+    """Returns values with KV tiers. The memory limit allows a host tier of at most 2 GB."""
     parts = {key: over.pop(key) for key in ("files", "shared") if key in over}
     return worker(**{"resources": TIERS_MEMORY, "kvTiers": {"hostGB": host_gb, **parts}, **over})
 
 
 def sized(gpu_memory_gb: float, source: str, **settings: Any) -> Values:
-    """A model of a known size on a GPU of a known memory."""
+    """Returns values with a model of known size on a GPU of known memory."""
     over = {"gpus": 1, "gpuMemoryGB": gpu_memory_gb, "resources": GPU_RESOURCES, "settings": settings}
     fetched = {"modelCache": {"type": "pod"}, "models": [model(path="/models/a", source=source)]}
     return {**fetched, **worker(**over, cacheVolume={"emptyDir": {}})}
@@ -47,8 +47,8 @@ PREFILL = {"replicas": 1}
 DIGEST = f"sha256:{'ab' * 32}"
 CLASSED = {"loadBalancerClass": "service.k8s.aws/nlb"}
 
-# One of each kind that Helm enforces; which fields have which is one file, compared by tests/contracts/test_chart_schema.py.
-# Name of the case → values, what the refusal says. A place in the values is written /as/a/path.
+# One case per kind of rule in the schema. tests/contracts/test_chart_schema.py compares the schema's fields.
+# Name of the case → values, parts of the refusal. A place in the values is written /as/a/path.
 SCHEMA: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown key": ({"gatewy": {}}, ("additional properties 'gatewy' not allowed",)),
     "unknown setting of one model": (
@@ -435,7 +435,7 @@ def test_templates_refuse_wrong_values(first: int) -> None:
 
 
 def test_sentences_have_a_case_per_check() -> None:
-    """Of templates/_validate*.tpl: a new check needs a case here."""
+    """Each check of templates/_validate*.tpl needs a case here."""
     checks = sum(each.read_text().count("{{- fail ") for each in (CHART / "templates").glob("_validate*.tpl"))
     assert len(SENTENCES) == checks + 1, "two checks have two cases, that of the release's name is below"
 
@@ -461,7 +461,7 @@ def test_prefill_workers_are_checked_like_others() -> None:
     from_zero = merged(KEDA, worker(prefill=PREFILL))
     assert "of which there may be none: worker.autoscaling.minReplicas is 0." in refusal(from_zero)
     assert refusal(merged(from_zero, worker(autoscaling={"minReplicas": 1}))) == ""
-    assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # what is refused with it alone
+    assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""  # refused only with prefill
 
 
 def test_accepted_memory_limit_fits_the_workers_host_tier() -> None:
@@ -497,7 +497,7 @@ def test_chart_accepts_right_values() -> None:
 
 
 def test_values_file_stays_short() -> None:
-    """One block per component, with the same keys in the same order."""
+    """The file has at most 364 lines of at most 140 characters."""
     text = (CHART / "values.yaml").read_text().splitlines()
     assert len(text) < 365 and max(map(len, text)) <= 140
 

@@ -1,4 +1,4 @@
-"""Values that turn on what the ci files leave off: one entry for each way of installing that has objects of its own."""
+"""Defines values for setups that the ci files do not cover: one entry per setup with objects of its own."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ assert len(set(ALL)) == len(ALL), "a variant has a ci file's name"
 
 
 def values_of(name: str) -> Values:
-    """name: one of ALL."""
+    """Returns the values of a name of ALL."""
     return VARIANTS[name] if name in VARIANTS else ci_values(name)
 
 

@@ -1,6 +1,8 @@
-"""Workers as a queueing model, a second at a time: each runs up to SLOTS requests, a request takes SERVICE_S on average
-whatever the batch, a new worker serves after COLD_START_S, one that is taken away ends what it runs. Requests wait in the
-gateway, and up to a quarter of the slots in a worker."""
+"""Models workers as queues, in steps of one second.
+
+Each worker runs up to SLOTS requests, and a request takes SERVICE_S on average for every batch size. A new worker serves after
+COLD_START_S; a removed worker completes its requests. Requests wait in the gateway, and up to a quarter of the slots in a worker.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import numpy as np
 SERVICE_S = 20.0
 COLD_START_S = 180
 SLOTS = 64
-ROOM = 80  # requests that a gateway gives to one worker
-USAGE = 0.0125  # share of the KV pool that a running request holds
+ROOM = 80  # requests that a gateway sends to one worker
+USAGE = 0.0125  # share of the KV pool that a running request uses
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Worker:
 
 
 class WorkerFleet:
-    """Starts with `workers` that serve."""
+    """A fleet that starts with `workers` serving workers."""
 
     def __init__(self, workers: int, seed: int = 1) -> None:
         self._random = np.random.default_rng(seed)
@@ -43,7 +45,7 @@ class WorkerFleet:
         return [worker for worker in self.workers if not worker.draining]
 
     def scale(self, replicas: int) -> None:
-        """New ones begin to load; the newest that load or the idlest go."""
+        """Starts or removes workers. Removes the least loaded first, and of those the newest."""
         for _ in range(replicas - len(self.replicas)):
             self.workers.append(Worker(self._made, self.now + COLD_START_S))
             self._made += 1
