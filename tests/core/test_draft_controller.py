@@ -1,4 +1,4 @@
-"""Guesses that pay, by what steps have cost and what guesses have come to. Costs and guesses are made up here."""
+"""The number of draft tokens, by costs of steps and acceptance that these tests make up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.worker.core.planning.draft_controller import (
 )
 from tests.core.plans import decode_plan
 
-Cost = Callable[[int, int], float]  # of rows and guesses of each
+Cost = Callable[[int, int], float]  # seconds of a step, by its rows and the draft tokens of each row
 
 
 def bound_by_weights(rows: int, guesses: int) -> float:
@@ -34,17 +34,29 @@ def bound_by_tokens(rows: int, guesses: int) -> float:
 
 
 def dear_guesses(rows: int, guesses: int) -> float:
-    """Each takes a third of a step."""
+    """Each draft token takes a third of a step."""
     return 1.0 + 0.01 * rows * (1 + guesses) + 0.33 * guesses
 
 
 class World:
-    """Rows whose guesses are right with a chance of their own, each after the other; where that is negative there are none.
-    asking: what a step takes that has none although it might, times that of one that may not."""
+    """Rows with a simulated drafter, whose draft tokens are accepted with a given probability.
+
+    A row with a negative probability gets no draft tokens from the drafter.
+    """
 
     def __init__(
         self, chances: list[float], cost: Cost, most: int = 7, seed: int = 3, asking: float = 1.0, by_model: bool = False
     ) -> None:
+        """Admits one request per row.
+
+        Args:
+            chances: probability of acceptance, by row.
+            cost: seconds of a step.
+            most: largest number of draft tokens of a row.
+            seed: of the random draws.
+            asking: factor of the cost of a step in which the drafter was asked and proposed nothing.
+            by_model: whether drafting costs work for every token.
+        """
         self.chances, self._cost, self._rng, self._asking = chances, cost, random.Random(seed), asking
         self.controller = DraftController(len(chances), most, by_model=by_model)
         self.slots, self._most = np.arange(len(chances)), np.full(len(chances), most)
@@ -53,13 +65,13 @@ class World:
         self.admit(self._most.tolist())
 
     def admit(self, most: list[int]) -> None:
-        """Another request in each slot, with so many guesses at the most."""
+        """Begins another request in each slot, with its largest number of draft tokens."""
         self._most = np.array(most)
         for slot in self.slots.tolist():
             self.controller.begin(slot)
 
     def step(self) -> np.ndarray:
-        """Planned before the one before it is committed."""
+        """Plans a step, then commits the step before it. Returns the planned draft tokens of each row."""
         drafts = self.controller.choose(self.slots, self._most)
         right = np.array([self._right(chance, int(count)) for chance, count in zip(self.chances, drafts, strict=True)])
         drafted = np.where(np.array(self.chances) < 0, 0, drafts)
@@ -74,11 +86,11 @@ class World:
         return drafts
 
     def steps(self, count: int) -> np.ndarray:
-        """[count, rows]"""
+        """Runs `count` steps and returns their planned draft tokens as int64[count, rows]."""
         return np.array([self.step() for _ in range(count)])
 
     def rate(self, count: int) -> float:
-        """Tokens a second, of the next so many steps."""
+        """Returns the tokens per second of the next `count` steps."""
         tokens, seconds = self.tokens, self.seconds
         self.steps(count)
         return (self.tokens - tokens) / (self.seconds - seconds)
@@ -105,7 +117,7 @@ def plain_rate(rows: int, cost: Cost) -> float:
     ],
     ids=["cheap and right", "cheap and mostly right", "dear and half right", "dear and mostly right", "bound by tokens"],
 )
-def test_as_many_as_pay(chance: float, cost: Cost, lowest: int, highest: int) -> None:
+def test_draft_controller_chooses_the_number_that_pays(chance: float, cost: Cost, lowest: int, highest: int) -> None:
     world = World([chance], cost)
     world.steps(200)
     assert lowest <= np.median(world.steps(200)) <= highest
@@ -113,7 +125,7 @@ def test_as_many_as_pay(chance: float, cost: Cost, lowest: int, highest: int) ->
 
 @pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize("rows", [1, 8, 32])
-def test_always_wrong_keeps_the_plain_rate(rows: int) -> None:
+def test_draft_controller_keeps_the_plain_rate_when_all_drafts_are_rejected(rows: int) -> None:
     for cost in (bound_by_weights, bound_by_tokens, dear_guesses):
         world = World([0.0] * rows, cost)
         world.steps(300)
@@ -122,7 +134,7 @@ def test_always_wrong_keeps_the_plain_rate(rows: int) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=4)
 @pytest.mark.parametrize("rows", [1, 8, 32])
-def test_right_ones_are_never_slower_than_none(rows: int) -> None:
+def test_draft_controller_keeps_the_plain_rate_when_most_drafts_are_accepted(rows: int) -> None:
     for cost in (bound_by_weights, bound_by_tokens, dear_guesses):
         world = World([0.8] * rows, cost)
         world.steps(300)
@@ -130,7 +142,7 @@ def test_right_ones_are_never_slower_than_none(rows: int) -> None:
 
 
 @pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
-def test_once_they_turn_right_there_are_two_or_more_within_a_hundred_steps(cost: Cost) -> None:
+def test_draft_controller_finds_accepted_drafts_within_100_steps(cost: Cost) -> None:
     world = World([0.0], cost)
     world.steps(500)
     world.chances = [1.0]
@@ -138,7 +150,7 @@ def test_once_they_turn_right_there_are_two_or_more_within_a_hundred_steps(cost:
     assert len(begun) and (world.steps(50)[:, 0] >= 2).mean() > 0.9
 
 
-def test_rows_that_are_wrong_rest_beside_rows_that_are_right() -> None:
+def test_draft_controller_pauses_only_rows_with_rejected_drafts() -> None:
     world = World([1.0, 0.0], bound_by_weights)
     world.steps(200)
     found = world.steps(200)
@@ -146,21 +158,21 @@ def test_rows_that_are_wrong_rest_beside_rows_that_are_right() -> None:
     assert (found[:, 1] > 0).sum() <= 200 // (MOST_PAUSE // 2)
 
 
-def test_another_request_in_the_slot_begins_anew() -> None:
+def test_draft_controller_resets_a_slot_for_another_request() -> None:
     world = World([0.0], bound_by_weights)
     world.steps(500)
     world.controller.begin(0)
     assert world.step()[0] > 0
 
 
-def test_where_guesses_do_not_pay_they_are_tried_seldom() -> None:
+def test_draft_controller_probes_rarely_when_drafts_cannot_pay() -> None:
     world = World([1.0] * 16, bound_by_tokens)
     world.steps(200)
     assert (world.steps(1000).max(1) > 0).sum() <= 1000 // PROBE_EVERY // 2
 
 
-def test_who_guesses_nothing_is_asked_seldom_where_asking_costs_and_never_rests() -> None:
-    """As n-grams of a text that does not repeat itself: what comes then is guessed soon after it does."""
+def test_draft_controller_asks_a_silent_drafter_rarely_when_asking_costs() -> None:
+    """An n-gram drafter is silent on a text without repetition. It must be found again soon after the text repeats itself."""
     world = World([-1.0, -1.0], lambda rows, guesses: 1.3 if guesses else 1.0, asking=1.3)
     world.steps(100)
     assert (world.steps(1000).max(axis=1) > 0).mean() <= 2 / PROBE_EVERY
@@ -169,8 +181,8 @@ def test_who_guesses_nothing_is_asked_seldom_where_asking_costs_and_never_rests(
 
 
 @pytest.mark.parametrize("cost", [bound_by_weights, dear_guesses])
-def test_who_guesses_seldom_is_asked_always_where_asking_costs_nothing(cost: Cost) -> None:
-    """What a step takes that might have had guesses is none of what guesses take."""
+def test_draft_controller_asks_a_silent_drafter_always_when_asking_is_free(cost: Cost) -> None:
+    """The cost of asking must not count as the cost of draft tokens."""
     world = World([0.9], cost)
     for _ in range(20):
         world.chances = [0.9]
@@ -182,8 +194,8 @@ def test_who_guesses_seldom_is_asked_always_where_asking_costs_nothing(cost: Cos
     assert (world.steps(10)[1:] > 0).all()
 
 
-def test_a_drafter_that_begins_late_is_heard() -> None:
-    """As n-grams of a prediction, which find nothing before the answer has begun; what others said does not count."""
+def test_draft_controller_asks_for_a_new_request_after_silent_requests() -> None:
+    """A drafter by prediction finds nothing before the output begins. The silence of earlier requests must not count."""
     world = World([-1.0], dear_guesses, asking=1.05)
     world.steps(500)
     world.controller.begin(0)
@@ -193,7 +205,7 @@ def test_a_drafter_that_begins_late_is_heard() -> None:
 
 
 def in_vain(cost: Cost, by_model: bool = True, rows: int = FEW_HEARD + 1, most: int = 7) -> World:
-    """Many requests, one after another, whose guesses were wrong."""
+    """Returns a world in which the draft tokens of many requests, one after another, were rejected."""
     world = World([0.0] * rows, cost, most, by_model=by_model)
     for _ in range(20):
         world.steps(100)
@@ -203,8 +215,8 @@ def in_vain(cost: Cost, by_model: bool = True, rows: int = FEW_HEARD + 1, most: 
     return world
 
 
-def test_a_model_guesses_for_few_once_it_was_in_vain() -> None:
-    """Others cost nothing where nobody asks them."""
+def test_draft_controller_limits_a_model_when_drafts_are_rejected() -> None:
+    """A drafter without a model has no limit, because it costs nothing if it is not asked."""
     for by_model in (False, True):
         world = in_vain(bound_by_weights, by_model)
         world.chances = [1.0] * len(world.chances)
@@ -212,7 +224,7 @@ def test_a_model_guesses_for_few_once_it_was_in_vain() -> None:
         assert not world.controller.hears_few, "some were right, one after another"
 
 
-def test_few_are_two_of_whom_it_is_not_known_that_they_are_wrong() -> None:
+def test_draft_controller_limits_requests_without_repeated_misses() -> None:
     world = in_vain(bound_by_weights)
     heard = world.slots.tolist()
     assert not world.controller.hears_another(heard[:FEW_HEARD])
@@ -222,7 +234,7 @@ def test_few_are_two_of_whom_it_is_not_known_that_they_are_wrong() -> None:
     assert not world.controller.hears_another([*heard, 0]), "and would cost as much as everybody"
 
 
-def test_guesses_that_are_right_by_accident_leave_it_in_vain() -> None:
+def test_draft_controller_keeps_the_limit_when_few_drafts_are_accepted() -> None:
     for chance, steps, few in ((0.05, 4000, True), (0.7, 300, False)):
         world = in_vain(dear_guesses)
         world.chances = [chance] * len(world.chances)
@@ -230,8 +242,8 @@ def test_guesses_that_are_right_by_accident_leave_it_in_vain() -> None:
         assert world.controller.hears_few is few
 
 
-def test_short_answers_that_are_mostly_right_are_not_in_vain() -> None:
-    """They have no room for three right guesses in a row, and end with a wrong one now and then."""
+def test_draft_controller_sets_no_limit_when_short_outputs_are_mostly_accepted() -> None:
+    """Such outputs are too short for three accepted draft tokens in a row."""
     world = World([0.7, 0.7], bound_by_weights, most=1, by_model=True)
     for _ in range(500):
         world.steps(3)
@@ -241,8 +253,8 @@ def test_short_answers_that_are_mostly_right_are_not_in_vain() -> None:
 
 
 @pytest.mark.parametrize(("rows", "most"), [(3, 7), (8, 1), (8, 2)])
-def test_who_comes_while_it_is_in_vain_is_asked_seldom_and_found_once_right(rows: int, most: int) -> None:
-    """Though few have guesses, who alone would not pay, where all would."""
+def test_draft_controller_lifts_the_limit_when_drafts_are_accepted_again(rows: int, most: int) -> None:
+    """Draft tokens of the few allowed requests would not pay, but those of all requests would."""
     for cost in (bound_by_weights, dear_guesses):
         world = in_vain(cost, rows=rows, most=most)
         world.admit([most] * FEW_HEARD + [0] * (rows - FEW_HEARD))
@@ -254,7 +266,7 @@ def test_who_comes_while_it_is_in_vain_is_asked_seldom_and_found_once_right(rows
         assert (world.steps(100)[50:].min(axis=1) >= min(most, 2)).mean() > 0.9
 
 
-def test_in_a_lasting_crowd_a_model_guesses_for_few() -> None:
+def test_draft_controller_limits_a_model_when_steps_stay_crowded() -> None:
     controller, slots, most = DraftController(16, 3, by_model=True), np.arange(16), np.full(2, 3)
     for _ in range(CROWDED):
         assert not controller.hears_few
@@ -268,7 +280,7 @@ def test_in_a_lasting_crowd_a_model_guesses_for_few() -> None:
     assert not controller.hears_few, "all of it ended"
 
 
-def test_who_rests_does_so_in_a_crowd_too() -> None:
+def test_draft_controller_counts_down_pauses_in_crowded_steps() -> None:
     world = World([0.0, 0.0], bound_by_weights)
     world.controller._pauses[:] = 3, MOST_PAUSE
     for _ in range(MOST_PAUSE):
@@ -276,7 +288,7 @@ def test_who_rests_does_so_in_a_crowd_too() -> None:
     assert not world.controller._pauses.any()
 
 
-def test_nobody_rests_in_vain_nor_once_that_is_over() -> None:
+def test_draft_controller_pauses_no_request_while_drafting_is_limited() -> None:
     world = World([0.0, 0.0], bound_by_weights, by_model=True)
     while not world.controller.hears_few:
         world.steps(40)
@@ -286,21 +298,21 @@ def test_nobody_rests_in_vain_nor_once_that_is_over() -> None:
     assert not world.controller._pauses.any()
 
 
-def test_where_the_number_is_fixed_everybody_is_guessed_for() -> None:
+def test_draft_controller_sets_no_limit_when_not_adaptive() -> None:
     controller, slots = DraftController(16, 3, adaptive=False, by_model=True), np.arange(16)
     for _ in range(CROWDED):
         controller.crowded(slots)
     assert not controller.hears_few
 
 
-def test_steps_that_all_get_dearer_make_no_guesses_cheap() -> None:
-    """A slower machine, or longer contexts: what guesses cost was learned before."""
+def test_draft_controller_scales_draft_costs_when_all_steps_become_slower() -> None:
+    """A slower machine or longer contexts make the learned costs of draft tokens too low."""
     factor = 1.0
 
     def cost(rows: int, guesses: int) -> float:
         return factor * dear_guesses(rows, guesses)
 
-    for chance in (0.0, -1.0):  # wrong, or none
+    for chance in (0.0, -1.0):  # rejected drafts, or no drafts
         world = World([chance], cost, asking=1.3)
         world.steps(300)
         for _ in range(5):
@@ -308,7 +320,7 @@ def test_steps_that_all_get_dearer_make_no_guesses_cheap() -> None:
             assert (world.steps(200).max(axis=1) > 0).sum() <= 1 + 200 // PROBE_EVERY
 
 
-def test_what_got_dearer_while_there_were_guesses_is_known_of_those_already() -> None:
+def test_draft_controller_scales_no_cost_that_was_measured_later() -> None:
     factor = 1.0
     world = World([0.0], lambda rows, guesses: factor * bound_by_weights(rows, guesses))
     world.steps(200)
@@ -321,7 +333,7 @@ def test_what_got_dearer_while_there_were_guesses_is_known_of_those_already() ->
     assert world.controller._seconds[1, -1] < 1.2 * factor * bound_by_weights(1, 7)
 
 
-def test_never_more_than_there_may_be() -> None:
+def test_draft_controller_respects_the_limit_of_each_row() -> None:
     controller = DraftController(4, 3)
     most = np.array([0, 1, 3, 2])
     for _ in range(50):
@@ -329,7 +341,7 @@ def test_never_more_than_there_may_be() -> None:
         assert (found <= most).all() and found.min() >= 0
 
 
-def test_a_step_beside_prompts_or_without_a_time_says_nothing_of_costs() -> None:
+def test_draft_controller_ignores_mixed_and_untimed_steps() -> None:
     controller = DraftController(1, 3)
     none = np.empty(0, dtype=np.int64)
     controller.learn(replace(decode_plan(1), mode=ForwardMode.MIXED, num_extend=1), none, none, none, 5.0)
@@ -337,7 +349,7 @@ def test_a_step_beside_prompts_or_without_a_time_says_nothing_of_costs() -> None
     assert not controller._seen.any()
 
 
-def test_one_slow_step_changes_little() -> None:
+def test_draft_controller_keeps_the_choice_after_one_slow_step() -> None:
     world = World([1.0], bound_by_weights)
     world.steps(100)
     one = np.ones(1, dtype=np.int64)
@@ -346,8 +358,8 @@ def test_one_slow_step_changes_little() -> None:
     assert world.step()[0] == 7
 
 
-def test_a_slow_first_step_is_forgotten() -> None:
-    """A number that seemed dear is tried again."""
+def test_draft_controller_measures_again_after_a_slow_first_step() -> None:
+    """A number that seemed expensive is tried again."""
     world = World([1.0], bound_by_weights)
     slow = replace(decode_plan(1), drafts=np.full(1, 7, dtype=np.int32))
     for _ in range(2):
@@ -356,7 +368,7 @@ def test_a_slow_first_step_is_forgotten() -> None:
     assert (world.steps(100)[:, 0] == 7).mean() > 0.9
 
 
-def test_guesses_that_a_grammar_refuses_are_wrong_ones() -> None:
+def test_draft_controller_counts_drafts_refused_by_a_grammar_as_rejected() -> None:
     controller = DraftController(1, 7)
     slots, most = np.zeros(1, dtype=np.int64), np.full(1, 7)
     guessed = 0

@@ -1,4 +1,4 @@
-"""The host's pages against a model of two lists: what is there, in the order in which it goes, and what operations have."""
+"""The index of host pages, compared with simple models of its content, its eviction order and its operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ prompts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 5)).map(lambda
 
 
 def filled(*prompts: bytes) -> HostIndex:
-    """Each letter is a key; so many pages as letters."""
+    """Returns a full index whose keys are the letters of the prompts."""
     index = HostIndex(sum(map(len, prompts)))
     for prompt in prompts:
         index.put(keys(prompt), index.take(len(prompt)))
@@ -32,13 +32,13 @@ def left(index: HostIndex, prompts: bytes) -> bytes:
     return b"".join(key for key in keys(prompts) if key in index)
 
 
-def test_a_prefix_outlives_what_is_built_on_it() -> None:
+def test_host_index_evicts_the_end_of_a_prompt_first() -> None:
     index = filled(b"abc", b"def")
     index.take(2)
     assert left(index, b"abcdef") == b"adef"
 
 
-def test_a_salt_that_has_all_it_may_makes_room_among_its_own_coldest() -> None:
+def test_host_index_evicts_own_pages_of_a_salt_at_quota() -> None:
     index = HostIndex(8, salt_pages=3)
     one, other = ([tag + bytes([at]) for at in range(4)] for tag in (b"a" * TAG_BYTES, b"b" * TAG_BYTES))
     index.put(other[:3], index.take(3, tag_of(other[0])))
@@ -49,7 +49,7 @@ def test_a_salt_that_has_all_it_may_makes_room_among_its_own_coldest() -> None:
     assert all(key in index for key in other[:3]) and (index.over_quota_total, index.evicted_total) == (1, 1)
 
 
-def test_what_is_used_again_outlives_what_is_not() -> None:
+def test_host_index_evicts_touched_pages_last() -> None:
     index = filled(b"abc", b"def")
     index.touch(keys(b"ab"))
     index.take(4)
@@ -58,7 +58,7 @@ def test_what_is_used_again_outlives_what_is_not() -> None:
     assert left(index, b"abcdef") == b"a"
 
 
-def test_what_is_read_is_never_evicted_and_forgotten_without_its_page() -> None:
+def test_host_index_keeps_pinned_pages_when_evicting_or_clearing() -> None:
     index = filled(b"abc")
     pages = index.pin(keys(b"bc"))
     first = index.take(3)
@@ -70,7 +70,7 @@ def test_what_is_read_is_never_evicted_and_forgotten_without_its_page() -> None:
     assert sorted(index.take(3).tolist()) == sorted(pages.tolist())
 
 
-def test_what_two_read_stays_until_both_are_done() -> None:
+def test_host_index_keeps_a_page_until_the_last_reader_ends() -> None:
     index = filled(b"a")
     for _ in range(2):
         pages = index.pin(keys(b"a"))
@@ -80,7 +80,7 @@ def test_what_two_read_stays_until_both_are_done() -> None:
     assert len(index.take(1)) == 1
 
 
-def test_a_pin_is_taken_back_once() -> None:
+def test_host_index_refuses_a_second_unpin() -> None:
     index = filled(b"a")
     pages = index.pin(keys(b"a"))
     index.unpin(pages)
@@ -88,7 +88,7 @@ def test_a_pin_is_taken_back_once() -> None:
         index.unpin(pages)
 
 
-def test_a_key_that_came_twice_keeps_its_first_page() -> None:
+def test_host_index_keeps_the_first_page_when_a_key_is_put_twice() -> None:
     index = HostIndex(4)
     first, second = index.take(1), index.take(1)
     index.put([b"a"], first)
@@ -97,7 +97,7 @@ def test_a_key_that_came_twice_keeps_its_first_page() -> None:
     assert index.num_writing == 0 and len(index.take(4)) == 3
 
 
-def test_what_nothing_was_written_to_is_free_again() -> None:
+def test_host_index_frees_pages_that_are_given_back() -> None:
     index = HostIndex(2)
     index.give_back(index.take(2))
     assert index.num_writing == 0 and len(index.take(2)) == 2
@@ -109,7 +109,7 @@ salted = st.sampled_from([*SALTS, UNSALTED])
 
 
 class UnderAQuota(RuleBasedStateMachine):
-    """Two salts that may have four of twelve pages each, and what has none. taken: of operations that write."""
+    """Two salts with a quota of four of twelve pages each, and pages without a salt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class UnderAQuota(RuleBasedStateMachine):
         self.gone: list[bytes] = []
         self.index.on_gone = self.gone.append
         self.held: dict[bytes, None] = {}
-        self.taken: list[tuple[bytes, I32]] = []
+        self.taken: list[tuple[bytes, I32]] = []  # pages of running writes, with their tag
         self.pinned: list[I32] = []
         self.next = 0
 
@@ -180,15 +180,15 @@ TestUnderAQuota = UnderAQuota.TestCase
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """cold: keys that are held, the first to go first. writing, reading: of operations under way."""
+    """The index next to a model with an ordered list of its keys."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = HostIndex(PAGES)
-        self.cold: list[bytes] = []
+        self.cold: list[bytes] = []  # cached keys, least recently used first
         self.page_of: dict[bytes, int] = {}
-        self.writing: list[tuple[list[bytes], I32]] = []
-        self.reading: list[tuple[list[bytes], I32]] = []
+        self.writing: list[tuple[list[bytes], I32]] = []  # keys and pages of running writes
+        self.reading: list[tuple[list[bytes], I32]] = []  # keys and pages of running reads
         self.evicted = 0
 
     def pinned(self) -> set[int]:
@@ -214,7 +214,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert len(taken) == min(len(keys), free + len(loose))
         for key in gone:
             while self.cold[0] != key:
-                self.cold.append(self.cold.pop(0))  # it is being read, and so in use
+                self.cold.append(self.cold.pop(0))  # the index moves a pinned page to the end
             del self.cold[0], self.page_of[key]
         if len(taken) < len(keys):
             assert self.pinned().issuperset(self.page_of.values()), "whoever finds no room has looked at all that is there"
@@ -253,7 +253,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        """What is being read is forgotten too, and its page nobody's until that has ended."""
+        """Forgets all keys. Pages that are being read become free when the reads end."""
         assert self.index.clear() == len(self.cold)
         self.cold.clear()
         self.page_of.clear()

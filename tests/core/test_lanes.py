@@ -1,4 +1,4 @@
-"""Lanes of operations under way: who waits for one that is late, and who comes to it no more."""
+"""Lanes of import operations: the end of waits for late operations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ READ_S, COMPUTE_S = 3.0, 4.0  # a page
 
 
 class TestLate:
-    def test_who_was_let_go_in_one_lane_comes_to_nothing_in_another(self) -> None:
-        """The second operation by itself is late, and with what its request wanted behind it it were not: that is let go in the
-        same look, by the first."""
+    def test_lanes_judge_an_operation_alone_when_the_request_stops_waiting(self) -> None:
+        """The second operation is late by itself, but not together with the later pages of its request.
+
+        The first operation ends the request's wait in the same call, so that these pages do not count.
+        """
         rates = Rates(PAGE_BYTES, PAGE_SIZE)
         for tier in (Tier.HOST, Tier.STORAGE):
             for _ in range(200):

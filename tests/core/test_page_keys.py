@@ -1,4 +1,4 @@
-"""Keys of pages: who has one page's key has named every token before it, and whatever else decides what the page holds."""
+"""Page keys: a key depends on all tokens up to its page and on everything else that determines the page's KV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keys_of(ids: list[int], secret: bytes = SECRET, layout: bytes = b"l", tree: 
 
 
 @given(tokens)
-def test_each_whole_page_has_a_key_of_its_own(ids: list[int]) -> None:
+def test_page_keys_are_unique_for_each_whole_page(ids: list[int]) -> None:
     keys = keys_of(ids)
     assert len(keys) == len(ids) // PAGE == len(set(keys))
     assert all(len(key) == KEY_BYTES for key in keys)
@@ -49,14 +49,14 @@ def test_each_whole_page_has_a_key_of_its_own(ids: list[int]) -> None:
     ],
 )
 @given(ids=pages)
-def test_no_key_is_that_of_another_secret_layout_tree_or_group(other: dict[str, object], ids: list[int]) -> None:
+def test_page_keys_differ_by_secret_layout_tree_and_group(other: dict[str, object], ids: list[int]) -> None:
     one, another = ({key[TAG_BYTES:] for key in keys} for keys in (keys_of(ids), keys_of(ids, **other)))  # type: ignore[arg-type]
     assert not one & another, "not even but for the tag"
     assert not set(keys_of(ids, tree="")) & set(keys_of(ids, tree="", secret=bytes(SECRET_BYTES))), "without a salt neither"
 
 
 @given(salt=st.text(min_size=1, max_size=12), lora=st.text(max_size=4), ids=pages)
-def test_a_tag_is_of_the_salt_and_the_secret_alone(salt: str, lora: str, ids: list[int]) -> None:
+def test_page_keys_have_a_tag_of_salt_and_secret(salt: str, lora: str, ids: list[int]) -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     names = [tree_name(revision, cache_namespace(adapter, salt)) for revision in ("", "f00d") for adapter in ("", lora)]
     names += [retired_name(name, at) for at, name in enumerate(names)]
@@ -68,7 +68,7 @@ def test_a_tag_is_of_the_salt_and_the_secret_alone(salt: str, lora: str, ids: li
 
 
 @given(ids=pages, at=st.integers(0), by=st.integers(1, 2**31 - 1))
-def test_another_token_makes_other_keys_from_its_page_on(ids: list[int], at: int, by: int) -> None:
+def test_page_keys_differ_from_the_page_of_a_changed_token_on(ids: list[int], at: int, by: int) -> None:
     at %= len(ids)
     changed = [*ids[:at], (ids[at] + by) % 2**31, *ids[at + 1 :]]
     same = [one == other for one, other in zip(keys_of(ids), keys_of(changed), strict=True)]
@@ -76,7 +76,7 @@ def test_another_token_makes_other_keys_from_its_page_on(ids: list[int], at: int
 
 
 @given(ids=tokens, cuts=st.lists(st.integers(0, 10)))
-def test_keys_are_the_same_however_they_are_made(ids: list[int], cuts: list[int]) -> None:
+def test_page_keys_are_equal_when_extended_in_parts(ids: list[int], cuts: list[int]) -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     made: list[bytes] = []
     for end in sorted(min(cut, len(ids) // PAGE) for cut in [*cuts, 10]):
@@ -86,30 +86,30 @@ def test_keys_are_the_same_however_they_are_made(ids: list[int], cuts: list[int]
 
 
 @given(ids=pages, at=st.integers(0))
-def test_what_comes_after_a_page_follows_from_its_key_alone(ids: list[int], at: int) -> None:
+def test_page_keys_continue_from_a_page_key(ids: list[int], at: int) -> None:
     whole = keys_of(ids)
     at = 1 + at % len(whole)
     assert PageKeys(SECRET, b"l", PAGE).after(whole[at - 1], data(ids[at * PAGE :])) == whole[at:]
 
 
-def test_what_is_there_already_is_made_no_more() -> None:
+def test_page_keys_extend_leaves_existing_keys() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     made = keys_of([1] * 12)
     keys.extend(made, keys.root("r\n0:t"), data([1] * 12), 2)
     assert len(made) == 3
 
 
-def test_part_of_a_page_has_no_key() -> None:
+def test_page_keys_refuse_part_of_a_page() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     with pytest.raises(AssertionError, match="whole pages"):
         keys.extend([], keys.root("r\n0:t"), data([1] * 7), 2)
 
 
-def test_a_short_secret_is_none() -> None:
+def test_page_keys_refuse_a_short_secret() -> None:
     with pytest.raises(AssertionError, match="secret"):
         PageKeys(SECRET[1:], b"l", PAGE)
 
 
 @pytest.mark.parametrize(("held", "count"), [("", 0), ("a", 1), ("abd", 2), ("bcd", 0), ("abcd", 4)])
-def test_what_is_held_counts_up_to_the_first_that_is_not(held: str, count: int) -> None:
+def test_leading_counts_first_keys_that_are_held(held: str, count: int) -> None:
     assert leading([letter.encode() for letter in "abcd"], {letter.encode() for letter in held}) == count

@@ -1,4 +1,4 @@
-"""Whether reading pays: by what reading and computing have taken, and what nobody knows yet."""
+"""Estimates of reading and computing KV, by measurements and by assumptions before the first measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE_BYTES, PAGE_SIZE = 1 << 20, 16
 
 
 def rates(token_s: float = 0.0) -> Rates:
-    """token_s: that computing a token has taken, 0 if nothing was computed."""
+    """Returns rates at which computing a token takes `token_s` seconds; 0: no step was measured."""
     made = Rates(PAGE_BYTES, PAGE_SIZE)
     made.computed(1000, 0, 1000 * token_s)
     return made
@@ -32,7 +32,7 @@ def bytes_s(known: Rates, tier: Tier) -> float:
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.STORAGE])
 @pytest.mark.parametrize("pages", [1, 10_000])
-def test_reading_pays_while_nobody_knows_what_computing_takes(tier: Tier, pages: int) -> None:
+def test_rates_prefer_reading_when_computing_is_not_measured(tier: Tier, pages: int) -> None:
     assert rates().computing_s(pages) == UNKNOWN_S
     assert rates().reading_pays(tier, pages)
 
@@ -45,24 +45,24 @@ def test_reading_pays_while_nobody_knows_what_computing_takes(tier: Tier, pages:
         (Tier.HOST, 1e-4, 100, True),  # 27 ms, 160 ms
         (Tier.HOST, 1e-5, 1, False),  # 1.26 ms, 0.16 ms
         (Tier.HOST, 1e-5, 100, False),  # 27 ms, 16 ms
-        (Tier.HOST, 3e-5, 1, False),  # 1.26 ms, 0.48 ms: the way there costs more than it brings
+        (Tier.HOST, 3e-5, 1, False),  # 1.26 ms, 0.48 ms: the latency is longer than the computation
         (Tier.HOST, 3e-5, 100, True),  # 27 ms, 48 ms
         (Tier.STORAGE, 1e-4, 1, False),  # 6 ms, 1.6 ms
         (Tier.STORAGE, 1e-4, 100, True),  # 110 ms, 160 ms
         (Tier.STORAGE, 3e-5, 100, False),  # 110 ms, 48 ms
     ],
 )
-def test_what_is_sooner_here_is_chosen(tier: Tier, token_s: float, pages: int, pays: bool) -> None:
+def test_rates_prefer_the_faster_of_reading_and_computing(tier: Tier, token_s: float, pages: int, pays: bool) -> None:
     assert rates(token_s).reading_pays(tier, pages) is pays
 
 
-def test_reading_takes_its_latency_and_its_bytes() -> None:
+def test_rates_add_latency_and_transfer_time() -> None:
     for tier in (Tier.HOST, Tier.STORAGE):
         assert rates().reading_s(tier, 8) == LATENCY_S[tier] + 8 * PAGE_BYTES / FIRST_BYTES_S[tier]
     assert rates(1e-3).computing_s(8) == pytest.approx(8 * PAGE_SIZE * 1e-3)
 
 
-def test_what_computing_takes_fades_into_what_it_took_before() -> None:
+def test_rates_average_the_computing_time() -> None:
     known = rates(1e-3)
     known.computed(200, 0, 200 * 2e-3)
     assert known.computing_s(1) == pytest.approx(PAGE_SIZE * (FADES * 1e-3 + (1 - FADES) * 2e-3))
@@ -71,20 +71,20 @@ def test_what_computing_takes_fades_into_what_it_took_before() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "seconds"), [(LARGE_TOKENS - 1, 0, 1.0), (1000, 1, 2.0), (0, 0, 1.0), (1000, 0, 0.0), (1000, 0, -1.0)]
 )
-def test_steps_that_say_little_are_not_counted(tokens: int, rows: int, seconds: float) -> None:
-    """A few tokens behind a cached prefix cost a whole step, and rows that decode cost their part of it."""
+def test_rates_ignore_small_and_mixed_steps(tokens: int, rows: int, seconds: float) -> None:
+    """A few tokens after a cached prefix cost a whole step, and decode rows cost a part of it."""
     known = rates(1e-3)
     known.computed(tokens, rows, seconds)
     assert known.computing_s(1) == pytest.approx(PAGE_SIZE * 1e-3)
 
 
-def test_a_large_step_of_extends_counts() -> None:
+def test_rates_measure_a_large_extend_step() -> None:
     known = rates()
     known.computed(LARGE_TOKENS, 0, LARGE_TOKENS * 0.03)
     assert known.computing_s(2) == pytest.approx(2 * PAGE_SIZE * 0.03)
 
 
-def test_what_was_read_is_learned_of_its_own_tier_alone() -> None:
+def test_rates_measure_each_tier_separately() -> None:
     known = rates()
     known.moved(Tier.HOST, 10, 1.0)
     assert bytes_s(known, Tier.HOST) == pytest.approx(FADES * FIRST_BYTES_S[Tier.HOST] + (1 - FADES) * 10 * PAGE_BYTES)
@@ -92,14 +92,14 @@ def test_what_was_read_is_learned_of_its_own_tier_alone() -> None:
 
 
 @pytest.mark.parametrize(("pages", "seconds"), [(0, 1.0), (10, 0.0), (10, -1.0)])
-def test_what_brought_nothing_says_nothing_of_the_rate(pages: int, seconds: float) -> None:
+def test_rates_ignore_reads_without_pages_or_time(pages: int, seconds: float) -> None:
     known = rates()
     known.moved(Tier.HOST, pages, seconds)
     assert bytes_s(known, Tier.HOST) == pytest.approx(FIRST_BYTES_S[Tier.HOST])
 
 
-def test_reading_saves_a_share_of_computing_and_never_less_than_nothing() -> None:
-    """100 pages: 27 ms to read from the host, 110 ms from the storage; what they take to compute says the rest."""
+def test_rates_report_the_saved_share_of_computing() -> None:
+    """Reading 100 pages takes 27 ms from the host and 110 ms from the storage."""
     assert rates().saves(Tier.HOST, 100) is None and rates().saves(Tier.STORAGE, 100) is None
     known = rates(1e-4)  # 160 ms
     for tier in (Tier.HOST, Tier.STORAGE):
@@ -113,7 +113,7 @@ def test_reading_saves_a_share_of_computing_and_never_less_than_nothing() -> Non
     assert known.bytes_s(Tier.STORAGE) == before, "who is told has not asked for it"
 
 
-def test_each_refusal_makes_the_next_yes_likelier() -> None:
+def test_rates_rise_with_each_refused_read() -> None:
     known = rates(1e-5)
     refusals = 0
     while not known.reading_pays(Tier.HOST, 100):
@@ -124,24 +124,27 @@ def test_each_refusal_makes_the_next_yes_likelier() -> None:
     assert known.reading_pays(Tier.HOST, 100) and bytes_s(known, Tier.HOST) == pytest.approx(before)
 
 
-def test_an_operation_is_over_once_computing_would_be_sooner() -> None:
+def test_rates_give_up_a_read_when_computing_is_faster() -> None:
     known = rates(1e-4)  # 100 pages: 27 ms to read, 160 ms to compute
     assert [known.is_over(Tier.HOST, 100, elapsed, 0) for elapsed in (0.0, 0.02, 0.1, 0.159)] == [False] * 4
     assert known.is_over(Tier.HOST, 100, 0.161, 0)
 
 
-def test_one_that_should_not_have_begun_is_over_at_once() -> None:
-    """100 pages: 27 ms to read, 16 ms to compute. When most of it is done, it is waited for."""
+def test_rates_give_up_a_read_at_once_when_reading_never_paid() -> None:
+    """Reading 100 pages takes 27 ms, and computing them takes 16 ms.
+
+    A read that is almost complete continues.
+    """
     known = rates(1e-5)
     assert known.is_over(Tier.HOST, 100, 0.0, 0) and not known.is_over(Tier.HOST, 100, 0.02, 0)
 
 
-def test_while_computing_is_unknown_one_is_over_after_a_second() -> None:
+def test_rates_give_up_a_read_after_a_second_when_computing_is_not_measured() -> None:
     assert not rates().is_over(Tier.HOST, 10, UNKNOWN_S, 0)
     assert rates().is_over(Tier.HOST, 10, UNKNOWN_S + 0.01, 0)
 
 
-def test_one_that_is_given_up_is_no_faster_than_it_was() -> None:
+def test_rates_fall_after_an_abandoned_read() -> None:
     known = rates()
     known.given_up(Tier.HOST, 10, 2.0)
     assert bytes_s(known, Tier.HOST) == pytest.approx(5 * PAGE_BYTES)
@@ -150,14 +153,17 @@ def test_one_that_is_given_up_is_no_faster_than_it_was() -> None:
     assert bytes_s(known, Tier.HOST) == pytest.approx(5 * PAGE_BYTES)
 
 
-def test_what_is_behind_an_operation_is_weighed_with_it() -> None:
-    """10 pages are late, but the 1,000 behind them are read in 0.26 s, and computed in 1.6 s."""
+def test_rates_include_the_following_pages_of_a_late_read() -> None:
+    """The read of 10 pages is late, but computing the 1,000 pages after them takes longer.
+
+    These pages are read in 0.26 s and computed in 1.6 s.
+    """
     known = rates(1e-4)
     assert known.is_over(Tier.HOST, 10, 0.1, 0) and not known.is_over(Tier.HOST, 10, 0.1, 1000)
 
 
-def test_a_worker_that_was_given_up_is_slow_and_no_other_is() -> None:
-    """Whatever of it comes late."""
+def test_rates_of_one_slow_remote_worker_leave_others_unchanged() -> None:
+    """Late completions of the slow worker's reads do not restore its rate."""
     known = rates(1e-4)
     known.moved(Tier.PEER, 1, 1e-4, "another")
     known.given_up(Tier.PEER, 1, 10.0, "one")
@@ -171,7 +177,7 @@ def test_a_worker_that_was_given_up_is_slow_and_no_other_is() -> None:
     assert known.loses(Tier.PEER, 100), "there is no other one"
 
 
-def test_each_no_makes_the_next_yes_likelier_for_it_alone() -> None:
+def test_rates_of_a_remote_worker_rise_with_each_refused_read() -> None:
     known = rates(1e-4)
     for lane in ("one", "another"):
         known.given_up(Tier.PEER, 1, 10.0, lane)
@@ -180,7 +186,7 @@ def test_each_no_makes_the_next_yes_likelier_for_it_alone() -> None:
     assert known.bytes_s(Tier.PEER, "one") == pytest.approx(before * FORGIVES) and known.bytes_s(Tier.PEER, "another") == before
 
 
-def test_it_is_as_fast_as_it_was_lately() -> None:
+def test_rates_of_a_remote_worker_follow_recent_reads() -> None:
     known = rates(1e-4)
     known.given_up(Tier.PEER, 1, 10.0, "one")
     known.moved(Tier.PEER, 1, 1e-3, "one")
@@ -189,7 +195,7 @@ def test_it_is_as_fast_as_it_was_lately() -> None:
     assert known.bytes_s(Tier.PEER, "one") < PAGE_BYTES / 1e-3, "given up early says nothing new"
 
 
-def test_workers_of_long_ago_are_forgotten() -> None:
+def test_rates_forget_remote_workers_beyond_the_limit() -> None:
     known = rates(1e-4)
     known.given_up(Tier.PEER, 1, 10.0, "worker 0")
     for number in range(1, MOST_LANES + 1):

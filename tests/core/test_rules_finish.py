@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#finish-order: when a request ends, which rule wins where two hold, and what is reported."""
+"""Rules for the end of a request: reason, precedence and reported values (docs/design/scheduler.md#finish-order)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ B = 1  # LetterDecoder reads token 1 as "b"
 
 
 def ending(outputs: list[int], grammar_done: bool = False, **params: Any) -> FinishDecision | None:
-    """What the rules say of a request whose newest output token is the last of `outputs`."""
+    """Returns the ending of a request whose newest output token is the last one of `outputs`."""
     message = Submit(0, 0, "", np.array([5], dtype=np.int32), SamplingParams(**{"max_new_tokens": 99, **params}))
     request = make_request(message, 0, make().config, 0.0)
     request.progress.output_ids = outputs
@@ -41,24 +41,24 @@ NAMES = ["length", "grammar", "stop token", "stop string", "stop regex"]
 
 class TestOrder:
     @pytest.mark.parametrize(("reason", "rule"), RULES, ids=NAMES)
-    def test_each_rule_ends_a_request_by_itself(self, reason: FinishReason, rule: dict[str, Any]) -> None:
+    def test_finish_rule_ends_a_request(self, reason: FinishReason, rule: dict[str, Any]) -> None:
         found = ending([2, 0, B], **rule)
         assert found is not None and found.reason is reason
 
     @pytest.mark.parametrize("winner", [0, 1, 2, 3], ids=[f"{a} before {b}" for a, b in pairwise(NAMES)])
-    def test_of_two_neighbours_the_first_wins(self, winner: int) -> None:
+    def test_finish_rule_precedes_the_next_rule(self, winner: int) -> None:
         found = ending([2, 0, B], **{**RULES[winner][1], **RULES[winner + 1][1]})
         assert found is not None and found.reason is RULES[winner][0]
 
-    def test_the_first_of_all_wins(self) -> None:
+    def test_finish_reason_is_the_first_rule_when_all_hold(self) -> None:
         everything = {name: value for _, rule in RULES for name, value in rule.items()}
         found = ending([2, 0, B], **everything)
         assert found is not None and found.reason is FinishReason.LENGTH
 
-    def test_none_of_them_lets_it_go_on(self) -> None:
+    def test_request_continues_when_no_finish_rule_holds(self) -> None:
         assert ending([2, 0, B], stop_token_ids=(9,), stop=("zz",), stop_regex=("y+",)) is None
 
-    def test_an_abort_comes_before_all(self) -> None:
+    def test_abort_precedes_every_finish_rule(self) -> None:
         engine = make()
         engine.submit(0, [1] * 4, max_new_tokens=1)
         engine.turn()
@@ -75,9 +75,7 @@ class TestOrder:
             (RowFault.NO_TOKEN_ALLOWED, ErrorCode.INVALID_ARGUMENT, {"max_new_tokens": 1}),
         ],
     )
-    def test_what_is_no_token_is_no_output_whatever_else_holds(
-        self, rule: dict[str, Any], fault: RowFault, error: ErrorCode
-    ) -> None:
+    def test_fault_precedes_every_finish_rule(self, rule: dict[str, Any], fault: RowFault, error: ErrorCode) -> None:
         engine = make()
         engine.executor.row_faults = {1: {0: fault}}
         engine.submit(0, [1] * 4, **{"max_new_tokens": 9, **rule})
@@ -85,7 +83,7 @@ class TestOrder:
         assert engine.finishes[0].reason is FinishReason.ABORT and engine.finishes[0].error is error
         assert engine.finishes[0].completion_tokens == 0 and 0 not in engine.outputs
 
-    def test_a_token_that_the_grammar_refuses_is_an_error_though_it_is_the_last_and_a_stop_token(self) -> None:
+    def test_refused_token_precedes_length_and_stop_token(self) -> None:
         engine = make()
         grammar = spec(1, 1)
         engine.submit(0, [1] * 4, max_new_tokens=1, grammar=grammar)
@@ -101,21 +99,21 @@ class TestOrder:
 
 
 class TestTokens:
-    def test_a_stop_token_is_reported(self) -> None:
+    def test_finish_reports_the_stop_token(self) -> None:
         found = ending([2, B], stop_token_ids=(7, B))
         assert found is not None and found.matched_token == B and found.matched_stop == ""
 
-    def test_the_end_of_the_text_is_reported_as_its_token(self) -> None:
+    def test_finish_reports_the_eos_token(self) -> None:
         assert ending([2, 7]) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=7)
         assert ending([2, 7], ignore_eos=True) is None
         assert ending([2, 7], ignore_eos=True, stop_token_ids=(7,)) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=7)
 
     @pytest.mark.parametrize(("count", "ends"), [(2, False), (3, True)])
-    def test_no_stop_token_counts_before_min_new_tokens(self, count: int, ends: bool) -> None:
+    def test_stop_token_is_ignored_before_min_new_tokens(self, count: int, ends: bool) -> None:
         assert (ending([B] * count, stop_token_ids=(B,), min_new_tokens=3) is not None) is ends
 
     @pytest.mark.parametrize("num_ids", [8, 9])
-    def test_any_number_of_stop_tokens_is_looked_at(self, num_ids: int) -> None:
+    def test_stop_tokens_match_when_more_than_the_column_has(self, num_ids: int) -> None:
         engine = make(eos_token_ids=())
         engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
         engine.drain()
@@ -125,7 +123,7 @@ class TestTokens:
         engine.drain()
         assert engine.finishes[1].matched_token == out[10] and engine.outputs[1] == out[:11]
 
-    def test_a_finished_grammar_reports_the_stop_token_if_it_ended_with_one(self) -> None:
+    def test_finished_grammar_reports_the_stop_token(self) -> None:
         assert ending([2, B], True) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=-1)
         assert ending([2, B], True, stop_token_ids=(B,)) == FinishDecision(FinishReason.MATCHED_TOKEN, matched_token=B)
 
@@ -142,12 +140,12 @@ class TestStrings:
         ],
         ids=["the earliest in the text", "of one place the first listed", "whichever that is", "a later one", "none"],
     )
-    def test_which_of_several_is_reported(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
+    def test_first_stop_returns_the_earliest_match(self, text: str, stops: tuple[str, ...], matched: str | None) -> None:
         assert first_stop(text, stops) == matched
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_it_may_span_tokens_and_ends_the_output_with_the_token_that_completes_it(self, overlap: bool) -> None:
+    def test_stop_string_ends_the_output_at_the_completing_token(self, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
         engine.drain()
@@ -159,15 +157,15 @@ class TestStrings:
 
 
 class TestRegexes:
-    def test_the_pattern_is_reported(self) -> None:
+    def test_finish_reports_the_stop_pattern(self) -> None:
         assert ending([2, 0, B], stop_regex=("z", "a[bc]")) == FinishDecision(FinishReason.MATCHED_REGEX, matched_stop="a[bc]")
 
     @pytest.mark.parametrize(("behind", "found"), [(REGEX_TAIL_TOKENS - 1, True), (REGEX_TAIL_TOKENS, False)])
-    def test_it_is_sought_in_the_last_256_tokens(self, behind: int, found: bool) -> None:
+    def test_stop_pattern_searches_the_last_256_tokens(self, behind: int, found: bool) -> None:
         assert REGEX_TAIL_TOKENS == 256
         assert (ending([25] + [0] * behind, max_new_tokens=999, stop_regex=("z",)) is not None) is found
 
-    def test_it_ends_a_run(self) -> None:
+    def test_stop_pattern_ends_a_request(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=90, ignore_eos=True, stop_regex=("[a-e][f-m]",))
         engine.drain()
@@ -177,7 +175,7 @@ class TestRegexes:
 
 class TestLength:
     @pytest.mark.parametrize(("max_new", "overlap"), [(1, True), (1, False), (2, True), (30, False)])
-    def test_exactly_max_new_tokens_come_out(self, max_new: int, overlap: bool) -> None:
+    def test_length_limits_the_output_to_max_new_tokens(self, max_new: int, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=max_new, ignore_eos=True)
         engine.drain()
@@ -185,14 +183,14 @@ class TestLength:
         assert (finish.reason, finish.completion_tokens, len(engine.outputs[0])) == (FinishReason.LENGTH, max_new, max_new)
 
     @pytest.mark.parametrize(("length", "max_new", "fits"), [(100, 28, True), (100, 29, False), (127, 1, True), (128, 1, False)])
-    def test_prompt_and_outputs_fit_the_context_or_the_request_is_refused(self, length: int, max_new: int, fits: bool) -> None:
+    def test_request_is_refused_when_longer_than_the_context(self, length: int, max_new: int, fits: bool) -> None:
         engine = make()
         engine.submit(0, [1] * length, max_new_tokens=max_new, ignore_eos=True)
         engine.drain()
         finish = engine.finishes[0]
         assert finish.reason is FinishReason.LENGTH if fits else finish.error is ErrorCode.INVALID_ARGUMENT
 
-    def test_a_grammar_is_cut_at_max_new_tokens(self) -> None:
+    def test_length_ends_an_unfinished_grammar(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=6, grammar=spec(0, 20))
         engine.drain()

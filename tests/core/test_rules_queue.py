@@ -1,4 +1,4 @@
-"""Timeouts, and the bound of the waiting queue."""
+"""Rules for timeouts and for the limit of the waiting queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.test_scheduler_basic import make
 
 
 def ends_at(engine: Engine, handle: int) -> float:
-    """On the engine's clock, of which each turn takes 0.01 s."""
+    """Runs turns of 0.01 s until the request ends. Returns the time on the engine's clock."""
     for _ in range(300):
         if handle in engine.finishes:
             return engine.now
@@ -22,7 +22,7 @@ def ends_at(engine: Engine, handle: int) -> float:
 
 
 class TestTimeouts:
-    def test_waiting_ends_so_long_after_arrival(self) -> None:
+    def test_waiting_timeout_counts_from_arrival(self) -> None:
         engine = make(max_running_requests=1, waiting_timeout_s=0.2)
         engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
         for _ in range(10):
@@ -31,7 +31,7 @@ class TestTimeouts:
         assert ends_at(engine, 1) == pytest.approx(0.3, abs=0.015)
         assert engine.finishes[1].error is ErrorCode.TIMEOUT and "queue" in engine.finishes[1].message
 
-    def test_running_ends_so_long_after_the_first_admission(self) -> None:
+    def test_running_timeout_counts_from_the_first_admission(self) -> None:
         engine = make(max_running_requests=1, running_timeout_s=0.3)
         engine.submit(0, [1] * 8, max_new_tokens=20, ignore_eos=True)
         engine.submit(1, [2] * 8, max_new_tokens=100, ignore_eos=True)
@@ -41,13 +41,13 @@ class TestTimeouts:
         assert engine.finishes[1].queue_s > 0.15, "waiting took none of its time"
         assert 25 <= engine.finishes[1].completion_tokens <= 31
 
-    def test_retraction_starts_no_time_anew(self) -> None:
+    def test_timeouts_continue_over_a_retraction(self) -> None:
         engine = make(running_timeout_s=0.3, waiting_timeout_s=0.1, retract_interval=2)
         engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
         assert ends_at(engine, 0) == pytest.approx(0.31, abs=0.025)
         assert engine.finishes[0].retractions > 5
 
-    def test_a_requests_own_limit_counts_from_arrival_to_the_last_token(self) -> None:
+    def test_request_timeout_counts_from_arrival_to_the_last_token(self) -> None:
         engine = make(max_running_requests=1)
         engine.submit(0, [1] * 8, max_new_tokens=10, ignore_eos=True)
         engine.submit(1, [2] * 8, max_new_tokens=100, ignore_eos=True, timeout_s=0.3)
@@ -55,7 +55,7 @@ class TestTimeouts:
         assert 0 < engine.finishes[1].completion_tokens < 25
         engine.check_answer(1)
 
-    def test_what_it_held_is_free(self) -> None:
+    def test_timeout_frees_the_pages_of_a_request(self) -> None:
         engine = make(running_timeout_s=0.1)
         engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
         ends_at(engine, 0)
@@ -65,7 +65,7 @@ class TestTimeouts:
 class TestBoundedQueue:
     @staticmethod
     def full(**changes: Any) -> Engine:
-        """One running request, 0, and a queue of two: 1 and 2."""
+        """Returns an engine with the running request 0 and the waiting requests 1 and 2, which fill the queue."""
         engine = make(max_running_requests=1, max_queued_requests=2, **changes)
         engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
         engine.turn()
@@ -73,7 +73,7 @@ class TestBoundedQueue:
             engine.submit(handle, [handle] * 8, max_new_tokens=4, ignore_eos=True)
         return engine
 
-    def test_one_more_than_it_holds_is_refused_at_once(self) -> None:
+    def test_full_queue_refuses_a_request(self) -> None:
         engine = self.full()
         assert engine.core.stats().num_waiting == 2
         engine.submit(3, [3] * 8, max_new_tokens=4)
@@ -82,14 +82,14 @@ class TestBoundedQueue:
         engine.drain()
         assert all(engine.finishes[handle].reason is FinishReason.LENGTH for handle in range(3))
 
-    def test_there_is_room_again_when_one_leaves(self) -> None:
+    def test_full_queue_accepts_a_request_when_another_leaves(self) -> None:
         engine = self.full()
         engine.abort(1)
         engine.submit(3, [3] * 8, max_new_tokens=4, ignore_eos=True)
         engine.drain()
         assert engine.finishes[3].reason is FinishReason.LENGTH
 
-    def test_requests_at_the_gate_take_room(self) -> None:
+    def test_full_queue_counts_gated_requests(self) -> None:
         engine = make(max_queued_requests=1)
         engine.submit(0, [1] * 8, max_new_tokens=4, grammar=spec(1, 4))
         engine.submit(1, [2] * 8, max_new_tokens=4)
@@ -97,8 +97,8 @@ class TestBoundedQueue:
         assert engine.finishes[1].error is ErrorCode.QUEUE_FULL
         engine.check_answer(0)
 
-    def test_who_is_at_the_gate_makes_way_for_the_more_urgent(self) -> None:
-        """As it would in the queue, and before those who are more urgent than it."""
+    def test_full_queue_replaces_a_gated_request_by_a_more_urgent_one(self) -> None:
+        """A gated request counts like a waiting one, and requests that are more urgent than it stay."""
         engine = make(
             max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
         )
@@ -112,7 +112,7 @@ class TestBoundedQueue:
         assert {engine.finishes[handle].reason for handle in (0, 2, 3)} == {FinishReason.LENGTH}
 
     @pytest.mark.parametrize(("urgency", "refused", "low_first"), [(1, 2, False), (1, 2, True), (0, 3, True), (-1, 3, False)])
-    def test_someone_more_urgent_takes_the_last_ones_place(self, urgency: int, refused: int, low_first: bool) -> None:
+    def test_full_queue_replaces_the_last_request_by_a_more_urgent_one(self, urgency: int, refused: int, low_first: bool) -> None:
         engine = self.full(
             enable_priority_scheduling=True, schedule_low_priority_values_first=low_first, priority_preemption_threshold=9
         )
@@ -120,13 +120,13 @@ class TestBoundedQueue:
         engine.drain()
         assert [h for h, finish in engine.finishes.items() if finish.error is ErrorCode.QUEUE_FULL] == [refused]
 
-    def test_without_priority_scheduling_nobody_does(self) -> None:
+    def test_full_queue_replaces_no_request_when_priorities_are_off(self) -> None:
         engine = self.full()
         engine.submit(3, [3] * 8, priority=100, max_new_tokens=4)
         engine.drain()
         assert engine.finishes[3].error is ErrorCode.QUEUE_FULL
 
-    def test_the_least_urgent_goes_though_it_came_first(self) -> None:
+    def test_full_queue_replaces_the_least_urgent_request_even_if_oldest(self) -> None:
         engine = make(
             max_running_requests=1, max_queued_requests=2, enable_priority_scheduling=True, priority_preemption_threshold=9
         )

@@ -35,7 +35,7 @@ def finish_of(engine: Engine, handle: int) -> tuple[FinishReason, ErrorCode]:
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mixed", [True, False])
-def test_requests_get_the_models_tokens(overlap: bool, mixed: bool) -> None:
+def test_scheduler_returns_the_models_tokens(overlap: bool, mixed: bool) -> None:
     engine = make(overlap, enable_mixed_chunk=mixed)
     for handle in range(20):
         engine.submit(handle, range(handle, handle * 2 + 3), max_new_tokens=5 + handle)
@@ -45,7 +45,7 @@ def test_requests_get_the_models_tokens(overlap: bool, mixed: bool) -> None:
 
 
 class TestTimeouts:
-    def test_two_deadlines_that_pass_together_end_a_request_once(self) -> None:
+    def test_timeout_ends_a_request_once_when_two_limits_pass(self) -> None:
         engine = make(max_running_requests=1, waiting_timeout_s=1, running_timeout_s=1)
         engine.submit(0, [1] * 8, timeout_s=1, max_new_tokens=100, ignore_eos=True)
         engine.submit(1, [2] * 8, timeout_s=1, max_new_tokens=100)
@@ -54,7 +54,7 @@ class TestTimeouts:
         engine.drain()
         assert finish_of(engine, 0) == finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
 
-    def test_waiting_counts_only_until_the_first_step(self) -> None:
+    def test_waiting_timeout_ends_with_the_first_admission(self) -> None:
         engine = make(max_running_requests=1, waiting_timeout_s=0.1)
         engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
         engine.submit(1, [2] * 8, max_new_tokens=5)
@@ -62,7 +62,7 @@ class TestTimeouts:
         assert engine.finishes[0].reason is FinishReason.LENGTH
         assert engine.finishes[1].error is ErrorCode.TIMEOUT
 
-    def test_ended_requests_leave_no_deadline_behind(self) -> None:
+    def test_deadlines_of_ended_requests_are_dropped(self) -> None:
         engine = make(max_queued_requests=1000)
         for handle in range(600):
             engine.submit(handle, [1] * 4, timeout_s=3600, max_new_tokens=1)
@@ -71,7 +71,7 @@ class TestTimeouts:
 
 
 class TestFaults:
-    def test_a_decoder_that_raises_ends_its_request_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_commit_ends_only_the_request_whose_decoder_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make()
         monkeypatch.setattr(LetterDecoder, "decode", raising)
         engine.submit(0, [1] * 8, max_new_tokens=9, ignore_eos=True)
@@ -82,7 +82,7 @@ class TestFaults:
 
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("fault", RowFault)
-    def test_a_faulty_row_ends_alone_and_its_pages_are_not_shared(self, fault: RowFault) -> None:
+    def test_commit_ends_a_faulty_row_and_publishes_no_pages(self, fault: RowFault) -> None:
         engine = make()
         engine.executor.row_faults = {1: {0: fault}}
         engine.submit(0, [1] * 12, max_new_tokens=9)
@@ -98,7 +98,7 @@ class TestFaults:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_a_failing_step_ends_its_own_requests(self, overlap: bool) -> None:
+    def test_fail_ends_only_requests_of_the_step(self, overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 8, max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
@@ -117,7 +117,7 @@ class TestFaults:
 class TestOutput:
     @pytest.mark.by_day(one_in=3, seed=1)
     @pytest.mark.parametrize(("stream", "interval"), [(True, 1), (True, 4), (False, 1)])
-    def test_retraction_at_every_step_holds_no_output_back(self, stream: bool, interval: int) -> None:
+    def test_outputs_are_sent_in_time_when_every_step_retracts(self, stream: bool, interval: int) -> None:
         engine = make(retract_interval=1)
         engine.submit(0, [1] * 8, stream=stream, max_new_tokens=100, ignore_eos=True, stream_interval=interval)
         due = interval if stream else 50
@@ -128,7 +128,7 @@ class TestOutput:
         engine.drain()
         engine.check_answer(0)
 
-    def test_a_stop_string_is_found_across_tokens_that_show_no_text(self) -> None:
+    def test_stop_string_matches_across_tokens_without_text(self) -> None:
         decoder = SilentBelowTen()
         request = Request(
             1, 0, 0, "r", np.array([1], dtype=np.int32), SamplingParams(99, stop=("abc",)), (), "", 0, 1, 0.0, 1.0, 4, 0
@@ -148,7 +148,7 @@ class SilentBelowTen(LetterDecoder):
 
 
 class TestBudgets:
-    def test_without_chunking_no_prompt_is_cut(self) -> None:
+    def test_plan_cuts_no_prompt_when_chunking_is_off(self) -> None:
         engine = make(chunked_prefill_size=0, max_prefill_tokens=64)
         for handle, length in enumerate((40, 100, 20)):
             engine.submit(handle, [handle] * length, max_new_tokens=3)
@@ -157,7 +157,7 @@ class TestBudgets:
         assert [plan.num_tokens[: plan.num_extend].tolist() for plan in extends] == [[40], [100], [20]]
         assert all(plan.sample.all() for plan in extends)
 
-    def test_a_request_that_outgrew_the_pool_while_it_waited_is_told_so(self) -> None:
+    def test_retracted_request_ends_when_larger_than_the_pool(self) -> None:
         engine = make(num_pages=16, retract_interval=1, eos_token_ids=())
         engine.submit(0, [1] * 48, max_new_tokens=60)
         engine.drain()
