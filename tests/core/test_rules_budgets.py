@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#admission-and-budgets: how much a step takes in, and what admission reserves for rows that run."""
+"""Rules for the size of a step and for the memory that admission reserves (docs/design/scheduler.md#admission-and-budgets)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.core.planning.decode_planner import NewTokenRatio
 from services.worker.core.planning.prefill_adder import AddResult, PrefillAdder, RunningRows, adapted_chunk
 from tests.core.test_scheduler_basic import make
 
-Row = tuple[int, int, bool]  # output still to come, KV held, ignore_eos
+Row = tuple[int, int, bool]  # (largest further output, tokens of KV, ignore_eos)
 CONTINUE, NO_TOKEN, OTHER = AddResult.CONTINUE, AddResult.NO_TOKEN, AddResult.OTHER
 
 
@@ -35,13 +35,13 @@ def adder(rows: list[Row] | None = None, **changes: Any) -> PrefillAdder:
 
 class TestNewTokenRatio:
     @pytest.mark.parametrize(("conservativeness", "first"), [(1.4, 0.98), (1.5, 1.0)])
-    def test_it_begins_at_seven_tenths_times_conservativeness_and_never_above_one(
+    def test_ratio_starts_at_70_percent_times_conservativeness_and_at_most_one(
         self, conservativeness: float, first: float
     ) -> None:
         assert NewTokenRatio(conservativeness).value == pytest.approx(first)
 
     @pytest.mark.parametrize("conservativeness", [0.3, 2.0])
-    def test_it_falls_in_a_line_to_14_percent_of_that_within_600_steps_and_stays(self, conservativeness: float) -> None:
+    def test_ratio_decays_linearly_to_14_percent_in_600_steps(self, conservativeness: float) -> None:
         ratio = NewTokenRatio(conservativeness)
         first, seen = ratio.value, []
         for _ in range(700):
@@ -56,14 +56,14 @@ class TestNewTokenRatio:
         ("decoded", "batch", "max_new", "value"),
         [(100, 4, 1000, 180 / 1001), (0, 1, 99, 0.2), (920, 4, 999, 1.0), (990, 4, 1000, 1.0)],
     )
-    def test_on_retraction_it_becomes_the_share_decoded_with_20_tokens_more_for_each_row(
+    def test_ratio_becomes_the_decoded_share_when_a_request_is_retracted(
         self, decoded: int, batch: int, max_new: int, value: float
     ) -> None:
         ratio = NewTokenRatio(1.0)
         ratio.raise_on_retract(decoded, batch, max_new)
         assert ratio.value == pytest.approx(value)
 
-    def test_decode_steps_lower_it_and_extends_do_not(self) -> None:
+    def test_ratio_decays_only_with_decode_steps(self) -> None:
         engine = make(chunked_prefill_size=16)
         engine.submit(0, range(100), max_new_tokens=20, ignore_eos=True)
         engine.drain()
@@ -71,7 +71,7 @@ class TestNewTokenRatio:
         assert 0 < decodes < len(engine.plans)
         assert engine.core.stats().new_token_ratio == pytest.approx(0.7 - decodes * 0.7 * 0.86 / 600)
 
-    def test_an_idle_worker_starts_over(self) -> None:
+    def test_ratio_resets_when_the_worker_is_idle(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=50, ignore_eos=True)
         engine.drain()
@@ -82,17 +82,17 @@ class TestNewTokenRatio:
 
 class TestTotalBudget:
     @pytest.mark.parametrize(("available", "result"), [(30, NO_TOKEN), (31, CONTINUE)])
-    def test_prompt_and_outputs_stay_below_what_is_free(self, available: int, result: AddResult) -> None:
+    def test_admission_requires_free_memory_for_prompt_and_output(self, available: int, result: AddResult) -> None:
         assert adder().admit(available, 0, 10, 20, False, False)[0] is result
 
-    def test_running_rows_reserve_the_ratio_of_what_they_may_still_give(self) -> None:
+    def test_admission_reserves_the_ratio_of_remaining_output(self) -> None:
         rows, ratio, reserved = [(60, 5, False), (40, 5, False)], 0.098, 9.8
         enough = int(30 + reserved) + 1
         assert adder(rows, new_token_ratio=ratio).admit(enough, 0, 10, 20, False, False)[0] is CONTINUE
         assert adder(rows, new_token_ratio=ratio).admit(enough - 1, 0, 10, 20, False, False)[0] is NO_TOKEN
 
     @pytest.mark.parametrize(("max_new", "counted"), [(4096, 4096), (4097, 4096)])
-    def test_at_most_4096_outputs_count_of_the_new_one_and_of_each_running_one(self, max_new: int, counted: int) -> None:
+    def test_admission_counts_at_most_4096_output_tokens_per_request(self, max_new: int, counted: int) -> None:
         assert adder().admit(10 + counted, 0, 10, max_new, False, False)[0] is NO_TOKEN
         assert adder().admit(11 + counted, 0, 10, max_new, False, False)[0] is CONTINUE
         rows = [(max_new, 1, False)]
@@ -100,11 +100,11 @@ class TestTotalBudget:
         assert adder(rows).admit(12 + counted, 0, 10, 1, False, False)[0] is CONTINUE
 
     @pytest.mark.parametrize(("extend", "counted"), [(16, 16), (17, 32)])
-    def test_prompts_count_in_whole_pages(self, extend: int, counted: int) -> None:
+    def test_admission_counts_prompts_in_whole_pages(self, extend: int, counted: int) -> None:
         assert adder(page_size=16).admit(counted + 8, 0, extend, 8, False, False)[0] is NO_TOKEN
         assert adder(page_size=16).admit(counted + 9, 0, extend, 8, False, False)[0] is CONTINUE
 
-    def test_what_was_admitted_in_this_pass_reserves_its_rest_and_all_its_outputs(self) -> None:
+    def test_admission_reserves_the_rest_of_requests_of_the_same_pass(self) -> None:
         budget = adder(page_size=16, new_token_ratio=0.1)
         budget.added(16, 20, 50, False, False)
         reserved = 32 + 50
@@ -113,31 +113,31 @@ class TestTotalBudget:
 
 
 class TestIgnoreEos:
-    """Rows whose length is known are played forward instead of reserved for."""
+    """Rows of known length are simulated instead of reserved for."""
 
     @pytest.mark.parametrize(
         ("running", "result"),
         [([(10, 50, True)], CONTINUE), ([(60, 50, True)], NO_TOKEN), ([(10, 5, True)], NO_TOKEN), ([], NO_TOKEN)],
         ids=["one ends in time", "one ends too late", "one ends in time and frees too little", "nobody ends"],
     )
-    def test_what_running_rows_will_free_in_time_counts(self, running: list[Row], result: AddResult) -> None:
+    def test_admission_counts_memory_that_running_rows_free_in_time(self, running: list[Row], result: AddResult) -> None:
         assert adder(running).admit(60, 0, 20, 60, True, False)[0] is result
 
-    def test_rows_that_may_stop_early_are_played_by_the_ratio(self) -> None:
+    def test_admission_simulates_other_rows_by_the_ratio(self) -> None:
         assert adder([(100, 50, False)], new_token_ratio=0.1).admit(60, 0, 20, 60, True, False)[0] is CONTINUE
         assert adder([(100, 50, False)], new_token_ratio=1.0).admit(60, 0, 20, 60, True, False)[0] is NO_TOKEN
 
     @pytest.mark.parametrize(("available", "result"), [(81, NO_TOKEN), (82, CONTINUE)])
-    def test_each_row_keeps_one_page_to_spare(self, available: int, result: AddResult) -> None:
+    def test_admission_keeps_a_spare_page_per_row(self, available: int, result: AddResult) -> None:
         assert adder().admit(available, 0, 20, 60, True, False)[0] is result
 
-    def test_prompts_of_this_pass_that_are_not_allocated_yet_are_taken(self) -> None:
+    def test_admission_counts_unallocated_prompts_of_the_same_pass(self) -> None:
         budget = adder()
         budget.added(10, 30, 5, True, False)
         assert budget.admit(70, 0, 20, 5, True, False)[0] is CONTINUE
         assert budget.admit(55, 0, 20, 5, True, False)[0] is NO_TOKEN
 
-    def test_such_a_request_enters_where_the_ratio_alone_would_refuse_it(self) -> None:
+    def test_admission_accepts_ignore_eos_when_the_ratio_would_refuse(self) -> None:
         admitted = []
         for ignore_eos in (True, False):
             engine = make(num_pages=32, eos_token_ids=(), schedule_conservativeness=9.0)
@@ -154,17 +154,17 @@ class TestIgnoreEos:
 
 
 class TestInputBudget:
-    def test_whole_prompts_enter_until_max_prefill_tokens(self) -> None:
+    def test_input_budget_admits_whole_prompts_up_to_max_prefill_tokens(self) -> None:
         budget = adder(max_prefill_tokens=100)
         assert budget.admit(10_000, 0, 60, 1, False, False) == (CONTINUE, 60)
         budget.added(60, 0, 1, False, False)
         assert budget.admit(10_000, 0, 41, 1, False, False) == (OTHER, 0)
         assert budget.admit(10_000, 0, 40, 1, False, False) == (CONTINUE, 40)
 
-    def test_the_first_prompt_of_a_step_enters_however_long(self) -> None:
+    def test_input_budget_admits_a_first_prompt_of_any_length(self) -> None:
         assert adder(max_prefill_tokens=100).admit(10_000, 0, 500, 1, False, False) == (CONTINUE, 500)
 
-    def test_nothing_more_enters_once_it_is_used_up(self) -> None:
+    def test_input_budget_admits_no_request_when_exhausted(self) -> None:
         budget = adder(max_prefill_tokens=100)
         assert not budget.exhausted
         budget.added(100, 0, 1, False, False)
@@ -183,40 +183,40 @@ class TestChunkBudget:
             (16, 0, 49, 48, 48),
         ],
     )
-    def test_a_prompt_is_cut_at_a_page_unless_its_rest_fits(
+    def test_chunk_ends_at_a_page_unless_the_rest_fits(
         self, page_size: int, start: int, extend: int, chunk: int, taken: int
     ) -> None:
         budget = adder(page_size=page_size, chunked_prefill_size=chunk)
         assert budget.admit(10_000, start, extend, 1, False, False) == (CONTINUE, taken)
 
-    def test_less_than_a_page_left_is_nothing(self) -> None:
+    def test_chunk_is_empty_when_less_than_a_page_is_left(self) -> None:
         budget = adder(page_size=16, chunked_prefill_size=32)
         budget.added(20, 0, 1, False, False)
         assert budget.admit(10_000, 0, 100, 1, False, False) == (OTHER, 0)
         assert budget.admit(10_000, 0, 12, 1, False, False) == (CONTINUE, 12)
 
-    def test_the_input_budget_cuts_chunks_too(self) -> None:
+    def test_input_budget_limits_a_chunk(self) -> None:
         assert adder(chunked_prefill_size=64, max_prefill_tokens=40).chunk(0, 100, False) == 40
 
     @pytest.mark.parametrize(("num_decode_rows", "taken"), [(0, 64), (16, 48), (63, 16)])
-    def test_decode_rows_of_a_mixed_step_take_from_it_but_leave_a_page(self, num_decode_rows: int, taken: int) -> None:
+    def test_chunk_keeps_a_page_when_decode_rows_share_the_step(self, num_decode_rows: int, taken: int) -> None:
         budget = adder(page_size=16, chunked_prefill_size=64, max_prefill_tokens=64, num_decode_rows=num_decode_rows)
         assert budget.chunk(0, 1000, False) == taken
 
 
 class TestLogprobBudget:
-    def test_prompts_whose_logprobs_are_computed_are_cut_to_it_even_where_prompts_are_not_cut(self) -> None:
+    def test_logprob_budget_cuts_prompts_when_chunking_is_off(self) -> None:
         budget = adder(max_logprob_tokens=40)
         assert budget.chunk(0, 100, True) == 40
         assert budget.chunk(0, 100, False) == 100
 
-    def test_rows_of_a_step_share_it(self) -> None:
+    def test_logprob_budget_is_shared_by_the_rows_of_a_step(self) -> None:
         budget = adder(max_logprob_tokens=40, chunked_prefill_size=1000)
         budget.added(30, 0, 1, False, True)
         assert budget.chunk(0, 100, True) == 10
         assert budget.chunk(0, 100, False) == 100
 
-    def test_no_step_computes_more_prompt_logprobs_than_it_allows(self) -> None:
+    def test_logprob_budget_limits_each_step(self) -> None:
         engine = make(chunked_prefill_size=0, max_prompt_logprob_tokens=16)
         for handle in range(3):
             engine.submit(handle, range(handle, handle + 50), max_new_tokens=2, prompt_logprobs_from=1)
@@ -244,13 +244,13 @@ class TestAdaptedChunk:
             (16, 16, 1000, 64, 16),
         ],
     )
-    def test_it_is_half_at_so_many_decode_rows_and_never_below_an_eighth_or_a_page(
+    def test_adapted_chunk_halves_at_the_set_rows_and_has_a_minimum(
         self, size: int, page_size: int, decoding: int, half_at: int, chunk: int
     ) -> None:
         assert adapted_chunk(size, page_size, decoding, half_at) == chunk
 
     @pytest.mark.parametrize(("half_at", "length"), [(0, 32), (2, 16), (6, 24)])
-    def test_chunks_beside_two_decoding_rows(self, half_at: int, length: int) -> None:
+    def test_adapted_chunk_shrinks_with_two_decode_rows(self, half_at: int, length: int) -> None:
         engine = make(chunked_prefill_size=32, adaptive_chunk_rows=half_at)
         for handle in range(2):
             engine.submit(handle, [handle] * 4, max_new_tokens=60, ignore_eos=True)
@@ -263,7 +263,7 @@ class TestAdaptedChunk:
 
 class TestMixedChunk:
     @pytest.mark.parametrize(("mixed", "modes"), [(True, ForwardMode.MIXED), (False, ForwardMode.EXTEND)])
-    def test_decode_rows_ride_along_with_a_prompt(self, mixed: bool, modes: ForwardMode) -> None:
+    def test_mixed_chunk_combines_decode_rows_with_a_prompt(self, mixed: bool, modes: ForwardMode) -> None:
         engine = make(enable_mixed_chunk=mixed, chunked_prefill_size=16, adaptive_chunk_rows=0)
         for handle in range(3):
             engine.submit(handle, [handle] * 4, max_new_tokens=60, ignore_eos=True)
@@ -282,17 +282,17 @@ class TestMixedChunk:
 
 class TestExtendSteps:
     @pytest.mark.parametrize("limit", [1, 3])
-    def test_decoding_rows_get_a_step_after_so_many_extends(self, limit: int) -> None:
+    def test_decode_rows_get_a_step_after_max_extend_steps(self, limit: int) -> None:
         modes = self.modes(limit)
         begin = modes.index("E")
         assert modes[begin : begin + 2 * (limit + 1)] == ("E" * limit + "D") * 2
 
-    def test_without_a_limit_a_prompt_is_computed_without_a_break(self) -> None:
+    def test_extend_steps_continue_when_no_limit_is_set(self) -> None:
         assert "EEEEEE" in self.modes(0)
 
     @staticmethod
     def modes(limit: int) -> str:
-        """Of the steps after a row began to decode and a prompt of six chunks or more came in."""
+        """Returns the modes of the steps after a row decodes and a prompt of at least six chunks has arrived."""
         engine = make(max_extend_steps=limit, chunked_prefill_size=16, adaptive_chunk_rows=0)
         engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):
@@ -303,7 +303,7 @@ class TestExtendSteps:
         engine.check_answer(1)
         return "".join(plan.mode.name[0] for plan in engine.plans[first:])
 
-    def test_prompts_alone_are_not_held_up(self) -> None:
+    def test_extend_steps_continue_when_no_request_decodes(self) -> None:
         engine = make(max_extend_steps=1, chunked_prefill_size=16)
         engine.submit(0, range(100), max_new_tokens=1)
         engine.drain()
@@ -312,7 +312,7 @@ class TestExtendSteps:
 
 class TestPrefillMaxRequests:
     @pytest.mark.parametrize(("limit", "rows"), [(0, [6]), (1, [1] * 6), (4, [4, 2])])
-    def test_a_step_takes_in_so_many_prompts(self, limit: int, rows: list[int]) -> None:
+    def test_step_admits_at_most_prefill_max_requests(self, limit: int, rows: list[int]) -> None:
         engine = make(prefill_max_requests=limit, chunked_prefill_size=0)
         for handle in range(6):
             engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Admission gates: who is made to wait in the queue, for how long, and what that costs those ahead and behind."""
+"""Rules of the admission gates: held requests, the length of their wait, and its effect on other requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 from tests.core.test_scheduler_properties import CONTEXT, check_run, config_of
 
-MAX_PASSES = 8  # that a request is passed over with nothing of what it waits for committed
+MAX_PASSES = 8  # passes without commit of the shared prefix after which a wait ends
 
 
 def wide(overlap: bool = True, **changes: Any) -> Engine:
@@ -30,7 +30,10 @@ def prompt(prefix: int, tail: int, shared: int = 64) -> list[int]:
 
 
 def admitted(engine: Engine) -> list[list[int]]:
-    """By plan: the last prompt token less 500 of each request that begins in it. Tails of prompt() tell requests apart."""
+    """Returns the requests that begin in each plan, by their last prompt token less 500.
+
+    The tails of prompt() distinguish requests.
+    """
     out = []
     for plan in engine.plans:
         ends = plan.num_tokens[: plan.num_extend].cumsum() - 1
@@ -43,7 +46,7 @@ def admitted(engine: Engine) -> list[list[int]]:
 class TestOfAPrefixThatIsBeingComputed:
     @pytest.mark.by_day(one_in=3, seed=20)
     @each_value(policy=list(SchedulePolicy), overlap=[True, False])
-    def test_pairs_begin_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
+    def test_prefix_gate_admits_pairs_in_three_steps(self, overlap: bool, policy: SchedulePolicy) -> None:
         engine = wide(overlap, schedule_policy=policy)
         for handle in range(40):
             engine.submit(handle, prompt(handle // 2, handle), max_new_tokens=40, ignore_eos=True)
@@ -54,7 +57,7 @@ class TestOfAPrefixThatIsBeingComputed:
         assert [engine.finishes[handle].cached_tokens for handle in range(40)].count(64) == 20
         check_run(engine)
 
-    def test_those_behind_a_waiting_request_begin_at_once(self) -> None:
+    def test_prefix_gate_delays_no_request_behind_a_held_request(self) -> None:
         engine = wide()
         for handle, prefix in enumerate((1, 1, 2, 1, 3)):
             engine.submit(handle, prompt(prefix, handle), max_new_tokens=4, ignore_eos=True)
@@ -62,7 +65,7 @@ class TestOfAPrefixThatIsBeingComputed:
         assert admitted(engine) == [[0, 2, 4]]
 
     @pytest.mark.parametrize("end", ["abort", "retract"])
-    def test_the_wait_is_over_when_the_extend_is_gone(self, end: str) -> None:
+    def test_prefix_gate_frees_a_request_when_the_extend_ends(self, end: str) -> None:
         engine = wide()
         for handle in range(2):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
@@ -82,8 +85,8 @@ class TestOfAPrefixThatIsBeingComputed:
         for handle in engine.finishes:
             engine.check_answer(handle)
 
-    def test_the_wait_is_over_when_what_both_share_is_committed_though_the_extend_goes_on(self) -> None:
-        """A prompt of 160 tokens in chunks of 64, of which the second request shares 112: all but the last chunk."""
+    def test_prefix_gate_frees_a_request_when_the_shared_part_is_committed(self) -> None:
+        """A prompt of 160 tokens has chunks of 64. The second request shares 112 tokens, which are all but the last chunk."""
         engine = wide(chunked_prefill_size=64, max_extend_steps=0)
         engine.submit(0, [1] * 112 + [2] * 47 + [500], max_new_tokens=4, ignore_eos=True)
         engine.turn()
@@ -93,8 +96,8 @@ class TestOfAPrefixThatIsBeingComputed:
         assert engine.finishes[1].cached_tokens == 112
         check_run(engine)
 
-    def test_a_wait_in_which_nothing_is_committed_ends_after_eight_passes(self) -> None:
-        """More urgent requests with the same prefix come and are aborted before their step is committed, again and again."""
+    def test_prefix_gate_frees_a_request_after_eight_passes_without_progress(self) -> None:
+        """More urgent requests with the same prefix arrive repeatedly and are aborted before the commit of their step."""
         engine = wide(enable_priority_scheduling=True)
         engine.submit(1000, prompt(1, 0), max_new_tokens=4, ignore_eos=True)
         waiting = engine.core.queues.by_key[0, 1000]
@@ -108,7 +111,7 @@ class TestOfAPrefixThatIsBeingComputed:
         engine.drain()
         check_run(engine)
 
-    def test_a_waiting_request_that_is_aborted_leaves_nothing_behind(self) -> None:
+    def test_prefix_gate_forgets_an_aborted_request(self) -> None:
         engine = wide()
         for handle in range(3):
             engine.submit(handle, prompt(1, handle), max_new_tokens=4, ignore_eos=True)
@@ -122,8 +125,8 @@ class TestOfAPrefixThatIsBeingComputed:
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.LFU])
-    def test_a_look_that_ends_in_waiting_leaves_no_mark_on_the_tree(self, eviction: EvictionPolicy) -> None:
-        """An extend hangs on a node that the looks pass through, and their hits end within another one."""
+    def test_prefix_gate_leaves_the_tree_unchanged(self, eviction: EvictionPolicy) -> None:
+        """The checks pass a node with an extend, and their hits end inside of another node."""
         engine = wide(eviction_policy=eviction, max_extend_steps=0)
         engine.submit(0, [1] * 40 + [2] * 40, max_new_tokens=1)
         engine.drain()
@@ -140,7 +143,7 @@ class TestOfAPrefixThatIsBeingComputed:
 
 
 class TestOvertaken:
-    """The second of two requests waits for the first one's prefix; a third one with a prompt of many chunks begins meanwhile."""
+    """The second request waits for the prefix of the first one. A third request with many chunks begins during this wait."""
 
     @staticmethod
     def start(**changes: Any) -> Engine:
@@ -152,7 +155,7 @@ class TestOvertaken:
             engine.turn()
         return engine
 
-    def test_it_begins_before_the_next_chunk_of_the_one_that_overtook_it(self) -> None:
+    def test_freed_request_precedes_the_next_chunk_of_a_later_request(self) -> None:
         engine = self.start()
         plan = engine.plans[2]
         assert plan.num_tokens.tolist()[: plan.num_extend] == [16, 112]
@@ -161,7 +164,7 @@ class TestOvertaken:
         assert engine.finishes[1].cached_tokens == 64
         check_run(engine)
 
-    def test_it_leaves_room_for_what_that_one_has_yet_to_compute(self) -> None:
+    def test_freed_request_waits_when_a_started_extend_needs_the_pages(self) -> None:
         engine = self.start(num_pages=174)
         assert engine.core.queues.by_key[0, 1].phase is Phase.WAITING
         engine.drain()
@@ -169,8 +172,11 @@ class TestOvertaken:
         check_run(engine)
 
     @pytest.mark.parametrize("tail", [4, 40])
-    def test_it_may_wait_again_for_another_one(self, tail: int) -> None:
-        """It shares a prompt's beginning with the first and more with the second, and is freed twice while the fourth extends."""
+    def test_freed_request_may_wait_for_another_extend(self, tail: int) -> None:
+        """The request shares a beginning with the first request and more tokens with the second one.
+
+        It is freed twice while the fourth request extends.
+        """
         engine = wide(chunked_prefill_size=128, adaptive_chunk_rows=0)
         first, second = [1] * 64, [1] * 64 + [3] * 64
         for handle, ids in enumerate([first + [5] * 40, second + [6] * 2, second + [7] * tail, [2] * 700]):
@@ -180,8 +186,8 @@ class TestOvertaken:
         check_run(engine)
 
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_it_waits_for_one_that_began_before_it_in_the_same_pass(self, overlap: bool) -> None:
-        """Whether its row is in flight or not."""
+    def test_freed_request_waits_for_an_extend_of_the_same_pass(self, overlap: bool) -> None:
+        """The row of that extend may be in flight or not."""
         engine = wide(overlap, chunked_prefill_size=128, adaptive_chunk_rows=0, max_extend_steps=1)
         shared = [1] * 64 + [3] * 400
         for handle, ids in enumerate([[1] * 64 + [5] * 40, shared + [6] * 2, shared + [7] * 2, [2] * 700]):
@@ -192,7 +198,10 @@ class TestOvertaken:
 
 
 class TestWhatIsKeptForOneThatWaits:
-    """The second of two urgent requests waits for the first one's prefix. What it needs is left to it by less urgent ones."""
+    """The second of two urgent requests waits for the prefix of the first one.
+
+    Less urgent requests must leave it the memory that it needs.
+    """
 
     @staticmethod
     def start(**changes: Any) -> Engine:
@@ -205,20 +214,20 @@ class TestWhatIsKeptForOneThatWaits:
         return engine
 
     @pytest.mark.parametrize("changes", [{"max_running_requests": 2}, {"num_pages": 70}], ids=["slots", "pages"])
-    def test_a_less_urgent_one_does_not_take_it(self, changes: dict[str, int]) -> None:
+    def test_less_urgent_request_leaves_memory_for_a_held_request(self, changes: dict[str, int]) -> None:
         engine = self.start(**changes)
         assert admitted(engine) == [[0], [], [1]]
         engine.drain()
         check_run(engine)
 
     @pytest.mark.parametrize("changes", [{"max_running_requests": 3}, {"num_pages": 110}], ids=["slots", "pages"])
-    def test_a_less_urgent_one_takes_the_rest(self, changes: dict[str, int]) -> None:
+    def test_less_urgent_request_uses_memory_that_a_held_request_does_not_need(self, changes: dict[str, int]) -> None:
         engine = self.start(**changes)
         assert admitted(engine) == [[0, 2], [], [1]]
         engine.drain()
         check_run(engine)
 
-    def test_nobody_is_displaced_for_one_that_waits(self) -> None:
+    def test_held_request_displaces_no_request(self) -> None:
         engine = wide(enable_priority_scheduling=True, max_running_requests=2)
         engine.submit(2, prompt(2, 2), max_new_tokens=40, ignore_eos=True)
         for _ in range(4):
@@ -235,7 +244,7 @@ class TestWhatIsKeptForOneThatWaits:
 
 
 class TestAContextThatHasOutgrownThePool:
-    def test_it_is_rejected_and_those_behind_it_go_on(self) -> None:
+    def test_pool_gate_rejects_a_request_larger_than_the_pool(self) -> None:
         engine = make(num_pages=8, max_running_requests=2)
         engine.submit(0, [1] * 8, max_new_tokens=100, ignore_eos=True)
         engine.submit(1, [2] * 8, max_new_tokens=2, ignore_eos=True)
@@ -258,10 +267,12 @@ roomy = st.builds(
 
 
 def watch(engine: Engine) -> None:
-    """From now on, at each pass's end: who has been passed over in more than MAX_PASSES, with no more of its prefix cached than
-    when it was first so, is a fault. A turn may have two passes."""
+    """Makes the engine check after each pass that no request is held for more than MAX_PASSES passes without a longer hit.
+
+    A turn may have two passes.
+    """
     core, gate = engine.core, engine.core.planner.extends._prefixes
-    ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: the most tokens that were cached, passes since
+    ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: longest hit in tokens, passes since then
 
     def look() -> None:
         ended()
@@ -278,10 +289,13 @@ def watch(engine: Engine) -> None:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=roomy, seed=st.integers(0, 2**32), overlap=st.booleans(), aborts=st.sampled_from([0.8, 1.0]))
-def test_nobody_is_passed_over_more_than_eight_times_with_nothing_committed(
+def test_prefix_gate_skips_no_request_more_than_eight_times_without_progress(
     config: SchedulerConfig, seed: int, overlap: bool, aborts: float
 ) -> None:
-    """Urgent requests keep coming ahead of a few that share their prefix, and `aborts` of them go before it is computed."""
+    """Urgent requests with a shared prefix arrive repeatedly.
+
+    The share `aborts` of them is aborted before the prefix is computed.
+    """
     rng = random.Random(seed)
     engine = Engine(config, overlap)
     watch(engine)

@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#gates: requests wait at a gate for their grammar, and forced tokens are not sampled."""
+"""Rules for requests with a grammar: the gate, masks and forced tokens (docs/design/scheduler.md#gates)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.core.test_scheduler_basic import make
 
 
 class TestGate:
-    def test_a_request_waits_until_its_grammar_is_ready(self) -> None:
+    def test_grammar_gate_holds_a_request_until_the_grammar_is_compiled(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
         for _ in range(5):
@@ -30,7 +30,7 @@ class TestGate:
         stats = engine.core.stats()
         assert (stats.grammars_total, stats.grammar_hits_total, stats.grammar_aborts_total) == (1, 0, 0), "waiting is no hit"
 
-    def test_it_holds_nobody_up(self) -> None:
+    def test_grammar_gate_delays_no_other_request(self) -> None:
         engine = make(max_running_requests=1)
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
         for handle in range(1, 5):
@@ -39,7 +39,7 @@ class TestGate:
             engine.turn()
         assert sorted(engine.finishes) == [1, 2, 3, 4]
 
-    def test_a_grammar_that_is_there_is_not_waited_for(self) -> None:
+    def test_grammar_gate_admits_a_request_when_the_grammar_is_compiled(self) -> None:
         engine = make()
         engine.book.ready.add(spec(1, 12))
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
@@ -47,7 +47,7 @@ class TestGate:
         stats = engine.core.stats()
         assert (stats.num_gated, stats.grammars_total, stats.grammar_hits_total) == (0, 1, 1)
 
-    def test_all_that_wait_for_one_grammar_go_on_together(self) -> None:
+    def test_grammar_gate_frees_all_requests_of_a_grammar(self) -> None:
         engine = make()
         for handle in range(3):
             engine.submit(handle, [handle] * 8, max_new_tokens=20, grammar=spec(1, 12))
@@ -56,7 +56,7 @@ class TestGate:
         engine.compile()
         assert (engine.core.stats().num_gated, engine.core.stats().num_waiting) == (1, 4)
 
-    def test_a_grammar_that_was_dropped_meanwhile_is_compiled_again(self) -> None:
+    def test_grammar_gate_compiles_again_when_a_grammar_was_dropped(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
         del engine.book.pending[spec(1, 12)]
@@ -65,7 +65,7 @@ class TestGate:
         engine.drain()
         engine.check_answer(0)
 
-    def test_a_failed_grammar_ends_those_that_wait_for_it_with_the_compilers_reason(self) -> None:
+    def test_failed_grammar_ends_requests_with_the_compilers_reason(self) -> None:
         engine = make()
         for handle in range(2):
             engine.submit(handle, [handle] * 8, max_new_tokens=20, grammar=spec(1, 12))
@@ -80,7 +80,7 @@ class TestGate:
         assert engine.core.stats().grammar_aborts_total == 2
         engine.check_answer(2)
 
-    def test_it_can_be_aborted_there(self) -> None:
+    def test_gated_request_can_be_aborted(self) -> None:
         engine = make()
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12))
         engine.abort(0)
@@ -89,14 +89,14 @@ class TestGate:
         assert engine.finishes[0].error is ErrorCode.CANCELLED and not engine.plans
 
     @pytest.mark.parametrize("limit", [{"waiting_timeout_s": 0.05}, {"timeout_s": 0.05}], ids=["of waiting", "of the request"])
-    def test_its_time_runs_out_there(self, limit: dict[str, float]) -> None:
+    def test_gated_request_times_out(self, limit: dict[str, float]) -> None:
         engine = make(waiting_timeout_s=limit.get("waiting_timeout_s", 0.0))
         engine.submit(0, [1] * 8, max_new_tokens=20, grammar=spec(1, 12), timeout_s=limit.get("timeout_s", 0.0))
         for _ in range(10):
             engine.turn()
         assert engine.finishes[0].error is ErrorCode.TIMEOUT and engine.core.stats().num_gated == 0
 
-    def test_a_worker_without_structured_output_refuses(self) -> None:
+    def test_grammar_is_refused_when_the_worker_offers_no_structured_output(self) -> None:
         core = Scheduler(make().config, LetterDecoder())
         core.submit(Submit(0, 0, "r", np.ones(4, dtype=np.int32), SamplingParams(5, grammar=spec(1, 4))), 0.0)
         output = core.take_output()
@@ -104,7 +104,7 @@ class TestGate:
 
 
 class TestMasks:
-    def test_rows_with_a_grammar_are_masked_and_others_not(self) -> None:
+    def test_mask_rows_are_the_sampled_rows_with_a_grammar(self) -> None:
         engine = make()
         engine.book.ready.add(spec(1, 40))
         engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
@@ -118,9 +118,7 @@ class TestMasks:
         engine.check_answer(1)
 
     @pytest.mark.parametrize(("fault", "error"), [("", ErrorCode.INTERNAL), ("too deep", ErrorCode.INVALID_ARGUMENT)])
-    def test_a_token_that_the_grammar_refuses_ends_its_request_alone(
-        self, monkeypatch: pytest.MonkeyPatch, fault: str, error: ErrorCode
-    ) -> None:
+    def test_refused_token_ends_one_request(self, monkeypatch: pytest.MonkeyPatch, fault: str, error: ErrorCode) -> None:
         engine = make()
         engine.book.ready.add(spec(1, 40))
         engine.submit(0, [1] * 8, max_new_tokens=10, ignore_eos=True)
@@ -133,7 +131,10 @@ class TestMasks:
 
 
 def answers(overlap: bool, jump: bool, config: dict[str, Any], **params: Any) -> tuple[Engine, list[int]]:
-    """The answer to one request; jump False: by asking for logprobs, which come with sampled tokens alone."""
+    """Returns the engine and the output of one request.
+
+    Without `jump`, the request asks for logprobs, so that each token is sampled.
+    """
     engine = make(overlap, **config)
     engine.submit(0, [1] * 9, top_logprobs=-1 if jump else 0, **params)
     engine.submit(1, [2] * 9, max_new_tokens=30, ignore_eos=True)
@@ -143,8 +144,8 @@ def answers(overlap: bool, jump: bool, config: dict[str, Any], **params: Any) ->
     return engine, engine.outputs[0]
 
 
-# Output positions 0 to 3 of spec(0, 40) are forced, then four are sampled, and so on; of spec(1, n), 8 to 15 are forced.
-# What is left out runs the same lines as one of these.
+# In spec(0, 40), output positions 0 to 3 are forced, the next four are sampled, and so on; in spec(1, n), 8 to 15 are forced.
+# All other positions run the same code.
 IN_AND_AROUND_RUNS = [1, 4, 5, 7, 8, 12]
 OVERLAP = [True, False]
 
@@ -152,7 +153,7 @@ OVERLAP = [True, False]
 class TestForcedTokens:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_they_take_fewer_steps_and_are_the_same(self, overlap: bool) -> None:
+    def test_forced_tokens_take_fewer_steps_and_equal_sampled_tokens(self, overlap: bool) -> None:
         with_jumps, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         without, sampled = answers(overlap, False, {}, max_new_tokens=60, grammar=spec(0, 40))
         assert jumped == sampled and len(jumped) == 40
@@ -160,27 +161,27 @@ class TestForcedTokens:
 
     @pytest.mark.by_day(one_in=2, seed=20)
     @each_pair(interval=[1, 2, 5], mixed={"mixed": True, "apart": False}, overlap=OVERLAP)
-    def test_under_retraction(self, interval: int, mixed: bool, overlap: bool) -> None:
+    def test_forced_tokens_are_correct_under_retraction(self, interval: int, mixed: bool, overlap: bool) -> None:
         config = {"retract_interval": interval, "enable_mixed_chunk": mixed}
         engine, jumped = answers(overlap, True, config, max_new_tokens=60, grammar=spec(0, 40))
         assert len(jumped) == 40 and engine.core.stats().retractions_total > 0
 
     @pytest.mark.by_day(one_in=2, seed=33)
     @each_value(max_new=IN_AND_AROUND_RUNS, overlap=OVERLAP)
-    def test_at_max_new_tokens(self, max_new: int, overlap: bool) -> None:
+    def test_forced_tokens_stop_at_max_new_tokens(self, max_new: int, overlap: bool) -> None:
         engine, jumped = answers(overlap, True, {}, max_new_tokens=max_new, grammar=spec(0, 40))
         assert engine.finishes[0].reason is FinishReason.LENGTH and len(jumped) == max_new
 
     @pytest.mark.by_day(one_in=2, seed=49)
     @each_value(grammar=[*((0, length) for length in IN_AND_AROUND_RUNS), (0, 2), (1, 9), (1, 12)], overlap=OVERLAP)
-    def test_at_the_grammars_end(self, grammar: tuple[int, int], overlap: bool) -> None:
+    def test_forced_tokens_stop_at_the_end_of_the_grammar(self, grammar: tuple[int, int], overlap: bool) -> None:
         seed, length = grammar
         engine, jumped = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(seed, length))
         assert engine.finishes[0].reason is FinishReason.MATCHED_TOKEN and len(jumped) == length
 
     @pytest.mark.by_day(one_in=2, seed=28)
     @each_value(at=IN_AND_AROUND_RUNS, overlap=OVERLAP)
-    def test_at_stop_strings(self, at: int, overlap: bool) -> None:
+    def test_forced_tokens_stop_at_a_stop_string(self, at: int, overlap: bool) -> None:
         _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         stop = LetterDecoder().decode(whole[at - 1 : at + 1])
         engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop=(stop,))
@@ -189,14 +190,14 @@ class TestForcedTokens:
 
     @pytest.mark.by_day(one_in=2, seed=10)
     @each_value(at=IN_AND_AROUND_RUNS, overlap=OVERLAP[::-1])
-    def test_at_stop_tokens(self, at: int, overlap: bool) -> None:
+    def test_forced_tokens_stop_at_a_stop_token(self, at: int, overlap: bool) -> None:
         _, whole = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40))
         engine, cut = answers(overlap, True, {}, max_new_tokens=60, grammar=spec(0, 40), stop_token_ids=(whole[at],))
         assert engine.finishes[0].matched_token == whole[at] and cut == whole[: whole.index(whole[at]) + 1]
 
     @pytest.mark.by_day(one_in=3, seed=30)
     @each_value(abort_after=[1, 2, 3, 5, 7], overlap=OVERLAP)
-    def test_an_abort_between_them_leaks_nothing(self, abort_after: int, overlap: bool) -> None:
+    def test_abort_between_forced_tokens_leaks_no_page(self, abort_after: int, overlap: bool) -> None:
         engine = make(overlap)
         engine.book.ready.add(spec(0, 40))
         engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40))
@@ -218,7 +219,7 @@ class TestForcedTokens:
         },
         overlap=OVERLAP,
     )
-    def test_requests_that_need_each_token_sampled_get_it_sampled(self, params: dict[str, Any], overlap: bool) -> None:
+    def test_tokens_are_not_forced_when_each_token_must_be_sampled(self, params: dict[str, Any], overlap: bool) -> None:
         engine = make(overlap)
         engine.submit(0, [1] * 9, max_new_tokens=60, grammar=spec(0, 40), **params)
         engine.drain()

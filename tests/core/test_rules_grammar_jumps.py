@@ -1,5 +1,7 @@
-"""A row that a grammar puts ahead of its KV computes its known tokens beside the others, without taking their step out of
-the graphs unless that is worth it."""
+"""Rules for steps in which a grammar's forced tokens are computed next to other rows.
+
+Such a step stays in the graphs, unless an eager step saves more time.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ RUNS = spec(3, 60)  # runs of 16 forced tokens
 
 
 def run(config: dict[str, Any], overlap: bool = True, jumping: int = 1, plain: int = 2, **params: Any) -> Engine:
-    """Requests with a grammar beside some without, all begun in one step."""
+    """Runs requests with and without a grammar that begin in the same step."""
     engine = make(overlap, num_pages=256, chunked_prefill_size=128, **config)
     engine.book.ready.add(RUNS)
     for handle in range(jumping + plain):
@@ -34,7 +36,7 @@ def run(config: dict[str, Any], overlap: bool = True, jumping: int = 1, plain: i
 
 
 def replayed(engine: Engine) -> list[bool]:
-    """Of each step after the one that begins the requests."""
+    """Returns whether a graph can replay each step after the first one."""
     limits = engine.config.graphs
     return [limits.hold(plan.starts, plan.num_tokens) for plan in engine.plans[1:]]
 
@@ -45,7 +47,7 @@ def forced_steps(engine: Engine) -> list[BatchPlan]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_jump_that_a_graph_holds_takes_one_step_and_leaves_it_to_the_graph(overlap: bool) -> None:
+def test_jump_takes_one_replayed_step_when_the_graph_has_rows(overlap: bool) -> None:
     without, held = run({}, overlap), run(WIDE, overlap)
     assert len(held.plans) == len(without.plans)
     assert all(replayed(held)) and max(int(plan.num_tokens.max()) for plan in forced_steps(held)) >= 15
@@ -53,7 +55,7 @@ def test_a_jump_that_a_graph_holds_takes_one_step_and_leaves_it_to_the_graph(ove
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_graph_without_room_is_left_only_where_that_saves_more_than_it_costs(overlap: bool) -> None:
+def test_jump_takes_an_eager_step_only_when_that_saves_time(overlap: bool) -> None:
     narrow = {"graph_rows": 3, "graph_rereads": 10_000}
     cheap = run({**narrow, "eager_step_cost": 4.0}, overlap)  # 15 steps saved, 3 rows that each lose 4
     dear = run({**narrow, "eager_step_cost": 6.0}, overlap)
@@ -62,24 +64,24 @@ def test_a_graph_without_room_is_left_only_where_that_saves_more_than_it_costs(o
     assert all(plan.num_tokens.max() == 1 for plan in forced_steps(dear)), "one token a step, as if it were sampled"
 
 
-def test_rows_that_jump_together_share_the_price_of_one_step() -> None:
+def test_jumps_of_several_rows_share_the_cost_of_an_eager_step() -> None:
     narrow = {"graph_rows": 4, "graph_rereads": 10_000, "eager_step_cost": 6.0}
     assert all(replayed(run(narrow, jumping=1, plain=3))) and not all(replayed(run(narrow, jumping=4, plain=0)))
 
 
-def test_a_graph_with_little_room_is_filled() -> None:
+def test_jump_fills_the_rows_of_a_small_graph() -> None:
     engine = run({"graph_rows": 8, "graph_rereads": 10_000, "eager_step_cost": 9.0}, jumping=1, plain=2)
     assert all(replayed(engine)) and max(int(plan.num_tokens.sum()) for plan in forced_steps(engine)) == 8
     assert [int(plan.num_tokens[0]) for plan in forced_steps(engine)] == [6, 6, 4], "a run of 16"
 
 
-def test_a_context_that_takes_longer_to_read_again_than_the_graph_saves_is_not() -> None:
+def test_jump_takes_an_eager_step_when_rereading_costs_more() -> None:
     engine = run({"graph_rows": 64, "graph_rereads": 300, "eager_step_cost": 9.0})
     assert [plan.num_extend for plan in forced_steps(engine)] == [plan.num_extend for plan in forced_steps(run({}))]
     assert not all(replayed(engine)) and all(replayed(run({**WIDE, "graph_rereads": 600})))
 
 
-def test_beside_a_prompt_all_of_it_is_computed_at_once() -> None:
+def test_jump_is_computed_at_once_when_a_prompt_shares_the_step() -> None:
     engine = make(True, num_pages=256, chunked_prefill_size=128, graph_rows=1, graph_rereads=10_000, eager_step_cost=99.0)
     engine.book.ready.add(RUNS)
     engine.submit(0, [1] * 4, max_new_tokens=60, grammar=RUNS)
@@ -98,7 +100,7 @@ def test_beside_a_prompt_all_of_it_is_computed_at_once() -> None:
     st.integers(0, 12), st.integers(0, 400), st.floats(0, 3, allow_nan=False), st.integers(1, 4), st.integers(0, 3), st.booleans()
 )
 @settings(max_examples=15, deadline=None)
-def test_tokens_are_the_same_whatever_the_graphs(
+def test_outputs_do_not_depend_on_the_graph_limits(
     rows: int, limit: int, cost: float, jumping: int, plain: int, overlap: bool
 ) -> None:
     config = {"graph_rows": rows, "graph_rereads": limit, "eager_step_cost": cost}
@@ -115,9 +117,7 @@ def test_tokens_are_the_same_whatever_the_graphs(
     st.sampled_from([0, 20_000, 10**9]),
     st.integers(0, 40),
 )
-def test_what_is_taken_fits_the_graph_and_no_row_stands_still(
-    rows: list[tuple[int, int]], size: int, limit: int, others: int
-) -> None:
+def test_strides_fit_the_graph_and_advance_every_row(rows: list[tuple[int, int]], size: int, limit: int, others: int) -> None:
     starts, left = zip(*rows, strict=True)
     never = GraphLimits(size, limit, float("inf"))
     taken = strides(never, starts, left, len(rows) + others)
@@ -130,5 +130,5 @@ def test_what_is_taken_fits_the_graph_and_no_row_stands_still(
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 4), (100, 1), (100, 3)])
-def test_rereads_are_what_the_rows_read_but_for_the_last(start: int, count: int) -> None:
+def test_rereads_sum_the_contexts_of_all_rows_except_the_last(start: int, count: int) -> None:
     assert rereads(start, count) == sum(start + index + 1 for index in range(count - 1))

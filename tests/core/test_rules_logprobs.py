@@ -1,4 +1,4 @@
-"""Logprobs of prompts and outputs, and embeddings: the same however the prompt is cut, cached or retracted."""
+"""Rules for logprobs of prompts and outputs, and for embeddings, with cut, cached and retracted prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = list(range(100, 150))
 
 
 def prompt_logprobs(engine: Engine, handle: int, first: int, prompt: list[int] | None = None) -> list[float]:
-    """The fake's are minus the token ids."""
+    """Runs a request and returns its prompt logprobs. The fake executor's logprob is the negative token id."""
     prompt = prompt or PROMPT
     engine.submit(handle, prompt, max_new_tokens=4, ignore_eos=True, prompt_logprobs_from=first)
     engine.drain()
@@ -39,17 +39,17 @@ class TestPromptLogprobs:
             *((False, 32, 0), (True, 32, 16), (False, 32, 17)),
         ],
     )
-    def test_each_wanted_token_has_one_however_the_prompt_is_cut(self, overlap: bool, chunk: int, first: int) -> None:
+    def test_prompt_logprobs_are_complete_when_the_prompt_is_cut(self, overlap: bool, chunk: int, first: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         assert prompt_logprobs(engine, 0, first) == wanted(first)
 
     @pytest.mark.parametrize("budget", [4, 40])
-    def test_the_budget_of_a_step_changes_nothing_about_them(self, budget: int) -> None:
+    def test_prompt_logprobs_do_not_depend_on_the_budget(self, budget: int) -> None:
         engine = make(max_prompt_logprob_tokens=budget, chunked_prefill_size=0)
         assert prompt_logprobs(engine, 0, 0) == wanted(0)
 
     @pytest.mark.parametrize(("first", "cached"), [(0, 0), (4, 0), (5, 4), (20, 16), (49, 48)])
-    def test_a_cached_prefix_is_used_up_to_the_token_that_predicts_the_first(self, first: int, cached: int) -> None:
+    def test_prompt_logprobs_limit_the_cached_prefix(self, first: int, cached: int) -> None:
         engine = make()
         engine.submit(9, PROMPT, max_new_tokens=1)
         engine.drain()
@@ -58,7 +58,7 @@ class TestPromptLogprobs:
 
     @pytest.mark.by_day(one_in=2)
     @each_value(first=[0, 20, 49], every=[1, 2, 3])
-    def test_retraction_repeats_and_drops_none(self, first: int, every: int) -> None:
+    def test_prompt_logprobs_are_complete_under_retraction(self, first: int, every: int) -> None:
         engine = make(retract_interval=every, enable_mixed_chunk=True, chunked_prefill_size=8)
         engine.submit(9, [7] * 8, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):
@@ -68,7 +68,7 @@ class TestPromptLogprobs:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("turns", [1, 3, 6])
-    def test_displacement_in_the_middle_of_the_prompt_repeats_and_drops_none(self, turns: int) -> None:
+    def test_prompt_logprobs_are_complete_under_preemption(self, turns: int) -> None:
         engine = make(enable_priority_scheduling=True, max_running_requests=1, chunked_prefill_size=8)
         engine.submit(0, PROMPT, max_new_tokens=4, ignore_eos=True, prompt_logprobs_from=0)
         for _ in range(turns):
@@ -78,7 +78,7 @@ class TestPromptLogprobs:
         assert engine.finishes[0].retractions == 1
         assert engine.prompt_logprobs[0] == wanted(0)
 
-    def test_they_arrive_before_or_with_the_end(self) -> None:
+    def test_prompt_logprobs_are_sent_by_chunk(self) -> None:
         engine = make(chunked_prefill_size=16)
         engine.submit(0, PROMPT, max_new_tokens=30, ignore_eos=True, prompt_logprobs_from=0)
         seen = []
@@ -100,7 +100,7 @@ class TestOutputLogprobs:
             ({"enable_mixed_chunk": True}, True, 1),
         ],
     )
-    def test_each_output_token_has_its_own(self, changes: dict[str, Any], stream: bool, interval: int) -> None:
+    def test_output_logprobs_match_the_output_tokens(self, changes: dict[str, Any], stream: bool, interval: int) -> None:
         engine = make(**changes)
         engine.submit(0, PROMPT, stream=stream, stream_interval=interval, max_new_tokens=60, top_logprobs=2)
         engine.submit(1, [3] * 9, max_new_tokens=60)
@@ -118,13 +118,13 @@ def embed(engine: Engine, handle: int, prompt: list[int]) -> None:
 class TestEmbeddings:
     @pytest.mark.by_day(one_in=2)
     @each_value(chunk=[0, 4, 16], overlap=[True, False])
-    def test_a_vector_comes_of_the_whole_prompt_and_no_token(self, overlap: bool, chunk: int) -> None:
+    def test_embedding_ends_with_the_prompt_and_no_output(self, overlap: bool, chunk: int) -> None:
         engine = make(overlap, chunked_prefill_size=chunk)
         embed(engine, 0, PROMPT)
         assert engine.finishes[0].reason is FinishReason.EMBEDDED
         assert not any(plan.num_rows - plan.num_extend for plan in engine.plans), "prefill only"
 
-    def test_many_share_the_steps_of_a_batch(self) -> None:
+    def test_embeddings_share_a_step(self) -> None:
         engine = make(chunked_prefill_size=64)
         for handle in range(8):
             engine.submit(handle, [handle] * 8, embedding=EmbeddingParams(), max_new_tokens=1)
@@ -134,13 +134,13 @@ class TestEmbeddings:
             engine.check_answer(handle)
 
     @pytest.mark.parametrize(("reuses", "cached"), [(True, 48), (False, 0)])
-    def test_a_cached_prefix_serves_it_where_the_pooling_allows(self, reuses: bool, cached: int) -> None:
+    def test_embedding_uses_a_cached_prefix_when_the_pooling_allows(self, reuses: bool, cached: int) -> None:
         engine = make(pooling_reuses_prefix=reuses)
         embed(engine, 0, PROMPT)
         embed(engine, 1, PROMPT)
         assert engine.finishes[1].cached_tokens == cached
 
-    def test_generation_shares_the_cache_either_way(self) -> None:
+    def test_generation_uses_pages_of_an_embedding(self) -> None:
         engine = make(pooling_reuses_prefix=False)
         embed(engine, 0, PROMPT)
         engine.submit(1, PROMPT, max_new_tokens=4)
@@ -149,14 +149,14 @@ class TestEmbeddings:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("reuses", [True, False])
-    def test_retraction_beside_it_changes_nothing(self, reuses: bool) -> None:
+    def test_embedding_is_correct_when_another_request_is_retracted(self, reuses: bool) -> None:
         engine = make(pooling_reuses_prefix=reuses, retract_interval=1, chunked_prefill_size=4, enable_mixed_chunk=True)
         engine.submit(9, [7] * 8, max_new_tokens=40, ignore_eos=True)
         embed(engine, 0, PROMPT)
         assert engine.finishes[0].reason is FinishReason.EMBEDDED
         assert engine.core.stats().retractions_total > 0
 
-    def test_a_fault_is_the_requests_own(self) -> None:
+    def test_fault_ends_one_embedding(self) -> None:
         engine = make(chunked_prefill_size=0)
         engine.executor.row_faults = {1: {0: RowFault.NAN_LOGITS}}
         engine.submit(0, PROMPT, embedding=EmbeddingParams(), max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#policies: in which order waiting requests are looked at, by policy, with SGLang's thresholds."""
+"""Rules for the order of waiting requests by policy, with SGLang's thresholds (docs/design/scheduler.md#policies)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_of(policy: SchedulePolicy, **more: object) -> SchedulerConfig:
 
 
 class Line:
-    """A waiting queue, a cache, and the order in which a policy serves the queue. Requests are named by arrival: 0, 1, 2."""
+    """A waiting queue and a cache, with requests named by arrival: 0, 1, 2."""
 
     def __init__(self, policy: SchedulePolicy, **more: object) -> None:
         self.config = config_of(policy, **more)
@@ -60,12 +60,12 @@ class Line:
 
 
 def prompt(first: int, length: int, tail: int = 0) -> list[int]:
-    """`length` tokens that begin alike for equal `first`; `tail` tells prompts with the same beginning apart."""
+    """Returns a prompt that begins with `length` times `first`. Different tails separate prompts with the same beginning."""
     return [first] * length + [900 + tail] * 20
 
 
 class TestFirstComeFirstServed:
-    def test_requests_are_served_in_the_order_of_their_arrival(self) -> None:
+    def test_fcfs_serves_by_arrival(self) -> None:
         line = Line(SchedulePolicy.FCFS)
         line.cache(prompt(3, 100))
         for first in (1, 2, 3, 4):
@@ -74,7 +74,7 @@ class TestFirstComeFirstServed:
 
 
 class TestLongestPrefixMatch:
-    def test_the_longest_cached_prefix_is_served_first_and_equal_ones_in_order_of_arrival(self) -> None:
+    def test_lpm_serves_by_cached_prefix_and_then_by_arrival(self) -> None:
         line = Line(SchedulePolicy.LPM)
         for first, length in ((1, 40), (2, 60), (3, 50)):
             line.cache(prompt(first, length)[:length])
@@ -83,7 +83,7 @@ class TestLongestPrefixMatch:
         assert line.order() == [2, 3, 1, 0, 4]
 
     @pytest.mark.parametrize(("waiting", "policy"), [(128, SchedulePolicy.LPM), (129, SchedulePolicy.FCFS)])
-    def test_above_128_waiting_requests_it_is_first_come_first_served(self, waiting: int, policy: SchedulePolicy) -> None:
+    def test_lpm_serves_by_arrival_when_more_than_128_requests_wait(self, waiting: int, policy: SchedulePolicy) -> None:
         line = Line(SchedulePolicy.LPM)
         line.cache([7] * 40)
         for _ in range(waiting - 1):
@@ -93,19 +93,19 @@ class TestLongestPrefixMatch:
         assert line.order()[0] == (waiting - 1 if policy is SchedulePolicy.LPM else 0)
 
     @pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT])
-    def test_without_a_cache_the_policies_that_look_at_it_are_first_come_first_served(self, policy: SchedulePolicy) -> None:
+    def test_prefix_policies_serve_by_arrival_when_the_cache_is_off(self, policy: SchedulePolicy) -> None:
         assert effective_policy(config_of(policy, enable_radix_cache=False), 5) is SchedulePolicy.FCFS
 
     @pytest.mark.parametrize("policy", [SchedulePolicy.DFS_WEIGHT, SchedulePolicy.RANDOM])
-    def test_no_other_policy_gives_way_to_a_long_queue(self, policy: SchedulePolicy) -> None:
+    def test_other_policies_apply_to_a_queue_of_any_length(self, policy: SchedulePolicy) -> None:
         assert effective_policy(config_of(policy), 100_000) is policy
 
 
 class TestInBatchPrefixCaching:
-    """Of waiting requests that share an uncached prefix one computes it; the others stand back and find it cached."""
+    """If several waiting requests share an uncached prefix, one computes it. The others wait and then find it cached."""
 
     @pytest.mark.parametrize(("shared", "order"), [(31, [0, 1, 2]), (32, [0, 2, 1])])
-    def test_a_request_stands_back_that_shares_32_tokens_with_an_earlier_one(self, shared: int, order: list[int]) -> None:
+    def test_lpm_delays_a_request_that_shares_32_tokens_with_an_earlier_request(self, shared: int, order: list[int]) -> None:
         line = Line(SchedulePolicy.LPM)
         line.wait(prompt(1, shared, tail=1))
         line.wait(prompt(1, shared, tail=2))
@@ -113,7 +113,7 @@ class TestInBatchPrefixCaching:
         assert line.order() == order
 
     @pytest.mark.parametrize(("cached", "order"), [(32, [0, 2, 1]), (33, [0, 1, 2])])
-    def test_only_requests_with_at_most_32_cached_tokens_are_compared(self, cached: int, order: list[int]) -> None:
+    def test_lpm_delays_only_requests_with_at_most_32_cached_tokens(self, cached: int, order: list[int]) -> None:
         line = Line(SchedulePolicy.LPM)
         line.cache([1] * cached)
         line.wait(prompt(1, 64, tail=1))
@@ -121,14 +121,14 @@ class TestInBatchPrefixCaching:
         line.wait(prompt(2, 64, tail=3))
         assert line.order() == order
 
-    def test_requests_of_different_namespaces_share_nothing(self) -> None:
+    def test_lpm_compares_only_requests_of_one_namespace(self) -> None:
         line = Line(SchedulePolicy.LPM)
         line.wait(prompt(1, 64))
         line.wait(prompt(1, 64), salt="tenant")
         line.wait(prompt(2, 64))
         assert line.order() == [0, 1, 2]
 
-    def test_dfs_weight_lets_them_stand_back_too(self) -> None:
+    def test_dfs_weight_delays_requests_that_share_a_prefix(self) -> None:
         line = Line(SchedulePolicy.DFS_WEIGHT)
         line.cache([1] * 8)
         line.wait(prompt(1, 64, tail=1))
@@ -138,7 +138,7 @@ class TestInBatchPrefixCaching:
 
     @pytest.mark.by_day(one_in=6, seed=2)
     @each_value(policy=list(SchedulePolicy), overlap=[False, True])
-    def test_of_identical_prompts_at_once_one_is_computed(self, policy: SchedulePolicy, overlap: bool) -> None:
+    def test_identical_prompts_are_computed_once(self, policy: SchedulePolicy, overlap: bool) -> None:
         engine = make(overlap, schedule_policy=policy, chunked_prefill_size=0)
         for handle in range(4):
             engine.submit(handle, [1] * 50, max_new_tokens=4, ignore_eos=True)
@@ -149,7 +149,7 @@ class TestInBatchPrefixCaching:
 
 
 class TestDfsWeight:
-    def test_the_branch_with_most_waiting_requests_is_walked_first_and_deeper_ones_before_its_own(self) -> None:
+    def test_dfs_weight_serves_the_heaviest_branch_depth_first(self) -> None:
         line = Line(SchedulePolicy.DFS_WEIGHT)
         for tokens in ([1] * 8, [1] * 8 + [2] * 8, [1] * 8 + [3] * 8, [4] * 8):
             line.cache(tokens)
@@ -160,7 +160,7 @@ class TestDfsWeight:
         line.wait([1] * 8 + [3] * 8 + [54])  # 4
         assert line.order() == [3, 4, 2, 1, 0]
 
-    def test_requests_with_nothing_cached_come_after_all_branches(self) -> None:
+    def test_dfs_weight_serves_requests_without_a_hit_last(self) -> None:
         line = Line(SchedulePolicy.DFS_WEIGHT)
         line.cache([1] * 8)
         line.wait([70] * 9)
@@ -170,7 +170,7 @@ class TestDfsWeight:
 
 
 class TestLongestOutputFirst:
-    def test_the_largest_max_new_tokens_is_served_first_and_equal_ones_in_order_of_arrival(self) -> None:
+    def test_lof_serves_by_max_new_tokens_and_then_by_arrival(self) -> None:
         line = Line(SchedulePolicy.LOF)
         for max_new in (10, 30, 20, 30):
             line.wait(max_new=max_new)
@@ -185,11 +185,11 @@ class TestRandom:
             line.wait()
         return line.order(seed=seed)
 
-    def test_the_seed_decides_the_order(self) -> None:
+    def test_random_order_depends_on_the_seed(self) -> None:
         assert self.shuffled(1) == self.shuffled(1) != self.shuffled(2)
         assert sorted(self.shuffled(1)) == list(range(20))
 
-    def test_the_configured_seed_decides_whole_runs(self) -> None:
+    def test_random_admissions_depend_on_the_configured_seed(self) -> None:
         def admissions(seed: int) -> list[list[int]]:
             engine = make(schedule_policy=SchedulePolicy.RANDOM, random_seed=seed, max_running_requests=1)
             for handle in range(12):
@@ -201,21 +201,21 @@ class TestRandom:
 
 
 class TestRoutingKey:
-    def test_keys_with_most_running_requests_come_first_then_the_rest_by_arrival(self) -> None:
+    def test_routing_key_serves_keys_by_running_requests_and_then_by_arrival(self) -> None:
         line = Line(SchedulePolicy.ROUTING_KEY)
         running = [line.request([1], key=key) for key in ("b", "a", "c", "c", "")]
         for key in ("x", "a", "b", "", "c", "a"):
             line.wait(key=key)
         assert line.order(running) == [4, 1, 5, 2, 0, 3]
 
-    def test_without_running_keys_it_is_first_come_first_served(self) -> None:
+    def test_routing_key_serves_by_arrival_when_no_key_runs(self) -> None:
         line = Line(SchedulePolicy.ROUTING_KEY)
         for key in ("b", "a", ""):
             line.wait(key=key)
         assert line.order([line.request([1])]) == [0, 1, 2]
 
 
-def test_stats_count_requests_by_routing_key_until_they_end() -> None:
+def test_stats_count_present_requests_by_routing_key() -> None:
     engine = make(max_running_requests=2)
     for handle, key in enumerate(("a", "b", "a", "", "c")):
         engine.submit(handle, [handle] * 4, max_new_tokens=20, ignore_eos=True, routing_key=key)
@@ -232,7 +232,7 @@ def test_stats_count_requests_by_routing_key_until_they_end() -> None:
 class TestPriorityWithinPolicies:
     @pytest.mark.by_day(one_in=2, seed=44)
     @each_value(policy=list(SchedulePolicy), low_first=[False, True])
-    def test_every_policy_orders_within_equal_priorities_only(self, policy: SchedulePolicy, low_first: bool) -> None:
+    def test_policies_order_only_within_equal_priorities(self, policy: SchedulePolicy, low_first: bool) -> None:
         urgent = -2 if low_first else 2
         line = Line(policy, enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
         line.cache(prompt(1, 40))

@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#preemption: who is served first, and who is displaced for whom."""
+"""Rules for the order of service by priority and for preemption (docs/design/scheduler.md#preemption)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def running(engine: Engine) -> list[int]:
 
 
 def start(engine: Engine, priorities: list[int], max_new: int = 40) -> None:
-    """Requests 0, 1, 2 ... with these priorities, admitted in this order and decoding."""
+    """Admits requests 0, 1, 2 and so on with these priorities, until all of them decode."""
     for handle, priority in enumerate(priorities):
         engine.submit(handle, [handle + 1] * 8, priority=priority, max_new_tokens=max_new, ignore_eos=True)
         engine.turn()
@@ -41,7 +41,7 @@ class TestOrder:
         ],
         ids=["higher value first", "lower value first", "off: by arrival"],
     )
-    def test_the_sign_of_urgency_is_a_setting(self, changes: dict[str, Any], order: list[int]) -> None:
+    def test_priority_order_follows_the_setting(self, changes: dict[str, Any], order: list[int]) -> None:
         engine = make(max_running_requests=1, **changes)
         for handle, priority in enumerate((0, 5, -5, 0)):
             engine.submit(handle, [handle + 1] * 4, priority=priority, max_new_tokens=1)
@@ -54,7 +54,7 @@ class TestThreshold:
         ("threshold", "difference", "displaced", "low_first"),
         [(0, 0, 0, False), (0, 1, 1, True), (5, 5, 0, True), (5, 5, 0, False), (5, 6, 1, False)],
     )
-    def test_only_a_difference_above_the_threshold_displaces(
+    def test_preemption_needs_a_difference_above_the_threshold(
         self, threshold: int, difference: int, displaced: int, low_first: bool
     ) -> None:
         engine = prioritised(
@@ -68,7 +68,7 @@ class TestThreshold:
         engine.drain()
         assert engine.finishes[0].retractions == displaced
 
-    def test_priorities_displace_nobody_where_the_setting_is_off(self) -> None:
+    def test_preemption_is_off_without_priority_scheduling(self) -> None:
         engine = make(max_running_requests=1)
         start(engine, [0])
         engine.submit(9, [99] * 8, priority=100, max_new_tokens=4)
@@ -87,7 +87,9 @@ class TestVictims:
         ],
         ids=["latest first", "least urgent first", "of equals the latest", "the more urgent stay"],
     )
-    def test_the_least_urgent_goes_first_and_of_equals_the_latest(self, priorities: list[int], left: list[list[int]]) -> None:
+    def test_preemption_takes_the_least_urgent_and_latest_request_first(
+        self, priorities: list[int], left: list[list[int]]
+    ) -> None:
         engine = prioritised(max_running_requests=3)
         start(engine, priorities)
         seen = []
@@ -98,7 +100,7 @@ class TestVictims:
         assert seen == left
 
     @pytest.mark.parametrize(("num_pages", "displaced"), [(13, 2), (15, 1), (20, 0)])
-    def test_no_more_are_displaced_than_it_takes(self, num_pages: int, displaced: int) -> None:
+    def test_preemption_stops_when_the_request_fits(self, num_pages: int, displaced: int) -> None:
         engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)
         for handle in range(3):
             engine.submit(handle, [handle + 1] * 8, max_new_tokens=12)
@@ -110,8 +112,11 @@ class TestVictims:
         assert engine.core.stats().preemptions_total == displaced
         assert running(engine) == [*range(3 - displaced), 9]
 
-    def test_nobody_goes_in_vain(self) -> None:
-        """Where what is kept for those who stay leaves no room, however many go; what they share is free once."""
+    def test_preemption_displaces_no_request_when_reserved_output_leaves_no_memory(self) -> None:
+        """The output reserved for the other requests leaves too little memory.
+
+        Pages that several victims share become free only once.
+        """
         engine = prioritised(num_pages=32, context_len=256)
         engine.submit(0, [1] * 4, priority=5, max_new_tokens=100, ignore_eos=True)
         for _ in range(3):
@@ -135,8 +140,8 @@ class TestVictims:
         engine.turn()
         assert running(engine) == [0, 1, 2, 3] and not engine.core.stats().preemptions_total
 
-    def test_more_room_makes_nobody_wait_longer(self) -> None:
-        """A prompt in chunks makes way for a more urgent one, whether it would have to be displaced for it or not."""
+    def test_preemption_starts_an_urgent_request_as_early_when_slots_are_free(self) -> None:
+        """A prompt in chunks gives way to a more urgent request, with or without preemption."""
         turns = []
         for slots in (1, 2, 4):
             engine = prioritised(
@@ -153,8 +158,11 @@ class TestVictims:
             engine.drain()
         assert turns == [2, 2, 2]
 
-    def test_one_that_waited_for_its_prefix_begins_once(self) -> None:
-        """More urgent than the prompt in chunks that computes it, and let in before its next chunk for both reasons."""
+    def test_urgent_request_is_admitted_once_when_released_from_a_gate(self) -> None:
+        """The request is more urgent than the prompt in chunks that computes its prefix.
+
+        Both its urgency and its release allow the admission before the next chunk.
+        """
         for tenant in (b"a", b"b"):
             engine = prioritised(num_pages=600, context_len=2200, chunked_prefill_size=16, max_prefill_tokens=64)
             prefix = list(range(100, 164))
@@ -168,7 +176,7 @@ class TestVictims:
             engine.drain()
 
     @pytest.mark.parametrize("num_pages", [18, 22])
-    def test_its_own_cached_prefix_is_no_room_for_the_more_urgent_one(self, num_pages: int) -> None:
+    def test_preemption_does_not_count_the_own_prefix_as_free(self, num_pages: int) -> None:
         engine = prioritised(num_pages=num_pages, schedule_conservativeness=0.1)
         engine.submit(5, [99] * 40, max_new_tokens=1)
         engine.drain()
@@ -182,14 +190,14 @@ class TestVictims:
         assert 9 in running(engine)
 
     @pytest.mark.parametrize("ignore_eos", [False, True])
-    def test_room_for_the_more_urgent_one_is_what_admission_asks_for(self, ignore_eos: bool) -> None:
+    def test_preemption_frees_the_memory_that_admission_needs(self, ignore_eos: bool) -> None:
         engine = prioritised(num_pages=24, schedule_conservativeness=0.1, max_extend_steps=0)
         start(engine, [0, 0, 0], max_new=20)
         engine.submit(9, [99] * 20, priority=5, max_new_tokens=8, ignore_eos=ignore_eos)
         engine.turn()
         assert 9 in running(engine)
 
-    def test_nobody_is_displaced_where_it_would_not_help(self) -> None:
+    def test_preemption_displaces_no_request_when_all_victims_are_too_small(self) -> None:
         engine = prioritised(num_pages=32, max_running_requests=8, schedule_conservativeness=0.1)
         engine.submit(0, [1] * 60, priority=9, max_new_tokens=40, ignore_eos=True)
         engine.submit(1, [2] * 8, priority=0, max_new_tokens=20, ignore_eos=True)
@@ -200,7 +208,7 @@ class TestVictims:
         assert engine.core.stats().preemptions_total == 0
         assert running(engine) == [0, 1]
 
-    def test_a_request_is_displaced_in_the_middle_of_its_prompt(self) -> None:
+    def test_preemption_displaces_an_extending_request(self) -> None:
         engine = prioritised(max_running_requests=1)
         engine.submit(0, range(100), priority=0, max_new_tokens=4)
         engine.turn()
@@ -215,7 +223,7 @@ class TestVictims:
 class TestWhatADisplacedRequestKeeps:
     @pytest.mark.by_day(one_in=2)
     @each_value(overlap=[True, False], page_size=[1, 4])
-    def test_its_output_and_its_cached_prefix(self, overlap: bool, page_size: int) -> None:
+    def test_preempted_request_keeps_output_and_cached_prefix(self, overlap: bool, page_size: int) -> None:
         engine = make(overlap, enable_priority_scheduling=True, max_running_requests=1, page_size=page_size, num_pages=256)
         start(engine, [0])
         before = list(engine.core.queues.by_key[0, 0].progress.output_ids)
@@ -232,7 +240,7 @@ class TestWhatADisplacedRequestKeeps:
 
     @pytest.mark.by_day(one_in=2, seed=1)
     @each_value(overlap=[True, False], mixed=[True, False])
-    def test_its_tokens_are_those_of_an_undisturbed_run(self, overlap: bool, mixed: bool) -> None:
+    def test_preempted_requests_get_the_models_tokens(self, overlap: bool, mixed: bool) -> None:
         engine = make(overlap, enable_priority_scheduling=True, max_running_requests=2, enable_mixed_chunk=mixed)
         start(engine, [0, 0], max_new=60)
         for handle in range(10, 16):
@@ -245,7 +253,7 @@ class TestWhatADisplacedRequestKeeps:
             assert engine.finishes[handle].reason is FinishReason.LENGTH
             engine.check_answer(handle)
 
-    def test_it_is_told_apart_from_retraction_for_want_of_memory(self) -> None:
+    def test_preemption_is_not_counted_as_retraction(self) -> None:
         engine = prioritised(max_running_requests=1)
         start(engine, [0])
         ratio = engine.core.stats().new_token_ratio

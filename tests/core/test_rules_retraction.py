@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#retraction: what happens when memory runs out, and when a batch is full."""
+"""Rules for retraction, and for the flag batch_is_full (docs/design/scheduler.md#retraction)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.core.test_scheduler_basic import make
 
 
 def crowded(overlap: bool = True, max_new: int = 24, **changes: Any) -> Engine:
-    """Three requests that are let in together and cannot all finish: 64 tokens of KV, 96 wanted."""
+    """Returns three admitted requests that need 96 tokens of KV in a pool of 64 tokens."""
     values: dict[str, Any] = {"num_pages": 16, "eos_token_ids": (), "schedule_conservativeness": 0.01, "max_extend_steps": 0}
     engine = make(overlap, **{**values, **changes})
     for handle in range(3):
@@ -46,8 +46,8 @@ class TestVictims:
         ],
         ids=["least output first", "of equals the longest prompt", "output before prompt", "least urgent before both"],
     )
-    def test_they_go_in_this_order(self, rows: list[tuple[int, int, int]], order: list[int]) -> None:
-        """rows: priority, output tokens, prompt tokens."""
+    def test_victim_order_sorts_by_urgency_output_and_prompt(self, rows: list[tuple[int, int, int]], order: list[int]) -> None:
+        """Each row is (priority, output tokens, prompt tokens)."""
         config = make(enable_priority_scheduling=True).config
         requests = []
         for handle, (priority, outputs, length) in enumerate(rows):
@@ -57,7 +57,7 @@ class TestVictims:
             requests.append(request)
         assert [r.handle for r in sorted(requests, key=victim_order)] == order
 
-    def test_the_row_with_the_longest_prompt_of_equal_ones_is_retracted(self) -> None:
+    def test_retraction_takes_the_longest_prompt_when_outputs_are_equal(self) -> None:
         engine = crowded()
         turn_until_retraction(engine)
         assert [engine.core.queues.by_key[0, handle].progress.num_retractions for handle in range(3)] == [1, 0, 0]
@@ -66,7 +66,7 @@ class TestVictims:
         in_flight = len(retracted.progress.output_ids) - stats.retracted_output_tokens_total
         assert stats.retracted_output_tokens_total > 0 and in_flight in (0, 1)
 
-    def test_a_prompt_in_the_middle_is_a_victim_too(self) -> None:
+    def test_retraction_takes_an_extending_request(self) -> None:
         engine = make(num_pages=16, eos_token_ids=(), schedule_conservativeness=0.01, chunked_prefill_size=4, max_extend_steps=1)
         engine.submit(0, [1] * 4, max_new_tokens=50)
         for _ in range(12):
@@ -81,7 +81,7 @@ class TestVictims:
 class TestRetractedRequests:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_they_come_back_and_their_tokens_are_those_of_an_undisturbed_run(self, overlap: bool) -> None:
+    def test_retracted_requests_get_the_models_tokens(self, overlap: bool) -> None:
         engine = crowded(overlap)
         engine.drain()
         assert engine.core.stats().retractions_total > 0
@@ -89,7 +89,7 @@ class TestRetractedRequests:
             assert engine.finishes[handle].reason is FinishReason.LENGTH
             engine.check_answer(handle)
 
-    def test_they_come_back_before_requests_that_never_ran(self) -> None:
+    def test_retracted_requests_precede_new_requests(self) -> None:
         engine = crowded()
         turn_until_retraction(engine)
         engine.submit(9, [9] * 4, max_new_tokens=4)
@@ -98,14 +98,14 @@ class TestRetractedRequests:
         fresh = next(p.step_id for p in engine.plans for s in p.admitted if s.num_prompt_tokens == 4)
         assert back <= fresh
 
-    def test_the_ratio_becomes_what_the_rows_that_stay_have_decoded(self) -> None:
+    def test_retraction_sets_the_ratio_by_the_remaining_rows(self) -> None:
         engine = crowded(overlap=False, max_new=50, num_pages=20)
         turn_until_retraction(engine)
         rows = engine.core.queues.decoding
         decoded = sum(len(row.progress.output_ids) for row in rows)
         assert engine.core.stats().new_token_ratio == pytest.approx((decoded + 20 * len(rows)) / (50 * len(rows) + 1))
 
-    def test_a_step_that_retracts_lets_nobody_in(self) -> None:
+    def test_retraction_prevents_admission_in_the_same_step(self) -> None:
         engine = crowded()
         for _ in range(100):
             before = engine.core.stats().retractions_total
@@ -117,7 +117,7 @@ class TestRetractedRequests:
 class TestTheLastRequest:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_one_that_cannot_go_on_alone_is_ended_with_the_limit_named_and_the_others_finish(self, overlap: bool) -> None:
+    def test_last_request_ends_with_the_pool_size_when_out_of_memory(self, overlap: bool) -> None:
         engine = make(overlap, num_pages=8, eos_token_ids=(), schedule_conservativeness=0.01)
         engine.submit(0, [1] * 12, max_new_tokens=60)
         engine.submit(1, [2] * 8, max_new_tokens=12)
@@ -134,7 +134,7 @@ class TestTheLastRequest:
 class TestRetractHook:
     @pytest.mark.by_day(one_in=2, seed=2)
     @each_value(every=[2, 3, 5], overlap=[True, False])
-    def test_one_request_is_retracted_every_so_many_decode_steps(self, every: int, overlap: bool) -> None:
+    def test_retract_interval_retracts_a_request_periodically(self, every: int, overlap: bool) -> None:
         engine = make(overlap, retract_interval=every)
         engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
         engine.drain()
@@ -144,7 +144,7 @@ class TestRetractHook:
         assert engine.finishes[0].retractions - (modes.count("E") - 1) in (0, 1), "the last may find its last token in flight"
         engine.check_answer(0)
 
-    def test_zero_is_never(self) -> None:
+    def test_retract_interval_0_retracts_no_request(self) -> None:
         engine = make(retract_interval=0)
         engine.submit(0, [1] * 8, max_new_tokens=60, ignore_eos=True)
         engine.drain()
@@ -152,11 +152,11 @@ class TestRetractHook:
 
 
 class TestBatchIsFull:
-    """When the flag is set and cleared (docs/design/scheduler.md#admission-and-budgets)."""
+    """The flag is set and cleared by the rules of docs/design/scheduler.md#admission-and-budgets."""
 
     @staticmethod
     def full(**changes: Any) -> Engine:
-        """Two slots, both decoding, and one request that waits."""
+        """Returns an engine with two slots, two decoding requests and one waiting request."""
         engine = make(max_running_requests=2, **changes)
         for handle in range(3):
             engine.submit(handle, [handle + 1] * 4, max_new_tokens=10 + 20 * handle, ignore_eos=True)
@@ -164,34 +164,34 @@ class TestBatchIsFull:
             engine.turn()
         return engine
 
-    def test_it_begins_clear(self) -> None:
+    def test_batch_is_full_starts_unset(self) -> None:
         assert not make().core.stats().batch_is_full
 
-    def test_set_when_all_slots_are_taken_and_someone_waits(self) -> None:
+    def test_batch_is_full_is_set_when_a_request_waits_for_a_slot(self) -> None:
         engine = self.full()
         assert engine.core.stats().batch_is_full and engine.core.stats().num_running == 2
 
-    def test_set_when_the_pool_is_spoken_for(self) -> None:
+    def test_batch_is_full_is_set_when_the_pool_is_reserved(self) -> None:
         engine = make(num_pages=16, schedule_conservativeness=9.0)
         for handle in range(2):
             engine.submit(handle, [handle] * 8, max_new_tokens=40)
         engine.turn()
         assert engine.core.stats().batch_is_full and engine.core.stats().num_running == 1
 
-    def test_not_set_when_only_this_step_has_enough(self) -> None:
+    def test_batch_is_full_stays_unset_when_only_the_step_is_full(self) -> None:
         engine = make(chunked_prefill_size=16)
         for handle in range(3):
             engine.submit(handle, [handle] * 16, max_new_tokens=4)
         engine.turn()
         assert not engine.core.stats().batch_is_full and engine.core.stats().num_running == 1
 
-    def test_not_set_when_nothing_runs_for_then_the_request_gets_its_chance(self) -> None:
+    def test_batch_is_full_stays_unset_when_no_other_request_runs(self) -> None:
         engine = make(num_pages=16)
         engine.submit(0, [1] * 40, max_new_tokens=80)
         engine.turn()
         assert engine.core.stats().num_running == 1 and not engine.core.stats().batch_is_full
 
-    def test_while_it_is_set_nobody_enters_though_there_is_room(self) -> None:
+    def test_batch_is_full_prevents_admission_despite_free_pages(self) -> None:
         engine = make(num_pages=32, schedule_conservativeness=9.0)
         engine.submit(0, [1] * 8, max_new_tokens=40, ignore_eos=True)
         engine.submit(1, [2] * 90, max_new_tokens=20)
@@ -203,38 +203,38 @@ class TestBatchIsFull:
         stats = engine.core.stats()
         assert stats.batch_is_full and stats.num_waiting == 1 and stats.pages_free > 10
 
-    def test_cleared_when_a_running_request_finishes(self) -> None:
+    def test_batch_is_full_is_cleared_when_a_request_finishes(self) -> None:
         engine = self.full()
         for _ in range(12):
             engine.turn()
         assert list(engine.finishes) == [0]
         assert 2 in {request.handle for request in engine.core.queues.extending + engine.core.queues.decoding}
 
-    def test_cleared_when_a_running_request_is_aborted(self) -> None:
+    def test_batch_is_full_is_cleared_when_a_running_request_is_aborted(self) -> None:
         engine = self.full()
         engine.abort(0)
         assert not engine.core.stats().batch_is_full
 
-    def test_left_when_a_waiting_request_is_aborted(self) -> None:
+    def test_batch_is_full_stays_set_when_a_waiting_request_is_aborted(self) -> None:
         engine = self.full()
         engine.submit(3, [9] * 4, max_new_tokens=4)
         engine.abort(3)
         assert engine.core.stats().batch_is_full
 
-    def test_cleared_when_a_request_is_retracted(self) -> None:
+    def test_batch_is_full_is_cleared_when_a_request_is_retracted(self) -> None:
         engine = self.full()
         engine.control.retune({"retract_interval": 1})
         engine.core.plan(engine.now)
         assert engine.core.stats().retractions_total == 1 and not engine.core.stats().batch_is_full
 
-    def test_cleared_for_someone_more_urgent(self) -> None:
+    def test_batch_is_full_is_cleared_when_a_request_is_preempted(self) -> None:
         engine = self.full(enable_priority_scheduling=True)
         engine.submit(9, [9] * 4, priority=1, max_new_tokens=4)
         engine.turn()
         assert engine.core.stats().preemptions_total == 1
         assert 9 in {request.handle for request in engine.core.queues.extending + engine.core.queues.decoding}
 
-    def test_cleared_when_the_worker_is_idle(self) -> None:
+    def test_batch_is_full_is_cleared_when_the_worker_is_idle(self) -> None:
         engine = self.full()
         engine.drain()
         engine.turn()

@@ -1,4 +1,4 @@
-"""Sessions: turns that build on each other, with their KV kept between turns."""
+"""Rules for sessions: turns that build on each other, with their KV cached between turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opened(overlap: bool = True, capacity: int = 0, ttl_s: float = 0.0, **change
 
 
 def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int]:
-    """One turn of session s, to its end. Returns the tokens of the whole prompt that it stood for."""
+    """Runs one turn of session s to its end. Returns the tokens of its whole prompt."""
     engine.submit(handle, prompt, session=SessionTurn("s", **turn), max_new_tokens=6, ignore_eos=True)
     whole = engine.core.queues.by_key.get((0, handle))
     tokens = whole.prompt_ids.tolist() if whole is not None else []
@@ -33,7 +33,7 @@ def say(engine: Engine, handle: int, prompt: list[int], **turn: Any) -> list[int
 
 
 def say_until(engine: Engine, handle: int, name: str, prompt: list[int], **turn: Any) -> None:
-    """One turn of session s of that request id, to its end, while others run on."""
+    """Runs one turn of session s with the request id `name` to its end, while other requests continue."""
     params = SamplingParams(max_new_tokens=1, ignore_eos=True)
     message = Submit(0, handle, name, np.array(prompt, dtype=np.int32), params, True, session=SessionTurn("s", **turn))
     engine.submitted[handle] = message
@@ -54,7 +54,7 @@ EACH_MODE = pytest.mark.parametrize("overlap", [True, False])
 class TestTurns:
     @pytest.mark.by_day(one_in=2)
     @EACH_MODE
-    def test_a_turn_appends_to_the_latest_one(self, overlap: bool) -> None:
+    def test_turn_appends_to_the_latest_turn(self, overlap: bool) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
         second = say(engine, 1, [2, 3])
@@ -65,14 +65,14 @@ class TestTurns:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_MODE
-    def test_what_was_computed_in_earlier_turns_is_not_computed_again(self, overlap: bool) -> None:
+    def test_turn_finds_earlier_turns_cached(self, overlap: bool) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
         say(engine, 1, [2, 3])
         computed = len(first) + 6 - 1
         assert engine.finishes[1].cached_tokens == computed // 4 * 4
 
-    def test_a_turn_branches_from_any_earlier_one(self) -> None:
+    def test_turn_branches_from_an_earlier_turn(self) -> None:
         engine = opened(True)
         first = say(engine, 0, [1] * 9)
         say(engine, 1, [2, 3])
@@ -81,19 +81,19 @@ class TestTurns:
         assert say(engine, 3, [7], parent="r1")[-2:] == [engine.outputs[1][-1], 7]
 
     @each_value(offset=[0, 9, 99], overlap=[True, False])
-    def test_an_offset_keeps_so_many_tokens_of_the_parent(self, overlap: bool, offset: int) -> None:
+    def test_turn_keeps_offset_tokens_of_the_parent(self, overlap: bool, offset: int) -> None:
         engine = opened(overlap)
         first = say(engine, 0, [1] * 9)
         context = [*first, *engine.outputs[0]]
         assert say(engine, 1, [5], offset=offset) == [*context[:offset], 5]
 
-    def test_of_a_parent_whose_output_is_dropped_only_the_prompt_counts(self) -> None:
+    def test_turn_keeps_the_parents_prompt_when_output_is_dropped(self) -> None:
         engine = opened(False)
         say(engine, 0, [1] * 9)
         engine.submit(1, [5], session=SessionTurn("s", drop_previous_output=True), max_new_tokens=6, ignore_eos=True)
         assert engine.core.queues.by_key[0, 1].prompt_ids.tolist() == [1] * 9 + [5]
 
-    def test_replacing_forgets_the_parents_later_turns(self) -> None:
+    def test_turn_forgets_later_turns_when_replacing(self) -> None:
         engine = opened(True)
         for handle in range(3):
             say(engine, handle, [handle + 1] * 5)
@@ -106,7 +106,7 @@ class TestTurns:
 
     @pytest.mark.by_day(one_in=2)
     @EACH_MODE
-    def test_a_turn_under_retraction_is_the_same(self, overlap: bool) -> None:
+    def test_turn_is_correct_under_retraction(self, overlap: bool) -> None:
         engine = opened(overlap, retract_interval=2)
         for handle in range(4):
             say(engine, handle, [handle + 1] * 5)
@@ -123,7 +123,7 @@ class TestRefusals:
         ],
         ids=["no such session", "no such turn", "an unfinished turn"],
     )
-    def test_what_cannot_be_continued(self, turn: SessionTurn, word: str) -> None:
+    def test_turn_is_refused_when_session_or_parent_is_missing(self, turn: SessionTurn, word: str) -> None:
         engine = opened()
         say(engine, 0, [1] * 5)
         engine.submit(1, [2] * 5, session=SessionTurn("s"), max_new_tokens=30, ignore_eos=True)
@@ -133,14 +133,14 @@ class TestRefusals:
         assert word in refused(engine, 2)
         assert engine.finishes[1].reason is FinishReason.LENGTH
 
-    def test_a_turn_without_any_token(self) -> None:
+    def test_turn_is_refused_when_empty(self) -> None:
         engine = opened()
         engine.submit(0, [], session=SessionTurn("s"), max_new_tokens=3)
         engine.drain()
         assert "empty" in refused(engine, 0)
 
     @pytest.mark.parametrize(("length", "outputs"), [(19, 6), (20, 5), (24, 1), (25, 0)])
-    def test_capacity_bounds_what_all_turns_add(self, length: int, outputs: int) -> None:
+    def test_capacity_limits_the_tokens_of_all_turns(self, length: int, outputs: int) -> None:
         engine = opened(capacity=40)
         say(engine, 0, [1] * 9)  # 15 tokens with its output
         engine.submit(1, [2] * length, session=SessionTurn("s"), max_new_tokens=6, ignore_eos=True)
@@ -150,7 +150,7 @@ class TestRefusals:
         else:
             assert "40 tokens" in refused(engine, 1)
 
-    def test_capacity_is_reserved_by_running_turns(self) -> None:
+    def test_capacity_is_reserved_for_running_turns(self) -> None:
         engine = opened(capacity=40)
         say(engine, 0, [1] * 9)
         engine.submit(1, [2] * 4, session=SessionTurn("s", "r0"), max_new_tokens=15, ignore_eos=True)
@@ -160,13 +160,13 @@ class TestRefusals:
         assert "40 tokens" in refused(engine, 2)
         assert engine.core.stats().session_tokens == 34
 
-    def test_a_long_chat_counts_each_token_once(self) -> None:
+    def test_capacity_counts_each_token_once(self) -> None:
         engine = opened(capacity=90)
         for handle in range(8):
             say(engine, handle, [handle + 1] * 5)
         assert engine.core.stats().session_tokens == 88
 
-    def test_a_session_of_an_old_name_does_not_take_the_old_ones_turns(self) -> None:
+    def test_reopened_session_stores_no_turn_of_the_old_session(self) -> None:
         engine = opened()
         engine.submit(0, [1] * 5, session=SessionTurn("s"), max_new_tokens=20, ignore_eos=True)
         engine.turn()
@@ -174,12 +174,12 @@ class TestRefusals:
         engine.drain()
         assert engine.core.stats().session_tokens == 0
 
-    def test_no_more_sessions_than_the_worker_holds(self) -> None:
+    def test_sessions_are_limited_by_max_sessions(self) -> None:
         engine = opened(max_sessions=2)
         assert engine.open_session("t") and not engine.open_session("u")
         assert engine.core.close_session("s") and engine.open_session("u")
 
-    def test_a_name_is_open_once(self) -> None:
+    def test_session_name_can_be_open_once(self) -> None:
         engine = opened()
         assert "is open" in engine.core.open_session("s", 0, 0.0, 0.0)
         assert not engine.core.close_session("t")
@@ -187,7 +187,7 @@ class TestRefusals:
 
 class TestLifetime:
     @pytest.mark.parametrize(("after", "is_open"), [(0.9, True), (1.1, False)])
-    def test_it_ends_so_long_after_its_last_turn(self, after: float, is_open: bool) -> None:
+    def test_session_expires_after_the_last_turn(self, after: float, is_open: bool) -> None:
         engine = opened(ttl_s=1.0)
         engine.now += 0.5
         say(engine, 0, [1] * 9)
@@ -195,19 +195,19 @@ class TestLifetime:
         engine.turn()
         assert engine.core.stats().num_sessions == is_open
 
-    def test_one_with_a_running_turn_goes_on(self) -> None:
+    def test_session_with_a_running_turn_does_not_expire(self) -> None:
         engine = opened(ttl_s=0.2)
         engine.submit(0, [1] * 9, session=SessionTurn("s"), max_new_tokens=60, ignore_eos=True)
         engine.drain()
         assert engine.now > 0.5 and engine.core.stats().num_sessions == 1
 
-    def test_the_configured_lifetime_is_that_of_sessions_that_name_none(self) -> None:
+    def test_session_uses_the_configured_lifetime_by_default(self) -> None:
         engine = opened(session_ttl_s=1.0)
         engine.now += 1.5
         engine.turn()
         assert engine.core.stats().num_sessions == 0
 
-    def test_closing_in_mid_turn_ends_the_turn_as_it_would_and_keeps_nothing(self) -> None:
+    def test_closed_session_lets_a_running_turn_end_and_stores_no_turn(self) -> None:
         engine = opened()
         say(engine, 0, [1] * 9)
         engine.submit(1, [2] * 9, session=SessionTurn("s"), max_new_tokens=20, ignore_eos=True)
@@ -220,7 +220,7 @@ class TestLifetime:
         assert engine.core.stats().num_sessions == engine.core.stats().session_tokens == 0
         assert all(node.holds == 0 for node in engine.core.memory.tree.nodes())
 
-    def test_a_session_opened_again_knows_nothing_of_the_turn_that_outlived_the_first(self) -> None:
+    def test_reopened_session_starts_empty(self) -> None:
         engine = opened()
         engine.submit(0, [1] * 9, session=SessionTurn("s"), max_new_tokens=20, ignore_eos=True)
         engine.turn()
@@ -230,7 +230,7 @@ class TestLifetime:
         assert say(engine, 1, [5]) == [5]
 
     @pytest.mark.parametrize(("capacity", "kept"), [(60, False), (100, True)], ids=["without room for it", "with room for it"])
-    def test_a_turn_whose_parent_was_replaced_is_kept_where_there_is_room_for_all_of_it(self, capacity: int, kept: bool) -> None:
+    def test_turn_with_a_replaced_parent_is_stored_when_capacity_suffices(self, capacity: int, kept: bool) -> None:
         engine = opened(capacity=capacity)
         say(engine, 0, [1] * 20)
         say(engine, 1, [2, 3])
@@ -245,7 +245,7 @@ class TestLifetime:
         if not kept:
             assert refused(engine, 4) == "turn r2 of the session is not there"
 
-    def test_another_turn_of_the_replaced_parents_name_is_not_the_parent(self) -> None:
+    def test_turn_keeps_a_replaced_parent_when_the_name_is_reused(self) -> None:
         engine = opened()
         say(engine, 0, [1] * 20)
         parent = say(engine, 1, [2, 3] * 10)
@@ -260,7 +260,7 @@ class TestLifetime:
 
     @pytest.mark.by_day(one_in=2, seed=5)
     @pytest.mark.parametrize("turns", [0, 1, 3, 4])
-    def test_an_abort_in_mid_turn_leaves_the_session_as_it_was(self, turns: int) -> None:
+    def test_aborted_turn_leaves_the_session_unchanged(self, turns: int) -> None:
         engine = opened(chunked_prefill_size=4)
         first = say(engine, 0, [1] * 9)
         before = engine.core.stats().session_tokens
@@ -276,7 +276,7 @@ class TestLifetime:
 class TestMemory:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("policy", EvictionPolicy)
-    def test_what_a_session_holds_is_evicted_after_all_else(self, policy: EvictionPolicy) -> None:
+    def test_held_pages_are_evicted_last(self, policy: EvictionPolicy) -> None:
         engine = opened(eviction_policy=policy, num_pages=32)
         say(engine, 0, [1] * 16)
         held = np.array(engine.contexts["s", "r0"][:20], dtype=np.int32).tobytes()
@@ -286,7 +286,7 @@ class TestMemory:
         assert engine.core.stats().evicted_pages_total > 50
         assert engine.core.memory.tree.peek("", held)[1] == 5, "the turn's whole pages are there"
 
-    def test_what_it_holds_goes_with_all_else_where_another_tier_has_it(self) -> None:
+    def test_held_pages_are_evicted_normally_when_another_tier_has_copies(self) -> None:
         engine = slow(opened(num_pages=32, host_pages=400, page_bytes=64))
         say(engine, 0, [1] * 16)
         held = np.array(engine.contexts["s", "r0"][:20], dtype=np.int32).tobytes()
@@ -297,7 +297,7 @@ class TestMemory:
         say(engine, 20, [5])
         assert engine.finishes[20].cached_from[Tier.HOST] == 20, "it is had back"
 
-    def test_a_session_costs_nobody_admission(self) -> None:
+    def test_session_delays_no_admission(self) -> None:
         engine = opened(num_pages=16)
         say(engine, 0, [1] * 30)
         engine.submit(1, [2] * 50, max_new_tokens=8, ignore_eos=True)
@@ -305,7 +305,7 @@ class TestMemory:
         assert engine.finishes[1].reason is FinishReason.LENGTH
         assert say(engine, 2, [5])[-1] == 5, "what was evicted is computed again"
 
-    def test_closing_leaves_its_pages_to_ordinary_eviction(self) -> None:
+    def test_closed_session_releases_the_holds(self) -> None:
         engine = opened()
         say(engine, 0, [1] * 30)
         assert any(node.holds for node in engine.core.memory.tree.nodes())

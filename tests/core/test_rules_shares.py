@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#shares: the order of prompt tokens of several tenants, or of several batches of one tenant."""
+"""Rules for the order of prompt tokens of several tenants, or of one tenant's batches (docs/design/scheduler.md#shares)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def config_of(policy: SchedulePolicy = SchedulePolicy.FCFS, **more: object) -> S
 
 
 def prompt(handle: int, length: int) -> list[int]:
-    """Prompts that share no beginning."""
+    """Returns a prompt that shares no prefix with the prompts of other handles."""
     return [handle % 1000] * length
 
 
 def prefill_of(engine: Engine, step: int) -> dict[int, int]:
-    """Prompt tokens that a step computes, by slot."""
+    """Returns the prompt tokens that a step computes, by slot."""
     plan = engine.plans[step]
     return dict(zip(plan.slots[: plan.num_extend].tolist(), plan.num_tokens[: plan.num_extend].tolist(), strict=True))
 
 
 def chunks_until_first_token(engine: Engine, handle: int) -> int:
-    """Steps that are planned from now on, before the one that computes the request's last prompt token."""
+    """Returns the number of steps from now on before the step with the request's last prompt token."""
     for count in range(200):
         engine.turn()
         request = engine.core.queues.by_key.get((0, handle))
@@ -51,10 +51,13 @@ class TestWhoComesNext:
         overlap=[True, False],
         length=[CHUNK * 2, CHUNK * 12],
     )
-    def test_nobody_waits_for_more_than_two_chunks_of_another_key_or_batch(
+    def test_request_waits_for_at_most_two_chunks_of_another_flow(
         self, batch: tuple[bytes, int], policy: SchedulePolicy, overlap: bool, length: int
     ) -> None:
-        """The step in flight, and for who has just had a share of its own one that is planned while it runs."""
+        """The first chunk is in the step in flight.
+
+        The second chunk is in the step that is planned while it runs, if the request's flow has just had its turn.
+        """
         engine = Engine(config_of(policy), overlap)
         for handle in range(20):
             engine.submit(handle, prompt(handle, length), payer=(*batch, 1.0), max_new_tokens=4)
@@ -69,7 +72,7 @@ class TestWhoComesNext:
         for handle in engine.finishes:
             engine.check_answer(handle)
 
-    def test_a_flow_alone_is_served_as_if_there_were_no_shares(self) -> None:
+    def test_single_flow_is_served_as_without_shares(self) -> None:
         def plans(payer: tuple[bytes, int, float]) -> list[tuple[list[int], list[int]]]:
             engine = Engine(config_of())
             for handle in range(12):
@@ -79,7 +82,7 @@ class TestWhoComesNext:
 
         assert plans((b"", 0, 1.0)) == plans((b"a", 7, 3.0))
 
-    def test_a_tenant_that_was_served_alone_is_not_put_behind_for_it(self) -> None:
+    def test_tenant_is_not_delayed_for_earlier_service_without_competition(self) -> None:
         engine = Engine(config_of())
         for handle in range(10):
             engine.submit(handle, prompt(handle, CHUNK * 8), payer=(b"a", 0, 1.0), max_new_tokens=1)
@@ -93,7 +96,7 @@ class TestWhoComesNext:
         assert len({tuple(slots) for slots in first_eight}) >= 2, "they take turns"
 
     @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.25)], ids=str)
-    def test_shares_are_by_weight(self, weights: tuple[float, float]) -> None:
+    def test_shares_follow_the_weights(self, weights: tuple[float, float]) -> None:
         engine = Engine(config_of(max_running_requests=16))
         owner: dict[int, int] = {}
         for handle in range(120):
@@ -109,7 +112,7 @@ class TestWhoComesNext:
         assert abs(served[0] / weights[0] - served[1] / weights[1]) <= 2 * CHUNK / min(weights)
         engine.drain()
 
-    def test_batches_that_keep_coming_hold_no_older_one_up(self) -> None:
+    def test_new_batches_do_not_delay_an_older_batch(self) -> None:
         engine = Engine(config_of())
         for handle in range(8):
             engine.submit(handle, prompt(handle, CHUNK * 2), payer=(b"a", 1, 1.0), max_new_tokens=1)
@@ -120,7 +123,7 @@ class TestWhoComesNext:
         assert sum(handle in engine.finishes for handle in range(8)) >= 3, "its share of a queue that grows"
         engine.drain(400)
 
-    def test_who_is_more_urgent_comes_before_all_shares(self) -> None:
+    def test_priority_precedes_shares(self) -> None:
         engine = Engine(config_of(enable_priority_scheduling=True, priority_preemption_threshold=100))
         engine.submit(0, prompt(0, CHUNK * 4), payer=(b"a", 0, 1.0), priority=5, max_new_tokens=1)
         engine.turn()
@@ -128,8 +131,8 @@ class TestWhoComesNext:
         assert chunks_until_first_token(engine, 1) >= 3
         engine.drain()
 
-    def test_the_rest_of_a_step_is_for_whose_turn_it_is_not_for_what_has_begun(self) -> None:
-        """A tenant of many small prompts, each a little over a chunk: what one leaves of a step is for its next."""
+    def test_rest_of_a_step_goes_to_the_next_flow(self) -> None:
+        """A tenant has many prompts of little more than a chunk, each of which leaves a rest of a step."""
         engine = Engine(config_of(), checked=False)
         shares = engine.core.queues.shares
         for handle in range(30):
@@ -142,8 +145,8 @@ class TestWhoComesNext:
             assert abs(starts[b"long"] - starts[b"small"]) <= CHUNK
         engine.drain(400)
 
-    def test_a_full_batch_is_looked_at_again_for_who_is_new(self) -> None:
-        """Its turn is next, and it is small: what the one before it has no room for is room enough."""
+    def test_new_flow_resets_batch_is_full(self) -> None:
+        """The request of the new flow is small and fits, although the request before it did not."""
         engine = Engine(config_of(max_running_requests=8))
         engine.submit(0, prompt(0, 900), payer=(b"a", 0, 1.0), max_new_tokens=60, ignore_eos=True)
         engine.submit(1, prompt(1, 900), payer=(b"a", 0, 1.0), max_new_tokens=60, ignore_eos=True)
@@ -160,8 +163,8 @@ class TestWhoComesNext:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_backlogged_tenants_are_never_far_from_their_shares(seed: int, overlap: bool) -> None:
-    """By more than a chunk and a page, whatever lengths, batches and weights: who is served has the least start."""
+def test_waiting_tenants_get_shares_within_a_chunk_and_a_page(seed: int, overlap: bool) -> None:
+    """This holds for any lengths, batches and weights, because the flow with the smallest start is served."""
     rng = random.Random(seed)
     engine = Engine(config_of(max_running_requests=32), overlap, checked=False)
     weights = {b"a": rng.choice((0.5, 1.0, 2.0)), b"b": 1.0, b"c": rng.choice((1.0, 4.0))}
@@ -180,7 +183,7 @@ def test_backlogged_tenants_are_never_far_from_their_shares(seed: int, overlap: 
 
 
 class TestBookkeeping:
-    def test_tenants_are_forgotten_and_those_with_requests_are_not(self) -> None:
+    def test_shares_forget_only_tenants_without_requests(self) -> None:
         shares = Shares()
         kept = shares.enter((b"kept", 0, 0), 1.0)
         shares.charge(kept, 500)
@@ -189,7 +192,7 @@ class TestBookkeeping:
             assert len(shares._tenants) <= MAX_TENANTS
         assert shares.pending() == {(b"kept", 0, 0): 1} and shares.enter((b"kept", 0, 0), 1.0) is kept
 
-    def test_nobody_saves_up_a_share(self) -> None:
+    def test_idle_tenant_accumulates_no_share(self) -> None:
         shares = Shares()
         early = shares.enter((b"early", 0, 0), 1.0)
         shares.leave(early)
