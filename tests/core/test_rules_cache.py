@@ -1,4 +1,4 @@
-"""The radix cache: what goes first, who shares with whom, and what the prefix index is told."""
+"""Rules of the radix cache: order of eviction, shared prefixes, and the events for the prefix index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(*tokens: int) -> bytes:
 
 
 class Tree:
-    """Pages of one token; a page's number is its token."""
+    """A radix cache with pages of one token. The number of a page is its token."""
 
     def __init__(self, policy: EvictionPolicy = EvictionPolicy.LRU) -> None:
         self.cache = RadixCache(1, ORDERS[policy])
@@ -36,19 +36,19 @@ class Tree:
         return node
 
     def use(self, *tokens: int) -> None:
-        """As an admission does."""
+        """Counts a hit on the tokens, as an admission does."""
         self.cache.count_hit(self.cache.match("", key(*tokens)).node)
 
     def evicted(self, count: int = 99) -> list[list[int]]:
-        """Edges, in the order in which they go when one page at a time is wanted."""
+        """Evicts one page at a time, and returns the evicted edges in order."""
         out: list[list[int]] = []
         while len(out) < count and (freed := self.cache.evict(1)):
             out += [pages.tolist() for pages in freed]
         return out
 
 
-def test_what_was_written_for_a_lease_that_has_ended_is_not_sent() -> None:
-    """Two of one prompt end at once: the second one's pages are the first one's by then, and its slot is a third one's."""
+def test_table_updates_omit_writes_of_ended_leases() -> None:
+    """Two requests with one prompt end together. The second one's slot is then reused by a third request."""
     engine = make(max_running_requests=2, chunked_prefill_size=64)
     for handle in (0, 1):
         engine.submit(handle, list(range(20)), max_new_tokens=1, ignore_eos=True)
@@ -71,7 +71,7 @@ def test_what_was_written_for_a_lease_that_has_ended_is_not_sent() -> None:
         engine.check_answer(handle)
 
 
-def test_both_halves_of_what_is_kept_elsewhere_are_known_to_be() -> None:
+def test_split_marks_both_halves_of_a_backed_node() -> None:
     backups = BackupQueue(False, True, 0)
     cache = RadixCache(1, ORDERS[EvictionPolicy.LRU], backups=backups)
     keys = tuple(bytes([page]) for page in range(4))
@@ -82,8 +82,8 @@ def test_both_halves_of_what_is_kept_elsewhere_are_known_to_be() -> None:
 
 
 @given(st.integers(-8, 28))
-def test_the_beginning_of_a_key_finds_what_it_would_alone(end: int) -> None:
-    """Of bytes: within a page, at an edge's end and inside the next edge, at the key's end and beyond."""
+def test_match_with_an_end_equals_match_of_the_cut_key(end: int) -> None:
+    """The end is in bytes: within a page, at the end of an edge, inside of the next edge, and beyond the key."""
     whole, alone = Tree(), Tree()
     for tree in (whole, alone):
         tree.put(1, 2, 3)
@@ -106,8 +106,11 @@ class TestEviction:
             (EvictionPolicy.PRIORITY, [[2], [1], [4], [3]]),
         ],
     )
-    def test_each_policy_has_its_order_of_victims(self, policy: EvictionPolicy, order: list[list[int]]) -> None:
-        """Born 1, 2, 3, 4; used 0 times: 2, once: 4, twice: 3, three times: 1; in the order of last use: 2, 3, 1, 4."""
+    def test_eviction_order_depends_on_the_policy(self, policy: EvictionPolicy, order: list[list[int]]) -> None:
+        """The nodes were inserted as 1, 2, 3, 4 and last used as 2, 3, 1, 4.
+
+        Their numbers of uses are 0 for node 2, 1 for node 4, 2 for node 3 and 3 for node 1.
+        """
         tree = Tree(policy)
         for token, rank in ((1, 1), (2, 2), (3, 0), (4, 1)):
             tree.put(token, rank=rank)
@@ -117,7 +120,7 @@ class TestEviction:
 
     @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("policy", EvictionPolicy)
-    def test_leaves_go_before_what_they_hang_on(self, policy: EvictionPolicy) -> None:
+    def test_eviction_takes_leaves_before_parents(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
         tree.put(1, 2)
         tree.put(1, 2, 3)
@@ -127,7 +130,7 @@ class TestEviction:
 
     @pytest.mark.by_day(one_in=2, seed=12)
     @pytest.mark.parametrize("policy", EvictionPolicy)
-    def test_what_is_locked_never_goes(self, policy: EvictionPolicy) -> None:
+    def test_eviction_spares_locked_nodes(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
         locked = tree.put(1, 2)
         tree.put(1, 2, 3)
@@ -139,7 +142,7 @@ class TestEviction:
 
     @pytest.mark.by_day(one_in=4)
     @pytest.mark.parametrize("policy", EvictionPolicy)
-    def test_what_is_held_goes_last(self, policy: EvictionPolicy) -> None:
+    def test_eviction_takes_held_nodes_last(self, policy: EvictionPolicy) -> None:
         tree = Tree(policy)
         held = tree.put(1, rank=9)
         tree.cache.hold(held)
@@ -149,7 +152,7 @@ class TestEviction:
             tree.use(token)
         assert tree.evicted()[-1] == [1]
 
-    def test_a_hold_taken_back_counts_no_more(self) -> None:
+    def test_eviction_ignores_a_hold_that_was_undone(self) -> None:
         tree = Tree()
         held = tree.put(1)
         tree.put(2)
@@ -157,14 +160,14 @@ class TestEviction:
         tree.cache.unhold(held)
         assert tree.evicted() == [[1], [2]]
 
-    def test_more_urgent_requests_make_what_they_bring_stay_under_the_priority_policy(self) -> None:
+    def test_priority_eviction_uses_the_most_urgent_rank(self) -> None:
         tree = Tree(EvictionPolicy.PRIORITY)
         tree.put(1, rank=3)
         tree.put(2, rank=2)
         tree.put(1, rank=1)
         assert tree.evicted() == [[2], [1]]
 
-    def test_what_is_put_below_a_path_makes_the_whole_path_the_latest_used(self) -> None:
+    def test_insert_updates_the_recency_of_the_whole_path(self) -> None:
         tree = Tree()
         above = tree.put(1)
         tree.put(2)
@@ -172,7 +175,7 @@ class TestEviction:
         assert above.stamp == below.stamp
         assert tree.evicted() == [[2], [5], [1]]
 
-    def test_a_look_is_no_use_for_the_least_frequently_used(self) -> None:
+    def test_lfu_eviction_counts_no_matches(self) -> None:
         tree = Tree(EvictionPolicy.LFU)
         tree.put(1)
         tree.put(2)
@@ -182,8 +185,8 @@ class TestEviction:
         assert tree.evicted() == [[1], [2]]
 
     @pytest.mark.parametrize("full", [False, True])
-    def test_an_admission_is_one_use_however_often_the_request_was_looked_at(self, full: bool) -> None:
-        """full: by then it has waited for room in many passes."""
+    def test_admission_counts_one_hit_after_many_passes(self, full: bool) -> None:
+        """With `full`, the request has waited for memory in many passes."""
         engine = make(num_pages=32, eviction_policy=EvictionPolicy.LFU)
         engine.submit(0, [1] * 12, max_new_tokens=1)
         engine.drain()
@@ -200,7 +203,7 @@ class TestEviction:
         engine.drain()
         assert node.hits == before + 1
 
-    def test_whole_edges_are_given_back_until_it_is_enough(self) -> None:
+    def test_eviction_drops_whole_edges(self) -> None:
         tree = Tree()
         tree.put(1, 2, 3)
         tree.put(4, 5)
@@ -208,7 +211,7 @@ class TestEviction:
 
 
 class TestNamespaces:
-    def test_no_two_pairs_of_adapter_and_salt_are_one(self) -> None:
+    def test_namespace_is_unique_for_adapter_and_salt(self) -> None:
         words = ("", "a", "b", "ab", "1:a", "1:b", "2:ab")
         assert len({cache_namespace(lora, salt) for lora in words for salt in words}) == len(words) ** 2
 
@@ -225,7 +228,9 @@ class TestNamespaces:
             (("x", "y"), ("z", "y"), 0),
         ],
     )
-    def test_requests_share_within_one_only(self, first: tuple[str, str], second: tuple[str, str], cached: int) -> None:
+    def test_requests_share_pages_only_within_a_namespace(
+        self, first: tuple[str, str], second: tuple[str, str], cached: int
+    ) -> None:
         engine = make()
         for handle, (lora, salt) in enumerate((first, second)):
             message = Submit(
@@ -237,7 +242,7 @@ class TestNamespaces:
             engine.check_answer(handle)
         assert engine.finishes[1].cached_tokens == cached
 
-    def test_an_emptied_one_is_forgotten(self) -> None:
+    def test_empty_namespaces_are_forgotten(self) -> None:
         engine = make()
         for handle in range(20):
             engine.submit(handle, [1] * 12, salt=f"tenant {handle}", max_new_tokens=1)
@@ -246,8 +251,8 @@ class TestNamespaces:
         engine.core.plan(engine.now)
         assert not engine.core.memory.tree._roots
 
-    def test_one_is_not_forgotten_while_somebody_has_its_root_in_hand(self) -> None:
-        """A root that was dropped between a match and its lock, or whose last hold came back late, took others' pages along."""
+    def test_namespace_is_not_forgotten_while_a_root_is_in_use(self) -> None:
+        """A root between match and lock, or with a late unhold, must not be replaced by a second root, which would lose pages."""
         tree = RadixCache(1)
         empty = tree.match("", b"").node
         tree.lock(empty)
@@ -261,7 +266,7 @@ class TestNamespaces:
 
 
 def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
-    """What the index is to know of a cached prefix: the names of its whole blocks."""
+    """Returns the names of the whole blocks of a cached prefix."""
     link, out = cache_namespace("", salt).encode(), []
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         link = chained(link, np.array(tokens[at : at + BLOCK_TOKENS], dtype=np.int32).tobytes())
@@ -269,8 +274,8 @@ def blocks(tokens: list[int], salt: str = "") -> list[bytes]:
     return out
 
 
-EACH_PAGE = pytest.mark.parametrize("page_size", [1, 64, 128])  # a part of a block, a block, two
-PART_OR_TWO = pytest.mark.parametrize("page_size", [1, 128])  # where a page of one block is handled as either of them
+EACH_PAGE = pytest.mark.parametrize("page_size", [1, 64, 128])  # part of a block, one block, two blocks
+PART_OR_TWO = pytest.mark.parametrize("page_size", [1, 128])  # a page of one block needs no code of its own
 
 
 class TestEvents:
@@ -279,7 +284,7 @@ class TestEvents:
         return make(page_size=page_size, num_pages=4096 // page_size, context_len=1024, chunked_prefill_size=256)
 
     def run(self, engine: Engine, handle: int, tokens: list[int], salt: str = "") -> set[bytes]:
-        """Computes the prompt; returns the names of its blocks that are in whole pages."""
+        """Computes the prompt. Returns the names of its blocks in whole pages."""
         engine.submit(handle, tokens, salt=salt, max_new_tokens=1)
         engine.drain()
         page = engine.config.page_size
@@ -287,7 +292,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_whole_blocks_are_told_when_they_are_computed(self, page_size: int) -> None:
+    def test_events_report_whole_blocks_when_computed(self, page_size: int) -> None:
         engine = self.engine(page_size)
         tokens = list(range(300))
         wanted = self.run(engine, 0, tokens)
@@ -296,7 +301,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=3)
     @EACH_PAGE
-    def test_prompts_that_part_within_an_edge_share_the_blocks_before(self, page_size: int) -> None:
+    def test_events_share_blocks_before_a_split(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))
         second = self.run(engine, 1, [*range(200), *range(500, 700)])
@@ -305,7 +310,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_evicted_blocks_are_taken_back(self, page_size: int) -> None:
+    def test_events_report_evicted_blocks(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
         engine.control.flush_cache()
@@ -315,7 +320,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=3, seed=4)
     @EACH_PAGE
-    def test_a_flush_is_told_in_few_words(self, page_size: int) -> None:
+    def test_events_report_a_reset_when_a_flush_removes_most_blocks(self, page_size: int) -> None:
         engine = self.engine(page_size)
         for handle in range(3):
             self.run(engine, handle, list(range(handle, 400 + handle)))
@@ -334,7 +339,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_PAGE
-    def test_a_flush_that_takes_little_names_it(self, page_size: int) -> None:
+    def test_events_name_the_blocks_when_a_flush_removes_few(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
         self.run(engine, 1, list(range(200, 330)))
@@ -349,7 +354,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_namespaces_have_their_own_names(self, page_size: int) -> None:
+    def test_block_names_differ_by_namespace(self, page_size: int) -> None:
         engine = self.engine(page_size)
         first = self.run(engine, 0, list(range(400)))
         second = self.run(engine, 1, list(range(400)), salt="tenant")
@@ -357,7 +362,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @PART_OR_TWO
-    def test_a_new_pool_clears_everything(self, page_size: int) -> None:
+    def test_events_report_a_reset_when_the_memory_is_reset(self, page_size: int) -> None:
         engine = self.engine(page_size)
         self.run(engine, 0, list(range(400)))
         engine.turn()
@@ -367,7 +372,7 @@ class TestEvents:
 
     @pytest.mark.by_day(one_in=2)
     @PART_OR_TWO
-    def test_a_block_that_came_and_went_between_two_messages_is_in_neither(self, page_size: int) -> None:
+    def test_events_omit_a_block_that_came_and_left(self, page_size: int) -> None:
         engine = self.engine(page_size)
         tree = engine.core.memory.tree
         tokens = np.arange(256, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Pages of a prompt that are read while others are computed: what is announced and how long it stands, who keeps what came."""
+"""Rules for pages that are read while a prefill worker still computes their prompt: announcements, reservations and pins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = list(range(42))  # ten pages and a half, in chunks of four
 
 
 def pulled(engine: Engine) -> list[int]:
-    """Pages of each read."""
+    """Returns the number of pages of each read from another worker."""
     return [len(op.keys) for plan in engine.plans for op in plan.operations if op.kind is OperationKind.PULL]
 
 
@@ -32,7 +32,7 @@ def rooms(pair: Relayed) -> int:
 
 class TestAnnounced:
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_each_chunk_is_read_while_the_next_one_is_computed(self, overlap: bool) -> None:
+    def test_prefetch_reads_each_chunk_during_the_next_one(self, overlap: bool) -> None:
         pair = Relayed(overlap=overlap, first={"overlap": overlap})
         pair.begin(0, list(range(74)), max_new_tokens=8)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -45,7 +45,7 @@ class TestAnnounced:
         assert pair.first.core.stats().rooms_total == 1, "one room, which has grown"
         pair.assert_all_is_free()
 
-    def test_only_what_is_not_there_is_read(self) -> None:
+    def test_prefetch_reads_only_missing_pages(self) -> None:
         pair = Relayed()
         pair.answer(1, PROMPT[:24], max_new_tokens=2)
         pair.begin(0, PROMPT, max_new_tokens=2)
@@ -54,19 +54,19 @@ class TestAnnounced:
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
-    def test_a_prompt_of_one_chunk_is_read_when_it_is_whole(self) -> None:
+    def test_prompt_of_one_chunk_is_read_when_complete(self) -> None:
         pair = Relayed()
         pair.begin(0, PROMPT[:14], max_new_tokens=2)
         pair.finish(0, max_new_tokens=2)
         assert not pair.told and pair.second.core.stats().prefetched_pages_total == 0
 
-    def test_a_request_that_stays_announces_nothing(self) -> None:
+    def test_request_without_handover_announces_no_page(self) -> None:
         pair = Relayed()
         pair.first.submit(0, PROMPT, max_new_tokens=2, ignore_eos=True)
         pair.first.drain()
         assert not pair.first.ready and pair.first.core.stats().rooms_total == 0
 
-    def test_with_output_from_elsewhere_that_is_computed_and_read_too(self) -> None:
+    def test_prefetch_includes_output_from_another_worker(self) -> None:
         pair = Relayed()
         pair.first.submit(9, PROMPT, max_new_tokens=30, ignore_eos=True)
         pair.first.drain()
@@ -85,7 +85,13 @@ class TestAnnounced:
 
 
 def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | None = None) -> Relayed:
-    """Whose second chunk is in flight when somebody more urgent needs the only slot. before: a prompt that is kept by then."""
+    """Returns a pair in which a more urgent request takes the only slot while the second chunk is in flight.
+
+    Args:
+        hold_s: lifetime of a reservation.
+        num_pages: pages of the prefill worker.
+        before: prompt that is computed and reserved before.
+    """
     first = {"enable_priority_scheduling": True, "max_running_requests": 1, "disaggregation_hold_s": hold_s}
     pair = Relayed(first={**first, "num_pages": num_pages})
     if before is not None:
@@ -99,9 +105,9 @@ def preempting(hold_s: float = 10.0, num_pages: int = 32, before: list[int] | No
 
 
 class TestPutBack:
-    def test_what_was_announced_stands(self) -> None:
+    def test_reservation_stands_while_the_request_is_preempted(self) -> None:
         pair = preempting()
-        pair.second.executor.peers.clear()  # nothing is read before it comes back
+        pair.second.executor.peers.clear()  # no page can be read before the request returns
         room = pair.first.core.reservations
         assert len(room) == 1 and room.may_end
         pair.until(lambda: 1 in pair.first.finishes)
@@ -111,7 +117,7 @@ class TestPutBack:
         assert pair.second.core.stats().pulled_pages_total == 10
         pair.assert_all_is_free()
 
-    def test_not_longer_than_a_room_is_held(self) -> None:
+    def test_reservation_expires_while_the_request_waits(self) -> None:
         pair = preempting(hold_s=0.05)
         pair.until(lambda: rooms(pair) == 0)
         assert pair.first.core.stats().expired_rooms_total == 1 and 1 not in pair.first.finishes
@@ -123,7 +129,7 @@ class TestPutBack:
         assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
         pair.assert_all_is_free()
 
-    def test_a_room_that_ends_before_anybody_is_told_of_it_is_never_opened(self) -> None:
+    def test_reservation_that_ends_at_once_is_never_reported_as_open(self) -> None:
         pair = Relayed()
         pair.answer(0, PROMPT, max_new_tokens=2)
         core, room = pair.first.core, pair.new_room()
@@ -139,7 +145,7 @@ class TestPutBack:
             assert events is not None and events.closed == (room,)
             assert [each.room for each in events.opened] == ([room] if times == 2 else []), "the one that stands"
 
-    def test_not_where_who_computes_needs_its_pages(self) -> None:
+    def test_reservation_of_a_waiting_prompt_ends_when_running_requests_need_pages(self) -> None:
         pair = preempting(num_pages=20, before=[5] * 8)
         pair.until(lambda: 1 in pair.first.finishes)
         pair.first.check_answer(1)
@@ -151,7 +157,7 @@ class TestPutBack:
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize("put_back", [False, True], ids=["at first", "again"])
-    def test_while_it_computes_its_time_does_not_run(self, put_back: bool) -> None:
+    def test_reservation_has_no_time_limit_while_the_prompt_is_computed(self, put_back: bool) -> None:
         if put_back:
             pair = preempting(hold_s=1.0)
             pair.until(lambda: [request.handle for request in pair.first.core.queues.extending] == [0])
@@ -165,8 +171,8 @@ class TestPutBack:
         pair.finish(0, max_new_tokens=4)
         assert pair.first.core.stats().expired_rooms_total == 0
 
-    def test_its_readers_word_does_not_end_it_before_it_is_whole(self) -> None:
-        """Another one may have been told to read it."""
+    def test_reservation_ignores_a_release_while_growing(self) -> None:
+        """A gateway may have chosen another reader."""
         pair = Relayed()
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.told))
@@ -177,8 +183,8 @@ class TestPutBack:
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize("since", ["grown", "opened again"])
-    def test_a_word_of_what_it_was_before_comes_too_late_to_end_it(self, since: str) -> None:
-        """A reader that was lost while the prompt was computed, say: the one that goes on finds the room."""
+    def test_reservation_ignores_the_release_of_an_earlier_opening(self, since: str) -> None:
+        """If a reader is lost while the prompt is computed, the next reader must find the reservation."""
         pair = Relayed() if since == "grown" else preempting(hold_s=0.05)
         if since == "grown":
             pair.begin(0, PROMPT, max_new_tokens=4)
@@ -195,7 +201,7 @@ class TestPutBack:
 
 class TestEnds:
     @pytest.mark.parametrize("how", ["abort", "front end", "failed step", "flush"])
-    def test_with_its_request_or_its_pages(self, how: str) -> None:
+    def test_reservation_ends_with_the_request_or_the_pages(self, how: str) -> None:
         pair = Relayed(page_moved_s=0.05)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pulled(pair.second)))
@@ -222,7 +228,7 @@ class TestEnds:
             pair.second.abort(0)
         pair.assert_all_is_free()
 
-    def test_what_is_deleted_meanwhile_is_kept_for_nobody(self) -> None:
+    def test_reservation_of_a_deleted_salt_is_not_opened_again(self) -> None:
         pair = Relayed(first={"disaggregation_hold_s": 60.0})
         pair.begin(0, PROMPT, salt="s", max_new_tokens=4)
         pair.until(lambda: bool(pair.told))
@@ -233,7 +239,7 @@ class TestEnds:
         assert rooms(pair) == 0 and not pair.first.executor.open_rooms and not pair.first.core.memory.tree.num_pages
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time"])
-    def test_what_came_for_a_request_that_does_not_is_kept_no_longer(self, how: str) -> None:
+    def test_prefetched_pages_are_released_when_no_request_comes(self, how: str) -> None:
         pair = Relayed(disaggregation_hold_s=0.5)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total > 0)
@@ -251,8 +257,8 @@ class TestEnds:
         assert not len(pair.second.core.queues.importing)
 
     @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
-    def test_who_waits_for_these_pages_gets_them_at_once(self, how: str) -> None:
-        """Also where they were its request's by then, which waited itself."""
+    def test_released_prefetched_pages_let_a_waiting_request_begin(self, how: str) -> None:
+        """This also holds if the pages' request has arrived and waits itself."""
         pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -278,7 +284,7 @@ class TestEnds:
         second.turn()
         assert not len(queues.waiting) and queues.num_running == 2
 
-    def test_while_pages_are_on_their_way_they_come_back_with_the_fact(self) -> None:
+    def test_prefetched_pages_in_flight_are_freed_by_the_fact(self) -> None:
         pair = Relayed(page_moved_s=0.1)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: bool(pair.second.core.memory.quarantined))
@@ -291,15 +297,15 @@ class TestEnds:
 
 
 class TestRead:
-    def test_a_request_that_comes_while_pages_are_read_waits_for_those_and_reads_the_rest(self) -> None:
+    def test_request_takes_over_running_reads_of_the_prefetch(self) -> None:
         pair = Relayed(page_moved_s=0.04)
         pair.begin(0, PROMPT, max_new_tokens=4)
         finish = pair.finish(0, max_new_tokens=4)
         assert sum(pulled(pair.second)) == 10 and finish.cached_from[Tier.PEER] == 40
         pair.assert_all_is_free()
 
-    def test_what_has_come_is_kept_for_the_request_while_that_waits(self) -> None:
-        """All of it was read before: it looks nowhere else."""
+    def test_prefetched_pages_stay_pinned_while_the_request_waits(self) -> None:
+        """All pages were read before, so that the request searches no other tier."""
         pair = Relayed(max_running_requests=1)
         pair.second.submit(5, [9] * 5, max_new_tokens=60, ignore_eos=True)
         pair.begin(0, PROMPT[:34], max_new_tokens=4)
@@ -313,7 +319,7 @@ class TestRead:
         memory.flush()
         assert memory.tree.num_pages < 8
 
-    def test_said_twice_late_and_of_another_room_it_changes_nothing(self) -> None:
+    def test_announcement_is_ignored_when_repeated_late_or_of_another_reservation(self) -> None:
         pair = Relayed()
         pair.begin(0, list(range(74)), max_new_tokens=4)
         pair.until(lambda: len(pair.told.get(0, ())) == 2)
@@ -325,7 +331,7 @@ class TestRead:
         pair.finish(0, max_new_tokens=4)
         assert sum(pulled(pair.second)) == 18 and pair.second.core.stats().refused_pulls_total == 0
 
-    def test_a_room_that_says_it_has_more_than_the_prompt_is_read_to_its_end(self) -> None:
+    def test_prefetch_reads_at_most_the_prompt(self) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
         room = pair.first.finishes[0].room
@@ -336,7 +342,7 @@ class TestRead:
             pair.turn()
         assert pulled(pair.second) == [5] and pair.second.core.stats().pulled_pages_total == 5
 
-    def test_pages_are_kept_by_the_priority_of_the_request_to_come(self) -> None:
+    def test_prefetched_pages_get_the_rank_of_the_request(self) -> None:
         pair = Relayed(enable_priority_scheduling=True)
         pair.compute(0, PROMPT, max_new_tokens=4)
         room = pair.first.finishes[0].room
@@ -348,7 +354,7 @@ class TestRead:
         match = core.memory.match("", ids.tobytes(), len(ids))
         assert len(match.pages) == 10 and match.node.rank == core.config.rank(5) != core.config.rank(0)
 
-    def test_a_read_that_fails_is_the_last_before_the_request(self) -> None:
+    def test_prefetch_stops_after_a_failed_read(self) -> None:
         pair = Relayed()
         pair.second.executor.peers.clear()
         pair.begin(0, PROMPT, max_new_tokens=4)
@@ -359,7 +365,7 @@ class TestRead:
         assert pulled(pair.second) == [4, 10]
         pair.assert_all_is_free()
 
-    def test_where_reading_does_not_pay_nothing_is_read_ahead(self) -> None:
+    def test_prefetch_reads_no_page_when_computing_is_faster(self) -> None:
         pair = Relayed()
         tiers = pair.second.core.tiers
         assert tiers is not None
@@ -373,7 +379,7 @@ class TestRead:
         assert not pulled(pair.second)
         assert rate < tiers.rates.bytes_s(Tier.PEER, ADDRESS) < rate * 1.2, "the request's own does"
 
-    def test_two_of_one_prompt_read_it_once(self) -> None:
+    def test_prefetches_of_one_prompt_read_each_page_once(self) -> None:
         pair = Relayed(page_moved_s=0.02)
         for handle in (0, 1):
             pair.begin(handle, PROMPT, max_new_tokens=4, seed=handle)
@@ -383,7 +389,7 @@ class TestRead:
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
-    def test_who_runs_takes_what_is_kept_for_who_is_to_come(self) -> None:
+    def test_running_requests_take_pinned_prefetched_pages(self) -> None:
         pair = Relayed(num_pages=16)
         pair.begin(0, PROMPT, max_new_tokens=4)
         pair.until(lambda: pair.second.core.stats().pulled_pages_total == 8)
@@ -395,7 +401,7 @@ class TestRead:
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize("why", ["weights", "too long", "in use", "going away", "reads nobody", "settling"])
-    def test_is_passed_over(self, why: str) -> None:
+    def test_prefetch_is_ignored_when_not_possible(self, why: str) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
         room = pair.first.finishes[0].room
@@ -419,7 +425,7 @@ class TestRead:
             second.turn()
         assert not pulled(second)
 
-    def test_no_more_than_so_many_are_read_ahead(self) -> None:
+    def test_prefetches_are_limited(self) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
         room = pair.first.finishes[0].room
@@ -435,8 +441,11 @@ class TestRead:
 
 @settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
 @given(st.data())
-def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st.DataObject) -> None:
-    """Announcements that come late, twice or never, prompts that share prefixes, preemption, pools too small, rooms that end."""
+def test_prefetches_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> None:
+    """Random announcements come late, twice or never.
+
+    Prompts share prefixes, requests are preempted, pools are small, and reservations end early.
+    """
     draw = data.draw
     first: dict[str, Any] = {"num_pages": draw(st.sampled_from([14, 20, 40])), "enable_priority_scheduling": True}
     first["disaggregation_hold_s"] = draw(st.sampled_from([0.03, 0.5, 10.0]))

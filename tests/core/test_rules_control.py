@@ -1,4 +1,4 @@
-"""What the control service asks of the core: pauses, flushes, and settings changed while it runs."""
+"""Rules for the operators' calls on the core: pauses, flushes, new weights and changed settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.core.test_scheduler_basic import make
 
 
 def busy(overlap: bool = True) -> Engine:
-    """Two requests that decode, one in the middle of its prompt, and one at the gate."""
+    """Returns an engine with two decoding requests, one extending request and one gated request."""
     engine = make(overlap, max_running_requests=3)
     for handle in range(2):
         engine.submit(handle, [handle + 1] * 9, max_new_tokens=40, ignore_eos=True)
@@ -36,7 +36,7 @@ class TestPause:
     @pytest.mark.by_day(one_in=2, seed=9)
     @EACH_MODE
     @pytest.mark.parametrize("mode", PauseMode)
-    def test_nothing_is_planned_and_new_requests_wait_until_it_ends(self, overlap: bool, mode: PauseMode) -> None:
+    def test_pause_stops_planning_and_queues_new_requests(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         planned = len(engine.plans)
         engine.control.pause(mode, engine.now)
@@ -52,7 +52,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_MODE
-    def test_abort_ends_all_that_are_here_and_they_hold_nothing(self, overlap: bool) -> None:
+    def test_abort_pause_ends_all_requests(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.control.pause(PauseMode.ABORT, engine.now)
         engine.turn()
@@ -63,7 +63,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2)
     @EACH_MODE
-    def test_retract_gives_all_memory_back_and_what_is_cached_can_be_flushed(self, overlap: bool) -> None:
+    def test_retract_pause_frees_all_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         engine.control.pause(PauseMode.RETRACT, engine.now)
         engine.turn()
@@ -75,7 +75,7 @@ class TestPause:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @EACH_MODE
-    def test_in_place_leaves_memory_where_it_is(self, overlap: bool) -> None:
+    def test_in_place_pause_keeps_the_memory(self, overlap: bool) -> None:
         engine = busy(overlap)
         before = engine.core.stats()
         engine.control.pause(PauseMode.IN_PLACE, engine.now)
@@ -95,7 +95,7 @@ class TestPause:
             engine.check_answer(handle)
 
     @each_value(overlap=[True, False], mode=[PauseMode.RETRACT, PauseMode.IN_PLACE])
-    def test_requests_can_be_aborted_and_time_out_meanwhile(self, overlap: bool, mode: PauseMode) -> None:
+    def test_pause_allows_aborts_and_timeouts(self, overlap: bool, mode: PauseMode) -> None:
         engine = busy(overlap)
         engine.submit(4, [4] * 9, max_new_tokens=5, timeout_s=0.05)
         engine.control.pause(mode, engine.now)
@@ -106,7 +106,7 @@ class TestPause:
 
 
 class TestFlush:
-    def test_what_running_requests_use_stays(self) -> None:
+    def test_flush_keeps_pages_of_running_requests(self) -> None:
         engine = busy()
         engine.control.flush_cache()
         engine.check()
@@ -114,7 +114,7 @@ class TestFlush:
         for handle in range(4):
             engine.check_answer(handle)
 
-    def test_afterwards_nothing_is_found_cached(self) -> None:
+    def test_flush_forgets_cached_prefixes(self) -> None:
         engine = make()
         for handle in range(2):
             engine.submit(handle, [1] * 30, max_new_tokens=2)
@@ -125,18 +125,18 @@ class TestFlush:
 
 class TestWeights:
     def answer(self, engine: Engine, handle: int) -> int:
-        """The cached tokens of one prompt, asked for again."""
+        """Runs the same prompt again. Returns its cached tokens."""
         engine.submit(handle, [1] * 30, max_new_tokens=2)
         engine.drain()
         return engine.finishes[handle].cached_tokens
 
-    def test_others_pages_are_never_found_even_if_they_stay(self) -> None:
+    def test_pages_of_other_weights_are_not_found(self) -> None:
         engine = make()
         assert (self.answer(engine, 0), self.answer(engine, 1) > 0) == (0, True)
         engine.core.revision = "another"
         assert self.answer(engine, 2) == 0
 
-    def test_replacing_them_forgets_pages_and_sessions(self) -> None:
+    def test_replace_weights_forgets_pages_and_sessions(self) -> None:
         engine = make()
         engine.open_session("chat")
         self.answer(engine, 0)
@@ -150,7 +150,7 @@ class TestWeights:
 
 
 class TestRetune:
-    def test_every_name_is_shown_with_its_value(self) -> None:
+    def test_tunables_show_every_setting(self) -> None:
         shown = make().control.tunables()
         assert set(shown) == {*RANGES, "new_token_ratio"}
         assert shown["schedule_policy"] == "fcfs" and shown["chunked_prefill_size"] == 16
@@ -159,7 +159,7 @@ class TestRetune:
     @pytest.mark.parametrize(
         "name", ["schedule_policy", "schedule_conservativeness", "max_running_requests", "enable_mixed_chunk"]
     )
-    def test_one_of_each_type_can_be_set_to_what_it_is(self, name: str) -> None:
+    def test_retune_accepts_present_values(self, name: str) -> None:
         control = make().control
         before = control.tunables()
         control.retune({name: before[name]})
@@ -198,14 +198,14 @@ class TestRetune:
             ({"chunked_prefill_size": -2}, "chunked_prefill_size"),
         ],
     )
-    def test_what_cannot_be_is_refused_by_name_and_changes_nothing(self, changes: dict[str, Any], named: str) -> None:
+    def test_retune_refuses_an_invalid_setting_and_changes_none(self, changes: dict[str, Any], named: str) -> None:
         control = make().control
         before = control.tunables()
         with pytest.raises(ValueError, match=named):
             control.retune({"max_queued_requests": 7, "new_token_ratio": 0.5, **changes})
         assert control.tunables() == before
 
-    def test_the_policy_holds_from_the_next_plan_on(self) -> None:
+    def test_retune_changes_the_policy_of_the_next_plan(self) -> None:
         engine = make(max_running_requests=1)
         for handle, max_new in enumerate((1, 2, 3)):
             engine.submit(handle, [handle] * 4, max_new_tokens=max_new, ignore_eos=True)
@@ -214,7 +214,7 @@ class TestRetune:
         engine.drain()
         assert list(engine.finishes) == [2, 1, 0]
 
-    def test_fewer_running_requests_are_let_in_and_more_again(self) -> None:
+    def test_retune_changes_the_limit_of_running_requests(self) -> None:
         engine = make()
         engine.control.retune({"max_running_requests": 2})
         assert engine.core.stats().max_running_requests == 2, "as it is, and not as it began"
@@ -229,17 +229,17 @@ class TestRetune:
         assert engine.core.stats().num_running == 6
 
     @pytest.mark.parametrize(("conservativeness", "ratio"), [(0.5, 0.35), (2.0, 1.0)])
-    def test_conservativeness_starts_the_ratio_over(self, conservativeness: float, ratio: float) -> None:
+    def test_retune_resets_the_ratio_when_conservativeness_changes(self, conservativeness: float, ratio: float) -> None:
         control = make().control
         control.retune({"schedule_conservativeness": conservativeness})
         assert control.stats().new_token_ratio == pytest.approx(ratio)
 
-    def test_the_ratio_can_be_set(self) -> None:
+    def test_retune_sets_the_ratio(self) -> None:
         control = make().control
         control.retune({"new_token_ratio": 0.25})
         assert control.stats().new_token_ratio == 0.25 == control.tunables()["new_token_ratio"]
 
-    def test_chunks_mixing_and_the_queue_follow_at_once(self) -> None:
+    def test_retune_changes_chunks_mixing_and_queue_at_once(self) -> None:
         engine = make(chunked_prefill_size=16, adaptive_chunk_rows=0)
         engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):
@@ -254,7 +254,7 @@ class TestRetune:
         engine.drain()
         assert engine.finishes[2].error is ErrorCode.QUEUE_FULL
 
-    def test_retuning_at_any_moment_changes_no_answer(self) -> None:
+    def test_retune_changes_no_output(self) -> None:
         engine = make(num_pages=40)
         settings: list[dict[str, Any]] = [
             {"schedule_policy": "lpm", "enable_mixed_chunk": True},
@@ -275,7 +275,7 @@ class TestRetune:
 
 
 class TestStats:
-    def test_counters_and_gauges_say_what_happened(self) -> None:
+    def test_stats_count_requests_tokens_and_pages(self) -> None:
         engine = make()
         for handle in range(2):
             engine.submit(handle, [1] * 30, max_new_tokens=5, ignore_eos=True)
@@ -288,7 +288,7 @@ class TestStats:
         assert stats.pages_free + stats.pages_cached + stats.pages_leased == engine.config.num_pages
 
 
-MOST = (1 << 63) - 1  # of the whole numbers that the wire has
+MOST = (1 << 63) - 1  # largest integer on the wire
 MOST_S = 1e300
 
 
@@ -300,7 +300,7 @@ def retuned(**changes: Any) -> Engine:
 
 
 def modes(engine: Engine) -> str:
-    """A letter for each step behind the first three: a row decodes, and a prompt of seven chunks comes."""
+    """Returns a letter for each step after the first three: a row decodes when a prompt of seven chunks arrives."""
     engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
     for _ in range(3):
         engine.turn()
@@ -310,7 +310,7 @@ def modes(engine: Engine) -> str:
 
 
 class TestEndsOfRanges:
-    """Each tunable does at the ends of its range what docs/reference/control.md says."""
+    """At the ends of its range, each tunable has the effect that docs/reference/control.md describes."""
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -322,7 +322,7 @@ class TestEndsOfRanges:
         ],
         ids=lambda value: str(value) if isinstance(value, str) else ("least" if abs(value) <= 256 else "most"),
     )
-    def test_requests_end_when_a_tunable_is_at_an_end_of_its_range(self, name: str, value: float) -> None:
+    def test_requests_end_when_a_tunable_is_at_an_end_of_the_range(self, name: str, value: float) -> None:
         engine, limits = make(enable_priority_scheduling=True), RANGES[name]
         assert limits is not None
         value = max(value, 4) if name == "max_prefill_tokens" else min(value, 8) if name == "max_running_requests" else value
@@ -351,7 +351,7 @@ class TestEndsOfRanges:
         ]
         assert engine.core.stats().refuses_new
 
-    def test_running_requests_go_on_when_none_may_wait(self) -> None:
+    def test_running_requests_continue_when_none_may_wait(self) -> None:
         engine = make()
         engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
         for _ in range(4):
@@ -365,7 +365,7 @@ class TestEndsOfRanges:
         assert engine.finishes[1].reason is FinishReason.LENGTH and not engine.core.stats().refuses_new
 
     @pytest.mark.parametrize(("threshold", "preempted"), [(0, 1), (MOST, 0)])
-    def test_threshold_bounds_who_is_displaced(self, threshold: int, preempted: int) -> None:
+    def test_threshold_limits_preemption(self, threshold: int, preempted: int) -> None:
         engine = retuned(priority_preemption_threshold=threshold, max_running_requests=1)
         engine.submit(0, [1] * 4, max_new_tokens=20, ignore_eos=True)
         for _ in range(3):
@@ -413,7 +413,7 @@ class TestEndsOfRanges:
         assert max(int(plan.num_tokens.max()) for plan in engine.plans) == longest
 
     @pytest.mark.parametrize(("limit", "rows"), [(0, [6]), (1, [1] * 6), (MOST, [6])])
-    def test_a_step_takes_in_so_many_prompts(self, limit: int, rows: list[int]) -> None:
+    def test_step_admits_prompts_up_to_the_limit(self, limit: int, rows: list[int]) -> None:
         engine = retuned(prefill_max_requests=limit, chunked_prefill_size=0)
         for handle in range(6):
             engine.submit(handle, [handle] * 4, max_new_tokens=9, ignore_eos=True)
@@ -438,14 +438,14 @@ class TestEndsOfRanges:
         assert (engine.finishes[0].error is ErrorCode.INVALID_ARGUMENT) == refused
 
     @pytest.mark.parametrize(("seconds", "open_sessions"), [(5e-324, 0), (MOST_S, 1)])
-    def test_session_ends_by_its_lifetime_or_not(self, seconds: float, open_sessions: int) -> None:
+    def test_session_ends_by_lifetime(self, seconds: float, open_sessions: int) -> None:
         engine = retuned(session_ttl_s=seconds)
         assert engine.open_session("s")
         engine.now += 1e6
         engine.turn()
         assert engine.core.stats().num_sessions == open_sessions
 
-    def test_no_session_opens_and_open_ones_stay_when_there_may_be_none(self) -> None:
+    def test_max_sessions_0_refuses_new_sessions_and_keeps_open_sessions(self) -> None:
         engine = make()
         assert engine.open_session("s")
         engine.control.retune({"max_sessions": 0})

@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#operations-and-facts: the core learns of a host load while its last bytes are in flight."""
+"""Rules for host loads whose fact precedes their last bytes (docs/design/scheduler.md#operations-and-facts)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.core.test_scheduler_properties import check_run
 
 
 def early(told_ahead_s: float, page_moved_s: float, numbers: int = 1, **changes: Any) -> Engine:
-    """What prompts of nine pages have left is in the host's memory alone."""
+    """Returns an engine in which only the host has the pages of some prompts, nine pages each."""
     engine = cold(roomy(page_moved_s=0.0, **changes), *(prompt(number) for number in range(numbers)))
     engine.executor.told_ahead_s = told_ahead_s
     engine.executor._time = TimeModel(per_page_moved=page_moved_s)
     return engine
 
 
-def test_pages_that_are_taken_by_others_while_they_come_are_waited_for() -> None:
-    """Whoever they were for has left, and nothing is cached: the next one cannot do without them."""
+def test_pages_of_an_early_load_are_awaited_when_reused() -> None:
+    """The load's request was aborted and the cache is flushed, so that later requests need these pages."""
     engine = early(10.0, 0.1, num_pages=24)
     begin(engine, 0, prompt(0))
     turns(engine, 3)
@@ -46,8 +46,8 @@ def test_pages_that_are_taken_by_others_while_they_come_are_waited_for() -> None
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "while it comes"])
-def test_the_one_behind_it_has_its_turn_when_it_is_there(later: bool) -> None:
-    """Each takes 1.8 s and is told of 1.7 s before its end; computing would be sooner after two tenths of a second."""
+def test_next_load_has_the_turn_when_the_early_load_is_complete(later: bool) -> None:
+    """Each load takes 1.8 s, and its fact comes 1.7 s before its end. Computing would be faster after 0.2 s."""
     engine = early(1.7, 0.2, numbers=2)
     began = engine.now
     begin(engine, 0, prompt(0))
@@ -64,7 +64,7 @@ def test_the_one_behind_it_has_its_turn_when_it_is_there(later: bool) -> None:
     check_run(engine)
 
 
-def test_what_it_takes_is_learned_when_it_is_there_and_nothing_from_steps_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_ignore_steps_during_an_early_load(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = early(10.0, 0.01)
     tiers = engine.core.tiers
     assert tiers is not None
@@ -84,7 +84,7 @@ def test_what_it_takes_is_learned_when_it_is_there_and_nothing_from_steps_meanwh
     assert any(extended and seconds for extended, seconds in computed)
 
 
-def test_more_than_a_gibibyte_comes_in_several() -> None:
+def test_load_of_more_than_a_gibibyte_is_split() -> None:
     engine = cold(roomy(page_moved_s=0.0, page_bytes=LOAD_BYTES // 4), prompt(0))
     ask(engine, 0, prompt(0))
     assert [len(operation.keys) for operation in moved(engine, OperationKind.LOAD)] == [4, 4, 1]

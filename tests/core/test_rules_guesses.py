@@ -1,4 +1,4 @@
-"""Who is guessed for, and how what guesses come to is counted: docs/design/scheduler.md#rows-of-several-tokens."""
+"""Rules for draft tokens: the requests that get them, and their counts (docs/design/scheduler.md#rows-of-several-tokens)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def sampled_runs(engine: Engine) -> int:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("retract_interval", [0, 3])
-def test_guesses_of_a_prediction_are_counted_once_each(overlap: bool, retract_interval: int) -> None:
-    """Those of a step that was in flight when its request lost its memory too."""
+def test_draft_tokens_of_a_prediction_are_counted_once(overlap: bool, retract_interval: int) -> None:
+    """This includes draft tokens of a step that was in flight when its request was retracted."""
     told = guessing(overlap)
     told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     told.drain()
@@ -42,7 +42,7 @@ def test_guesses_of_a_prediction_are_counted_once_each(overlap: bool, retract_in
         assert (engine.finishes[0].retractions > 0) == (retract_interval > 0)
 
 
-def test_what_was_guessed_right_behind_an_answers_end_did_not_come() -> None:
+def test_draft_tokens_after_the_end_are_not_counted() -> None:
     told = guessing(overlap=True)
     told.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     told.drain()
@@ -56,7 +56,7 @@ def test_what_was_guessed_right_behind_an_answers_end_did_not_come() -> None:
     assert (verified.predicted, verified.right_predicted) == (9, 6)
 
 
-def test_who_wants_no_guesses_has_none_and_its_tokens_are_not_told() -> None:
+def test_request_without_speculation_gets_no_draft_tokens() -> None:
     engine = guessing(overlap=True)
     engine.submit(0, PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True, speculative=False, prediction=PROMPT)
     engine.submit(1, PROMPT[1:], max_new_tokens=NEW_TOKENS, ignore_eos=True, prediction=PROMPT)
@@ -76,8 +76,8 @@ def always_wrong(engine: Engine) -> Engine:
     return engine
 
 
-def test_a_model_that_guesses_in_vain_hears_of_few_requests() -> None:
-    """Whom it does not hear of gets no guesses, and costs it nothing; its answer is the same."""
+def test_draft_model_drafts_for_few_requests_when_drafts_are_rejected() -> None:
+    """Other requests get no draft tokens and cost the drafter no work; their output is the same."""
     for by_model in (True, False):
         engine = always_wrong(small(True, max_drafts=3, num_pages=64, drafts_by_model=by_model))
         handles = range(80)

@@ -1,4 +1,4 @@
-"""A request that comes with output sampled elsewhere goes on after it as if it had been retracted here."""
+"""Rules for requests with output from another worker, which continue like retracted requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ WISHES: dict[str, dict[str, Any]] = {
 class TestTheRest:
     @pytest.mark.by_day(one_in=3, seed=10)
     @each_value(wish=list(WISHES), overlap=[True, False])
-    def test_is_that_of_the_undisturbed_request_wherever_it_was_cut(self, wish: str, overlap: bool) -> None:
+    def test_resumed_output_equals_the_uninterrupted_output(self, wish: str, overlap: bool) -> None:
         params = {"max_new_tokens": 24, "ignore_eos": True, **WISHES[wish]}
         whole, finish = undisturbed(**params)
         for cut in range(1, len(whole) + 1):
@@ -76,7 +76,7 @@ class TestTheRest:
             assert engine.finishes[0].cached_tokens <= len(PROMPT)
             engine.check_answer(0)
 
-    def test_without_streaming_comes_in_one_piece(self) -> None:
+    def test_resumed_output_is_sent_at_once_without_streaming(self) -> None:
         engine = make()
         engine.submit(0, PROMPT, output=WHOLE[:9], stream=False, max_new_tokens=24, ignore_eos=True)
         for _ in range(12):
@@ -85,7 +85,7 @@ class TestTheRest:
         engine.drain()
         assert engine.outputs[0] == WHOLE[9:]
 
-    def test_survives_a_retraction(self) -> None:
+    def test_resumed_request_is_correct_under_retraction(self) -> None:
         engine = make(retract_interval=3)
         engine.submit(0, PROMPT, output=WHOLE[:9], max_new_tokens=24, ignore_eos=True, top_logprobs=0)
         engine.drain()
@@ -105,7 +105,7 @@ class TestOutputThatIsComplete:
         ],
         ids=["at its limit", "beyond it", "stop token", "stop string", "stop pattern"],
     )
-    def test_ends_at_once_and_takes_no_memory(self, params: dict[str, Any], reason: FinishReason) -> None:
+    def test_resumed_request_ends_at_once_when_complete(self, params: dict[str, Any], reason: FinishReason) -> None:
         engine = make()
         engine.submit(0, PROMPT, output=WHOLE[:8], ignore_eos=True, **params)
         engine.turn()
@@ -113,12 +113,12 @@ class TestOutputThatIsComplete:
         assert (finish.reason, finish.completion_tokens, finish.prompt_tokens) == (reason, 8, 6)
         assert not engine.outputs and not engine.plans
 
-    def test_ends_at_eos_unless_it_is_ignored(self) -> None:
+    def test_resumed_request_ends_at_eos_unless_ignored(self) -> None:
         stopped, ignored = resumed([20, 7], max_new_tokens=9), resumed([20, 7], max_new_tokens=9, ignore_eos=True)
         assert (stopped.finishes[0].reason, stopped.finishes[0].matched_token) == (FinishReason.MATCHED_TOKEN, 7)
         assert len(ignored.outputs[0]) == 7
 
-    def test_ends_with_its_grammar(self) -> None:
+    def test_resumed_request_ends_with_a_finished_grammar(self) -> None:
         whole, finish = undisturbed(max_new_tokens=24, grammar=spec(1, 17))
         engine = resumed(whole, max_new_tokens=24, grammar=spec(1, 17))
         assert end_of(engine.finishes[0]) == end_of(finish) and finish.completion_tokens == 17
@@ -128,7 +128,7 @@ class TestOutputThatIsComplete:
 class TestGrammars:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("late", [True, False])
-    def test_output_that_does_not_fit_ends_the_request_alone(self, late: bool) -> None:
+    def test_resumed_request_ends_when_the_grammar_refuses_the_output(self, late: bool) -> None:
         engine = make()
         if not late:
             engine.book.ready.add(spec(1, 17))
@@ -141,7 +141,7 @@ class TestGrammars:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("late", [True, False])
-    def test_long_output_is_followed_over_several_turns_while_others_run(self, late: bool) -> None:
+    def test_matcher_follows_long_output_over_several_turns(self, late: bool) -> None:
         grammar = spec(1, 40)
         whole, _ = undisturbed(max_new_tokens=50, grammar=grammar, ignore_eos=True)
         engine = make()
@@ -162,7 +162,7 @@ class TestGrammars:
         assert engine.outputs[0] == whole[20:] and engine.outputs[2] == whole[22:]
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.CANCELLED)
 
-    def test_costly_matchers_follow_a_little_at_a_time_and_owe_nothing_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_matcher_follows_in_small_parts_when_expensive(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def accept(matcher: PositionMatcher, token: int) -> bool:
             matcher.cost_s += 0.001
             return plain(matcher, token)
@@ -185,7 +185,7 @@ class TestGrammars:
         engine.drain()
         assert engine.outputs == {0: whole[100:], 1: whole[100:]}
 
-    def test_tokens_that_the_grammar_adds_at_once_are_told(self) -> None:
+    def test_forced_tokens_after_given_output_are_sent(self) -> None:
         grammar = spec(0, 24)
         whole, _ = undisturbed(max_new_tokens=24, grammar=grammar)
         engine = resumed(whole[:1], max_new_tokens=24, grammar=grammar)
@@ -194,7 +194,7 @@ class TestGrammars:
 
 
 class TestTheQueue:
-    def test_it_goes_before_those_that_have_never_run(self) -> None:
+    def test_resumed_request_precedes_new_requests(self) -> None:
         engine = make(max_running_requests=1)
         for handle in range(3):
             engine.submit(handle, [handle] * 8, max_new_tokens=3)
@@ -204,7 +204,7 @@ class TestTheQueue:
         engine.drain()
         assert list(engine.finishes) == [3, 0, 1, 2]
 
-    def test_a_full_queue_takes_it(self) -> None:
+    def test_full_queue_accepts_a_resumed_request(self) -> None:
         engine = make(max_queued_requests=1)
         engine.submit(0, PROMPT, max_new_tokens=3)
         engine.submit(1, PROMPT, output=WHOLE[:4], max_new_tokens=8, ignore_eos=True)
@@ -213,7 +213,7 @@ class TestTheQueue:
         assert finish_of(engine, 2) == (FinishReason.ABORT, ErrorCode.QUEUE_FULL)
         assert engine.outputs[1] == WHOLE[4:8] and engine.finishes[0].reason is not FinishReason.ABORT
 
-    def test_the_limit_of_a_first_wait_is_not_its_own(self) -> None:
+    def test_waiting_timeout_does_not_apply_to_a_resumed_request(self) -> None:
         engine = make(max_running_requests=1, waiting_timeout_s=0.1)
         engine.submit(0, PROMPT, max_new_tokens=40, ignore_eos=True)
         engine.turn()
@@ -223,7 +223,7 @@ class TestTheQueue:
         assert finish_of(engine, 2) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
         assert engine.outputs[1] == WHOLE[4:8]
 
-    def test_a_compiler_that_takes_no_more_is_asked_again(self) -> None:
+    def test_grammar_of_a_resumed_request_is_submitted_again_when_the_compiler_is_full(self) -> None:
         grammar = spec(1, 17)
         whole, _ = undisturbed(max_new_tokens=24, grammar=grammar)
         engine = make()
@@ -242,7 +242,7 @@ class TestTheQueue:
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.QUEUE_FULL)
         assert engine.outputs[0] == whole[6:]
 
-    def test_while_the_compiler_is_busy_it_can_be_aborted(self) -> None:
+    def test_resumed_request_can_be_aborted_while_the_compiler_is_full(self) -> None:
         grammar = spec(1, 17)
         engine = make()
         engine.submit(0, PROMPT, output=WHOLE[:1], max_new_tokens=24, grammar=grammar)
@@ -252,7 +252,7 @@ class TestTheQueue:
         engine.drain()
         assert finish_of(engine, 0) == (FinishReason.ABORT, ErrorCode.CANCELLED)
 
-    def test_a_bad_grammar_ends_it(self) -> None:
+    def test_resumed_request_ends_when_the_grammar_fails(self) -> None:
         grammar = spec(1, 17)
         engine = make()
         engine.submit(0, PROMPT, output=WHOLE[:1], max_new_tokens=24, grammar=grammar)
@@ -261,7 +261,7 @@ class TestTheQueue:
         engine.drain()
         assert finish_of(engine, 0) == INVALID
 
-    def test_its_own_time_limit_holds(self) -> None:
+    def test_request_timeout_applies_to_a_resumed_request(self) -> None:
         engine = make(max_running_requests=1)
         engine.submit(0, PROMPT, max_new_tokens=90, ignore_eos=True)
         engine.turn()
@@ -269,13 +269,13 @@ class TestTheQueue:
         engine.drain()
         assert finish_of(engine, 1) == (FinishReason.ABORT, ErrorCode.TIMEOUT)
 
-    def test_only_new_tokens_count_as_generated(self) -> None:
+    def test_generated_tokens_exclude_given_output(self) -> None:
         engine = resumed(WHOLE[:10], max_new_tokens=24, ignore_eos=True)
         assert engine.core.stats().generated_tokens_total == 14
         assert engine.core.stats().prompt_tokens_total == len(PROMPT)
         assert engine.core.stats().resumed_total == 1
 
-    def test_its_cached_output_is_no_cached_prompt(self) -> None:
+    def test_cached_tokens_exclude_given_output(self) -> None:
         engine = make()
         engine.submit(0, PROMPT, max_new_tokens=24, ignore_eos=True)
         engine.drain()
@@ -297,7 +297,7 @@ class TestRefusals:
         ],
         ids=["session", "embedding", "context", "pool"],
     )
-    def test_name_the_field(self, output: list[int], more: dict[str, Any], error: ErrorCode) -> None:
+    def test_refusal_of_given_output_names_the_field(self, output: list[int], more: dict[str, Any], error: ErrorCode) -> None:
         engine = make(num_pages=24)
         assert not engine.core.open_session("s", 0, 0.0, 0.0)
         values: dict[str, Any] = {"params": SamplingParams(100), **more}

@@ -1,4 +1,4 @@
-"""Deletion by salt, and quotas: who finds what was forgotten, what becomes of those who use it, and what is kept nowhere."""
+"""Rules for the deletion of a salt and for quotas: pages that are found, used and copied afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(engine: Engine, handle: int, ids: list[int], salt: str, **params: Any) -
 
 
 def delete(engine: Engine, salt: str) -> int:
-    """As the control service has it done, everywhere. Pages of the storage."""
+    """Deletes a salt in every tier, as the control service does. Returns the number of pages in the storage."""
     engine.control.forget_salt(salt, EVERYWHERE)
     done: Future[Deleted] = Future()
     engine.executor.apply(DeleteStored(Selection(tag(engine, salt)), done))
@@ -60,7 +60,7 @@ def tag(engine: Engine, salt: str) -> bytes:
 
 
 def kept(engine: Engine, salt: str) -> int:
-    """Pages of a salt that the host or the storage has."""
+    """Returns the number of the salt's pages in the host tier and the storage."""
     tiers = engine.core.tiers
     assert tiers is not None
     in_host = [key for key in tiers._host._cached if tag_of(key) == tag(engine, salt)]
@@ -68,7 +68,7 @@ def kept(engine: Engine, salt: str) -> int:
 
 
 @pytest.mark.parametrize("salt", ["a", ""])
-def test_what_was_deleted_is_found_nowhere_and_other_salts_where_they_were(salt: str) -> None:
+def test_deleted_salt_is_not_found_and_other_salts_stay(salt: str) -> None:
     engine = slow(tiered())
     for handle, each in enumerate(("a", "", "b")):
         ask(engine, handle, prompt(0), each)
@@ -78,9 +78,11 @@ def test_what_was_deleted_is_found_nowhere_and_other_salts_where_they_were(salt:
     assert kept(engine, salt) == 20, "what is asked afterwards is kept as ever"
 
 
-def test_who_uses_it_goes_on_and_leaves_nothing_behind() -> None:
-    """One that decodes and one that waits for its pages come to the end that they would have come to; nobody who comes later
-    finds what they had, and nothing of it is copied."""
+def test_running_requests_of_a_deleted_salt_leave_no_page() -> None:
+    """A decoding request and a waiting request of the salt get their whole output.
+
+    Later requests do not find their pages, and the pages are not copied.
+    """
     engine = slow(tiered(max_running_requests=1, num_pages=24))
     ask(engine, 0, prompt(0), "a")
     engine.submit(1, prompt(0), max_new_tokens=20, ignore_eos=True, salt="a")
@@ -98,8 +100,8 @@ def test_who_uses_it_goes_on_and_leaves_nothing_behind() -> None:
     assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_second_control_deletes_a_salt_again_when_requests_use_it() -> None:
-    """Each deletion gives its retired tree a name of its own, whichever SchedulerControl makes it."""
+def test_second_control_deletes_a_salt_again_while_in_use() -> None:
+    """Each deletion gives the retired tree a unique name, from any SchedulerControl."""
     engine = slow(tiered())
     for handle in range(2):
         engine.submit(handle, prompt(0), max_new_tokens=20, ignore_eos=True, salt="a")
@@ -112,7 +114,7 @@ def test_second_control_deletes_a_salt_again_when_requests_use_it() -> None:
     engine.check_answer(1)
 
 
-def test_who_is_retracted_after_it_finds_its_own_pages_and_keeps_them_to_itself() -> None:
+def test_retracted_request_of_a_deleted_salt_finds_own_pages() -> None:
     engine = slow(tiered(retract_interval=3))
     engine.submit(0, prompt(0), max_new_tokens=24, ignore_eos=True, salt="a")
     for _ in range(5):
@@ -130,8 +132,8 @@ def test_who_is_retracted_after_it_finds_its_own_pages_and_keeps_them_to_itself(
 
 @settings(max_examples=15, deadline=None)
 @given(turns=st.integers(1, 14))
-def test_what_is_on_its_way_is_published_and_kept_nowhere(turns: int) -> None:
-    """Down to the host, on to the storage, and up to the device, at whatever turn the deletion comes."""
+def test_operations_of_a_deleted_salt_publish_no_page(turns: int) -> None:
+    """Copies to host and storage and imports are discarded, in whichever turn the salt is deleted."""
     engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
     ask(engine, 0, prompt(0), "a")
     engine.control.flush_cache()
@@ -144,14 +146,14 @@ def test_what_is_on_its_way_is_published_and_kept_nowhere(turns: int) -> None:
     engine.turn()
     stats = engine.core.stats()
     assert (engine.core.memory.tree.num_pages, stats.host_pages_used, stats.num_importing) == (0, 0, 0)
-    delete(engine, "a")  # behind what was begun before, as the executor does it
+    delete(engine, "a")  # after the operations that were begun before, as in the executor
     assert kept(engine, "a") == 0 and engine.core.settled
     engine.check_answer(1)
     engine.check_answer(2)
     assert ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_a_session_goes_on_without_what_was_cached_of_it() -> None:
+def test_session_of_a_deleted_salt_continues() -> None:
     engine = slow(tiered())
     engine.open_session("s")
     ask(engine, 0, prompt(0, 20), "a", session=SessionTurn("s"))
@@ -164,8 +166,8 @@ def test_a_session_goes_on_without_what_was_cached_of_it() -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 9], ids=["while it is computed", "when it waits to be read"])
-def test_what_a_prefill_worker_kept_for_another_is_not_read_after_it(turns: int) -> None:
-    """Deleted on both: the request goes on without it, and nobody finds anything there."""
+def test_reservation_of_a_deleted_salt_is_not_read(turns: int) -> None:
+    """The salt is deleted on both workers. The request continues without the pages, and no request finds them."""
     pair = Pair()
     for handle, salt in enumerate("ab"):
         pair.first.submit(handle, prompt(0), hand_over=pair.new_room(), ignore_eos=True, max_new_tokens=4, salt=salt)
@@ -186,7 +188,7 @@ def test_what_a_prefill_worker_kept_for_another_is_not_read_after_it(turns: int)
     assert ask(pair.first, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_without_tiers_the_pool_alone_forgets() -> None:
+def test_salt_is_deleted_in_the_pool_without_tiers() -> None:
     engine = small()
     ask(engine, 0, prompt(0), "a")
     ask(engine, 1, prompt(0, 8), "")
@@ -194,7 +196,7 @@ def test_without_tiers_the_pool_alone_forgets() -> None:
     assert ask(engine, 2, prompt(0, 8), "").cached_tokens == 4 and ask(engine, 3, prompt(0), "a").cached_tokens == 0
 
 
-def test_a_salt_over_its_quota_makes_room_among_its_own_and_holds_nobody_up() -> None:
+def test_salt_at_quota_evicts_own_pages() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(12), num_pages=24))
     ask(engine, 0, prompt(0), "b")
     for number in range(1, 5):
@@ -206,7 +208,7 @@ def test_a_salt_over_its_quota_makes_room_among_its_own_and_holds_nobody_up() ->
     assert ask(engine, 11, prompt(4), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}, "the youngest of its own"
 
 
-def test_of_a_prompt_longer_than_the_quota_the_beginning_is_kept() -> None:
+def test_host_keeps_the_beginning_of_a_prompt_beyond_the_quota() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
     tiers = engine.core.tiers
     assert tiers is not None
@@ -219,12 +221,12 @@ def test_of_a_prompt_longer_than_the_quota_the_beginning_is_kept() -> None:
     assert ask(engine, 3, prompt(0), "a").cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
 
 
-def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> None:
+def test_salt_at_quota_does_not_block_copies_of_other_salts() -> None:
     engine = slow(tiered(has_storage=False, hicache_salt_quota=gb(4)))
     ask(engine, 0, prompt(0), "a")
     tiers = engine.core.tiers
     assert tiers is not None
-    pinned, engine.checked = tiers._host.pin(list(tiers._host._cached)), False  # by nobody that the checks know
+    pinned, engine.checked = tiers._host.pin(list(tiers._host._cached)), False  # the checks do not know this reader
     ask(engine, 1, prompt(1), "a")
     ask(engine, 2, prompt(2), "b")
     assert kept(engine, "b") == 4
@@ -236,7 +238,7 @@ def test_while_all_that_a_salt_may_have_is_being_read_others_are_copied() -> Non
 
 
 @pytest.mark.parametrize("salt", ["a", ""])
-def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt: str) -> None:
+def test_storage_keeps_the_beginning_of_a_prompt_beyond_the_quota(salt: str) -> None:
     engine = slow(tiered(hicache_storage_salt_quota=gb(8, 8 << 20), page_bytes=8 << 20))
     ask(engine, 0, prompt(0), salt)
     stored = 4 if salt else 10
@@ -247,7 +249,7 @@ def test_of_a_prompt_longer_than_the_storages_quota_the_beginning_is_stored(salt
     assert found == 4 * min(stored, 9)
 
 
-def test_trees_that_come_and_go_leave_nothing_behind() -> None:
+def test_retired_trees_leave_no_entry() -> None:
     tree = RadixCache(1)
     for number in range(2 * STALE_ENTRIES):
         tree.insert(tree.root("0:a"), np.arange(2, dtype=np.int32).tobytes(), np.arange(2, dtype=np.int32))
