@@ -161,7 +161,7 @@ class _Nursery:
         if process is None:
             return
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # the id is not reused, because the process is not reaped yet
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, or its group exists: the id is not reused
         except ProcessLookupError:
             logger.debug("the grammar compiler's group was empty")
 

@@ -78,7 +78,7 @@ def _fork(bench: Workbench, fd: int, control: socket.socket) -> None:
 
 
 def _serve(bench: Workbench, link: socket.socket) -> None:
-    """Compiles one grammar and replies. The limit of wall time begins here, that of CPU time with the fork."""
+    """Compiles one grammar and replies. Its limits of CPU time and wall time begin when the request has arrived."""
     request = receive_message(link)
     spec = GrammarSpec(GrammarKind(request["kind"]), request["source"], tuple(GrammarPart(*part) for part in request["parts"]))
     for alarm, timer, seconds in (
