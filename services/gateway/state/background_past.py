@@ -1,7 +1,8 @@
-"""What has come of one response so far, in the store: read a page at a time, since all of it may have 32 MiB and whoever goes on
-with it needs each page once.
+"""Reads the stored output of a background response in pages: its events, output ids, texts and logprobs.
 
-Who has the lease adds to it, who ends the response takes all but its events away. So what is less than it was is somebody else's.
+The output of one response may have 32 MiB, and a gateway that resumes the response needs each page once. Only the holder of the
+lease appends. The end of a response deletes everything except its events. So if items are missing that were there at the lookup,
+another gateway has ended the response or it was deleted, and the reader raises LeaseLost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from services.gateway.state import background_scripts as scripts
 from services.gateway.state.lease import LeaseLost
 from services.gateway.state.state_redis import READS, StateRedis
 
-PAGE_ITEMS, PAGE_BYTES = 128, 256 << 10
+PAGE_ITEMS, PAGE_BYTES = 128, 256 << 10  # limits of one page
 
 T = TypeVar("T", bound=Sequence[object])
 ID_BYTES = array("I").itemsize
@@ -24,20 +25,31 @@ ID_BYTES = array("I").itemsize
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of what there was when it was looked at. ids: output ids. texts, rows: pieces that had one."""
+    """Lengths of the stored lists of one response at the time of a lookup."""
 
     events: int = 0
-    ids: int = 0
-    texts: int = 0
-    rows: int = 0
+    ids: int = 0  # output ids
+    texts: int = 0  # pieces with text
+    rows: int = 0  # pieces with logprobs
 
 
 class BackgroundPast:
-    """keys: of its events, ids, texts and log probabilities. Each method gives a page from the item `first` on, of PAGE_ITEMS and
-    PAGE_BYTES at most but for one item that is larger, and an empty one behind the last; it raises StoreAway, and LeaseLost where
-    there is nothing any more."""
+    """The stored output of one response, up to the lengths of one lookup.
+
+    Each method returns the page that begins with item `first`. A page has at most PAGE_ITEMS items and PAGE_BYTES bytes; a larger
+    item is a page of its own. A page of ids is limited by its bytes only. The page behind the last item is empty.
+
+    Raises:
+        StoreAway: From every method, if the store cannot be reached.
+        LeaseLost: From every method, if the items are gone.
+    """
 
     def __init__(self, redis: StateRedis, keys: Sequence[str], lengths: Lengths) -> None:
+        """Makes a reader.
+
+        Args:
+            keys: Redis keys of the events, ids, texts and logprobs, in this order.
+        """
         self._redis = redis
         self._events, self._ids, self._texts, self._rows = keys
         self.lengths = lengths
@@ -59,7 +71,7 @@ class BackgroundPast:
         return [each.decode() for each in await self._page(self._texts, first, self.lengths.texts)]
 
     async def logprobs(self, first: int) -> Sequence[worker_pb2.LogprobRows]:
-        """Of all ids, where they are wanted."""
+        """Returns a page of logprobs, one item per piece. Empty if the client has not requested logprobs."""
         return [worker_pb2.LogprobRows.FromString(each) for each in await self._page(self._rows, first, self.lengths.rows)]
 
     async def _page(self, key: str, first: int, count: int) -> Sequence[bytes]:
@@ -73,7 +85,11 @@ class BackgroundPast:
 
 
 async def pages(page: Callable[[int], Awaitable[T]]) -> AsyncIterator[T]:
-    """All that there are, one after the other."""
+    """Yields all pages in order.
+
+    Args:
+        page: Returns the page that begins with an item, such as a method of BackgroundPast.
+    """
     first = 0
     while found := await page(first):
         yield found

@@ -1,4 +1,4 @@
-"""What is known of a response in the background, beside the response itself. Frozen and plain."""
+"""Immutable records of a background response, apart from the response that clients see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.gateway.state.background_past import BackgroundPast
 
 
 class BackgroundStatus(StrEnum):
-    """OpenAI's."""
+    """The status of a response in OpenAI's API."""
 
     QUEUED = "queued"
     IN_PROGRESS = "in_progress"
@@ -29,31 +29,29 @@ OPEN = frozenset((BackgroundStatus.QUEUED, BackgroundStatus.IN_PROGRESS))
 
 @dataclass(frozen=True, slots=True)
 class BackgroundOrder:
-    """What a client has asked for, which does not change. key: name of the API key that asked, "" where there are none.
-    routing_key: that came with it. created_at, ends_at: Unix seconds; it is over by then. model: its name. asked: the body,
-    without its input. rendered_end: see Prompt. context_bytes: of the responses before it.
+    """A client's request for a background response. It never changes.
 
-    What its model was then, whatever its workers and tokenizers say elsewhere. tokenizer: that its prompt's ids are of. formats,
-    reasoning_marks: by which its output is read, see Parsing; formats by name, tools' and reasoning's. context_len: in tokens.
-    defaults: of sampling parameters, by name. formats is None, and none of these is known, in what gateways before them wrote;
-    these need rendered_end."""
+    The fields from `tokenizer` on describe the model at the time of the request, because the workers and tokenizers of the
+    gateway that continues may describe it differently. Orders of older gateways lack these fields, and `formats` is None. The
+    gateway that continues then takes them from its own model, and the format of reasoning also from `rendered_end`.
+    """
 
     id: str
-    owner: str
-    key: str
+    owner: str  # owner_of(key)
+    key: str  # name of the API key; "" if the gateway has no API keys
     request_id: str
-    routing_key: str
-    created_at: int
-    ends_at: int
-    model: str
-    asked: Mapping[str, Any]
-    rendered_end: str
-    context_bytes: int
-    tokenizer: str = ""
-    formats: Sequence[str] | None = None
-    reasoning_marks: Sequence[int] = ()
-    context_len: int = 0
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    routing_key: str  # routing key of the request
+    created_at: int  # Unix seconds
+    ends_at: int  # Unix seconds; deadline of the response
+    model: str  # served name
+    asked: Mapping[str, Any]  # request body without its input
+    rendered_end: str  # last characters of the rendered chat, see Prompt
+    context_bytes: int  # size of the earlier responses that this one builds on
+    tokenizer: str = ""  # tokenizer that made the ids of the prompt
+    formats: Sequence[str] | None = None  # names of the tool and reasoning formats, see Parsing
+    reasoning_marks: Sequence[int] = ()  # ids of the opening and the closing mark, see Parsing
+    context_len: int = 0  # tokens
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters by name
 
     def dumped(self) -> bytes:
         return orjson.dumps(asdict(self))
@@ -64,75 +62,71 @@ class BackgroundOrder:
 
 
 def order_of(content: bytes) -> BackgroundOrder:
-    """What another version has written beside it is left out. Raises ValueError or TypeError."""
+    """Returns a stored order, ignoring unknown fields of other versions. Raises ValueError or TypeError."""
     found = orjson.loads(content)
     return BackgroundOrder(**{each.name: found[each.name] for each in fields(BackgroundOrder) if each.name in found})
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new since the piece before. number: from 1, of the pieces of one response. events: JSON, each with its sequence
-    number. offset: output ids before `ids`, which are 4 bytes each, little-endian. text: as the detokenizer gave it. logprobs: of
-    `ids`, as LogprobRows; b"" where there are none. The others: see EarlierOutput."""
+    """New output of a response since its previous piece. The fields from `decoded` on are those of EarlierOutput."""
 
-    number: int
+    number: int  # number of the piece within its response, from 1
     status: BackgroundStatus
-    events: Sequence[bytes]
-    offset: int = 0
-    ids: bytes = b""
-    text: str = ""
-    logprobs: bytes = b""
+    events: Sequence[bytes]  # JSON, each with its sequence number
+    offset: int = 0  # number of output ids before `ids`
+    ids: bytes = b""  # output ids, 4 bytes each, little-endian
+    text: str = ""  # text from the detokenizer, before it is parsed
+    logprobs: bytes = b""  # LogprobRows of `ids`; b"" for none
     decoded: int = 0
     chars: int = 0
     shown: int = 0
-    weights: Sequence[str] | None = None
+    weights: Sequence[str] | None = None  # EarlierOutput.version
     numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """A conversation's record with what has been said since that version. name: of the record."""
+    """The new content of a conversation's record."""
 
-    name: str
-    version: int
+    name: str  # name of the record
+    version: int  # version that the content extends
     content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of a response that is over. talk: its conversation, if that goes on with it."""
+    """The records that the end of a response writes."""
 
-    record: bytes
-    talk: Talk | None = None
+    record: bytes  # record of the response
+    talk: Talk | None = None  # the extended conversation, if the response belongs to one
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a response stands. prompt: its ids, as those of a Piece. cancelled: its client wants no more of it. takes: gateways
-    that have had it since it last ran for long. pieces: written so far. past: what they say, which is read by itself. The others:
-    see EarlierOutput."""
+    """The stored state of a response that has not ended. The fields from `decoded` on are those of EarlierOutput."""
 
     order: BackgroundOrder
     status: BackgroundStatus
-    prompt: bytes
-    cancelled: bool
-    takes: int
-    pieces: int
-    past: BackgroundPast
+    prompt: bytes  # ids of the prompt, 4 bytes each, little-endian
+    cancelled: bool  # the client has cancelled the response
+    takes: int  # gateways that have taken the response; restarts at 1 after a gateway has had it for SURVIVED_S
+    pieces: int  # number of pieces written
+    past: BackgroundPast  # content of these pieces, which is read separately
     decoded: int = 0
     chars: int = 0
     shown: int = 0
-    weights: ModelVersion | None = None
+    weights: ModelVersion | None = None  # EarlierOutput.version
     numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some of a response's events, and how many there are of them. status: of the response."""
+    """A page of the events of a response."""
 
-    status: BackgroundStatus
-    total: int
-    events: Sequence[bytes]
+    status: BackgroundStatus  # status of the response
+    total: int  # stored events of the response
+    events: Sequence[bytes]  # events of this page
 
     @property
     def is_over(self) -> bool:

@@ -1,6 +1,9 @@
-"""The scripts of background_store.py, which says what they do. KEYS and ARGV[1], but for those that say otherwise, are as its
-functions give them: the lease's key, those of one response, and the lease's token. What begins with READS or WRITES is whole;
-the others come behind one of these, or behind the lease's fence."""
+"""Lua scripts of background_store.py, whose methods describe their effect.
+
+KEYS are those of background_store._keys(), and ARGV[1] is the lease's token. FREE, KEEP, LIST_PAGE and FOLLOW have other
+arguments, and READ and DELETE need no token. KEYS[12] of FINISH is the record of the conversation. A script that begins with
+READS or WRITES is complete. The other scripts are appended to READS or to the fence of Leases.write().
+"""
 
 from __future__ import annotations
 
@@ -241,7 +244,7 @@ local function page(key, first, last, most)
   return found
 end
 """
-LIST_PAGE = _PAGES + "return page(KEYS[1], ARGV[1], ARGV[2], ARGV[3])"  # of that list
+LIST_PAGE = _PAGES + "return page(KEYS[1], ARGV[1], ARGV[2], ARGV[3])"  # KEYS[1]: any list
 FOLLOW = (
     _PAGES
     + """

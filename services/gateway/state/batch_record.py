@@ -1,4 +1,4 @@
-"""What is known of a batch. Frozen and plain."""
+"""Immutable records of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.gateway.state.state_store import StoreAway
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's."""
+    """The status of a batch in OpenAI's API."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -26,7 +26,7 @@ class BatchStatus(StrEnum):
 
 
 class Unreadable(StoreAway):
-    """It is there, and not for this gateway: another version has written it."""
+    """The batch exists, but this gateway cannot read it, because a gateway of another version has written it."""
 
 
 OPEN = frozenset((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING))
@@ -35,21 +35,19 @@ USAGE = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
 
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
-    """What a client has asked for, which does not change. key: name of the API key that asked, "" where there are none.
-    created_at, expires_at: Unix seconds. output_id, error_id: that the files of its results will have. results_live_s: seconds
-    from the batch's end, for those files."""
+    """A client's request for a batch. It never changes."""
 
     id: str
-    owner: str
-    key: str
-    endpoint: str
+    owner: str  # owner_of(key)
+    key: str  # name of the API key; "" if the gateway has no API keys
+    endpoint: str  # path of every line's operation
     input_file_id: str
-    window: str
-    created_at: int
-    expires_at: int
-    results_live_s: int
-    output_id: str
-    error_id: str
+    window: str  # completion window as the client wrote it
+    created_at: int  # Unix seconds
+    expires_at: int  # Unix seconds; deadline of the batch
+    results_live_s: int  # lifetime of the result files after the end of the batch, in seconds
+    output_id: str  # id of the future file of results
+    error_id: str  # id of the future file of errors
     metadata: dict[str, str] = field(default_factory=dict)
 
     def dumped(self) -> bytes:
@@ -58,23 +56,20 @@ class BatchOrder:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """The order and how far it has come. times: Unix seconds in which it became what it is or was. total: lines of its input.
-    last: number of the last one: blank ones count. completed, failed: lines with a result. output_bytes, error_bytes: of these
-    results. usage: tokens by USAGE. errors: of the input, as OpenAI writes them. model: that all lines name, "" where they do
-    not."""
+    """A batch with its progress."""
 
     order: BatchOrder
     status: BatchStatus
-    times: Mapping[BatchStatus, int]
-    total: int
-    last: int
-    completed: int
-    failed: int
+    times: Mapping[BatchStatus, int]  # Unix seconds at which the batch reached each status
+    total: int  # requests of the input
+    last: int  # number of the last line of the input; blank lines count
+    completed: int  # requests with a result in the output file
+    failed: int  # requests with a result in the error file
     output_bytes: int
     error_bytes: int
-    usage: Mapping[str, int]
-    errors: list[dict[str, Any]]
-    model: str
+    usage: Mapping[str, int]  # tokens, by the names of USAGE
+    errors: list[dict[str, Any]]  # faults of the input, as OpenAI's API lists them
+    model: str  # model of all lines; "" if lines name different models
 
     @property
     def is_open(self) -> bool:
@@ -82,7 +77,7 @@ class BatchRecord:
 
 
 def record_of(stored: Mapping[str, bytes]) -> BatchRecord:
-    """stored: fields of the batch's hash. What another version has written beside it is left out. Raises Unreadable."""
+    """Returns a batch from the fields of its hash in Redis, ignoring unknown fields of other versions. Raises Unreadable."""
     try:
         return _record_of(stored)
     except (KeyError, TypeError, ValueError) as error:

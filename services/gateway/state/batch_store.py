@@ -1,9 +1,9 @@
-"""Batches in the store: what is known of each, and the results of its lines. See OwnerKeys for where.
+"""Batches in the store: their records and the results of their lines. OwnerKeys lists the Redis keys of one owner.
 
-    state:batches:open   zset   OWNER:ID of batches that are not over, by the microsecond in which they were made
+    state:batches:open   zset   OWNER:ID of open batches, by the microsecond of their creation
 
-A batch's lease is named by batch_lease(); what goes on with a batch is written under it. A line's result is written once,
-whoever computes it, and how often.
+The gateway that runs a batch holds its lease, named by batch_lease(), for every write. The result of a line is written once, even
+if several gateways compute it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.gateway.state.stored_files import ERRORS, OUTPUT, OwnerKeys, Store
 from services.shared.limits import MAX_BATCH_WINDOW_S
 
 _OPEN = "state:batches:open"
-SAMPLES = 10
+SAMPLES = 10  # a call of waiting() looks at one in SAMPLES of the batches beyond the limit per owner
 _RECORDED, _THERE, _FULL = 1, 0, -1
 
 _BEGIN = """
@@ -74,7 +74,7 @@ if status == 'validating' or status == 'in_progress' then
 end
 return status
 """
-# Under the lease, which is KEYS[1] and ARGV[1].
+# The next three scripts run behind the fence of Leases.write(). KEYS[1] is the lease's key, and ARGV[1] its token.
 _ADVANCE = """
 local is = redis.call('HGET', KEYS[2], 'status')
 if is == ARGV[3] then return 1 end
@@ -130,41 +130,51 @@ return 1
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """number: of the line in its input, from 1. part: OUTPUT or ERRORS. content: the line of that file, with its end. forced:
-    whatever the quota says. usage: tokens by USAGE."""
+    """The result of one line of a batch."""
 
-    number: int
-    part: str
-    content: bytes
-    forced: bool = False
-    usage: Mapping[str, int] = field(default_factory=dict)
+    number: int  # number of the line in the input, from 1
+    part: str  # OUTPUT or ERRORS
+    content: bytes  # line of the output or error file, with its line end
+    forced: bool = False  # written even if the owner's quota is full
+    usage: Mapping[str, int] = field(default_factory=dict)  # tokens, by the names of USAGE
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingBatch:
-    """That nobody has. ends: its client has cancelled it, or its time is over."""
+    """An open batch without a lease holder."""
 
     owner: str
     id: str
-    ends: bool
+    ends: bool  # the batch is cancelled, past its deadline, or without a record, and only has to be ended
 
 
 def batch_lease(owner: str, batch_id: str) -> str:
-    """Its name."""
+    """Returns the name of a batch's lease."""
     return f"batch:{owner}:{batch_id}"
 
 
 class BatchStore:
-    """lives_s: seconds for which a batch is known after its end at the latest. most: batches of one owner. most_bytes: of one
-    owner's files, results among them. Every method raises StoreAway; those with a lease LeaseLost."""
+    """The batches in the store.
+
+    Raises:
+        StoreAway: From every method, if the store cannot be reached.
+        LeaseLost: From every method with a lease, if another gateway has it.
+    """
 
     def __init__(self, redis: StateRedis, leases: Leases, lives_s: int, most: int, most_bytes: int) -> None:
+        """Makes the store.
+
+        Args:
+            lives_s: Lifetime of a batch's record after its end, in seconds.
+            most: Batches per owner.
+            most_bytes: Bytes of files per owner, results of batches included.
+        """
         self._redis = redis
         self._leases = leases
         self._lives_s, self._most, self._most_bytes = lives_s, most, most_bytes
 
     async def begin(self, order: BatchOrder) -> bool:
-        """False: the owner has too many."""
+        """Stores a new batch. Returns False if the owner has too many batches."""
         keys = OwnerKeys(order.owner)
         place = [keys.batch(order.id), keys.batches, _OPEN]
         oldest = self._lives_s + MAX_BATCH_WINDOW_S
@@ -177,7 +187,17 @@ class BatchStore:
         return record_of({name.decode(): value for name, value in pairs}) if found else None
 
     async def listed(self, owner: str, after: str, limit: int) -> tuple[list[BatchRecord], bool]:
-        """The newest first, without those that another version has written. And whether there are more. Raises NoSuchPlace."""
+        """Lists batches, the newest first, without those that are Unreadable.
+
+        Args:
+            after: Id of the last batch of the previous page; "" for the first page.
+
+        Returns:
+            The batches, and whether there are more.
+
+        Raises:
+            NoSuchPlace: There is no batch `after`.
+        """
         ids = await page(self._redis, OwnerKeys(owner).batches, after, limit + 1, rising=False)
         found: list[BatchRecord] = []
         for each in ids[:limit]:
@@ -187,16 +207,23 @@ class BatchStore:
         return found, len(ids) > limit
 
     async def cancel(self, owner: str, batch_id: str) -> None:
-        """Of one that is over, or about to be, nothing changes."""
+        """Marks a batch as cancelling. Has no effect on a batch that has ended or is being finalized."""
         await self._redis.call(READS + _CANCEL, [OwnerKeys(owner).batch(batch_id)])
 
     async def is_read(self, owner: str, file_id: str) -> bool:
-        """Whether one of the owner's batches that are not over has this input."""
+        """Returns whether an open batch of the owner has this input file."""
         return bool(await self._redis.call(READS + _IS_READ, [_OPEN], f"{owner}:", file_id))
 
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
-        """Those that are not over, and that nobody has: the oldest first, `each` of an owner at most, and those that are to end.
-        Of an owner who has more, every one is looked at once in SAMPLES seconds. now: Unix seconds."""
+        """Finds open batches without a lease holder, the oldest first.
+
+        At most `each` batches per owner are returned for running; batches of which only the end is left do not count. Of an owner
+        with more than `each` batches, each further batch is looked at once in SAMPLES seconds.
+
+        Args:
+            most: Largest number of batches to return.
+            now: Unix seconds.
+        """
         found = await self._redis.call(READS + _WAITING, [_OPEN], most, each, now, SAMPLES)
         members = [str(member, "ascii").partition(":") for member in found[::2]]
         return [
@@ -204,11 +231,11 @@ class BatchStore:
         ]
 
     async def forget(self, owner: str, batch_id: str) -> None:
-        """One that is said to be open, and of which nothing is known any more."""
+        """Removes a batch whose record has expired from the set of open batches."""
         await self._redis.call(READS + "return redis.call('ZREM', KEYS[1], ARGV[1])", [_OPEN], f"{owner}:{batch_id}")
 
     async def done(self, order: BatchOrder) -> set[int]:
-        """Numbers of the lines that have a result."""
+        """Returns the numbers of the lines that have a result."""
         keys = OwnerKeys(order.owner)
         script = READS + "return redis.call('HKEYS', KEYS[1])"
         parts = [await self._redis.call(script, [keys.lines(order.id, part)]) for part in (OUTPUT, ERRORS)]
@@ -217,14 +244,28 @@ class BatchStore:
     async def advance(
         self, lease: Lease, order: BatchOrder, before: BatchStatus, after: BatchStatus, **fields: str | int
     ) -> bool:
-        """False: it is not what it was. fields: of its hash that become known with it."""
+        """Changes the status of a batch.
+
+        Args:
+            before: Expected present status.
+            fields: Fields of the batch's hash to set together with the status.
+
+        Returns:
+            False if the status is neither `before` nor `after`.
+        """
         place = [OwnerKeys(order.owner).batch(order.id)]
         flat = [each for pair in fields.items() for each in pair]
         return bool(await self._leases.write(lease, _ADVANCE, place, before.value, after.value, *flat))
 
     async def record(self, lease: Lease, order: BatchOrder, results: Sequence[LineResult]) -> list[LineResult]:
-        """Lines that have a result already keep it. Returns those for which the owner's quota has no room. Of a batch that is
-        over nothing is written: whoever ended it had the lease."""
+        """Stores results of lines. A line that has a result keeps it.
+
+        Returns:
+            The results that were not stored, because the owner's quota is full.
+
+        Raises:
+            LeaseLost: Another gateway has the lease, or the batch has ended.
+        """
         keys = OwnerKeys(order.owner)
         place = [keys.batch(order.id), keys.lines(order.id, OUTPUT), keys.lines(order.id, ERRORS), *keys.use]
         flat: list[Any] = []
@@ -243,7 +284,16 @@ class BatchStore:
         expires_at: int,
         errors: bytes = b"",
     ) -> bool:
-        """It is over, and its files are there. False: it was over before. files: of its results. errors: of its input, JSON."""
+        """Ends a batch and makes its result files visible.
+
+        Args:
+            files: Result files.
+            expires_at: Unix seconds at which the result files expire.
+            errors: Faults of the input as JSON; b"" for none.
+
+        Returns:
+            False if the batch had ended before.
+        """
         order, keys = record.order, OwnerKeys(record.order.owner)
         ids = {OUTPUT: order.output_id, ERRORS: order.error_id}
         about = {file.part: file.dumped() for file in files}
@@ -256,7 +306,7 @@ class BatchStore:
         return bool(done)
 
     def _life(self, order: BatchOrder) -> int:
-        """Seconds, from any moment of it on."""
+        """Returns the lifetime of the batch's data after a write, in seconds."""
         return order.expires_at - order.created_at + self._lives_s
 
 

@@ -1,6 +1,6 @@
-"""Files in the store, in chunks: one is there once it is sealed, and until it expires or is deleted.
+"""Files in the store, as chunks. A file exists from seal() until it expires or is deleted.
 
-A chunk that is written counts against its owner's quota at once. What an upload leaves that never ends expires by itself.
+A chunk counts against its owner's quota from its write on. The chunks of an upload that is never sealed expire after UPLOAD_S.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from services.gateway.state.state_redis import READS, WRITES, StateRedis
 from services.gateway.state.stored_files import FileGone, OwnerKeys, StoredFile, accounts, loaded
 from services.shared.limits import FILE_CHUNK_BYTES
 
-UPLOAD_S = 3600  # that a chunk of a file without an end is kept
+UPLOAD_S = 3600  # lifetime of a chunk before its file is sealed, in seconds
 
 _ADD = (
     accounts(2)
@@ -62,7 +62,7 @@ redis.call('SET', KEYS[1], ARGV[3], 'EXAT', expires_at)
 redis.call('ZADD', KEYS[2], expires_at, ARGV[1])
 return 1
 """
-# Lines of a batch's results, from a number on, until they are many bytes: the next number, and the lines.
+# Returns lines of a batch's results from a number on, up to a number of bytes: the next number, then the lines.
 _LINES = """
 local number, last, most, found, bytes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), {}, 0
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
@@ -76,7 +76,7 @@ while number <= last and bytes < most do
 end
 return {number, unpack(found)}
 """
-# Where ids of a page begin is said by the one before it.
+# A page begins behind the last id of the previous page.
 _PAGE = """
 local after, begin, stop, rising = ARGV[1], 0, tonumber(ARGV[2]), ARGV[3] == '1'
 if after ~= '' then
@@ -86,15 +86,25 @@ if after ~= '' then
 end
 return redis.call(rising and 'ZRANGE' or 'ZREVRANGE', KEYS[1], begin, begin + stop - 1)
 """
-_AT_ONCE = 1000  # a script that takes long holds all others up
+_AT_ONCE = 1000  # items per call; a longer script would block the store's other calls
 
 
 class NoSuchPlace(Exception):
-    """A page is asked for behind what is not there."""
+    """The id after which a page should begin does not exist."""
 
 
 async def page(redis: StateRedis, key: str, after: str, count: int, rising: bool) -> list[str]:
-    """Ids of a sorted set, those behind `after`, "" for the first ones. Raises NoSuchPlace, StoreAway."""
+    """Returns a page of ids of a sorted set.
+
+    Args:
+        after: Last id of the previous page; "" for the first page.
+        count: Largest number of ids.
+        rising: Lists the oldest ids first; otherwise the newest.
+
+    Raises:
+        NoSuchPlace: There is no id `after`.
+        StoreAway: The store cannot be reached.
+    """
     found = await redis.call(READS + _PAGE, [key], after, count, int(rising))
     if found == -1:
         raise NoSuchPlace
@@ -102,28 +112,34 @@ async def page(redis: StateRedis, key: str, after: str, count: int, rising: bool
 
 
 class FileStore:
-    """most: files of one owner. most_bytes: of all of them, results of batches among them. Every method raises StoreAway."""
+    """The files in the store. Every method raises StoreAway."""
 
     def __init__(self, redis: StateRedis, most: int, most_bytes: int) -> None:
+        """Makes the store.
+
+        Args:
+            most: Files per owner.
+            most_bytes: Bytes of files per owner, results of batches included.
+        """
         self._redis = redis
         self._most, self.most_bytes = most, most_bytes
 
     async def add(self, owner: str, file_id: str, number: int, content: bytes) -> bool:
-        """A chunk of a file that is still to be sealed. False: the owner's quota is full."""
+        """Writes a chunk of a file that is not sealed yet. Returns False if the owner's quota is full."""
         keys = OwnerKeys(owner)
         script = WRITES + _ADD
         place = [keys.chunk(file_id, number), *keys.use]
         return bool(await self._redis.call(script, place, file_id, content, self.most_bytes, UPLOAD_S))
 
     async def seal(self, owner: str, file: StoredFile) -> bool:
-        """From here on it is there. False: the owner has too many, or its chunks have not waited for their end."""
+        """Makes an uploaded file visible. Returns False if the owner has too many files, or a chunk has expired."""
         keys = OwnerKeys(owner)
         place = [keys.file(file.id), *keys.use, *keys.chunks(file)]
         script = WRITES + _SEAL
         return int(await self._redis.call(script, place, file.id, file.dumped(), file.expires_at, self._most)) == 1
 
     async def discard(self, owner: str, file_id: str, chunks: int) -> None:
-        """What there is of a file that was not sealed."""
+        """Deletes the chunks of a file that was not sealed."""
         keys = OwnerKeys(owner)
         place = [keys.file(file_id), *keys.use, *(keys.chunk(file_id, number) for number in range(chunks))]
         await self._redis.call(READS + _DELETE, place, file_id)
@@ -133,14 +149,14 @@ class FileStore:
         return found
 
     async def delete(self, owner: str, file: StoredFile) -> bool:
-        """Whether it was there."""
+        """Deletes a file with its content. Returns whether it existed."""
         keys = OwnerKeys(owner)
         content = [keys.lines(file.batch, file.part)] if file.batch else keys.chunks(file)
         place = [keys.file(file.id), *keys.use, *content]
         return await self._redis.deletes(READS + _DELETE, place, file.id)
 
     async def prolong(self, owner: str, file: StoredFile, until: int) -> bool:
-        """It expires then and not earlier. False: it is gone. until: Unix seconds."""
+        """Lets a file live at least until a time in Unix seconds. Returns False if the file is gone."""
         if file.expires_at >= until:
             return True
         keys, later = OwnerKeys(owner), replace(file, expires_at=until)
@@ -148,8 +164,19 @@ class FileStore:
         return bool(await self._redis.call(WRITES + _PROLONG, place, file.id, until, later.dumped()))
 
     async def listed(self, owner: str, after: str, limit: int, rising: bool, purpose: str) -> tuple[list[StoredFile], bool]:
-        """Files in the order in which they were made, or the other way round, those of a purpose alone if it is not "". And
-        whether there are more. Raises NoSuchPlace."""
+        """Lists files in the order of their creation.
+
+        Args:
+            after: Id of the last file of the previous page; "" for the first page.
+            rising: Lists the oldest files first; otherwise the newest.
+            purpose: Lists only files with this purpose; "" for all.
+
+        Returns:
+            The files, and whether there are more.
+
+        Raises:
+            NoSuchPlace: There is no file `after`.
+        """
         found: list[StoredFile] = []
         at_once = min(limit + 1, _AT_ONCE)
         while len(found) <= limit:
@@ -162,7 +189,7 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     async def content(self, owner: str, file: StoredFile) -> AsyncIterator[bytes]:
-        """In pieces. Raises FileGone."""
+        """Yields the content of a file in pieces. Raises FileGone."""
         keys = OwnerKeys(owner)
         if file.batch:
             async for piece in self._lines(keys.lines(file.batch, file.part), file.lines):
@@ -172,7 +199,7 @@ class FileStore:
             yield await self.chunk(owner, file, number)
 
     async def chunk(self, owner: str, file: StoredFile, number: int) -> bytes:
-        """Raises FileGone."""
+        """Returns one chunk of a file. Raises FileGone."""
         key = OwnerKeys(owner).chunk(file.id, number)
         found: bytes | None = await self._redis.call(READS + "return redis.call('GET', KEYS[1])", [key])
         if found is None:

@@ -1,4 +1,4 @@
-"""What clients write on things that are kept for them."""
+"""Checks the metadata that clients attach to stored objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.shared import limits
 
 
 def check_metadata(given: Any) -> dict[str, str]:
-    """OpenAI's limits of names and texts. Raises ApiError."""
+    """Returns the metadata of a request, {} for None, checked against OpenAI's limits. Raises ApiError."""
     found = {} if given is None else given
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise bad_request("metadata", "'metadata' must be an object of strings.")

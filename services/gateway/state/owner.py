@@ -1,4 +1,4 @@
-"""Whose records are whose."""
+"""Names the owner of stored records."""
 
 from __future__ import annotations
 
@@ -6,5 +6,11 @@ from hashlib import blake2b
 
 
 def owner_of(key: str) -> str:
-    """Of an API key's name, "" where there are none: no key's records can be named by another one's."""
+    """Returns the owner of an API key's records, as 32 hexadecimal digits.
+
+    Different API keys have different owners, so that no API key can name the records of another.
+
+    Args:
+        key: Name of the API key; "" if the gateway has no API keys.
+    """
     return blake2b(key.encode(), digest_size=16, person=b"rootstock-state").hexdigest()

@@ -1,11 +1,12 @@
-"""Records in a Redis of their own, with append-only file, which is never the index's: that one may lose everything at any time.
+"""Stores records in a Redis server with an append-only file.
 
-    state:of:OWNER:NAME   hash   c: content, v: version; with a TTL that begins anew with every use,
-                                 but where it is longer
-    state:use:OWNER       zset   names by the time at which they expire
-    state:size:OWNER      hash   bytes by name; "!": of all of them
+It is not the Redis of the prefix index, which may lose its data at any time.
 
-Each call is one script: what counts against a quota and what is there are never told apart by a crash.
+    state:of:OWNER:NAME   hash   c: content, v: version; every use sets its TTL to ttl_s, unless it is longer
+    state:use:OWNER       zset   names of records, by the Unix second at which they expire
+    state:size:OWNER      hash   bytes by name of record; field "!" has the total
+
+Each call is one script, so that a crash cannot separate a record from its count against the quota.
 """
 
 from __future__ import annotations
@@ -86,11 +87,20 @@ return there
 
 
 class RedisStore:
-    """Implements StateStore. ttl_s: seconds that a record lives after its last use. records, record_bytes: of one owner.
-    patience_s: as StateRedis has it."""
+    """A StateStore in Redis."""
 
     def __init__(self, url: str, ttl_s: int, records: int, record_bytes: int, patience_s: float) -> None:
-        """Raises ValueError if the URL is none."""
+        """Makes the store.
+
+        Args:
+            ttl_s: Lifetime of a record after its last use, in seconds.
+            records: Records per owner.
+            record_bytes: Bytes per owner.
+            patience_s: Time limit of a call with its retries, as in StateRedis.
+
+        Raises:
+            ValueError: The URL is invalid.
+        """
         self._redis = StateRedis(url, patience_s)
         self._ttl_s, self._records, self._record_bytes = ttl_s, records, record_bytes
 

@@ -1,4 +1,4 @@
-"""Calls of the store: each is one Lua script, so that a crash leaves all of it or nothing."""
+"""Calls the store's Redis. Each call is one Lua script, so that a crash leaves all of its effect or none."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from redis import exceptions
 from services.gateway.state.state_store import StoreAway
 from services.shared.index.redis_client import redis_client
 
-TIMEOUT_S = 2.0  # of a try
-PAUSE_S = 0.1
+TIMEOUT_S = 2.0  # time limit of one attempt
+PAUSE_S = 0.1  # seconds between two attempts
 
 _PASSING = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
-# How scripts begin. One without the flag is refused where there is no memory.
+# First lines of scripts. Redis refuses a script without the flag if its memory is full.
 READS = "#!lua flags=allow-oom\n"
 WRITES = "#!lua\n"
 
 
 class StateRedis:
-    """While it is away only the first call waits for it; later ones try once. patience_s: of a call, which is tried again until
-    then."""
+    """A client of the store's Redis. While Redis is unreachable, only the first call retries; later calls try once."""
 
     def __init__(self, url: str, patience_s: float) -> None:
-        """Raises ValueError if the URL is none."""
+        """Makes the client. A call is retried for up to `patience_s` seconds. Raises ValueError if the URL is invalid."""
         self._client = redis_client(url, TIMEOUT_S)
         self._is_away = False
         self._patience_s = patience_s
 
     @property
     def is_away(self) -> bool:
-        """By the last call: it waited in vain, or did not reach it."""
+        """Whether the last call failed because Redis could not be reached."""
         return self._is_away
 
     async def close(self) -> None:
@@ -43,7 +42,7 @@ class StateRedis:
         """Returns the bytes that the store uses and their limit, 0 without one.
 
         Raises:
-            StoreAway: The store does not answer, or does not tell this user.
+            StoreAway: The store does not respond, or refuses the command to this user.
         """
         try:
             found = await self._client.info("memory")
@@ -52,18 +51,24 @@ class StateRedis:
         return int(found["used_memory"]), int(found.get("maxmemory", 0))
 
     async def call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Tries until it has an answer or no patience is left: a try whose answer was lost may have happened, and happens again;
-        scripts come to the same end then. Raises StoreAway."""
+        """Runs a script, retrying until it returns or `patience_s` has passed. Raises StoreAway.
+
+        An attempt whose reply was lost may have taken effect, and the script runs again. So a second run of a script must not
+        change its effect.
+        """
         return (await self._tried(script, keys, arguments))[0]
 
     async def deletes(self, script: str, keys: Sequence[str], *arguments: Any) -> bool:
-        """As call(), of a script that says whether what it deletes was there. True also where an earlier try may have done it,
-        whose answer was lost. Raises StoreAway."""
+        """Runs a script that deletes an object and returns whether the object existed, as call() does. Raises StoreAway.
+
+        Returns:
+            True also if an earlier attempt, whose reply was lost, may have deleted the object.
+        """
         there, is_repeated = await self._tried(script, keys, arguments)
         return bool(there) or is_repeated
 
     async def _tried(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> tuple[Any, bool]:
-        """What it says, and whether it is not the first try. Raises StoreAway."""
+        """Returns the script's result, and whether it took more than one attempt. Raises StoreAway."""
         is_repeated = False
         until = time.monotonic() + (0.0 if self._is_away else self._patience_s)
         while True:

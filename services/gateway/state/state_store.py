@@ -1,5 +1,7 @@
-"""What clients have the service keep: responses and conversations, each of one API key. The port; redis_store.py lasts. Files
-and batches are in stores of their own, file_store.py and batch_store.py."""
+"""The interface to stored responses and conversations, each of which belongs to one API key.
+
+redis_store.py implements it. Files and batches have their own stores, file_store.py and batch_store.py.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,39 @@ from typing import Protocol
 
 
 class StoreAway(Exception):
-    """It cannot be reached, or does not answer in time. Whether what was asked for has happened is not known."""
+    """The store cannot be reached or does not respond in time. The call may or may not have taken effect."""
 
 
 class Changed(Exception):
-    """Somebody else has written the record meanwhile."""
+    """The record does not have the expected version, because another call has written it. The caller reads it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """version: how often it has been written."""
+    """A stored record."""
 
     content: bytes
-    version: int
+    version: int  # number of times that it was written
 
 
 class StateStore(Protocol):
-    """owner: whose records, see owner_of(). name: a record's, of one owner. Every method raises StoreAway."""
+    """Stored records, by their owner (see owner_of()) and their name. Every method raises StoreAway."""
 
     async def get(self, owner: str, names: Sequence[str]) -> list[Record | None]:
-        """In this order; None for what there is not. Records that are read begin to live anew."""
+        """Returns records in the order of their names, None for a missing one. Reading a record restarts its lifetime."""
 
     async def put(self, owner: str, name: str, content: bytes, version: int | None = None) -> bool:
-        """Whether it is kept: what is, outlives the store's restart. False: the owner's quota is full, or it is too large.
-        version: that it must have by now, 0 for none yet; None: any. Raises Changed."""
+        """Writes a record, which survives a restart of the store.
+
+        Args:
+            version: Version that the record must have now; 0: the record must not exist; None: any.
+
+        Returns:
+            False if the owner's quota is full or the content is larger than MAX_RECORD_BYTES. Nothing is written then.
+
+        Raises:
+            Changed: The record has another version.
+        """
 
     async def delete(self, owner: str, name: str) -> bool:
-        """Whether there was one."""
+        """Deletes a record. Returns whether it existed."""

@@ -1,4 +1,4 @@
-"""What is known of a file beside its content. Frozen and plain; owner: see owner_of()."""
+"""The immutable record of a stored file, and the Redis keys of one owner's files and batches."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from dataclasses import asdict, dataclass
 
 import orjson
 
-OUTPUT, ERRORS = "output", "errors"  # parts of a batch's results
+OUTPUT, ERRORS = "output", "errors"  # the two result files of a batch
 
 
 class FileGone(Exception):
-    """Its content is not there any more, or not all of it."""
+    """The content of the file, or a part of it, has expired or is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """size: bytes. created_at, expires_at: Unix seconds. chunks: that its content is kept in; 0 for a part of a batch's results,
-    which is kept by line. batch, part, lines: the batch's id, which part of its results it is, and the last line's number."""
+    """The record of a file. The content of a result file of a batch is stored by line, that of any other file in chunks."""
 
     id: str
-    size: int
-    created_at: int
-    expires_at: int
+    size: int  # bytes
+    created_at: int  # Unix seconds
+    expires_at: int  # Unix seconds
     name: str
     purpose: str
-    chunks: int = 0
-    batch: str = ""
-    part: str = ""
-    lines: int = 0
+    chunks: int = 0  # number of chunks; 0 for a result file
+    batch: str = ""  # id of the batch of a result file; "" for any other file
+    part: str = ""  # OUTPUT or ERRORS for a result file
+    lines: int = 0  # number of the last line of the batch's input
 
     def dumped(self) -> bytes:
         return orjson.dumps(asdict(self))
@@ -39,19 +38,19 @@ def loaded(content: bytes) -> StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class OwnerKeys:
-    """Of an owner, in the store.
+    """The Redis keys of one owner's files and batches.
 
-    state:files:OWNER          zset   ids of files, by the microsecond in which they were made
-    state:file:OWNER:ID        string what is known of one; like all of its content it ends by itself when it expires
-    state:chunk:OWNER:ID:N     string a chunk of its content
-    state:lines:OWNER:ID:PART  hash   results of a batch, by the number of the input's line
-    state:filebytes:OWNER      hash   bytes by file; "!": of all of them
-    state:fileuse:OWNER        zset   files by the second in which they expire
-    state:batches:OWNER        zset   ids of batches, by the microsecond in which they were made
-    state:batch:OWNER:ID       hash   what is known of one
+    state:files:OWNER          zset    ids of files, by the microsecond of their creation
+    state:file:OWNER:ID        string  record of a file; it expires with the file, as the content does
+    state:chunk:OWNER:ID:N     string  chunk N of a file's content
+    state:lines:OWNER:ID:PART  hash    results of a batch, by the number of the line in its input
+    state:filebytes:OWNER      hash    bytes by file id; field "!" has the total
+    state:fileuse:OWNER        zset    ids of files, by the Unix second at which they expire
+    state:batches:OWNER        zset    ids of batches, by the microsecond of their creation
+    state:batch:OWNER:ID       hash    record of a batch
     """
 
-    owner: str
+    owner: str  # owner_of() of an API key
 
     @property
     def files(self) -> str:
@@ -59,7 +58,7 @@ class OwnerKeys:
 
     @property
     def use(self) -> list[str]:
-        """What the accounts are kept in."""
+        """Keys of the quota's counts, in the order that accounts() expects."""
         return [f"state:fileuse:{self.owner}", f"state:filebytes:{self.owner}", self.files]
 
     @property
@@ -102,5 +101,9 @@ end
 
 
 def accounts(at: int) -> str:
-    """How scripts that touch a quota begin. at: where OwnerKeys.use begins in KEYS. What has expired is counted no more."""
+    """Returns the beginning of a script that changes a quota. It first removes the counts of expired files.
+
+    Args:
+        at: Index in KEYS of the first key of OwnerKeys.use, from 1.
+    """
     return f"local u = {at}\n{_ACCOUNTS}"
