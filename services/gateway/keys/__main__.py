@@ -1,4 +1,4 @@
-"""python -m services.gateway.keys, or `rootstock keys`: makes API keys, and lists those of a file."""
+"""The program `rootstock keys` (python -m services.gateway.keys), which makes API keys and lists the keys of a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = ("name", "state", "expires", "models", "weight", "priority", "requests
 
 
 def entry_of(name: str, secret: str, given: dict[str, object]) -> bytes:
-    """Returns the key's entry in the list "keys" of the file. Raises BadKeys."""
+    """Returns the entry of a new API key for the list "keys" of the file. Raises BadKeys."""
     entry: dict[str, object] = {"name": name, "sha256": [digest_of(secret.encode()).hex()]}
     entry.update({field: value for field, value in given.items() if value is not None})
     parse_keys([orjson.dumps({"keys": [entry]})])
@@ -28,7 +28,7 @@ def entry_of(name: str, secret: str, given: dict[str, object]) -> bytes:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 2 if an entry or the file is wrong."""
+    """Runs the command. Returns the exit status, which is 2 if an entry or the file is invalid."""
     try:
         return _list(args) if args.action == "list" else _new(args)
     except BadKeys as error:
@@ -60,7 +60,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _row(key: ApiKey, now: float) -> tuple[str, ...]:
-    """Returns a cell per column; "-" is no limit."""
+    """Returns the cells of COLUMNS for an API key. "-" stands for no limit."""
     limits = (key.priority, key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
     return (
         key.name,

@@ -1,4 +1,4 @@
-"""The words of `rootstock keys`. Standard library only: the client adds them to its parser wherever it runs."""
+"""The command line of `rootstock keys`. It uses the standard library only, because the client adds it to its own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What one key may still use here: requests and tokens within a minute, and requests at once. Pure; times are Unix seconds."""
+"""The remaining budget of one API key at this gateway: requests and tokens per minute, and concurrent requests.
+
+The code does no I/O and reads no clock. Times are Unix seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ _SAID = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURREN
 
 @dataclass(eq=False)
 class OverLimit(Exception):
-    """kind: of the limit. retry_s: after how many seconds it may pass, None for never: it asks for more than the limit."""
+    """A request exceeds a limit of its API key. The client may retry after retry_s."""
 
-    kind: str
+    kind: str  # one of KINDS
     limit: int
-    used: int
-    asked: int
-    retry_s: int | None
+    used: int  # amount in use, over all gateways
+    asked: int  # amount that the request needs
+    retry_s: int | None  # seconds; None: the request needs more than the whole limit
 
     @property
     def message(self) -> str:
@@ -40,16 +43,21 @@ class OverLimit(Exception):
 
 
 class KeyBudget:
-    """digest: the key's name as Redis has it."""
+    """The budget of one API key at this gateway. Belongs to the event loop."""
 
     def __init__(self, key: ApiKey, digest: str) -> None:
+        """Makes the budget.
+
+        Args:
+            digest: Digest of the API key's name, by which Redis has the key.
+        """
         self.digest = digest
         self.shares: dict[str, Share] = {}
         self.reported_at = 0.0
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
-        """Limits may have changed; what has been used has not."""
+        """Applies the present limits of the API key. The used amounts stay."""
         for kind, limit in zip(KINDS, (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent), strict=True):
             share = self.shares.get(kind)
             if limit is None:
@@ -60,25 +68,39 @@ class KeyBudget:
                 share.set_limit(limit)
 
     def begin(self, now: float, gateways: int) -> Share | None:
-        """One more request. Returns what it occupies until it ends, if anything. Raises OverLimit."""
+        """Charges the start of a request.
+
+        Returns:
+            The share of concurrent requests, to which the caller gives 1 back when the request ends. None if they are unlimited.
+
+        Raises:
+            OverLimit: A limit is reached. Nothing is charged.
+        """
         wanted = [(kind, share) for kind in (CONCURRENT, REQUESTS) if (share := self.shares.get(kind)) is not None]
         for kind, share in wanted:
             if not share.available(now, gateways):
-                share.take(1, now, gateways)  # is asked for
+                share.take(1, now, gateways)  # fails, and so notes the demand for the next report
                 raise self._over(kind, share, 1, now, gateways)
         for _, share in wanted:
             share.take(1, now, gateways)
         return self.shares.get(CONCURRENT)
 
     def reserve(self, tokens: int, now: float, gateways: int) -> Share | None:
-        """Returns whose they are, if they are limited. Raises OverLimit."""
+        """Charges tokens of a request.
+
+        Returns:
+            The share of tokens, which the caller settles when the request ends. None if tokens are unlimited.
+
+        Raises:
+            OverLimit: The limit is reached. Nothing is charged.
+        """
         share = self.shares.get(TOKENS)
         if share is not None and (tokens > share.limit or not share.take(tokens, now, gateways)):
             raise self._over(TOKENS, share, tokens, now, gateways)
         return share
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        """OpenAI's, of the limits per minute that there are."""
+        """Returns OpenAI's x-ratelimit headers for the limits per minute that the API key has."""
         found = []
         for kind in (REQUESTS, TOKENS):
             share = self.shares.get(kind)
@@ -104,7 +126,7 @@ class KeyBudget:
         return any(share.runs_low for share in self.shares.values())
 
     def report(self, now: float, gateways: int) -> list[Report]:
-        """One for each of KINDS; of those that are not limited, with limit 0."""
+        """Returns a report for each of KINDS. The report of an unlimited kind has limit 0."""
         self.reported_at = now
         none = [Report(0, 0, 0, 0, 0, [0] * SIZES[kind]) for kind in KINDS]
         return [self.shares[kind].report(now, gateways) if kind in self.shares else none[i] for i, kind in enumerate(KINDS)]
@@ -128,7 +150,7 @@ def _usage(kind: str) -> Usage:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 1s, 6m0s."""
+    """Formats a duration as OpenAI does: 120ms, 1s, 6m0s."""
     if 0 < seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)

@@ -1,6 +1,8 @@
-"""The file of API keys, or a folder of such files (*.json), followed while the gateway runs: whatever changes it (an editor, a
-link that Kubernetes turns over) is taken up within POLL_S. Where a file is wrong the keys before go on to be valid, and a log
-line and a metric say so. Reading and parsing happen in a thread; `table` is replaced as a whole, on the event loop.
+"""Follows the file of API keys, or a folder of such files (*.json), while the gateway runs.
+
+A change by an editor or by Kubernetes, which replaces a symbolic link, takes effect within POLL_S. If a file is invalid, the
+previous keys stay valid, and a log line and a metric report the fault. Files are read and parsed in a thread. The event loop
+replaces `table` as a whole.
 """
 
 from __future__ import annotations
@@ -18,22 +20,30 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
-REREAD_POLLS = 4  # every so often whatever the file's stamp says: a change may leave it as it was
+POLL_S = 1.0  # seconds between two looks at the files
+REREAD_POLLS = 4  # every fourth look reads the files even if their stamp is unchanged, because a change may leave it unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """stamp: of the files when they were read; digest: of what was in them."""
+    """The state of the files at their last reading."""
 
-    stamp: tuple[tuple[int, ...], ...]
-    digest: bytes
+    stamp: tuple[tuple[int, ...], ...]  # device, inode, size and mtime_ns of each file
+    digest: bytes  # SHA-256 of the contents
 
 
 class KeyFile:
-    """foreign: digests of secrets that must be no key, and what they are. Raises BadKeys where the file is wrong."""
+    """The API keys of a file or folder. Its public methods belong to the event loop."""
 
     def __init__(self, path: str, foreign: Mapping[bytes, str] | None = None) -> None:
+        """Reads the files.
+
+        Args:
+            foreign: Digests of secrets that must not be API keys, and the name of each secret.
+
+        Raises:
+            BadKeys: A file is unreadable or invalid.
+        """
         self._path = Path(path)
         self._foreign = foreign or {}
         self._listeners: list[Callable[[KeyTable], None]] = []
@@ -43,16 +53,16 @@ class KeyFile:
         self.table = self._parse(contents)
 
     def listen(self, changed: Callable[[KeyTable], None]) -> None:
-        """changed: called on the event loop with every new table."""
+        """Registers a function that the event loop calls with every new table."""
         self._listeners.append(changed)
 
     @property
     def is_valid(self) -> bool:
-        """Whether the keys are what the file says."""
+        """Whether the last reading of the files succeeded, so that `table` has their content."""
         return not self._complaint
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks for changes every POLL_S, until cancelled."""
         polls = 0
         while True:
             await asyncio.sleep(POLL_S)
@@ -60,7 +70,11 @@ class KeyFile:
             await self.refresh(whole=polls % REREAD_POLLS == 0)
 
     async def refresh(self, whole: bool = True) -> None:
-        """Looks for a change, and takes it up. whole: reads the file also if its stamp is as it was."""
+        """Applies a change of the files, if there is one.
+
+        Args:
+            whole: Reads the files even if their stamp is unchanged.
+        """
         try:
             table = await asyncio.to_thread(self._changed, whole)
         except BadKeys as error:
@@ -76,8 +90,8 @@ class KeyFile:
                 changed(table)
 
     def _changed(self, whole: bool) -> KeyTable | None:
-        """In a thread. None: nothing is new. Raises BadKeys, each time while a file is wrong."""
-        before, self._read = self._read, None  # what is wrong is read again, until it is right
+        """Returns the new table, or None if nothing has changed. Runs in a thread. Raises BadKeys while a file is invalid."""
+        before, self._read = self._read, None  # an invalid file is read again at every look
         if before is not None and not whole and before.stamp == self._stamp():
             self._read = before
             return None
@@ -124,7 +138,7 @@ class KeyFile:
 
 
 class KeyShares(Mapping[str, float]):
-    """Of keys by name, as the table has them at any moment; of what it does not name there is none."""
+    """The weights of the API keys by name, read from the present table. Unknown names raise KeyError."""
 
     def __init__(self, table: Callable[[], KeyTable]) -> None:
         self._table = table

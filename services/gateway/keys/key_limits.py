@@ -1,5 +1,7 @@
-"""What keys may still use, for the requests of this gateway: taken when one begins, and given back when it ends. The event loop's
-alone; nothing is awaited.
+"""Checks and charges the limits of API keys for the requests of this gateway.
+
+A request is charged when it begins, and unused amounts are given back when it ends. Everything runs on the event loop and awaits
+nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from services.gateway.keys.share_store import ShareStore
 from services.gateway.request.errors import ApiError
 
 _DIGEST_BYTES = 16
-_PURPOSE = b"rootstock-limits"  # 16 bytes at most
+_PURPOSE = b"rootstock-limits"  # at most 16 bytes
 
-Refused = Callable[[str], None]  # told the limit's kind
+Refused = Callable[[str], None]  # gets the kind of the limit
 
 
 class Admission:
-    """One request that has begun. Holds its place until end()."""
+    """A running request of an API key with limits. It occupies a concurrent request until end()."""
 
     __slots__ = ("_budget", "_concurrent", "_limits", "_reserved", "_tokens")
 
@@ -31,15 +33,18 @@ class Admission:
         self._budget = budget
         self._concurrent = concurrent
         self._tokens: Share | None = None
-        self._reserved = (0, 0.0)  # tokens, and when
+        self._reserved = (0, 0.0)  # tokens; Unix seconds of the reservation
 
     def reserve(self, tokens: int) -> None:
-        """The most that the request may come to, prompt and answers. Once; raises ApiError 429."""
+        """Reserves the largest number of tokens that the request may use, prompts and completions together.
+
+        May be called once. Raises ApiError 429 if the limit is reached.
+        """
         self._reserved = (tokens, self._limits.clock())
         self._tokens = self._limits.reserve(self._budget, *self._reserved)
 
     def end(self, used_tokens: int) -> None:
-        """used_tokens: what it has come to, of prompts and answers."""
+        """Ends the request and settles its reservation. `used_tokens` counts prompts and completions."""
         now = self._limits.clock()
         if self._concurrent is not None:
             self._concurrent.give_back(1, now, now)
@@ -51,8 +56,7 @@ class Admission:
 
 
 class KeyLimits:
-    """refill: None without Redis. others: how many gateways there are as far as is known without it. refused: told the kind of
-    every limit that turned a request away. clock: Unix seconds."""
+    """The limits of all API keys at this gateway."""
 
     def __init__(
         self,
@@ -63,9 +67,20 @@ class KeyLimits:
         refused: Refused,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """name: this gateway's own, in letters and digits. Raises ValueError if the URL is none."""
+        """Makes the limits.
+
+        Args:
+            redis_url: Redis in which gateways share the limits; "" for none, and `refill` is None.
+            name: Unique name of this gateway, of letters and digits.
+            others: Returns the number of gateways that discovery finds.
+            refused: Called with the kind of the limit for every refused request.
+            clock: Returns Unix seconds.
+
+        Raises:
+            ValueError: The URL is invalid.
+        """
         self.clock = clock
-        self._budgets: dict[str, KeyBudget] = {}  # by the key's name
+        self._budgets: dict[str, KeyBudget] = {}  # by name of the API key
         self._by_digest: dict[str, KeyBudget] = {}
         self._others = others
         self._refused = refused
@@ -73,7 +88,7 @@ class KeyLimits:
         self.set_table(table)
 
     def set_table(self, table: KeyTable) -> None:
-        """Limits may have changed. Keys that are gone have none to keep; what runs of them ends as it would."""
+        """Applies the limits of a new table. Running requests of removed API keys end normally."""
         limited = {key.name: key for key in table if key.is_limited}
         for name in self._budgets.keys() - limited.keys():
             del self._by_digest[self._budgets.pop(name).digest]
@@ -86,16 +101,26 @@ class KeyLimits:
 
     @property
     def gateways(self) -> int:
-        """Last seen, in Redis or else by discovery; at least 1."""
+        """Number of gateways as last seen in Redis, or otherwise by discovery; at least 1."""
         seen = self.refill.gateways if self.refill is not None else 0
         return seen or max(1, self._others())
 
     def shares_are_up(self) -> bool | None:
-        """Whether limits are kept over all gateways, or by each for its part. None: there is no Redis to keep them in."""
+        """Returns whether all gateways share the limits in Redis now; otherwise each gateway applies its part.
+
+        None if no Redis is configured.
+        """
         return None if self.refill is None else self.refill.is_up
 
     def begin(self, key: str) -> Admission | None:
-        """key: its name. None: it has no limits. Raises ApiError 429."""
+        """Charges the start of a request of the API key with this name.
+
+        Returns:
+            None if the API key has no limits.
+
+        Raises:
+            ApiError: 429, a limit is reached.
+        """
         budget = self._budgets.get(key)
         if budget is None:
             return None
@@ -107,7 +132,7 @@ class KeyLimits:
             self._notice(budget)
 
     def reserve(self, budget: KeyBudget, tokens: int, now: float) -> Share | None:
-        """Whose they are, if they are limited. Raises ApiError 429."""
+        """Charges tokens, as KeyBudget.reserve() does. Raises ApiError 429."""
         try:
             return budget.reserve(tokens, now, self.gateways)
         except OverLimit as over:
@@ -116,7 +141,7 @@ class KeyLimits:
             self._notice(budget)
 
     def headers(self, key: str) -> list[tuple[bytes, bytes]]:
-        """OpenAI's, of what the key may still use."""
+        """Returns OpenAI's x-ratelimit headers for the API key with this name."""
         budget = self._budgets.get(key)
         return [] if budget is None else budget.headers(self.clock())
 

@@ -1,4 +1,4 @@
-"""All that a gateway knows of API keys: who is who, what each may still use, and what it has used."""
+"""The API keys of a gateway: authentication, limits and usage metrics."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from services.gateway.observe.metrics import GatewayMetrics, KeySigns
 from services.gateway.request.caller import NOBODY, Caller
 from services.gateway.request.errors import ApiError, key_not_here
 
-START_S = 2.0  # in which shares of a new gateway are there, if Redis is
+START_S = 2.0  # longest wait for the first exchange of shares with Redis, in seconds
 _NO_KEYS = KeyTable()
-COMES_S = 120.0  # in which a key that one gateway knows is known to all: kubelets look at a Secret every minute, from a cache
+# A new API key reaches every gateway within this time, in seconds. Kubelets read a Secret every minute, through a cache.
+COMES_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class KeyOptions:
-    """path: of the file of keys, "" for none. token: the operators', which must be no API key. name: this gateway's own, in
-    letters and digits. gateways: how many there are as far as is known without Redis."""
+    """The settings of a KeyRing."""
 
-    path: str
-    token: str
-    redis_url: str
-    name: str
-    gateways: Callable[[], int]
-    salt_cache: bool = False
-    low_first: bool = False
+    path: str  # file or folder of API keys; "": the gateway has no API keys
+    token: str  # control token of the operators, which must not be an API key
+    redis_url: str  # Redis in which gateways share the limits; "" for none
+    name: str  # unique name of this gateway, of letters and digits
+    gateways: Callable[[], int]  # returns the number of gateways that discovery finds
+    salt_cache: bool = False  # API keys do not share cached prefixes
+    low_first: bool = False  # a smaller priority is more urgent
 
 
 class KeyRing:
-    """Raises BadKeys where the file is wrong, and ValueError where the Redis URL is."""
+    """The API keys of a gateway. Without a file of keys, no request needs one. Belongs to the event loop."""
 
     def __init__(self, options: KeyOptions, metrics: GatewayMetrics) -> None:
+        """Reads the file of keys. Raises BadKeys if the file is invalid, and ValueError if the Redis URL is."""
         self._options = options
         self._file = KeyFile(options.path, _foreign(options.token)) if options.path else None
         self._metrics = metrics
@@ -48,7 +49,7 @@ class KeyRing:
 
         redis_url = options.redis_url if self._file is not None else ""
         self._limits = KeyLimits(self.table or _NO_KEYS, redis_url, options.name, options.gateways, refused)
-        self.signs: KeySigns | None = None  # None where nobody has keys
+        self.signs: KeySigns | None = None  # None: the gateway has no API keys
         if self._file is not None:
             self._file.listen(self._limits.set_table)
             self.signs = KeySigns(self._file_is_valid, self._limits.shares_are_up)
@@ -56,11 +57,11 @@ class KeyRing:
 
     @property
     def table(self) -> KeyTable | None:
-        """As it is at the moment; None where nobody has keys."""
+        """The present table, or None if the gateway has no API keys."""
         return None if self._file is None else self._file.table
 
     async def start(self) -> None:
-        """Shares of the limits are asked for before anybody needs them. For a bounded time; raises nothing."""
+        """Requests shares of the limits from Redis before the first request needs them. Takes at most START_S."""
         if self._limits.refill is not None:
             try:
                 async with asyncio.timeout(START_S):
@@ -69,7 +70,7 @@ class KeyRing:
                 return
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follows the file of keys and exchanges shares with Redis, until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._file is not None:
                 group.create_task(self._file.run())
@@ -78,7 +79,11 @@ class KeyRing:
             await asyncio.Event().wait()
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Who shows a valid key in `authorization` or `x-api-key`. Raises ApiError 401."""
+        """Returns the caller whose API key is in the header `authorization` or `x-api-key`.
+
+        Raises:
+            ApiError: 401, there is no valid API key.
+        """
         table = self.table
         if table is None:
             return NOBODY
@@ -94,8 +99,16 @@ class KeyRing:
         return self._caller(key)
 
     def named(self, name: str, asked_at: float) -> Caller:
-        """Who has the key of this name, "" where there are none. asked_at: Unix seconds, in which it was valid at some gateway,
-        as its work was left to any of them. Raises ApiError 401, and 503 while the key may be on its way to this one."""
+        """Returns the caller of work that another gateway has accepted.
+
+        Args:
+            name: Name of the API key; "" if the accepting gateway had no API keys.
+            asked_at: Unix seconds at which the API key was valid at that gateway.
+
+        Raises:
+            ApiError: 401, the API key has expired or is gone. 503, it is unknown here, but may still arrive, because the work was
+                accepted less than COMES_S ago.
+        """
         table = self.table
         key = None if table is None else table.named(name)
         if key is not None:
@@ -113,13 +126,20 @@ class KeyRing:
         return Caller(key.name, key.priority, options.low_first, options.salt_cache, key.weight, models=key.models)
 
     def begin(self, key: str) -> Admission | None:
-        """A request that is to generate something. None: nothing is limited. Raises ApiError 429."""
+        """Charges and counts the start of a request that generates tokens, for the API key with this name.
+
+        Returns:
+            None if the API key has no limits.
+
+        Raises:
+            ApiError: 429, a limit is reached.
+        """
         admission = self._limits.begin(key)
         self._metrics.key_request(key)
         return admission
 
     def headers(self, key: str) -> list[tuple[bytes, bytes]]:
-        """What an answer to this key says of its limits."""
+        """Returns OpenAI's x-ratelimit headers for the API key with this name."""
         return self._limits.headers(key)
 
     def _file_is_valid(self) -> bool:

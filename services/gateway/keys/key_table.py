@@ -1,5 +1,7 @@
-"""API keys as the file of keys has them: who they belong to, and what they are worth. Pure; a key itself is nowhere kept, only
-its SHA-256, and a key that is shown is looked up by its own: how long that takes says nothing of other keys.
+"""Parses the file of API keys into a table of their names, digests and limits.
+
+The table has only the SHA-256 of a secret, never the secret. A request's secret is looked up by its digest, so that the time of
+the lookup reveals nothing about other secrets.
 """
 
 from __future__ import annotations
@@ -22,27 +24,25 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class BadKeys(ValueError):
-    """The text says where in the file, and what. It repeats no key."""
+    """A file of API keys is invalid. The text names the field and the fault, and contains no secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """digests: of the secrets that are this key, several while one replaces another. weight: its share while requests wait.
-    priority: of its requests that give none, and the most urgent that one may ask for; None leaves it to them. Limits are over
-    all gateways, None for none: of what begins within a minute, of tokens within a minute, and of what runs at once."""
+    """An API key with its limits, which apply over all gateways together. None stands for no limit."""
 
     name: str
-    digests: tuple[bytes, ...]
-    weight: float = 1.0
-    priority: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
-    models: frozenset[str] | None = None  # names of the models that it may use; None: every model
-    expires: float | None = None  # Unix seconds from which on it is refused; None: never
+    digests: tuple[bytes, ...]  # SHA-256 of its secrets; several while a new secret replaces an old one
+    weight: float = 1.0  # weight of its share of the fleet while requests wait
+    priority: int | None = None  # priority of requests without one, and the most urgent allowed one; None: requests may choose
+    requests_per_minute: int | None = None  # requests that begin within a minute
+    tokens_per_minute: int | None = None  # tokens of prompts and completions within a minute
+    max_concurrent: int | None = None  # running requests
+    models: frozenset[str] | None = None  # names of the allowed models; None: every model
+    expires: float | None = None  # Unix seconds from which the API key is refused; None: never
 
     def has_expired(self, now: float) -> bool:
-        """now: Unix seconds."""
+        """Returns whether the API key has expired at `now`, in Unix seconds."""
         return self.expires is not None and now >= self.expires
 
     @property
@@ -51,7 +51,7 @@ class ApiKey:
 
 
 class KeyTable:
-    """Immutable."""
+    """An immutable table of API keys."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._by_name = {key.name: key for key in keys}
@@ -67,7 +67,7 @@ class KeyTable:
         return self._by_name.get(name)
 
     def of_secret(self, secret: bytes) -> ApiKey | None:
-        """The key that this is; None: none of them."""
+        """Returns the API key with this secret, or None if there is no such key."""
         return self._by_digest.get(digest_of(secret))
 
 
@@ -76,7 +76,14 @@ def digest_of(secret: bytes) -> bytes:
 
 
 def parse_keys(contents: Iterable[bytes], foreign: Mapping[bytes, str] | None = None) -> KeyTable:
-    """contents: of the files. foreign: digests of secrets that must be no key, and what they are. Raises BadKeys."""
+    """Parses the contents of all files into one table.
+
+    Args:
+        foreign: Digests of secrets that must not be API keys, and the name of each secret.
+
+    Raises:
+        BadKeys: A file is invalid, or two API keys have the same name or secret.
+    """
     keys = [key for content in contents for key in _keys(content)]
     if len(keys) > limits.MAX_KEYS:
         raise BadKeys(f"keys: has {len(keys)} entries; at most {limits.MAX_KEYS} are taken")

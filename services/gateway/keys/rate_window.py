@@ -1,7 +1,8 @@
-"""What has been used within a minute, in sub-buckets of BUCKET_S seconds. Pure; times are Unix seconds, whole over all gateways.
+"""Counts the amount used within the last minute, in sub-buckets of BUCKET_S seconds.
 
-The oldest sub-bucket counts whole, so that the sum is never less than what was used within the last WINDOW_S seconds: whoever
-keeps the sum within a limit keeps every such stretch of time within it.
+The oldest sub-bucket counts in full. So the sum is never less than the amount used within the last WINDOW_S seconds, and a sum
+within a limit keeps every period of WINDOW_S within that limit. Times are Unix seconds, so that the sub-buckets of all gateways
+begin at the same times.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 WINDOW_S = 60
 BUCKET_S = 6
-BUCKETS = WINDOW_S // BUCKET_S + 1  # one more than fit the window: the newest has just begun
+BUCKETS = WINDOW_S // BUCKET_S + 1  # one more than the window has, because the newest one is not complete
 
 
 def bucket_of(now: float) -> int:
@@ -18,7 +19,7 @@ def bucket_of(now: float) -> int:
 
 
 class RateWindow:
-    """A clock that goes back does no harm: time stands still until it is where it was."""
+    """Amounts used in the last BUCKETS sub-buckets. If the clock goes back, the window waits until the clock has caught up."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -29,7 +30,7 @@ class RateWindow:
         self._amounts[0] += amount
 
     def give_back(self, amount: int, since: float, now: float) -> int:
-        """Of what was added then. Returns how much of it still counted."""
+        """Subtracts from the amount that was added at `since`. Returns the part that was still counted."""
         self._advance(now)
         age = max(0, self._newest - bucket_of(since))
         if age >= BUCKETS:
@@ -43,17 +44,17 @@ class RateWindow:
         return sum(self._amounts)
 
     def recent(self, now: float) -> int:
-        """Used in this sub-bucket and the one before."""
+        """Returns the amount used in the present sub-bucket and the previous one."""
         self._advance(now)
         return self._amounts[0] + self._amounts[1]
 
     def amounts(self, now: float) -> list[int]:
-        """By sub-bucket, newest first."""
+        """Returns the amounts by sub-bucket, the newest first."""
         self._advance(now)
         return list(self._amounts)
 
     def replace(self, amounts: Sequence[int], now: float) -> None:
-        """All of it. amounts: as amounts() gives them."""
+        """Replaces all amounts by those of amounts() of another window."""
         self._advance(now)
         self._amounts = list(amounts)
 
@@ -66,8 +67,12 @@ class RateWindow:
 
 
 def seconds_until(amounts: Sequence[int], room: int, now: float) -> float:
-    """From now until no more than `room` of these counts any more; 0 if that is so already. amounts: by sub-bucket, newest
-    first. room: at least 0."""
+    """Returns the seconds until at most `room` of the amounts is still counted; 0 if this is so now.
+
+    Args:
+        amounts: Amounts by sub-bucket, the newest first.
+        room: At least 0.
+    """
     left, seconds = sum(amounts), 0.0
     for age in range(len(amounts) - 1, -1, -1):
         if left <= room:

@@ -1,10 +1,12 @@
-"""One gateway's part of one limit of a key. Pure: the clock is an argument (Unix seconds), and nothing is awaited.
+"""The share that one gateway has of one limit of an API key. The clock is an argument (Unix seconds); nothing is awaited.
 
-Together: gateways say in Redis what they have used of a limit and what they hold of it beyond that, unused. Only what nobody has
-used or holds is granted, so whatever is taken from `held` keeps all of them within the limit, and no request asks anybody.
+Shared: each gateway reports to Redis the amount that it has used of the limit and the unused amount that it holds. Redis grants
+only amounts that no gateway has used or holds. So all gateways together stay within the limit if each takes from its `held`
+amount, and a request needs no round trip.
 
-Alone (Redis is away, or has not been asked): what this gateway had used or held then is its own, up to the limit divided by the
-gateways last seen; and after ALONE_S, when nothing of before counts any more, that part is, whatever it had.
+Alone, while Redis is unreachable or not asked yet: the gateway may use its part, the limit divided by the number of gateways last
+seen. For ALONE_S after the loss of Redis, it is also limited to the amount that it had used or held then, because the use of
+the other gateways before the loss still counts.
 """
 
 from __future__ import annotations
@@ -15,63 +17,61 @@ from dataclasses import dataclass
 from services.gateway.keys.rate_window import BUCKET_S, WINDOW_S, seconds_until
 from services.gateway.keys.usage import Usage
 
-ALONE_S = WINDOW_S + 2 * BUCKET_S
-YIELD_S = 6.0  # for which what others needed is left to them
-PATIENCE_S = 5.0  # for which what was refused is asked for
-GATHER_S = 5.0  # after a gateway has come, for which the others' parts are asked for what they do not need
+ALONE_S = WINDOW_S + 2 * BUCKET_S  # seconds after which no use from before the loss of Redis is counted
+YIELD_S = 6.0  # seconds after yielding to other gateways in which a share requests no reserve
+PATIENCE_S = 5.0  # seconds after a refusal in which the refused amount is requested again
+GATHER_S = 5.0  # seconds after a gateway has joined in which a share that is too small keeps requesting
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a gateway says of its share. unmet: amounts that it had to refuse since its last report. It asks for `most`, and at
-    least `least` if that much is free."""
+    """The report of a gateway on its share, and its request for more."""
 
-    limit: int
-    least: int
-    most: int
-    held: int
-    unmet: int
-    amounts: Sequence[int]
+    limit: int  # limit over all gateways
+    least: int  # requested amount that is granted as a whole if it is free
+    most: int  # requested amount of which at most half of the free amount is granted
+    held: int  # unused amount that the gateway holds
+    unmet: int  # amount that the gateway has refused to requests since its last report
+    amounts: Sequence[int]  # used amounts, as in Usage.amounts()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """granted: more to hold, or less where there was no room for it: of a gateway that has just come. in_need: others could not
-    be granted what they asked for. others: what other gateways have used."""
+    """The reply to a Report."""
 
-    granted: int
-    in_need: bool
-    others: Sequence[int]
+    granted: int  # change of the held amount; negative if the gateways hold more than the limit, because one has joined
+    in_need: bool  # other gateways were not granted the amounts that they requested
+    others: Sequence[int]  # amounts used by the other gateways, as in Usage.amounts()
 
 
 class Share:
-    """limit: over all gateways. dirty: something is to be reported."""
+    """The share that this gateway has of one limit of an API key. Belongs to the event loop."""
 
     def __init__(self, limit: int, own: Usage, others: Usage) -> None:
-        self.limit = limit
-        self.dirty = True
-        self.held = 0  # while it is shared
-        self.is_shared = False
+        self.limit = limit  # over all gateways
+        self.dirty = True  # something is to be reported
+        self.held = 0  # unused amount that this gateway may take while it is shared
+        self.is_shared = False  # Redis grants amounts; False: the gateway is alone, see above
         self._own = own
-        self._others = others  # as last heard
-        self._entitled: int | None = None
+        self._others = others  # by the last reply
+        self._entitled: int | None = None  # used and held amount when Redis was lost; None: it was never shared
         self._alone_since = 0.0
-        self._taken = 0  # ever, less what came back
-        self._reported = (0, 0)  # held, and taken by then
-        self._unmet = 0
-        self._largest_unmet = 0
-        self._unmet_at = 0.0
-        self._least = 0  # as it was last asked for
-        self._largest = 0
+        self._taken = 0  # all amounts ever taken, less those given back
+        self._reported = (0, 0)  # held amount of the last report, with its grant; `_taken` at the last report
+        self._unmet = 0  # amount refused since the last report
+        self._largest_unmet = 0  # largest refused request
+        self._unmet_at = 0.0  # time of the last refusal
+        self._least = 0  # Report.least of the last report
+        self._largest = 0  # largest request of about the last WINDOW_S
         self._largest_at = 0.0
         self._others_in_need = False
         self._yielded_at = 0.0
-        self._gateways = 0  # at the last report
+        self._gateways = 0  # number of gateways at the last report
         self._gather_until = 0.0
-        self._short = 0
+        self._short = 0  # Report.most of the last report
 
     def set_limit(self, limit: int) -> None:
-        """Of a smaller one nothing is held yet."""
+        """Changes the limit. If it shrinks, the held amount is void until Redis grants a new one."""
         if limit < self.limit:
             self.held = 0
             self._entitled = None
@@ -81,11 +81,15 @@ class Share:
     # For requests
 
     def available(self, now: float, gateways: int) -> int:
-        """How much can be taken here and now."""
+        """Returns the amount that a request can take now."""
         return self.held if self.is_shared else max(0, self._ceiling(now, gateways) - self._own.used(now))
 
     def take(self, amount: int, now: float, gateways: int) -> bool:
-        """False: there is not so much at hand; nothing is taken, and it will be asked for."""
+        """Takes an amount for a request.
+
+        Returns:
+            False if the amount is not available. Nothing is taken then, and the next report requests the amount.
+        """
         self.dirty = True
         if amount >= self._largest or now - self._largest_at > WINDOW_S:
             self._largest, self._largest_at = amount, now
@@ -98,14 +102,14 @@ class Share:
         return True
 
     def use(self, amount: int, now: float) -> None:
-        """Without being asked."""
+        """Takes an amount that is used already, even if it is not available."""
         self.dirty = True
         self._taken += amount
         self.held = max(0, self.held - amount)
         self._own.add(amount, now)
 
     def give_back(self, amount: int, since: float, now: float) -> None:
-        """What was taken then and not used after all, or not any more."""
+        """Gives back an amount that was taken at `since` and is unused or no longer in use."""
         self.dirty = True
         given = self._own.give_back(amount, since, now)
         self._taken -= given
@@ -113,24 +117,27 @@ class Share:
             self.held += given
 
     def settle(self, taken: int, used: int, since: float, now: float) -> None:
-        """What was taken at `since` has come to so much."""
+        """Corrects an amount that was taken at `since` to the amount that was used."""
         if used < taken:
             self.give_back(taken - used, since, now)
         elif used > taken:
             self.use(used - taken, now)
 
-    # For whoever asks how it stands
+    # For headers and error messages
 
     def used(self, now: float) -> int:
-        """Of the limit, over all gateways, as far as is known."""
+        """Returns the used amount over all gateways, by the last reply of Redis."""
         return self._own.used(now) + self._others.used(now)
 
     def amounts(self, now: float) -> list[int]:
-        """The same by sub-bucket."""
+        """Returns the used amounts over all gateways by sub-bucket."""
         return [mine + theirs for mine, theirs in zip(self._own.amounts(now), self._others.amounts(now), strict=True)]
 
     def seconds_until(self, amount: int, now: float, gateways: int) -> float:
-        """After which so much may be at hand, if nobody takes anything until then; 0 where only time tells."""
+        """Returns the seconds until an amount may be available, if nothing is taken until then.
+
+        0 for a limit of concurrent requests, whose end is unknown.
+        """
         if self._own.size == 1:
             return 0.0
         amounts, most = self.amounts(now), self.limit
@@ -141,16 +148,16 @@ class Share:
     # For the refill
 
     def someone_came(self) -> None:
-        """What is held is to be held by one more."""
+        """Notes that a gateway has joined, which needs a part of the held amounts."""
         self.dirty = True
 
     @property
     def runs_low(self) -> bool:
-        """It has refused something, or more is being used than is at hand."""
+        """Whether the share has refused a request, or has used more than half of the amount held at the last report."""
         return self._unmet > 0 or (self.is_shared and 2 * self.held < self._reported[0])
 
     def report(self, now: float, gateways: int) -> Report:
-        """Of now. What is not needed while others are in need is not held any more from here on."""
+        """Returns a report for Redis. If other gateways are in need, the held amount shrinks to a quarter of the recent use."""
         self.dirty = False
         least, unmet = self._largest_unmet, self._unmet
         most = 0
@@ -175,7 +182,11 @@ class Share:
         return Report(self.limit, least, most, held, unmet, self._own.amounts(now))
 
     def answered(self, answer: Answer, settled: bool, now: float) -> None:
-        """settled: all gateways have had the time to report; until then nothing is granted."""
+        """Applies the reply to the last report.
+
+        Args:
+            settled: All gateways have had the time to report. Until then, nothing is granted.
+        """
         held, taken = self._reported
         if settled and not self.is_shared:
             self.is_shared = True
@@ -191,7 +202,7 @@ class Share:
         self.dirty = self.dirty or not settled or answer.in_need or self._unmet > 0 or gathers
 
     def go_alone(self, now: float) -> None:
-        """Redis is away."""
+        """Continues without Redis."""
         if self.is_shared:
             self._entitled = self._own.used(now) + self.held
             self._alone_since = now
@@ -200,7 +211,7 @@ class Share:
         self.dirty = True
 
     def _target(self, recent: int, now: float, gateways: int) -> int:
-        """What should be at hand for what comes next."""
+        """Returns the amount that should be held for coming requests."""
         standing = self.limit if gateways == 1 else -(-self.limit // (2 * gateways))
         if now - self._yielded_at < YIELD_S:
             standing = 0

@@ -1,5 +1,6 @@
-"""Keeps this gateway's shares of all keys' limits, in the background: one round trip a turn for all keys of which there is
-something to say. Whether Redis is there or not, requests never wait for it.
+"""Exchanges this gateway's shares of all limits with Redis in a background task.
+
+Each turn is one round trip for all API keys that have something to report. Requests never wait for Redis.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from services.gateway.keys.share_store import DEAD_S, Exchanged
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.1  # between two turns while there is something to say
-SOON_S = 0.02  # where a share runs low
-IDLE_S = 1.0  # a gateway's sign of life
-RETRY_S = 0.5  # while Redis is away
-AGAIN_S = 30.0  # a key of which there is nothing new is reported of, lest it is forgotten
-KEYS_A_TURN = 1000
+TURN_S = 0.1  # seconds between two turns while there is something to report
+SOON_S = 0.02  # seconds to the next turn if a share runs low
+IDLE_S = 1.0  # seconds between two turns otherwise; a turn is the gateway's sign of life
+RETRY_S = 0.5  # seconds between two turns while Redis is unreachable
+AGAIN_S = 30.0  # seconds after which an unchanged API key is reported again, so that its record in Redis does not expire
+KEYS_A_TURN = 1000  # API keys per turn
 
 
 class Store(Protocol):
@@ -32,30 +33,36 @@ class Store(Protocol):
 
 
 class ShareRefill:
-    """budgets: of the keys that are limited, by digest. clock: Unix seconds."""
+    """The background task. It owns the connection to Redis and writes the shares of the budgets."""
 
     def __init__(self, store: Store, budgets: Mapping[str, KeyBudget], clock: Callable[[], float]) -> None:
+        """Makes the task.
+
+        Args:
+            budgets: Budgets of the API keys with limits, by digest.
+            clock: Returns Unix seconds.
+        """
         self._store = store
         self._budgets = budgets
         self._clock = clock
-        self._called: set[str] = set()  # keys that others need a word of
+        self._called: set[str] = set()  # digests of API keys on which other gateways need reports
         self._low = asyncio.Event()
-        self._waiting = 0  # keys that did not fit the last turn
-        self._seen = 0
-        self._fewer_since: float | None = None
+        self._waiting = 0  # API keys that did not fit into the last turn
+        self._seen = 0  # number of gateways
+        self._fewer_since: float | None = None  # time since which Redis lists fewer gateways than `_seen`
         self.is_up = False
 
     @property
     def gateways(self) -> int:
-        """Last seen, this one among them; 0 if Redis has never been there."""
+        """Number of gateways last seen, this one included; 0 if Redis was never reached."""
         return self._seen
 
     def runs_low(self) -> None:
-        """A turn comes soon."""
+        """Requests an early turn, because a share runs low."""
         self._low.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Exchanges shares until cancelled, then closes the connection."""
         try:
             while True:
                 await self.turn()
@@ -64,6 +71,7 @@ class ShareRefill:
             await self._store.close()
 
     async def turn(self) -> None:
+        """Exchanges the shares of up to KEYS_A_TURN API keys. If Redis is unreachable, all shares continue alone."""
         now = self._clock()
         self._low.clear()
         due = list(self._due(now))
@@ -86,7 +94,7 @@ class ShareRefill:
             budget.answered(answers, settled, now)
 
     def _due(self, now: float) -> Iterator[KeyBudget]:
-        """Those in need first, or of which there is news."""
+        """Yields the budgets to report: first those that have news or that other gateways need, then those due by AGAIN_S."""
         found = self._budgets.values()
         late: list[KeyBudget] = []
         for budget in found:
@@ -97,8 +105,11 @@ class ShareRefill:
         yield from late
 
     def _count(self, gateways: int, now: float) -> None:
-        """Who has come gets its part. Fewer count once they have been fewer for so long that the others would have been heard of:
-        Redis may be new."""
+        """Updates the number of gateways.
+
+        If a gateway has joined, all shares yield a part to it. A smaller number counts only after DEAD_S, because a restarted
+        Redis lists only the gateways that have reported since.
+        """
         if gateways > self._seen:
             for budget in self._budgets.values():
                 budget.someone_came()

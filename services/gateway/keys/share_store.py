@@ -1,13 +1,13 @@
-"""Shares in the index's Redis, small and with a TTL:
+"""Stores the gateways' shares of limits in the Redis of the prefix index. All keys have a TTL.
 
-    rl:key:DIGEST   hash   by gateway: its sub-bucket, and of each limit what it holds, lacks and has used, by sub-bucket;
-                           "!": since when there is this hash
-    rl:gateways     zset   gateways by when they were last heard of
-    rl:need         zset   digests of keys whose other gateways should report, by when that was asked for
+    rl:key:DIGEST   hash   by gateway: its sub-bucket, and for each limit the held, lacking and used amounts, the used ones by
+                           sub-bucket; field "!": Unix seconds at which the hash was created
+    rl:gateways     zset   gateways by the Unix seconds of their last report
+    rl:need         zset   digests of API keys on which all gateways should report, by the Unix seconds of that request
 
-Each gateway writes of itself, whole and over what it said before: a call that is repeated, or whose answer is lost, changes
-nothing. A hash that has just been made (Redis was away, full or emptied) grants nothing until every gateway had SETTLE_S to
-report. Times and sub-buckets are the caller's: gateways' clocks have to agree to a second or so.
+Each gateway replaces its own field as a whole, so that a repeated call, or one whose reply was lost, does no harm. A new hash,
+created because Redis was unreachable, full or emptied, grants nothing for SETTLE_S, so that every gateway can report first. The
+callers give times and sub-buckets, so the clocks of the gateways must agree within about a second.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from services.gateway.keys.rate_window import bucket_of
 from services.gateway.keys.share import Answer, Report
 from services.shared.index.redis_client import redis_client
 
-TIMEOUT_S = 1.0
-SETTLE_S = 4.0
-DEAD_S = 15.0  # without a word
-NEED_S = 2.0  # for which a call for reports stands
+TIMEOUT_S = 1.0  # time limit of a call
+SETTLE_S = 4.0  # seconds from the creation of a hash to its first grant
+DEAD_S = 15.0  # seconds without a report after which a gateway is taken for dead
+NEED_S = 2.0  # seconds for which a request for reports is valid
 TTL_S = 75
 GATEWAYS, NEED = "rl:gateways", "rl:need"
 
-# A record is a list of whole numbers: a sub-bucket, then for each limit what is held, what is lacked, and the amounts.
+# A gateway's record is a list of whole numbers: its sub-bucket, then for each limit the held, the lacking and the used amounts.
 _SCRIPT = """
 local id, now, bucket, digest = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local settle, dead, ttl, kinds, at = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), 9
@@ -113,28 +113,42 @@ return reply
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What one turn has brought. gateways: alive, this one among them. in_need: digests of keys to report of. answers: whether
-    all gateways have reported, and of each limit what is granted; one for each key that was reported of."""
+    """The replies to one exchange."""
 
-    gateways: int
-    in_need: Sequence[str]
-    answers: Sequence[tuple[bool, list[Answer]]]
+    gateways: int  # live gateways, this one included
+    in_need: Sequence[str]  # digests of API keys on which gateways should report
+    answers: Sequence[tuple[bool, list[Answer]]]  # for each reported API key: whether it has settled, and an answer per limit
 
 
 class ShareStore:
-    """name: this gateway's own, of letters and digits, unlike any other's."""
+    """A client of the Redis with the shares."""
 
     def __init__(self, url: str, name: str) -> None:
-        """Raises ValueError if the URL is none."""
+        """Makes the client.
+
+        Args:
+            name: Unique name of this gateway, of letters and digits.
+
+        Raises:
+            ValueError: The URL is invalid.
+        """
         self._client = redis_client(url, TIMEOUT_S)
         self._name = name
-        self._script = ""  # its name there; "" until it is known that Redis has it
+        self._script = ""  # SHA of the script in Redis; "": Redis may not have the script
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def exchange(self, now: float, reports: Sequence[tuple[str, Sequence[Report]]]) -> Exchanged:
-        """One round trip. reports: by digest. Raises RedisError or OSError; what was reported may then have arrived."""
+        """Reports shares and returns the grants, in one round trip.
+
+        Args:
+            now: Unix seconds.
+            reports: Digest of each API key, with a report per limit.
+
+        Raises:
+            RedisError, OSError: Redis is unreachable or refuses. The reports may have arrived.
+        """
         name, self._script = self._script, ""
         if not name:
             name = str(await self._client.script_load(_SCRIPT))

@@ -1,4 +1,4 @@
-"""What is counted of a limit: what was used within a minute, or what is in use now. Pure; times are Unix seconds."""
+"""Counts the use of a limit: the amount of the last minute, or the amount in use now. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from services.gateway.keys.rate_window import BUCKETS, RateWindow
 
 
 class Usage(Protocol):
-    """size: how many amounts there are."""
+    """A count of used amounts."""
 
-    size: int
+    size: int  # length of amounts()
 
     def add(self, amount: int, now: float) -> None: ...
 
@@ -27,11 +27,13 @@ class Usage(Protocol):
 
 
 class PerMinute(RateWindow):
+    """The amount used within the last minute."""
+
     size = BUCKETS
 
 
 class Concurrent:
-    """What is in use now, whenever it began."""
+    """The amount in use now."""
 
     size = 1
 
