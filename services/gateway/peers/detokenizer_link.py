@@ -1,7 +1,7 @@
-"""The gateway's streams to the detokenizers. A DetokLink owns one address's stream; a DetokPool owns the links.
+"""The gateway's streams to the detokenizers. A DetokLink owns the stream to one address, and a DetokPool owns the links.
 
-Every Decoding is pinned to one link. When the link's stream breaks or falls silent, its decodings move to another one, or wait
-for one, and go on from the last character that came back. Everything runs on the event loop.
+Each Decoding is pinned to one link. If the link's stream breaks or the detokenizer falls silent, its decodings move to another
+link, or wait for one, and continue after the last received character. Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -30,19 +30,16 @@ from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-MAX_BREAKS = 16  # batches of one decoding whose stream broke, without a text between
-MAX_LOST = 3  # reopenings of one decoding: one that can never be decoded does not go round for ever
-SILENCE_S = 5.0  # without an answer while batches are unanswered: every batch is answered at once, so nobody is there
+MAX_BREAKS = 16  # a decoding fails after this many of its batches were lost with their streams since its last text
+MAX_LOST = 3  # a decoding fails if detokenizers have reported it as unknown more often, because it may be undecodable
+SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch at once
 T = TypeVar("T")
 
 Call = Duplex[detokenizer_pb2.DecodeBatch, detokenizer_pb2.TextBatch]
 
 
 class DetokLink:
-    """One detokenizer. `window` holds the decodings pinned to it, whether they were sent yet or not.
-
-    connected: its stream is up. ready: it may be given new decodings. retiring: it ends when none is open.
-    """
+    """The stream to one detokenizer, with the decodings that are pinned to it."""
 
     def __init__(
         self,
@@ -53,19 +50,26 @@ class DetokLink:
         on_idle: Callable[[DetokLink], None],
         dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
-        """`on_idle` is called when nothing is open any more."""
+        """Makes the link.
+
+        Args:
+            on_up: Called when the stream is up.
+            on_down: Called with decodings that need another link: all of them if the stream is down, or those that the
+                detokenizer does not know.
+            on_idle: Called when no decoding is open.
+        """
         self.address = address
         self._dialer = dialer
-        self.connected = False
-        self.ready = True
-        self.retiring = False
-        self.model = served_model.ANY  # of the stream that is up
-        self.stub: detokenizer_pb2_grpc.DetokenizerStub | None = None  # while run() runs
+        self.connected = False  # the stream is up
+        self.ready = True  # discovery allows new decodings
+        self.retiring = False  # discovery has dropped the address; the link ends when no decoding is open
+        self.model = served_model.ANY  # model that the detokenizer of the present stream serves
+        self.stub: detokenizer_pb2_grpc.DetokenizerStub | None = None  # set while run() runs
         self._patience = patience
         self._on_up = on_up
         self._on_down = on_down
         self._on_idle = on_idle
-        self.window = DecodeWindow(on_down, self._changed)
+        self.window = DecodeWindow(on_down, self._changed)  # decodings pinned to this link, sent or not
         self._wake = asyncio.Event()
 
     @property
@@ -73,7 +77,7 @@ class DetokLink:
         return bool(self.window.open)
 
     def takes(self, model: str) -> bool:
-        """Whether a new decoding of this model may be pinned to it."""
+        """Returns whether a new decoding of this model may be pinned to this link."""
         return self.connected and self.ready and served_model.serves(self.model, model)
 
     def _changed(self) -> None:
@@ -125,7 +129,7 @@ class DetokLink:
 
     @staticmethod
     def _helper(call: Call, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """A task of the session. Its end is the call's end."""
+        """Starts a task of the session whose end cancels the call."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: call.cancel())
         return task
@@ -137,7 +141,7 @@ class DetokLink:
         self.window.answered(batch)
 
     async def _write(self, call: Call) -> None:
-        """Sends what has gathered since the last batch: at most one batch per event-loop tick."""
+        """Sends batches of the changes since the last batch."""
         try:
             while True:
                 await self._wake.wait()
@@ -145,14 +149,18 @@ class DetokLink:
                 while (batch := self.window.next_batch()) is not None:
                     await call.write(batch)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader sees the same end, with its reason
+            return  # the reading task gets the reason
 
     def _answers_due(self) -> int | None:
+        """Returns the number of replies so far, or None if no reply is due."""
         return self.window.answers if self.window.in_flight else None
 
 
 class DetokPool:
-    """Pins decodings to links: the usable one with the fewest. Ends them with an error when none is usable in time."""
+    """The links to all detokenizers.
+
+    Each decoding is pinned to the usable link with the fewest decodings. If no link is usable within wait_s, the decoding fails.
+    """
 
     def __init__(
         self,
@@ -165,7 +173,15 @@ class DetokPool:
         patience: Patience,
         dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
-        """`addresses` until set_endpoints() is called. `changed` is called when connected() may have changed."""
+        """Makes the pool.
+
+        Args:
+            addresses: Addresses to use until set_endpoints() is called.
+            wait_s: Seconds for which a decoding waits for a link.
+            retry_after_s: Retry-After of the error, in seconds.
+            handles: Yields unique handles.
+            changed: Called when connected() may have changed.
+        """
         self._replicas = Replicas(self._make)
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
@@ -183,29 +199,29 @@ class DetokPool:
 
     @property
     def links(self) -> list[DetokLink]:
-        """Those that retire included."""
+        """All links, retiring ones included."""
         return list(self._replicas.by_address.values())
 
     def connected(self, model: str = served_model.ANY) -> int:
-        """Detokenizers that a new decoding could go to."""
+        """Returns the number of links that take new decodings of the model."""
         return sum(link.takes(model) for link in self.links)
 
     def stubs(self, model: str = served_model.ANY) -> list[detokenizer_pb2_grpc.DetokenizerStub]:
-        """Of the usable detokenizers, for calls beside the streams."""
+        """Returns the stubs of the usable detokenizers, for unary calls."""
         return [link.stub for link in self.links if link.takes(model) and link.stub is not None]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
-        """New ones are connected to. Those that are gone keep their decodings until these end or the stream breaks."""
+        """Applies new endpoints. The link to a removed endpoint serves its decodings until they end or the stream breaks."""
         self._replicas.set_endpoints(endpoints)
         self._changed()
         self._house_waiting()
 
     async def run(self) -> None:
-        """Keeps the streams up until cancelled. Once."""
+        """Keeps the streams up until cancelled. May be called once."""
         await self._replicas.run()
 
     def touch(self, decoding: Decoding) -> None:
-        """`ids` has grown or the decoding is finished: its text will come."""
+        """Queues new ids or the finish of a decoding for its detokenizer."""
         if decoding.may_wait:
             return
         if decoding.stream is not None:
@@ -214,7 +230,7 @@ class DetokPool:
             self._house(decoding)
 
     def drop(self, decoding: Decoding) -> None:
-        """No more text is wanted. Legal at any time, any number of times."""
+        """Ends a decoding whose text is not needed any longer. May be called at any time, and again."""
         if decoding.homeless is not None:
             self._homeless.pop(decoding, None)
             decoding.homeless.cancel()
@@ -236,7 +252,7 @@ class DetokPool:
         decoding.homeless = loop.call_later(self._wait_s, self._give_up, decoding)
 
     def _house_waiting(self) -> None:
-        """Those that still find no link wait on, for what is left of their time."""
+        """Pins waiting decodings to links. Decodings without a link continue to wait for the rest of wait_s."""
         for decoding in list(self._homeless):
             link = self._link_for(decoding)
             if link is not None:
@@ -253,7 +269,7 @@ class DetokPool:
 
     def _down(self, orphans: list[Decoding]) -> None:
         self._changed()
-        # Those that go on first: a failure drops its siblings, wherever they are by then.
+        # Decodings that continue come first: the failure of one drops the other decodings of its request, on any link.
         for decoding in orphans:
             if decoding.lost <= MAX_LOST and decoding.breaks <= MAX_BREAKS:
                 self._retries.inc()

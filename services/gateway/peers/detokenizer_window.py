@@ -1,6 +1,7 @@
-"""What is open, to be sent and unanswered on one stream to a detokenizer. Plain state on the event loop, no I/O.
+"""The open decodings, unsent changes and unanswered batches of one stream to a detokenizer.
 
-Handles are unique on a stream. A decoding is in `open` from adopt() until its last text, drop() or reset().
+The state belongs to the event loop, and nothing here does I/O. Handles are unique within a stream. A decoding is in `open` from
+adopt() until its last text, drop() or reset().
 """
 
 from __future__ import annotations
@@ -12,25 +13,31 @@ from rootstock.v1 import detokenizer_pb2
 from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.request.decoding import Decoding
 
-# Unanswered batches at most. Behind that, new ids of a row join its next batch instead of making more batches: one is on its way
-# while the other is decoded.
+# Most unanswered batches: one is on its way while the other is decoded. New ids of a row wait for its next batch.
 MAX_IN_FLIGHT = 2
-# Ids of a batch, replayed ones and characters of stop strings included, unless one row alone has more. So each batch is answered
-# within a short time, also when all decodings of a lost detokenizer come at once.
+# Most ids of a batch, replayed ids and characters of stop strings included, unless it has only one row. So each batch is answered
+# soon, even if all decodings of a lost detokenizer arrive together.
 MAX_BATCH_IDS = 1 << 17
 
 Rows = list[tuple[int, int, bool]]  # handle, new ids, finished
 
 
 class DecodeWindow:
+    """The state of one stream to a detokenizer. A new stream continues with the state after reset()."""
+
     def __init__(self, on_lost: Callable[[list[Decoding]], None], on_change: Callable[[], None]) -> None:
-        """on_lost: told of decodings that the peer does not know. on_change: there may be more to send, or less open."""
-        self.open: dict[int, Decoding] = {}  # by handle, whether they were sent yet or not
-        self.answers = 0
-        self._opening: dict[int, Decoding] = {}  # a part of _dirty
-        self._dirty: dict[int, Decoding] = {}  # with ids or a finish to send
-        self._closes: list[int] = []
-        self._in_flight: deque[tuple[int, Rows]] = deque()
+        """Makes an empty window.
+
+        Args:
+            on_lost: Called with decodings that the detokenizer does not know.
+            on_change: Called when there may be more to send, or fewer decodings are open.
+        """
+        self.open: dict[int, Decoding] = {}  # by handle, sent or not
+        self.answers = 0  # batches answered
+        self._opening: dict[int, Decoding] = {}  # decodings of _dirty whose open message is not sent
+        self._dirty: dict[int, Decoding] = {}  # decodings with ids or a finish to send
+        self._closes: list[int] = []  # handles of dropped decodings, to be sent
+        self._in_flight: deque[tuple[int, Rows]] = deque()  # unanswered batches
         self._seq = 0
         self._on_lost = on_lost
         self._on_change = on_change
@@ -63,12 +70,12 @@ class DecodeWindow:
         self._on_change()
 
     def greeting(self) -> detokenizer_pb2.DecodeBatch:
-        """The first batch, empty: its answer shows that somebody serves the stream."""
+        """Returns the first batch of a stream. It is empty, and its reply shows that the stream is served."""
         self._in_flight.append((0, []))
         return detokenizer_pb2.DecodeBatch(seq=0)
 
     def next_batch(self) -> detokenizer_pb2.DecodeBatch | None:
-        """What has gathered since the last one; None if that is nothing, or too many are unanswered."""
+        """Returns a batch of the changes since the last one. None if there are no changes or too many batches are unanswered."""
         if not self.has_more or len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
         self._seq += 1
@@ -98,7 +105,13 @@ class DecodeWindow:
         return batch
 
     def answered(self, batch: detokenizer_pb2.TextBatch) -> None:
-        """Gives `on_lost` the decodings that the peer does not know, then hands out the texts. Raises StreamBroken."""
+        """Applies the reply to the oldest unanswered batch.
+
+        Decodings that the detokenizer does not know go to `on_lost`. The others get their texts.
+
+        Raises:
+            StreamBroken: The reply does not match the batch.
+        """
         if not self._in_flight:
             raise StreamBroken("an answer to no batch")
         seq, rows = self._in_flight[0]
@@ -112,7 +125,7 @@ class DecodeWindow:
             raise StreamBroken("an answer that does not fit its batch")
         self._in_flight.popleft()
         self.answers += 1
-        # First: what is handed out may touch or drop those that were lost, wherever they are by then.
+        # The lost decodings come first, because a sink that gets a text may touch or drop them.
         if lost:
             self._on_lost(self._take_lost(lost))
         for (handle, count, finished), text in zip(rows, batch.texts, strict=True):
@@ -122,7 +135,7 @@ class DecodeWindow:
     def _hand_out(self, handle: int, count: int, finished: bool, text: str) -> None:
         decoding = self.open.get(handle)
         if decoding is None:
-            return  # dropped, or open under another handle
+            return  # the decoding is dropped, or open under another handle
         decoding.breaks = 0
         decoding.decoded += count
         decoding.emitted_chars += len(text)
@@ -140,7 +153,7 @@ class DecodeWindow:
         return lost
 
     def reset(self) -> list[Decoding]:
-        """The stream is gone: forgets everything. Returns what was open."""
+        """Clears the window after the end of its stream. Returns the open decodings."""
         orphans = list(self.open.values())
         for _, rows in self._in_flight:
             for handle, _, _ in rows:

@@ -1,7 +1,7 @@
-"""The gateway's stream of short requests to one tokenizer: what is asked in one event-loop tick goes out in one message.
+"""The gateway's stream of short requests to one tokenizer. Requests of one event-loop tick share a message.
 
-It lives once, from its connection to its end; then what is unanswered fails as if the tokenizer could not be reached. Everything
-runs on the event loop.
+An EncodeStream is one gRPC call and does not reconnect. At its end, unanswered requests fail with UNAVAILABLE. Everything runs on
+the event loop.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-HANDLE_BYTES = 32  # more than what an EncodeOpen has around its request
+HANDLE_BYTES = 32  # upper limit of the bytes that an EncodeOpen adds to its request
 
 Call = Duplex[tokenizer_pb2.EncodeBatch, tokenizer_pb2.EncodedBatch]
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class EncodeFailed(Exception):
-    """A tokenizer's answer that is none. details: of what it refused, its words."""
+    """The tokenizer has refused or failed a request, or has not answered it."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        """Makes the error. `details` is the tokenizer's text."""
         super().__init__(f"{code.name}: {details}")
         self.code = code
         self.details = details
 
 
 class NotServed(StreamBroken):
-    """The tokenizer is older than these streams."""
+    """The tokenizer has an older version without these streams."""
 
 
 class EncodeStream:
-    """retire(): it takes nothing new and ends with its last answer."""
+    """The stream to one tokenizer. After retire(), it takes no new requests and ends with its last reply."""
 
     def __init__(self, stub: tokenizer_pb2_grpc.TokenizerStub, address: str, unreachable_s: float) -> None:
         self._address = address
@@ -51,18 +52,22 @@ class EncodeStream:
         self._call: Call = stub.EncodeMany()
         self._handles = itertools.count(1)
         self._unanswered: dict[int, asyncio.Future[tokenizer_pb2.EncodeResponse]] = {}  # by handle
-        self._opens: dict[int, EncodeCall] = {}  # those of them that are not sent yet
-        self._closes: list[int] = []
+        self._opens: dict[int, EncodeCall] = {}  # requests of _unanswered that are not sent
+        self._closes: list[int] = []  # handles of cancelled requests, to be sent
         self._wake = asyncio.Event()
         self._greeted = self._up = self._retiring = False
 
     def takes(self, request: EncodeCall) -> bool:
-        """Whether encode() may be called. A tokenizer that knows no such streams never gets that far."""
+        """Returns whether encode() may be called for this request. Always False if the tokenizer lacks these streams."""
         fits = request.ByteSize() + HANDLE_BYTES <= limits.SHORT_ENCODING_BYTES
         return self._up and not self._retiring and fits and len(self._unanswered) < limits.MAX_OPEN_ENCODINGS
 
     async def encode(self, request: EncodeCall, limit_s: float) -> tokenizer_pb2.EncodeResponse:
-        """Raises EncodeFailed. Cancelling it tells the tokenizer."""
+        """Sends a request and returns its response. If the caller is cancelled, the tokenizer drops the request.
+
+        Raises:
+            EncodeFailed: The tokenizer has refused the request, the stream has ended, or `limit_s` seconds have passed.
+        """
         handle = next(self._handles)
         answer: asyncio.Future[tokenizer_pb2.EncodeResponse] = asyncio.get_running_loop().create_future()
         self._unanswered[handle], self._opens[handle] = answer, request
@@ -76,13 +81,19 @@ class EncodeStream:
             self._forget(handle)
 
     def retire(self) -> None:
-        """Legal at any time, any number of times."""
+        """Stops new requests, and ends the stream after the last reply. May be called at any time, and again."""
         self._retiring = True
         if self._greeted and not self._unanswered:
             self._call.cancel()
 
     async def run(self) -> None:
-        """Until it ends, cancelled where it is retired. Once. Raises StreamBroken."""
+        """Runs the stream until it ends. May be called once.
+
+        Raises:
+            StreamBroken: The stream has ended with unknown cause or a fault.
+            NotServed: The tokenizer lacks these streams.
+            CancelledError: The stream is retired and has ended, or the task is cancelled.
+        """
         helpers: list[asyncio.Task[Any]] = []
         try:
             await self._call.write(tokenizer_pb2.EncodeBatch())
@@ -103,7 +114,7 @@ class EncodeStream:
         except asyncio.InvalidStateError:
             raise StreamBroken("ended before it was written to") from None
         except asyncio.CancelledError:
-            # grpc.aio raises it too, when either side has cancelled the call.
+            # grpc.aio also raises CancelledError if either side has cancelled the call.
             task = asyncio.current_task()
             if self._retiring or task is None or task.cancelling():
                 raise
@@ -116,6 +127,7 @@ class EncodeStream:
             self._fail_all()
 
     def _answers_due(self) -> int | None:
+        """Returns the number of replies so far, or None if no reply is due."""
         return self._answered if self._unanswered else None
 
     def _forget(self, handle: int) -> None:
@@ -126,7 +138,7 @@ class EncodeStream:
             self.retire()
 
     def _fail_all(self) -> None:
-        """Each is forgotten by whoever waits for it."""
+        """Fails all unanswered requests. Their encode() calls remove them."""
         for answer in self._unanswered.values():
             if not answer.done():
                 answer.set_exception(EncodeFailed(grpc.StatusCode.UNAVAILABLE, "the stream has ended"))
@@ -165,4 +177,5 @@ class EncodeStream:
                 if self._opens or self._closes:
                     await self._call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            logger.debug("the stream ended while written to", extra=fields(address=self._address))  # the reader has its reason
+            # The reading task gets the reason.
+            logger.debug("the stream ended while written to", extra=fields(address=self._address))

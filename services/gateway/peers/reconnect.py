@@ -1,4 +1,4 @@
-"""Keeps a long-lived stream to one address alive for ever: session after session, with a bounded pause between them."""
+"""Keeps a long-lived stream to one address up by starting a new session after each end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from services.shared.rpc.dialer import StaleChannel
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.1
+FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
-TELL_S = 60.0  # between two lines about the same refusal
-REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # how reasons of such begin
+TELL_S = 60.0  # seconds between two log lines about the same refusal
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)  # first words of a refusal's reason
 
 
 Out = TypeVar("Out", contravariant=True)
@@ -25,10 +25,10 @@ In = TypeVar("In", covariant=True)
 
 
 class Duplex(Protocol[Out, In]):
-    """A bidirectional grpc.aio call, as far as it is used here; grpcio has no types of its own."""
+    """The methods of a bidirectional grpc.aio call that the gateway uses. grpcio has no type annotations."""
 
     async def read(self) -> In | object:
-        """The next message, or grpc.aio.EOF."""
+        """Returns the next message, or grpc.aio.EOF at the end."""
 
     async def write(self, request: Out) -> None: ...
 
@@ -36,13 +36,17 @@ class Duplex(Protocol[Out, In]):
 
 
 class LastTold:
-    """What was told of a peer last: a refusal comes again with each try, and is told once a minute."""
+    """Limits the log lines about one service's refusals. The same reason is logged once in TELL_S."""
 
     def __init__(self) -> None:
         self._reason, self._until = "", 0.0
 
     def is_news(self, reason: str, now: float) -> bool:
-        """now: in seconds of any clock, the same each time."""
+        """Returns whether a reason is to be logged now, and counts it as logged.
+
+        Args:
+            now: Seconds of a clock, which is the same in every call.
+        """
         if reason == self._reason and now < self._until:
             return False
         self._reason, self._until = reason, now + TELL_S
@@ -50,11 +54,11 @@ class LastTold:
 
 
 class StreamBroken(Exception):
-    """The peer ended the stream, or broke its contract."""
+    """The remote service has ended the stream or violated the protocol. The stream needs a new session."""
 
 
 async def keep_connected(service: str, address: str, session: Callable[[], Awaitable[None]]) -> None:
-    """Runs `session` again whenever it ends. Sessions wait for the channel, so a peer that is down costs no polling."""
+    """Runs sessions until cancelled. A session waits for its channel, so that an unreachable service is not polled."""
     loop = asyncio.get_running_loop()
     pause, told = FIRST_PAUSE_S, LastTold()
     while True:
@@ -72,7 +76,7 @@ async def _reason_of_end(session: Callable[[], Awaitable[None]]) -> str:
     try:
         await session()
     except asyncio.CancelledError:
-        # grpc.aio raises it too, when the peer ends a call with status CANCELLED.
+        # grpc.aio also raises CancelledError if the remote service ends a call with status CANCELLED.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise

@@ -1,5 +1,4 @@
-"""The replicas of one service as discovery names them: one object for each address, and its task. Everything runs on the event
-loop."""
+"""Keeps one replica object and its task for each address of a service, as discovery finds them, on the event loop."""
 
 from __future__ import annotations
 
@@ -9,36 +8,39 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Replica(Protocol):
-    """ready: it may be given new work. retiring: discovery does not know its address any more. Both are written by Replicas."""
+    """A client of one replica of a service. Replicas writes `ready` and `retiring`."""
 
     address: str
-    ready: bool
-    retiring: bool
+    ready: bool  # the replica may get new work
+    retiring: bool  # discovery has dropped the address
 
     @property
     def busy(self) -> bool:
-        """It has work that may end before it does."""
+        """Whether the replica has work that must end before the replica is closed."""
 
     async def run(self) -> None:
-        """Keeps it connected, until cancelled."""
+        """Keeps the connection up until cancelled."""
 
 
 R = TypeVar("R", bound=Replica)
 
 
 class Replicas(Generic[R]):
-    """A replica lives as long as its address is known. One whose address has gone gets nothing new, and is closed when it is
-    not busy any more: whoever ends its work calls retire()."""
+    """The replicas of one service.
+
+    A replica whose address is dropped gets no new work and is closed when it is not busy any longer. The code that ends its work
+    calls retire() then.
+    """
 
     def __init__(self, make: Callable[[str], R]) -> None:
-        """make: a replica for an address."""
+        """Makes an empty set. `make` makes the replica of an address."""
         self.by_address: dict[str, R] = {}
         self._make = make
-        self._tasks: dict[R, asyncio.Task[None]] = {}  # while run() runs
-        self._group: asyncio.TaskGroup | None = None  # while run() runs
+        self._tasks: dict[R, asyncio.Task[None]] = {}  # tasks of run(), empty before it
+        self._group: asyncio.TaskGroup | None = None  # set while run() runs
 
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """endpoints: address → ready."""
+        """Applies new endpoints, a map of address to ready. Makes missing replicas and retires those without an address."""
         for address, ready in endpoints.items():
             replica = self.by_address.get(address)
             if replica is None:
@@ -51,7 +53,7 @@ class Replicas(Generic[R]):
                 self.retire(replica)
 
     def retire(self, replica: R) -> None:
-        """Closes it if nothing keeps it. Legal at any time, any number of times."""
+        """Closes a replica if it is retiring and not busy. May be called at any time, and again."""
         if not replica.retiring or replica.busy:
             return
         if self.by_address.get(replica.address) is replica:
@@ -61,7 +63,7 @@ class Replicas(Generic[R]):
             task.cancel()
 
     async def run(self) -> None:
-        """Runs each, until cancelled. Once."""
+        """Runs all replicas until cancelled. May be called once."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for replica in self.by_address.values():

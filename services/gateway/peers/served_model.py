@@ -1,4 +1,4 @@
-"""Which model a replica of the tokenizer or the detokenizer is for."""
+"""Finds the model that a replica of the tokenizer or the detokenizer serves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-INFO_S = 2.0  # that a replica has to answer
-ANY = ""
+INFO_S = 2.0  # time limit of an Info call
+ANY = ""  # stands for any model
 
-# Of a replica that goes away, does not answer, or does not take this gateway for one: to be asked again. Its model is not taken
-# for any model.
+# After these errors, the gateway asks the replica again: it is stopping, does not respond, or does not accept the gateway. After
+# other errors, the replica counts as serving any model.
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -37,7 +37,17 @@ Said = TypeVar("Said", bound=Info)
 
 
 async def ask(info: Callable[[], Awaitable[Said]], address: str) -> Said | None:
-    """None where the replica cannot say. info: begins its Info call. Raises StreamBroken for a passing failure."""
+    """Returns a replica's response to Info.
+
+    Args:
+        info: Begins the Info call.
+
+    Returns:
+        None if the replica cannot name its model.
+
+    Raises:
+        StreamBroken: A temporary failure.
+    """
     try:
         return await answer_of(info)
     except grpc.aio.AioRpcError as error:
@@ -49,5 +59,5 @@ async def ask(info: Callable[[], Awaitable[Said]], address: str) -> Said | None:
 
 
 def serves(offered: str, wanted: str) -> bool:
-    """Whether a replica of the model `offered` may take what is for the model `wanted`; either may be ANY."""
+    """Returns whether a replica of the model `offered` can serve requests for the model `wanted`. Either may be ANY."""
     return offered == wanted or ANY in (offered, wanted)

@@ -1,4 +1,7 @@
-"""When a peer that owes a sign of life is taken for gone, whatever its connection looks like: stopped, cut off, or hanging."""
+"""Detects lost remote services by missing signs of life: a stopped or hanging process, or a machine that is cut off.
+
+A sign of life is a message. The state of the connection does not count.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-LOOKS = 5  # that find nothing new, within the time that a peer may be silent: a pause of this process is one, however long
-KNOCKS = 3  # connections that are tried, none waiting for the one before: each begins with a packet that may be lost
+# Number of looks for a new sign of life within the limit of silence. The service is lost if all of them fail. A suspension of
+# this process, however long, fails only one look.
+LOOKS = 5
+KNOCKS = 3  # overlapping attempts to connect; the first packet of one attempt may be lost
 
-Signs = Callable[[], int | None]  # their number so far; None while none is due
+Signs = Callable[[], int | None]  # returns the number of signs of life so far; None while no sign is due
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """In seconds. silence: without a sign of life from the peer's process. unreachable: without one, while its machine takes no
-    connection either; 0: that is not tried. A kernel answers for a process that is starved, so that this may be short."""
+    """Times in seconds without a due sign of life after which a remote service is lost."""
 
-    silence: float
+    silence: float  # for any cause
+    # If its machine takes no connection either; 0: no connection is tried. The limit may be short, because a kernel accepts
+    # connections even for a process without CPU time.
     unreachable: float
 
 
 async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Signs | None = None) -> str:
-    """Why the peer is lost, as soon as it is. urgent: signs that are due only while somebody waits for them, for connections are
-    tried for no others; those of `signs` unless given."""
+    """Waits until a remote service is lost, and returns the reason.
+
+    Args:
+        signs: Signs of life for Patience.silence.
+        urgent: Signs of life for Patience.unreachable, which are due only while a request waits for the service, so that no
+            connections are tried otherwise. Default: `signs`.
+    """
     silent = asyncio.create_task(until_silent(patience.silence, signs))
     tasks = {silent, asyncio.create_task(until_unreachable(address, patience.unreachable, urgent or signs))}
     try:
@@ -33,14 +44,14 @@ async def until_lost(address: str, patience: Patience, signs: Signs, urgent: Sig
         for task in tasks:
             task.cancel()
     for task in done:
-        task.result()  # a fault of ours is no loss of the peer
+        task.result()  # raises a fault of this code, which is no loss of the service
     if silent in done:
         return f"silent for {patience.silence:g} s"
     return f"silent for {patience.unreachable:g} s, and takes no connection"
 
 
 async def until_silent(silence_s: float, signs: Signs) -> None:
-    """Returns when no sign of life has come for so long while one was due."""
+    """Returns when no sign of life has arrived for `silence_s` seconds while one was due."""
     before, silent = signs(), 0
     while silent < LOOKS:
         await asyncio.sleep(silence_s / LOOKS)
@@ -50,8 +61,11 @@ async def until_silent(silence_s: float, signs: Signs) -> None:
 
 
 async def until_unreachable(address: str, within_s: float, signs: Signs) -> None:
-    """Returns when no sign of life has come for so long while one was due, and no connection came about in the last two thirds of
-    that time: the machine's power is gone, or the way to it. Never, where within_s is 0."""
+    """Returns when a machine is unreachable, because it has no power or its network is down.
+
+    It is unreachable if no sign of life has arrived for `within_s` seconds while one was due, and no connection could be opened
+    in the last two thirds of that time. If within_s is 0, the function never returns.
+    """
     while not within_s:
         await asyncio.sleep(3600)
     while True:
@@ -64,7 +78,7 @@ async def until_unreachable(address: str, within_s: float, signs: Signs) -> None
 
 
 async def _is_there(address: str, within_s: float) -> bool:
-    """Whether it takes a connection, or refuses one. True as well where this process itself stood still meanwhile."""
+    """Returns whether the machine accepts or refuses a connection. Also True if this process was suspended during the test."""
     clock = asyncio.get_running_loop().time
     begun = clock()
     knocks = {asyncio.create_task(_knock(address, at * within_s / KNOCKS)) for at in range(KNOCKS)}
@@ -74,7 +88,7 @@ async def _is_there(address: str, within_s: float) -> bool:
                 for ended in asyncio.as_completed(knocks):
                     if await ended:
                         return True
-                await asyncio.sleep(begun + within_s - clock())  # no way there at the moment
+                await asyncio.sleep(begun + within_s - clock())  # all attempts have failed early, for example without a route
     finally:
         for knock in knocks:
             knock.cancel()
@@ -87,7 +101,7 @@ async def _knock(address: str, after_s: float) -> bool:
     try:
         _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionError:
-        return True  # somebody said no
+        return True  # a refusal shows that the machine is reachable
     except OSError:
         return False
     writer.close()

@@ -1,4 +1,4 @@
-"""What a model's tokens look like, by id: asked of a detokenizer once, then remembered. For answers with log probabilities."""
+"""Gets the texts of token ids from a detokenizer and caches them, for responses with logprobs."""
 
 from __future__ import annotations
 
@@ -20,32 +20,36 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 1 << 18  # ids of a model: a whole vocabulary; the oldest go first
-CALL_S = 2.0  # that one detokenizer gets, then the next is asked
-PAUSE_S = 0.2
+MAX_REMEMBERED = 1 << 18  # cached ids per model, enough for a vocabulary; the oldest are removed first
+CALL_S = 2.0  # time limit of a call to one detokenizer
+PAUSE_S = 0.2  # seconds before the detokenizers are called again
 
 
-Stubs = Callable[[str], Sequence[detokenizer_pb2_grpc.DetokenizerStub]]  # model → those of its usable detokenizers
+Stubs = Callable[[str], Sequence[detokenizer_pb2_grpc.DetokenizerStub]]  # returns the stubs of a model's usable detokenizers
 
 
 class TokenTexts:
-    """One per process, on the event loop."""
+    """The cache of token texts of all models. A process has one, on its event loop."""
 
     def __init__(self, stubs: Stubs, wait_s: float, retry_after_s: int) -> None:
         self._stubs = stubs
         self._wait_s = wait_s
         self._retry_after_s = retry_after_s
-        self._known: dict[str, tuple[str, dict[int, bytes]]] = {}  # by model, with the tokenizer whose ids they are
+        self._known: dict[str, tuple[str, dict[int, bytes]]] = {}  # by model: its tokenizer, then text by id
         self._turn = 0
 
     def of_model(self, model: str, tokenizer: str) -> ModelTexts:
         return ModelTexts(self, model, tokenizer)
 
     async def of(self, ids: Collection[int], model: str = ANY, tokenizer: str = "") -> Mapping[int, bytes]:
-        """Every id's bytes: UTF-8, perhaps only a part of a character's. Raises ApiError 503 when no detokenizer answers.
+        """Returns the UTF-8 bytes of each id, which may be only a part of a character.
 
-        `model`: a served name that the gateway knows, never one that a client made up. tokenizer: fingerprint of what its workers
-        have; where that changes, what was known of the model's ids is not any more.
+        Args:
+            model: Name of a served model. Names that clients make up would fill the cache.
+            tokenizer: Fingerprint of the workers' tokenizer. If it changes, the cached texts of the model are dropped.
+
+        Raises:
+            ApiError: 503, no detokenizer responds.
         """
         whose, known = self._known.get(model, (tokenizer, {}))
         if whose != tokenizer:
@@ -70,8 +74,8 @@ class TokenTexts:
                     response = await answer_of(partial(stub.TokenTexts, request, timeout=CALL_S))
                 except grpc.aio.AioRpcError as error:
                     logger.warning("a detokenizer gave no token texts", extra=fields(code=error.code().name))
-                    continue  # the next one, or this one again
-                except StreamBroken:  # it is gone
+                    continue  # with the next detokenizer, or again with this one
+                except StreamBroken:  # discovery has dropped the detokenizer
                     continue
                 if len(response.texts) == len(ids):
                     return list(response.texts)
@@ -94,12 +98,12 @@ def _remember(known: dict[int, bytes], texts: Mapping[int, bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
-    """Of one model, by a name that the gateway knows."""
+    """The token texts of one served model."""
 
     texts: TokenTexts
     model: str
     tokenizer: str
 
     async def of(self, ids: Collection[int]) -> Mapping[int, bytes]:
-        """As TokenTexts.of."""
+        """Returns the bytes of each id, as TokenTexts.of() does."""
         return await self.texts.of(ids, self.model, self.tokenizer)

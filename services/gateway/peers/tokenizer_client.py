@@ -1,5 +1,8 @@
-"""Requests to the tokenizer replicas: in turn over the connected ones, retried elsewhere while the deadline allows. While none is
-connected they wait, and that deadline with them."""
+"""Sends requests to the tokenizer replicas, round robin over the connected ones.
+
+A failed request is retried on another replica until its time limit. While no replica is connected, requests wait, and this time
+does not count against the limit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
-# Parts of the deadline that the first attempts get while there is another replica to try; the last one gets the rest.
+# Parts of the time limit for the first attempts if another replica can be tried. The last attempt gets the rest.
 ATTEMPT_SHARES = (0.2, 0.3)
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
 _MESSAGE = re.compile(r"messages\[\d+\][\w.\[\]]*(?=: )")
@@ -37,6 +40,8 @@ _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class TokenizerClient:
+    """The client of all tokenizer replicas. Belongs to the event loop."""
+
     def __init__(
         self,
         addresses: Sequence[str],
@@ -48,8 +53,16 @@ class TokenizerClient:
         changed: Callable[[], None],
         dialer: Dialer = IN_THE_CLEAR,
     ) -> None:
-        """`addresses` until set_endpoints() is called. timeout_s: of a call while replicas are there. wait_s: for one, in all.
-        unreachable_s: as Patience.unreachable. `changed` is called when connected() may have changed."""
+        """Makes the client.
+
+        Args:
+            addresses: Addresses to use until set_endpoints() is called.
+            timeout_s: Time limit of a call while replicas are connected.
+            wait_s: Longest time for which a call waits for a replica, in total.
+            unreachable_s: See Patience.unreachable.
+            retry_after_s: Retry-After of errors, in seconds.
+            changed: Called when connected() may have changed.
+        """
         self._replicas = Replicas(lambda address: Replica(address, unreachable_s, self._note, dialer))
         self._timeout_s = timeout_s
         self._wait_s = wait_s
@@ -62,57 +75,57 @@ class TokenizerClient:
         self.set_endpoints(dict.fromkeys(addresses, True))
 
     def connected(self, model: str = served_model.ANY) -> int:
-        """Tokenizers that a call could go to."""
+        """Returns the number of replicas that take calls for the model."""
         return len(self._usable(model))
 
     async def ready(self, model: str = served_model.ANY) -> None:
-        """Once a call could go somewhere, and what its tokenizers say of the model is known. Raises ApiError."""
+        """Waits for a replica of the model, after which formats() and reasoning_marks() are known. Raises ApiError."""
         await self._some(model, self._wait_s)
         if not self._usable(model):
             raise self._none()
 
     def formats(self, model: str = served_model.ANY) -> OutputFormats:
-        """How the model writes calls and reasoning, as its tokenizers say."""
+        """Returns the model's formats of tool calls and reasoning, as its tokenizers report them."""
         return next((one.formats for one in self._usable(model)), OutputFormats())
 
     def reasoning_marks(self, model: str = served_model.ANY) -> tuple[int, ...]:
-        """Ids of the opening and the closing mark; empty where they are not known."""
+        """Returns the ids of the opening and the closing mark of reasoning; empty if they are unknown."""
         return next((one.reasoning_marks for one in self._usable(model)), ())
 
     def _usable(self, model: str) -> list[Replica]:
         return [one for one in self._replicas.by_address.values() if one.connected and one.serves(model)]
 
     def set_endpoints(self, endpoints: Endpoints) -> None:
-        """New ones are connected to. Those that are gone finish their calls."""
+        """Applies new endpoints. Replicas of removed endpoints finish their calls."""
         self._replicas.set_endpoints(endpoints)
         self._note()
 
     def _note(self) -> None:
-        """Those that are usable may be others now."""
+        """Notes that the set of usable replicas may have changed."""
         self._noted.set()
         self._changed()
 
     async def run(self) -> None:
-        """Keeps the replicas up until cancelled. Once."""
+        """Keeps the replicas connected until cancelled. May be called once."""
         await self._replicas.run()
 
     async def encode(
         self, request: tokenizer_pb2.EncodeRequest, param: str = "prompt", model: str = served_model.ANY
     ) -> tokenizer_pb2.EncodeResponse:
-        """`param` is the client's name for the texts. Raises ApiError."""
+        """Tokenizes texts. Raises ApiError, which names the field `param` of the client's request."""
         return await self._call(request, param, model)
 
     async def encode_chat(
         self, request: tokenizer_pb2.EncodeChatRequest, model: str = served_model.ANY
     ) -> tokenizer_pb2.EncodeResponse:
-        """Raises ApiError."""
+        """Renders and tokenizes a chat. Raises ApiError."""
         return await self._call(request, "messages", model)
 
     async def _call(self, request: EncodeCall, param: str, model: str) -> tokenizer_pb2.EncodeResponse:
         clock = asyncio.get_running_loop().time
         left, patience = self._timeout_s, self._wait_s
         attempt, pause = 0, 0.0
-        silent: set[Replica] = set()  # that this call has found so
+        silent: set[Replica] = set()  # replicas that have left an attempt unanswered
         while left > 0 and patience >= 0:
             begun = clock()
             replica = self._next(model, silent)
@@ -139,7 +152,7 @@ class TokenizerClient:
                 gone = unanswered and limit >= left
             pause = min(max(FIRST_PAUSE_S, 2 * pause), LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
-            if gone:  # nobody was there in that time
+            if gone:  # the replica was lost, so the time counts as waiting
                 patience -= clock() - begun
             else:
                 left -= clock() - begun
@@ -149,8 +162,8 @@ class TokenizerClient:
         return unavailable("No tokenizer is available.", self._retry_after_s)
 
     async def _some(self, model: str, limit_s: float) -> None:
-        """Returns when a call could go somewhere, or after that time."""
-        with suppress(TimeoutError):  # the caller looks at the time
+        """Waits until a replica of the model is usable, or `limit_s` seconds have passed."""
+        with suppress(TimeoutError):  # the caller checks the time
             async with asyncio.timeout(limit_s):
                 while not self._usable(model):
                     self._noted.clear()
@@ -165,7 +178,7 @@ class TokenizerClient:
             self._replicas.retire(replica)
 
     def _next(self, model: str, silent: set[Replica]) -> Replica | None:
-        """A connected one in turn, preferably one that is not silent; None if there is none."""
+        """Returns the next usable replica, preferably one outside of `silent`. None if no replica is usable."""
         usable = self._usable(model)
         candidates = [one for one in usable if one not in silent] or usable
         if not candidates:
@@ -174,7 +187,7 @@ class TokenizerClient:
         return candidates[self._turn % len(candidates)]
 
     def _limit_s(self, attempt: int, left_s: float, model: str, tried: set[Replica]) -> float:
-        """Of an attempt: while there is another replica to try, one that goes unanswered leaves time for it."""
+        """Returns the time limit of an attempt. It leaves time for a retry while another replica can be tried."""
         others = any(one not in tried for one in self._usable(model))
         return min(left_s, ATTEMPT_SHARES[attempt] * self._timeout_s) if others and attempt < len(ATTEMPT_SHARES) else left_s
 
@@ -183,7 +196,7 @@ class TokenizerClient:
         if code in _REFUSED:
             return _refused(request, param, details)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            own_words = "larger than max" not in details  # else gRPC's, about its message
+            own_words = "larger than max" not in details  # otherwise gRPC's text about the size of its message
             message = details if details and own_words else "The request is too large to be tokenized."
             return ApiError(413, message, param=param, code="request_too_large")
         if code is grpc.StatusCode.ABORTED:
@@ -195,7 +208,7 @@ class TokenizerClient:
 
 
 def _refused(request: EncodeCall, param: str, details: str) -> ApiError:
-    """Returns the error that names the field at the beginning of the tokenizer's words, else `param`."""
+    """Returns the error for a refused request. It names the field at the beginning of the tokenizer's text, or else `param`."""
     if isinstance(request, tokenizer_pb2.EncodeChatRequest):
         name = details.partition(":")[0]
         if name in request.read_variables:

@@ -1,4 +1,4 @@
-"""One tokenizer address: its channel, kept trying, whether it answers, and its stream of short requests.
+"""The client of one tokenizer: its channel, its health and its stream of short requests.
 
 Everything runs on the event loop.
 """
@@ -26,26 +26,28 @@ from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-HUGE_AT_ONCE = 2  # requests: one that is encoded, and the next one
-PAUSE_S = 0.25  # between two questions to one that does not answer
+HUGE_AT_ONCE = 2  # large requests that are sent: one is tokenized, and the next one waits at the tokenizer
+PAUSE_S = 0.25  # seconds between two Info calls to a tokenizer that does not respond
 
 
 class Replica:
-    """connected: it has answered Info since it connected, and no call has gone unanswered or been sent away since.
-
-    ready: it may be given new calls. retiring: it ends with its last call in flight.
-    """
+    """The client of one tokenizer, which reconnects until its task is cancelled."""
 
     def __init__(self, address: str, unreachable_s: float, changed: Callable[[], None], dialer: Dialer = IN_THE_CLEAR) -> None:
-        """unreachable_s: as Patience.unreachable. `changed` is called when `connected` has changed."""
+        """Makes the replica.
+
+        Args:
+            unreachable_s: See Patience.unreachable.
+            changed: Called when `connected` has changed.
+        """
         self.address = address
-        self.connected = False
-        self.ready = True
-        self.retiring = False
-        self.in_flight = 0
-        self.model = served_model.ANY  # as it said when it connected
-        self.formats = OutputFormats()  # likewise
-        self.reasoning_marks: tuple[int, ...] = ()  # likewise; ids of the opening and the closing mark
+        self.connected = False  # Info was answered on the present connection, and doubt() was not called since
+        self.ready = True  # discovery allows new calls
+        self.retiring = False  # discovery has dropped the address; the replica ends with its last call
+        self.in_flight = 0  # running calls
+        self.model = served_model.ANY  # by its last Info
+        self.formats = OutputFormats()  # by its last Info
+        self.reasoning_marks: tuple[int, ...] = ()  # by its last Info; ids of the opening and the closing mark
         self._unreachable_s = unreachable_s
         self._changed = changed
         self._doubted = asyncio.Event()
@@ -54,8 +56,8 @@ class Replica:
         self._channel = self._kept.now()
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._huge = asyncio.Semaphore(HUGE_AT_ONCE)
-        self._stream: EncodeStream | None = None  # of the connection that is up
-        self._streams: set[asyncio.Task[None]] = set()  # it, and earlier ones that still answer
+        self._stream: EncodeStream | None = None  # stream of the present connection
+        self._streams: set[asyncio.Task[None]] = set()  # tasks of this stream and of earlier ones with unanswered requests
 
     @property
     def busy(self) -> bool:
@@ -65,8 +67,15 @@ class Replica:
         return self.ready and served_model.serves(self.model, model)
 
     async def encode(self, request: EncodeCall, limit_s: float, alone: bool = False) -> tokenizer_pb2.EncodeResponse:
-        """Short ones go together with others, a long one by itself, so that it delays none. alone: this one too, for it may be
-        what the others' stream has broken at. Raises EncodeFailed."""
+        """Sends a request: a short one on the stream, a long one in a unary call, so that it does not delay short ones.
+
+        Args:
+            limit_s: Time limit in seconds.
+            alone: Sends a short request in a unary call too, because it may have caused the end of a stream.
+
+        Raises:
+            EncodeFailed: The request has failed or was refused.
+        """
         if not alone and self._stream is not None and self._stream.takes(request):
             return await self._stream.encode(request, limit_s)
         if request.ByteSize() <= limits.HUGE_ENCODING_BYTES:
@@ -79,7 +88,10 @@ class Replica:
             self._huge.release()
 
     async def _huge_turn(self, limit_s: float) -> None:
-        """The tokenizer takes one after the other. Those that wait do so where their bodies are counted, and not twice over."""
+        """Waits for one of HUGE_AT_ONCE slots, because the tokenizer processes large requests one by one.
+
+        Waiting requests stay at the gateway, where their bodies are charged already, and do not occupy memory at the tokenizer.
+        """
         try:
             async with asyncio.timeout(min(limit_s, limits.MAX_ENCODING_WAIT_S)):
                 await self._huge.acquire()
@@ -101,12 +113,12 @@ class Replica:
             raise EncodeFailed(error.code(), error.details() or "") from None
 
     def doubt(self) -> None:
-        """A call went unanswered, or was sent away, as by one that stops: not connected until it answers Info."""
+        """Marks the replica as not connected until it answers Info, because it has left a call unanswered or is stopping."""
         self._doubted.set()
         self._set_connected(False)
 
     async def answers(self) -> bool:
-        """Whether it is there: asked of one that has left a call unanswered."""
+        """Returns whether the tokenizer answers Info now, for a replica that has left a call unanswered."""
         if not self._kept.may_connect:
             return False
         try:
@@ -122,7 +134,7 @@ class Replica:
         return info
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keeps the channel connected until cancelled."""
         try:
             while True:
                 state = self._channel.get_state(try_to_connect=self._kept.may_connect)
@@ -139,14 +151,14 @@ class Replica:
             await self._kept.close()
 
     def _renew(self) -> None:
-        """Connects by other files, once they have changed and the connection is down."""
+        """Replaces the channel if its TLS files have changed."""
         if self._kept.may_connect:
             return
         self._channel = self._kept.now()
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
 
     async def _while_ready(self) -> None:
-        """Returns when the channel is no longer ready, or when the replica has to be asked again."""
+        """Serves one connection. Returns when the channel is down or doubt() was called."""
         self._doubted.clear()
         try:
             self._learn(await served_model.ask(self._info, self.address))
@@ -171,7 +183,7 @@ class Replica:
             doubted.cancel()
 
     async def _while_streaming(self, stream: EncodeStream) -> None:
-        """One that breaks is a doubt: the next one comes with the answer to Info."""
+        """Runs a stream. If it breaks, doubt() is called, and the next reply to Info starts a new stream."""
         try:
             await stream.run()
         except NotServed:

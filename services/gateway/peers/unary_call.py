@@ -1,4 +1,4 @@
-"""A unary call over a channel that may be closed meanwhile, as when discovery lets its peer go."""
+"""Runs unary calls over channels that may be closed during the call, because discovery drops the address."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ T = TypeVar("T")
 
 
 async def answer_of(call: Callable[[], Awaitable[T]]) -> T:
-    """call: begins it. Raises grpc.aio.AioRpcError as it does, and StreamBroken where the channel has been closed: to grpc.aio
-    that is a wrong use before the call, and in the middle of it a cancellation, which nobody has asked for."""
+    """Returns the response of a unary call.
+
+    Args:
+        call: Begins the call.
+
+    Raises:
+        grpc.aio.AioRpcError: The call has failed.
+        StreamBroken: The channel is closed. grpc.aio raises UsageError if this happens before the call, and CancelledError if it
+            happens during the call, although the task is not cancelled.
+    """
     try:
         return await call()
     except grpc.aio.UsageError as error:

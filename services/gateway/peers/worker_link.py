@@ -1,10 +1,10 @@
-"""The gateway's stream to one worker: submits and aborts go out in one message per event-loop tick, steps come in.
+"""The gateway's stream to one worker. The gateway sends submits, aborts and prefetches; the worker sends steps and loads.
 
-Owns what is open on the worker. Knows nothing of what it means: that is the LinkEvents' part. When the stream breaks, the worker
-aborts what came over it, and what is open is handed back.
+The messages of one event-loop tick are sent together. The link owns the choices that are open on the worker, and LinkEvents
+interprets the worker's messages. If the stream breaks, the worker aborts the choices of the stream, and the link hands them back.
 
-A worker that has told its load does so every second. One that falls silent for `silence_s` is taken for lost, whatever the
-connection looks like: stopped, cut off, or hanging.
+A worker reports its load every second. A worker that sends nothing for Patience.silence is lost, even if its connection is up: it
+is stopped, cut off or hanging.
 """
 
 from __future__ import annotations
@@ -27,39 +27,47 @@ from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 4 << 20  # of submits in one message: far below what gRPC accepts, for a burst of long prompts is large
+MESSAGE_BYTES = 4 << 20  # target size of a message with many long prompts, far below gRPC's limit
 
-ID_BYTES = 3  # of a token id in a message, about: counting them exactly takes as long as sending them
+ID_BYTES = 3  # approximate size of a token id in a message; an exact count would take as long as sending it
 
 Call = Duplex[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 
 
 class Occupant(Protocol):
-    """What is open on workers, by a handle on each. Its prompt, its prediction and its output so far are read when it is sent."""
+    """A choice that is open on workers, under a handle on each. Its tokens are read when its submit is sent."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
 
     @property
     def prediction_ids(self) -> Sequence[int]:
-        """For a worker that reads them."""
+        """Token ids of the client's prediction, for a worker with reads_predictions."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Number of prompt and output tokens."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Of prompt and output."""
+        """Token ids of prompt and output."""
 
     def write_sampling(self, into: common_pb2.SamplingParams, ends_with_prompt: bool) -> None:
-        """Its parameters, into a message that goes out."""
+        """Writes the sampling parameters into a message.
+
+        Args:
+            ends_with_prompt: The worker serves requests without output tokens.
+        """
 
     def aborted(self, handle: int) -> None:
-        """By the gateway."""
+        """Notes that the gateway has aborted the choice."""
 
     def lost(self, handle: int, heard: bool) -> None:
-        """The worker is gone. heard: it had been told of it."""
+        """Notes that the worker is lost.
+
+        Args:
+            heard: The submit had been sent to the worker.
+        """
 
 
 Open = TypeVar("Open", bound=Occupant)
@@ -69,18 +77,20 @@ class LinkEvents(Protocol[Open]):
     """Called on the event loop; must not block."""
 
     def on_hello(self, link: WorkerLink[Open]) -> None:
-        """The link is connected, or was and its worker has got other weights: its `info` is new."""
+        """Handles a new `info`: the link has connected, or the weights of its worker have changed."""
 
     def on_step(self, link: WorkerLink[Open], step: worker_pb2.StepOutput) -> None: ...
 
     def on_load(self, link: WorkerLink[Open]) -> None:
-        """The link's `load` is new."""
+        """Handles a new `load`."""
 
     def on_down(self, link: WorkerLink[Open], orphans: list[Open]) -> None:
-        """The session is over; `orphans` were open on it."""
+        """Handles the end of the session. `orphans` are the choices that were open on it."""
 
 
 class WorkerLink(Generic[Open]):
+    """The stream to one worker with its open choices. The link reconnects until its task is cancelled."""
+
     def __init__(
         self,
         address: str,
@@ -93,39 +103,39 @@ class WorkerLink(Generic[Open]):
         self._dialer = dialer
         self.breaker = breaker
         self.info: worker_pb2.WorkerInfo | None = None  # None: not connected
-        self.model_version: ModelVersion | None = None  # by its last hello, also once it is lost; None: never met
-        self.last_info: worker_pb2.WorkerInfo | None = None  # as it said when it was connected last; None: never yet
-        self.load: worker_pb2.WorkerLoad | None = None  # None: not told yet
-        self.told_at = 0.0  # when it came
-        self.draining = False  # it said that it is going away; until its next hello
-        self.paused = False  # no step runs there until an operator says so; as its last load says, also of an earlier stream
-        self.ready = True  # as discovery sees it
-        self.retiring = False  # discovery does not know the address any more
-        self.crowded_until = 0.0  # its own queue was full: until its next load, or this time
-        self.kept_until = 0.0  # the last of its rooms may stand until then
-        self.met = False  # it has been connected once
+        self.model_version: ModelVersion | None = None  # by the last hello, also after the stream's end; None: never connected
+        self.last_info: worker_pb2.WorkerInfo | None = None  # first hello of the last stream; None: never connected
+        self.load: worker_pb2.WorkerLoad | None = None  # None: no load has arrived on this stream
+        self.told_at = 0.0  # time of the last load, on the event loop's clock
+        self.draining = False  # the worker has announced its end; reset by the next hello
+        self.paused = False  # an operator has paused the steps; by the last load, which may be of an earlier stream
+        self.ready = True  # discovery allows new requests
+        self.retiring = False  # discovery has dropped the address
+        self.crowded_until = 0.0  # the worker's queue was full; valid until its next load, at the latest until this time
+        self.kept_until = 0.0  # time until which the worker may have KV reservations of this stream
+        self.met = False  # the link has been connected
         self.open: dict[int, Open] = {}  # by handle
-        self.open_tokens = 0  # prompt and output of what is open, as far as it is known here
-        self.ahead_tokens = 0  # the same of what is to come, as they were when it was told
+        self.open_tokens = 0  # prompt and output tokens of the open choices
+        self.ahead_tokens = 0  # tokens of the choices of _ahead at their prefetch
         self._patience = patience
-        self._heard = 0  # messages
+        self._heard = 0  # messages received after the hello
         self._events = events
-        self._submits: dict[int, worker_pb2.Submit] = {}  # without what Occupant gives
-        self._aborts: list[int] = []
-        self._ahead: dict[int, int] = {}  # tokens by handle, of submits to come, whose pages are read ahead
-        self._heard_ahead: set[int] = set()  # of submits that are to be sent, those whose pages are read ahead
-        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # of these; to be sent, without the tokens
-        self._ready: dict[int, worker_pb2.PagesReady] = {}
+        self._submits: dict[int, worker_pb2.Submit] = {}  # to be sent; Occupant adds tokens and sampling parameters
+        self._aborts: list[int] = []  # handles, to be sent
+        self._ahead: dict[int, int] = {}  # tokens by handle of the choices whose pages the worker prefetches
+        self._heard_ahead: set[int] = set()  # handles of _submits whose prefetch was sent
+        self._prefetches: dict[int, tuple[Open, worker_pb2.Prefetch]] = {}  # to be sent; Occupant adds the tokens
+        self._ready: dict[int, worker_pb2.PagesReady] = {}  # to be sent
         self._wake = asyncio.Event()
 
     @property
     def busy(self) -> bool:
-        """With its stream end the rooms that were told over it."""
+        """Whether the stream is needed: choices are open, or KV reservations exist, which end with the stream."""
         return bool(self.open) or self.kept_until > asyncio.get_running_loop().time()
 
     @property
     def hangs(self) -> bool:
-        """Its step takes longer than any may."""
+        """Whether the worker's present step takes longer than the longest allowed step."""
         return self.load is not None and 0 < self.load.step_limit_ms < self.load.step_age_ms
 
     @property
@@ -135,11 +145,15 @@ class WorkerLink(Generic[Open]):
 
     @property
     def num_ahead(self) -> int:
-        """Submits to come, whose pages it reads ahead."""
+        """Number of choices whose pages the worker prefetches before their submit."""
         return len(self._ahead)
 
     def submit(self, occupant: Open, submit: worker_pb2.Submit) -> None:
-        """submit: all but prompt, prediction and sampling parameters, which are copied once, into the message that goes out."""
+        """Queues a submit.
+
+        Args:
+            submit: The message without prompt, prediction and sampling parameters, which are copied once, when it is sent.
+        """
         if submit.handle in self._ahead and self._forget_ahead(submit.handle):
             self._heard_ahead.add(submit.handle)
         self.open[submit.handle] = occupant
@@ -148,15 +162,18 @@ class WorkerLink(Generic[Open]):
         self._wake.set()
 
     def close(self, handle: int) -> Open | None:
-        """Forgets what the worker has ended."""
+        """Removes a choice that the worker has ended."""
         occupant = self.open.pop(handle, None)
         if occupant is not None:
             self.open_tokens -= occupant.num_tokens
         return occupant
 
     def abort(self, handle: int) -> bool:
-        """Forgets it: whatever the worker still says of it is dropped. Whether the worker has never heard of it; what
-        it has read ahead for it, it is told not to keep."""
+        """Removes a choice and queues its abort. Later messages of the worker about it are ignored.
+
+        Returns:
+            True if the submit was never sent. If its prefetch was sent, the worker drops the prefetched pages.
+        """
         occupant = self.close(handle)
         if occupant is None:
             return False
@@ -169,18 +186,22 @@ class WorkerLink(Generic[Open]):
         return unsent
 
     def prefetch(self, occupant: Open, prefetch: worker_pb2.Prefetch) -> None:
-        """prefetch: all but the tokens. Until its submit, or until it is left."""
+        """Queues a prefetch of pages for a choice, which lasts until submit() or leave_prefetch().
+
+        Args:
+            prefetch: The message without the tokens.
+        """
         self._ahead[prefetch.handle] = occupant.num_tokens
         self.ahead_tokens += occupant.num_tokens
         self._prefetches[prefetch.handle] = occupant, prefetch
         self._wake.set()
 
     def reads_ahead(self, handle: int) -> bool:
-        """It has been told to, and is connected still."""
+        """Returns whether a prefetch for this handle is queued or sent on the present stream."""
         return handle in self._ahead
 
     def more_ready(self, handle: int, room: worker_pb2.KvRoom) -> None:
-        """Of what it reads ahead there are more pages."""
+        """Reports that a KV reservation, whose pages the worker prefetches, has more pages."""
         if handle in self._prefetches:
             self._prefetches[handle][1].source.room.CopyFrom(room)
         else:
@@ -188,19 +209,19 @@ class WorkerLink(Generic[Open]):
             self._wake.set()
 
     def leave_prefetch(self, handle: int) -> None:
-        """Its submit will not come."""
+        """Ends a prefetch whose submit will not follow."""
         if handle in self._ahead and self._forget_ahead(handle):
             self._aborts.append(handle)
             self._wake.set()
 
     def _forget_ahead(self, handle: int) -> bool:
-        """Whether the worker has heard of it, if there was one."""
+        """Removes a prefetch. Returns whether it is no longer queued, because it was sent."""
         self.ahead_tokens -= self._ahead.pop(handle, 0)
         self._ready.pop(handle, None)
         return self._prefetches.pop(handle, None) is None
 
     def leave_room(self, handle: int) -> None:
-        """Of what its worker has handed over: nobody will come for the pages that it keeps of it."""
+        """Releases the KV reservation of a choice that the worker has handed over, because no worker will read it."""
         if self.info is not None:
             self._aborts.append(handle)
             self._wake.set()
@@ -248,7 +269,11 @@ class WorkerLink(Generic[Open]):
             self._reset()
 
     def _renew(self, before: worker_pb2.WorkerInfo, info: worker_pb2.WorkerInfo) -> None:
-        """Raises StreamBroken: sessions and ids of prompts are by worker and by model."""
+        """Applies a second hello, after a change of weights.
+
+        Raises:
+            StreamBroken: Worker id or model differ. Sessions belong to a worker, and token ids to a model.
+        """
         if (info.worker_id, info.model) != (before.worker_id, before.model):
             raise StreamBroken("a second hello that names another worker or model")
         self.info, self.model_version = info, _version_of(info)
@@ -267,10 +292,11 @@ class WorkerLink(Generic[Open]):
         self._events.on_down(self, orphans)
 
     def _words_due(self) -> int | None:
-        """Of a worker that tells its load they are due all the time."""
+        """Returns the number of messages so far, or None before the first load, after which a message is due every second."""
         return self._heard if self.load is not None else None
 
     def _steps_due(self) -> int | None:
+        """Returns the number of messages so far, or None if no choice is open."""
         return self._words_due() if self.open else None
 
     async def _end_when_silent(self, call: Call) -> None:
@@ -286,7 +312,7 @@ class WorkerLink(Generic[Open]):
         return message
 
     def _next_message(self) -> worker_pb2.GenerateRequest:
-        """All aborts, and prefetches and submits up to about MESSAGE_BYTES, the first one in any case."""
+        """Returns a message with all aborts and with prefetches and submits up to about MESSAGE_BYTES, but at least one."""
         message = worker_pb2.GenerateRequest(aborts=self._aborts, ready=self._ready.values())
         self._aborts.clear()
         self._ready.clear()
@@ -318,7 +344,7 @@ class WorkerLink(Generic[Open]):
                 while self._submits or self._aborts or self._prefetches or self._ready:
                     await call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader sees the same end, with its reason
+            return  # the reading task gets the reason
 
 
 def _version_of(info: worker_pb2.WorkerInfo) -> ModelVersion:
