@@ -1,4 +1,4 @@
-"""Keeps requests away from a worker that fails them, and finds out when it has recovered."""
+"""The circuit breaker, which keeps requests away from a failing worker and probes whether it has recovered."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ class BreakerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    """Times in seconds. Opens at `threshold` faults in a row, or where of at least `min_results` results within `window_s`
-    the share `fault_ratio` were faults. cooldown_s doubles with every failed probe, up to max_cooldown_s. probe_s: without a
-    result for so long, a probe is given up."""
+    """The settings of a circuit breaker. Times are in seconds."""
 
-    threshold: int = 5
-    window_s: float = 30.0
-    fault_ratio: float = 0.5
-    min_results: int = 20
-    cooldown_s: float = 5.0
+    threshold: int = 5  # faults in a row that open the breaker
+    window_s: float = 30.0  # window of fault_ratio
+    fault_ratio: float = 0.5  # share of faults among the results of the window that opens the breaker
+    min_results: int = 20  # fewest results of the window for which fault_ratio applies
+    cooldown_s: float = 5.0  # time for which the breaker stays open before a probe; doubles with every failed probe
     max_cooldown_s: float = 60.0
-    probe_s: float = 30.0
+    probe_s: float = 30.0  # time without a result after which another probe is allowed
 
 
 class CircuitBreaker:
-    """One worker's. The caller reports results; only faults of the server are faults: a refused bad request, a client that
-    went away or a deadline that the client chose are neither success nor failure. `now`: seconds, never falling."""
+    """The circuit breaker of one worker.
+
+    The caller reports results. Only faults of the server are failures. A refused invalid request, a disconnected client or an
+    expired deadline of the client is neither a success nor a failure. `now` is in seconds and never decreases.
+    """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
@@ -45,17 +46,20 @@ class CircuitBreaker:
         return self._state
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent. Changes nothing."""
+        """Returns whether a request may be sent. Changes nothing."""
         return self._state is BreakerState.CLOSED or now >= self._until
 
     def begin(self, now: float) -> None:
-        """A request is being sent. Unless closed, it is the probe: no other is allowed before its result or its deadline."""
+        """Notes that a request is being sent.
+
+        If the breaker is not closed, the request is a probe. No other request is allowed before its result or probe_s.
+        """
         if self._state is not BreakerState.CLOSED and self.allows(now):
             self._state = BreakerState.HALF_OPEN
             self._until = now + self._config.probe_s
 
     def succeeded(self, now: float) -> None:
-        """Closes a half-open breaker. While open, it is the late result of something older and says nothing."""
+        """Notes a success, which closes a half-open breaker. An open breaker ignores it as the late result of an old request."""
         if self._state is BreakerState.OPEN:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -64,6 +68,7 @@ class CircuitBreaker:
         self._window.add(now, False)
 
     def failed(self, now: float) -> None:
+        """Notes a fault. An open breaker ignores it as the late result of an old request."""
         if self._state is BreakerState.OPEN:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -90,7 +95,7 @@ class CircuitBreaker:
 
 
 class _Window:
-    """Results and faults of the last `window_s`, counted in tenths of it."""
+    """The results and faults of the last window_s, counted in ten slices."""
 
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / 10

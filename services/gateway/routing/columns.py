@@ -1,4 +1,7 @@
-"""What routing sees of the workers: parallel arrays, one row per worker. Plain data; the dispatcher is its one writer."""
+"""The input of the routing policies: workers as parallel arrays with one row per worker, and the request to place.
+
+Only the dispatcher writes the arrays.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +11,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FIRST_ROWS = 8
-HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # until a worker says what it has measured
+HOST_SAVES, STORAGE_SAVES = 0.8, 0.5  # defaults until a worker reports measured values
 _COUNTS = ("requests", "ahead", "tokens", "limit", "running", "last_pick")
 _SAVES = ("host_saves", "storage_saves")
 
 
 class WorkerColumns:
-    """Arrays of `capacity` rows; a row is meaningful while `used`. Rows keep their number while their worker is known.
+    """The workers of one model, as arrays of `capacity` rows.
 
-    usable: it may get new requests. serves: whole ones, and not only prompts to compute for others. requests: open on it, over
-    all gateways, and those to come, whose pages it reads ahead; ahead: these alone. tokens: prompt and output tokens of
-    requests. limit: requests that it may have before more wait at the gateway; running: of those, how many it can run at once.
-    owner: its number in the PrefixIndex, -1 for none. host_saves, storage_saves: 0 to 1, the share of computing a prefix that
-    reading it from there saves. last_pick: counts up over all picks. key: 64 random bits that stay the worker's own (of its
-    id), for rendezvous hashing.
+    A row has a meaning only while it is used. A worker has the same row as long as the gateway knows it.
     """
 
     def __init__(self) -> None:
-        self.ids: list[str] = []  # worker ids by row, "" where unused
-        self.loras: list[frozenset[str]] = []
+        self.ids: list[str] = []  # worker id; "" in unused rows
+        self.loras: list[frozenset[str]] = []  # adapters that are loaded
         self.used = np.zeros(0, np.bool_)
-        self.usable = np.zeros(0, np.bool_)
-        self.serves = np.zeros(0, np.bool_)
-        self.requests = np.zeros(0, np.int64)
-        self.ahead = np.zeros(0, np.int64)
-        self.tokens = np.zeros(0, np.int64)
-        self.limit = np.zeros(0, np.int64)
-        self.running = np.zeros(0, np.int64)
-        self.owner = np.full(0, -1, np.int64)
-        self.host_saves = np.zeros(0, np.float64)
-        self.storage_saves = np.zeros(0, np.float64)
-        self.last_pick = np.zeros(0, np.int64)
-        self.key = np.zeros(0, np.uint64)
+        self.usable = np.zeros(0, np.bool_)  # the worker may get new requests
+        self.serves = np.zeros(0, np.bool_)  # the worker serves whole requests; False for a prefill worker
+        self.requests = np.zeros(0, np.int64)  # open requests of all gateways, and those of `ahead`
+        self.ahead = np.zeros(0, np.int64)  # requests still to come, whose pages the worker prefetches
+        self.tokens = np.zeros(0, np.int64)  # prompt and output tokens of `requests`
+        self.limit = np.zeros(0, np.int64)  # number of requests at which new requests wait in the gateway
+        self.running = np.zeros(0, np.int64)  # number of requests that the worker can run at once
+        self.owner = np.full(0, -1, np.int64)  # owner number in the PrefixIndex; -1 for none
+        self.host_saves = np.zeros(0, np.float64)  # share of the time of computing a prefix that reading it saves, 0 to 1
+        self.storage_saves = np.zeros(0, np.float64)  # likewise, from the storage tier
+        self.last_pick = np.zeros(0, np.int64)  # number of the last pick of this worker, counted over all workers
+        self.key = np.zeros(0, np.uint64)  # hash of the worker id for rendezvous hashing
 
     @property
     def takes(self) -> NDArray[np.bool_]:
-        """bool[capacity]: it may get new, whole requests."""
+        """bool[capacity]: whether the worker takes new whole requests."""
         return self.used & self.usable & self.serves
 
     @property
@@ -51,7 +49,7 @@ class WorkerColumns:
         return len(self.ids)
 
     def add(self, worker_id: str, key: int) -> int:
-        """A zeroed row that is used and not yet usable."""
+        """Returns a used row with default values, which is not usable yet."""
         free = np.flatnonzero(~self.used)
         if not len(free):
             self._grow()
@@ -81,25 +79,22 @@ class WorkerColumns:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request to be placed. matched: int64[capacity], prompt tokens that each row's worker is thought to have cached, or
-    None if nothing is known. key: routing key, "" for none. lora: adapter, "" for none. allowed: bool[capacity] to choose
-    from, or None for all. first_block: name of the prompt's first block, b"" where it has none or nobody knows it. prefill: its
-    prompt alone is to be computed, by one of those that are there for that. saved: see Hits; None: all that is matched."""
+    """A request to place."""
 
     prompt_tokens: int
-    matched: NDArray[np.int64] | None = None
-    key: str = ""
-    lora: str = ""
-    allowed: NDArray[np.bool_] | None = None
-    first_block: bytes = b""
-    prefill: bool = False
-    saved: NDArray[np.float64] | None = None
+    matched: NDArray[np.int64] | None = None  # int64[capacity]: prompt tokens cached at each worker; None: unknown
+    key: str = ""  # routing key; "" for none
+    lora: str = ""  # adapter; "" for none
+    allowed: NDArray[np.bool_] | None = None  # bool[capacity]: workers to choose from; None: all
+    first_block: bytes = b""  # hash of the first block of the prompt; b"" if it has none, or placing by it does not pay
+    prefill: bool = False  # only the prompt is computed, by a prefill worker
+    saved: NDArray[np.float64] | None = None  # see Hits; None: all of `matched`
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """reason: a policy's word for why, from policies.REASONS. predicted_tokens: cached there, as far as is known."""
+    """A chosen worker."""
 
     row: int
-    reason: str
-    predicted_tokens: int
+    reason: str  # one of policies.REASONS
+    predicted_tokens: int  # prompt tokens that the worker is expected to have cached

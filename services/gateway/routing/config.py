@@ -1,4 +1,4 @@
-"""What an operator may choose about routing."""
+"""The routing settings of an operator."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ class RoutingPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """gate_abs and gate_rel: load is out of balance where it differs by more than so many requests and by more than this
-    factor (SGLang's router: balance_abs_threshold, balance_rel_threshold). load_weight: what a load of one mean more costs,
-    in full matches. load_bound: a match or a key takes no worker above so many times the mean load. load_floor: requests per
-    worker that the mean counts as at least, so that a fleet almost at rest does not scatter a prefix over one request's
-    difference. min_match_tokens: a shorter match is none. near_requests, near_rel: a worker is as good as the idlest for a
-    prefix that nobody has if it has no more than so many requests above it, or this share of the mean."""
+    """The parameters of the policies."""
 
+    # The load is out of balance if a worker has over gate_abs more requests than the least loaded one, and over gate_rel times as
+    # many (balance_abs_threshold and balance_rel_threshold of SGLang's router).
     gate_abs: float = 64.0
     gate_rel: float = 1.5
-    load_weight: float = 1.0
-    load_bound: float = 1.4
-    load_floor: float = 4.0
-    min_match_tokens: int = 64
+    load_weight: float = 1.0  # cost of one mean load, in matches of a whole prompt
+    load_bound: float = 1.4  # largest load to which a match or a routing key may bring a worker, in mean loads
+    load_floor: float = 4.0  # least requests per worker in the mean load, so that an almost idle fleet does not scatter prefixes
+    min_match_tokens: int = 64  # shorter matches are ignored
+    # An unknown prefix may go to any worker with at most near_requests, or near_rel mean loads, more than the least loaded one.
     near_requests: float = 1.0
     near_rel: float = 0.05

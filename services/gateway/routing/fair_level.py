@@ -1,4 +1,4 @@
-"""The items of one priority in a FairQueue: first in, first out within a key; between keys the least counter first."""
+"""The items of one priority in a FairQueue, first in first out within an API key and by the least counter between API keys."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ T = TypeVar("T")
 
 
 class FairLevel(Generic[T]):
-    """Every method costs O(log n), amortized, but in_arrival_order. Counters never fall while their key waits."""
+    """The waiting items of one priority, by API key and ticket.
+
+    Every method except in_arrival_order() takes amortized O(log n) time. The counter of an API key must not fall while it waits.
+    """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
+        """Makes an empty level. `weight` returns the weight of an API key."""
         self._weight = weight
-        self._queues: dict[str, OrderedDict[int, T]] = {}  # by key, then by ticket; none is empty
+        self._queues: dict[str, OrderedDict[int, T]] = {}  # by API key, then by ticket; never empty for a key
         self._size = 0
         self._order = 0
-        # Heaps are mended at their top only. _least: (counter, order, key), counters possibly too small; _listed: the least
-        # counter that a key has in there. _most: (-share, key), shares possibly too large.
-        self._least: list[tuple[float, int, str]] = []
-        self._listed: dict[str, float] = {}
-        self._most: list[tuple[float, str]] = []
-        self._shares: dict[str, float] = {}  # the one entry of each key in _most that counts
+        # Outdated entries of the heaps are corrected when they reach the top.
+        self._least: list[tuple[float, int, str]] = []  # (counter, order, API key); counters may be too small
+        self._listed: dict[str, float] = {}  # least counter of each API key in _least
+        self._most: list[tuple[float, str]] = []  # (-share, API key); shares may be too large
+        self._shares: dict[str, float] = {}  # share of the valid entry of each API key in _most
 
     def __len__(self) -> int:
         return self._size
@@ -33,7 +36,7 @@ class FairLevel(Generic[T]):
         return len(self._queues.get(key, ()))
 
     def add(self, key: str, ticket: int, item: T, counter: float) -> None:
-        """ticket: greater than any of the key's."""
+        """Adds an item. `ticket` is greater than all tickets of the API key."""
         queue = self._queues.setdefault(key, OrderedDict())
         queue[ticket] = item
         self._size += 1
@@ -47,7 +50,10 @@ class FairLevel(Generic[T]):
         return self._taken(key, self._queues[key].popitem()[1])
 
     def first(self, counter: Callable[[str], float]) -> tuple[str, int, T] | None:
-        """Key, ticket and item of the next in fair order. Of equal counters the one whose turn is longest ago."""
+        """Returns API key, ticket and item of the next item in fair order.
+
+        Of API keys with equal counters, the one whose last turn was the earliest comes first.
+        """
         heap = self._least
         while heap:
             known, _, key = heap[0]
@@ -66,7 +72,7 @@ class FairLevel(Generic[T]):
         return None
 
     def longest(self) -> str:
-        """The key with most items by its weight. Raises IndexError if there are no items."""
+        """Returns the API key with the most items per weight. Raises IndexError if there are no items."""
         while True:
             share, key = self._most[0]
             if self._shares.get(key) != -share:
@@ -81,7 +87,7 @@ class FairLevel(Generic[T]):
                 return key
 
     def in_arrival_order(self) -> Iterator[T]:
-        """A copy: the level may change meanwhile."""
+        """Returns an iterator over a copy of the items, so that the level may change during the iteration."""
         tickets = sorted((ticket, key) for key, queue in self._queues.items() for ticket in queue)
         return iter([self._queues[key][ticket] for ticket, key in tickets])
 
@@ -89,18 +95,22 @@ class FairLevel(Generic[T]):
         return Turn(self, counter)
 
     def rotate(self, key: str) -> None:
-        """The key has had its turn: others of the same counter come first."""
+        """Notes that the API key has had its turn. Other API keys with the same counter come first now."""
         if self._least and self._least[0][2] == key:
             heapq.heapreplace(self._least, (self._least[0][0], self._next_order(), key))
 
     def set_aside(self, key: str, ticket: int) -> T:
-        """Out of the order, but one of the level's items still; put_back ends it."""
+        """Takes an item out of the order until put_back(). It still counts as an item of the level."""
         item = self.take(key, ticket)
         self._size += 1
         return item
 
     def put_back(self, key: str, items: list[tuple[int, T]], counter: float) -> None:
-        """In front of the key's others. items: with their tickets, in order."""
+        """Puts items before the other items of their API key.
+
+        Args:
+            items: Tickets and items, by rising ticket.
+        """
         queue = self._queues.setdefault(key, OrderedDict())
         for ticket, item in reversed(items):
             queue[ticket] = item
@@ -137,7 +147,7 @@ class FairLevel(Generic[T]):
 
 
 class Turn(Generic[T]):
-    """One pass over a level. What is skipped stands aside until the pass is over, whatever ends it."""
+    """A pass over a level, as a context manager. Skipped items are set aside until its end, also if the pass raises."""
 
     def __init__(self, level: FairLevel[T], counter: Callable[[str], float]) -> None:
         self._level, self._counter = level, counter

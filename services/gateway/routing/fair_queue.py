@@ -1,8 +1,9 @@
-"""Requests that wait for a worker: bounded, by priority, then fair over keys by the tokens that each has been served.
+"""The bounded queue of requests that wait for a worker, by priority and then fair between API keys.
 
-Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): the key that has been served least,
-by its weight, is next. Time away earns nothing: a key that comes back is lifted to the least counter of those that wait. What
-is served while nobody waits is not held against anyone either.
+Fairness uses virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). The API key with the fewest
+served tokens per weight is next. An API key earns nothing while it has no request in the queue: when it returns, its counter is
+raised to the least counter of the waiting API keys. Tokens that are served while the queue is empty do not count against an API
+key.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ T = TypeVar("T")
 
 class Placed(enum.Enum):
     PLACED = enum.auto()
-    SKIP = enum.auto()  # this one cannot go now, others may
-    STOP = enum.auto()  # nothing can
+    SKIP = enum.auto()  # this item cannot be placed now; others may be
+    STOP = enum.auto()  # no item can be placed now
 
 
 class QueueFull(Exception):
-    """The queue holds as many as it may, and none that should make way."""
+    """The queue is full, and no item has to make way for the new one. The caller refuses the request."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """counter: tokens served over weight. waiting: of its items. listed: it has an entry in the heap of waiting keys."""
+    """The state of one API key."""
 
-    counter: float = 0.0
-    waiting: int = 0
-    listed: bool = False
+    counter: float = 0.0  # served tokens per weight
+    waiting: int = 0  # items in the queue
+    listed: bool = False  # the heap of waiting API keys has an entry for this one
 
 
 @dataclass(frozen=True, slots=True)
 class _Place(Generic[T]):
+    """An item with its position in the queue."""
+
     item: T
     priority: int
     key: str
@@ -47,43 +50,65 @@ class _Place(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Items are told apart by identity. All calls from one thread; `place` may call `charge`, and nothing else of the queue."""
+    """A queue of items, which are compared by identity. All calls come from one thread.
+
+    The callback of drain() may call only charge().
+    """
 
     def __init__(self, capacity: int, weights: Mapping[str, float] | None = None, max_keys: int = 10_000) -> None:
-        """weights: greater than 0, 1 where there is none; read anew whenever they count. max_keys: counters
-        kept of keys that do not wait."""
+        """Makes an empty queue.
+
+        Args:
+            capacity: Largest number of items.
+            weights: Weights of API keys, greater than 0; 1 for an API key without one. They are read at every use.
+            max_keys: Number of API keys without items whose counters are stored.
+        """
         self._capacity = capacity
         self._weights = {} if weights is None else weights
         self._max_keys = max_keys
         self._accounts: dict[str, _Account] = {}
-        self._waiting_keys: list[tuple[float, str]] = []  # heap; counters in it may be too small
-        self._floor = 0.0  # where keys begin when nobody waits
-        self._levels: dict[int, FairLevel[T]] = {}
-        self._priorities: list[int] = []  # of the levels, rising
-        self._places: dict[int, _Place[T]] = {}  # by an item's id
+        self._waiting_keys: list[tuple[float, str]] = []  # heap of (counter, API key); counters may be too small
+        self._floor = 0.0  # counter at which API keys begin if the queue is empty
+        self._levels: dict[int, FairLevel[T]] = {}  # by priority
+        self._priorities: list[int] = []  # keys of _levels, rising
+        self._places: dict[int, _Place[T]] = {}  # by id() of the item
         self._tickets = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __iter__(self) -> Iterator[T]:
-        """By priority, then in order of arrival."""
+        """Yields the items by falling priority, then in order of arrival."""
         for priority in reversed(self._priorities):
             yield from self._levels[priority].in_arrival_order()
 
     def push(self, item: T, key: str, priority: int = 0) -> T | None:
-        """Returns the item that had to make way, if any; raises QueueFull if the queue is full and none has to.
+        """Adds an item.
 
-        Room is made by the newest item of the lowest priority's key that has most of them waiting, by weight: for a higher
-        priority always, within the same one only for a key that then has no more than that one. So no key can keep others
-        out by filling the queue. Raises ValueError for an item that waits already.
+        If the queue is full, the newest item of one API key makes way: of the API key that has the most items of the lowest
+        priority, per weight. It always makes way for an item of a higher priority. Within the same priority, it makes way only if
+        the new item's API key has then no more items per weight. So no API key can lock others out by filling the queue.
+
+        Returns:
+            The item that was removed; None if the queue was not full.
+
+        Raises:
+            QueueFull: The queue is full, and no item makes way.
+            ValueError: The item is in the queue already.
         """
         displaced = self.push_all([(item, key, priority)])
         return displaced[0] if displaced else None
 
     def push_all(self, items: Sequence[tuple[T, str, int]]) -> list[T]:
-        """As push() of each with its key and priority, or of none of them: where one would find the queue full, also because
-        one of the others would have to make way, it is as it was, and QueueFull is raised."""
+        """Adds all items with their API keys and priorities, or no item.
+
+        Returns:
+            The items that were removed, as by push().
+
+        Raises:
+            QueueFull: An item finds the queue full, or an item of this call would have to make way. The queue is unchanged.
+            ValueError: An item is in the queue already.
+        """
         if any(id(item) in self._places for item, _, _ in items):
             raise ValueError("the item waits already")
         before, displaced = self._tickets, list[_Place[T]]()
@@ -101,14 +126,14 @@ class FairQueue(Generic[T]):
                 self.remove(item)
             if self._tickets > before:
                 self._take_back(floor, counters)
-            for place in reversed(displaced):  # each was its key's newest
+            for place in reversed(displaced):  # each was the newest item of its API key
                 if place.ticket <= before:
                     self._add(place, is_back=True)
             raise
         return [place.item for place in displaced]
 
     def remove(self, item: T) -> bool:
-        """False if it does not wait."""
+        """Removes an item. Returns False if it is not in the queue."""
         place = self._places.get(id(item))
         if place is None:
             return False
@@ -117,21 +142,22 @@ class FairQueue(Generic[T]):
         return True
 
     def charge(self, key: str, tokens: float) -> None:
-        """Tokens served to the key, of prompts or outputs, whether it waits or not."""
+        """Counts prompt or output tokens that were served to an API key, whether it has waiting items or not."""
         account = self._accounts.get(key) or self._new_account(key)
         if not self._places:
             self._floor = account.counter = max(account.counter, self._floor)
         account.counter += tokens / self._weight(key)
 
     def counter(self, key: str) -> float:
-        """Tokens served over weight, as they count here; 0 for a key that is not known."""
+        """Returns the virtual token counter of an API key; 0 for an unknown one."""
         account = self._accounts.get(key)
         return account.counter if account else 0.0
 
     def drain(self, place: Callable[[T], Placed]) -> int:
-        """Offers items in fair order until there are no more or place() says STOP. Returns how many were placed.
+        """Offers items to `place` in fair order until the end of the queue or STOP. Returns the number of placed items.
 
-        Fairness is looked at anew after each one, so what place() charges counts at once. If it raises, its item stays.
+        The order is computed again after each item, so that a charge of `place` has an effect at once. If `place` raises, its
+        item stays in the queue.
         """
         placed = 0
         for priority in reversed(list(self._priorities)):
@@ -158,7 +184,7 @@ class FairQueue(Generic[T]):
         return placed, stopped
 
     def _make_room(self, key: str, priority: int) -> _Place[T]:
-        """The place that is free now."""
+        """Removes an item for a new one and returns its place. Raises QueueFull."""
         if not self._priorities or priority < self._priorities[0]:
             raise QueueFull
         lowest = self._priorities[0]
@@ -173,7 +199,11 @@ class FairQueue(Generic[T]):
         return place
 
     def _add(self, place: _Place[T], is_back: bool = False) -> None:
-        """is_back: as if it had never left."""
+        """Adds an item at its place.
+
+        Args:
+            is_back: The item was removed before; its return does not raise the counter of its API key.
+        """
         self._places[id(place.item)] = place
         account = self._accounts.get(place.key) or self._new_account(place.key)
         if not account.waiting and not is_back:
@@ -182,7 +212,7 @@ class FairQueue(Generic[T]):
         self._level(place.priority).add(place.key, place.ticket, place.item, account.counter)
 
     def _take_back(self, floor: float, counters: Mapping[str, float]) -> None:
-        """What arrivals that did not happen have lifted."""
+        """Restores the counters that arrivals have raised, because these arrivals are undone."""
         self._floor = floor
         for key, counter in counters.items():
             if (account := self._accounts.get(key)) is not None:
@@ -198,7 +228,7 @@ class FairQueue(Generic[T]):
         return level
 
     def _left(self, place: _Place[T]) -> None:
-        """The item is out of its level: forgets it, and what has become empty."""
+        """Updates the state after an item has left its level."""
         del self._places[id(place.item)]
         if not len(self._levels[place.priority]):
             del self._levels[place.priority]
@@ -222,7 +252,7 @@ class FairQueue(Generic[T]):
         self._waiting_keys.clear()
 
     def _least_waiting(self) -> float:
-        """The least counter of those that wait; where nobody does, that of who left last."""
+        """Returns the least counter of the waiting API keys. If the queue is empty, returns the floor."""
         heap = self._waiting_keys
         while heap:
             counter, key = heap[0]
@@ -247,8 +277,10 @@ class FairQueue(Generic[T]):
         return account
 
     def _prune(self) -> None:
-        """Keeps max_keys of the keys that do not wait: those served most. The others come back lifted to where they were, or
-        a little better."""
+        """Drops the least counters of API keys without items, except for max_keys.
+
+        A dropped API key returns with the least counter of the waiting ones. So it gains a small advantage at most.
+        """
         idle = sorted((k for k, account in self._accounts.items() if not account.waiting), key=self.counter)
         for key in idle[: max(0, len(idle) - self._max_keys)]:
             del self._accounts[key]

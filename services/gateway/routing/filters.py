@@ -1,4 +1,4 @@
-"""Which workers may get a request at all: rows in, fewer rows out. All rows are int64, rising."""
+"""Filters the workers that can get a request. Each function takes rows and returns fewer rows, as rising int64 arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = NDArray[np.int64]
 
 
 def ready_rows(ask: Ask, workers: WorkerColumns) -> Rows:
-    """Those that may get new requests, and that the request may go to."""
+    """Returns the rows of workers that take new requests and are allowed for this one."""
     ready = workers.used & workers.usable & ~workers.serves if ask.prefill else workers.takes
     if ask.allowed is not None:
         ready &= ask.allowed
@@ -21,11 +21,12 @@ def ready_rows(ask: Ask, workers: WorkerColumns) -> Rows:
 
 
 def with_room(rows: Rows, workers: WorkerColumns) -> Rows:
+    """Returns the rows of workers with free slots."""
     return rows[workers.requests[rows] < workers.limit[rows]]
 
 
 def rows_with_room(ask: Ask, workers: WorkerColumns) -> Rows:
-    """None of them: the request has to wait."""
+    """Returns the rows of allowed workers with free slots. Empty if all are full; the request then queues."""
     return with_room(ready_rows(ask, workers), workers)
 
 
@@ -34,8 +35,11 @@ def has_room(ask: Ask, workers: WorkerColumns) -> bool:
 
 
 def with_adapter(rows: Rows, ready: Rows, ask: Ask, workers: WorkerColumns, config: RoutingConfig) -> Rows:
-    """Of `rows`, those that have the request's adapter loaded; all of them if it has none, or if nobody has it, or only
-    workers that are busier than the gate allows: then one more worker has to load it."""
+    """Returns the rows of workers that have loaded the request's adapter.
+
+    Returns all rows if the request has no adapter. Also returns all rows if no worker has loaded the adapter, or only workers
+    whose load is above the gate: then one more worker has to load it.
+    """
     if not ask.lora:
         return rows
     resident = rows[[ask.lora in workers.loras[row] for row in rows.tolist()]]

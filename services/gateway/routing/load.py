@@ -1,5 +1,7 @@
-"""How busy workers are, compared with each other: requests in units of what each can run at once, so that large and small
-workers mix."""
+"""Compares the loads of workers. A load is the number of requests per request that the worker can run at once.
+
+So large and small workers are comparable.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ def running_slots(rows: NDArray[np.int64], workers: WorkerColumns) -> NDArray[np
 
 
 def relative_load(rows: NDArray[np.int64], workers: WorkerColumns) -> NDArray[np.float64]:
-    """Open requests per request that it can run at once."""
+    """Returns float64[rows]: open requests per request that the worker can run at once."""
     return workers.requests[rows] / running_slots(rows, workers)
 
 
 def least(rows: NDArray[np.int64], cost: NDArray[np.float64], workers: WorkerColumns) -> int:
-    """The row of least cost; of equal ones that with the fewest requests, then the one picked longest ago, then the first."""
+    """Returns the row with the least cost. Ties are decided by fewest requests, then by the earliest pick, then by row."""
     rows = rows[cost == cost.min()]
     for column in (workers.requests, workers.last_pick):
         if len(rows) == 1:
@@ -33,12 +35,12 @@ def least(rows: NDArray[np.int64], cost: NDArray[np.float64], workers: WorkerCol
 def over_gate(
     rows: NDArray[np.int64], ready: NDArray[np.int64], workers: WorkerColumns, config: RoutingConfig
 ) -> NDArray[np.bool_]:
-    """bool[rows]: busier than the idlest of `ready` by more than the gate allows.
+    """Returns bool[rows]: whether a worker's load exceeds the least load of `ready` by more than the gate allows.
 
-    Requests are counted as if on a worker of mean size: where all are equal, as they are.
+    Loads are scaled to requests on a worker of mean size. If all workers have the same size, they are the numbers of requests.
     """
     slots = running_slots(ready, workers)
-    size = slots.sum() / len(slots)  # numpy's mean() costs as much as all of this
+    size = slots.sum() / len(slots)  # numpy's mean() would take as long as the rest of this function
     loads = workers.requests[ready] / slots
     idlest = loads.min() * size
     requests = (loads if rows is ready else relative_load(rows, workers)) * size
@@ -48,16 +50,17 @@ def over_gate(
 def load_over_mean(
     rows: NDArray[np.int64], ready: NDArray[np.int64], workers: WorkerColumns, config: RoutingConfig
 ) -> NDArray[np.float64]:
-    """float64[rows]: each one's relative load in units of the mean of `ready`, this request counted in.
+    """Returns float64[rows]: the load of each worker with this request, in units of the mean load of `ready`.
 
-    The mean is all requests over all slots, but at least what config.load_floor requests per worker would make.
+    The mean load is the number of all requests per slot, with this request. It counts at least config.load_floor requests per
+    worker.
     """
     mean = max(int(workers.requests[ready].sum()) + 1, config.load_floor * len(ready)) / running_slots(ready, workers).sum()
     return np.asarray((workers.requests[rows] + 1) / running_slots(rows, workers) / mean)
 
 
 def near_idlest(rows: NDArray[np.int64], workers: WorkerColumns, config: RoutingConfig) -> NDArray[np.bool_]:
-    """bool[rows]: those whose load is hardly more than the idlest one's; requests are counted as in over_gate."""
+    """Returns bool[rows]: whether a worker's load is close to the least load. Loads are scaled as in over_gate()."""
     slots = running_slots(rows, workers)
     requests = workers.requests[rows] / slots * (slots.sum() / len(slots))
     mean = requests.sum() / len(requests)

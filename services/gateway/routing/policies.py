@@ -1,6 +1,7 @@
-"""Which worker gets a request: filter, score, pick. Pure: arrays in, one row and a word for the reason out.
+"""The routing policies, which choose a worker for a request from arrays, without I/O.
 
-Filters (filters.py) leave the rows that are ready, have room and preferably the adapter; a policy chooses one of these.
+The filters (filters.py) leave the rows of workers that are ready and have free slots, and preferably the adapter. A policy
+chooses one of these rows and gives the reason.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class Routable:
-    """What a policy chooses from. rows: never empty, those left by the filters; ready: also those without room."""
+    """The input of a policy."""
 
     ask: Ask
     workers: WorkerColumns
-    rows: NDArray[np.int64]
-    ready: NDArray[np.int64]
+    rows: NDArray[np.int64]  # rows to choose from, never empty
+    ready: NDArray[np.int64]  # rows of all ready workers, full ones included
     config: RoutingConfig
     rng: random.Random
 
@@ -51,13 +52,17 @@ Chooser = Callable[[Routable], tuple[int, str]]
 
 
 class Policy:
-    """One way to choose; make_policy makes them."""
+    """A routing policy, made by make_policy()."""
 
     def __init__(self, choose: Chooser, config: RoutingConfig, rng: random.Random) -> None:
         self._choose, self._config, self._rng = choose, config, rng
 
     def pick(self, ask: Ask, workers: WorkerColumns) -> Pick | None:
-        """None: no ready worker has room. Changes nothing; the caller counts the pick in the columns."""
+        """Chooses a worker. Changes nothing; the caller counts the pick in the columns.
+
+        Returns:
+            None if no ready worker has free slots.
+        """
         ready = ready_rows(ask, workers)
         rows = with_room(ready, workers)
         if not len(rows):
@@ -68,7 +73,7 @@ class Policy:
 
 
 def make_policy(name: str, config: RoutingConfig, rng: random.Random) -> Policy:
-    """name: a RoutingPolicy. Raises ValueError for any other."""
+    """Returns the policy with a name of RoutingPolicy. Raises ValueError for another name."""
     return Policy(_CHOOSERS[RoutingPolicy(name)], config, rng)
 
 
@@ -93,7 +98,7 @@ def _least_tokens(c: Routable) -> tuple[int, str]:
 
 
 def _power_of_two(c: Routable) -> tuple[int, str]:
-    """The less loaded of two drawn ones (Mitzenmacher 2001)."""
+    """Chooses the less loaded of two random workers (Mitzenmacher 2001)."""
     two = np.array(c.rng.sample(range(len(c.rows)), min(2, len(c.rows))))
     rows = c.rows[two]
     return least(rows, relative_load(rows, c.workers), c.workers), "power_of_two"
@@ -106,7 +111,11 @@ def _affinity(c: Routable) -> tuple[int, str]:
 
 
 def _by_key(c: Routable, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
-    """The key's first worker that may be chosen (bounded load: Mirrokni et al. 2018). too_busy: bool[ready]."""
+    """Chooses the first allowed worker in the order of the routing key (bounded loads: Mirrokni et al. 2018).
+
+    Args:
+        too_busy: bool[ready], workers to avoid.
+    """
     weights = rendezvous_weights(c.ask.key, c.workers.key[c.ready])
     first = int(c.ready[weights.argmax()])
     rows = c.ready[~too_busy & np.isin(c.ready, c.rows, assume_unique=True)]
@@ -118,12 +127,12 @@ def _by_key(c: Routable, too_busy: NDArray[np.bool_]) -> tuple[int, str]:
 
 
 def _prefix_aware(c: Routable) -> tuple[int, str]:
-    """Score = saved / prompt tokens - load_weight x load in units of the mean; a match at a worker whose load would be above
-    load_bound x the mean counts nothing.
+    """Chooses the worker with the highest score = saved / prompt tokens - load_weight x load in units of the mean load.
 
-    So a full match wins over none while its worker is at most 1 / load_weight of the mean busier, and no prefix takes a
-    worker above the bound: what is too much for one worker goes to an idler one, which then holds the prefix too. Where
-    nobody has a match, the choice is least_requests'.
+    A match counts nothing at a worker whose load would be above load_bound x the mean load. So a match of the whole prompt wins
+    while the load of its worker is at most 1 / load_weight mean loads higher, and no prefix brings a worker above the bound.
+    Further requests with the prefix go to a less loaded worker, which then caches the prefix too. If no worker has a match,
+    _without_match() chooses. If the load is out of balance, the least loaded worker is chosen.
     """
     if len(c.ready) > 1 and over_gate(c.ready, c.ready, c.workers, c.config).any():
         return _least_loaded(c), "load_gate"
@@ -140,8 +149,12 @@ def _prefix_aware(c: Routable) -> tuple[int, str]:
 
 
 def _without_match(c: Routable) -> tuple[int, str]:
-    """With a key, the key's worker, within the same bound: one user's prompts meet there again. Else one of the idlest, by the
-    prompt's first block: gateways that see a new prefix at the same time agree on where it goes, without talking."""
+    """Chooses a worker for a prompt that no worker has cached.
+
+    A request with a routing key goes to the key's worker within load_bound, so that prompts of one user meet there. Otherwise,
+    the first block of the prompt chooses among the least loaded workers. So gateways that get the same new prefix at the same
+    time choose the same worker without communication.
+    """
     if c.ask.key:
         return _by_key(c, load_over_mean(c.ready, c.ready, c.workers, c.config) > c.config.load_bound)
     if not c.ask.first_block:

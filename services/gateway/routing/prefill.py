@@ -10,12 +10,20 @@ from dataclasses import replace
 from services.gateway.routing.columns import Ask, Pick, WorkerColumns
 from services.gateway.routing.policies import Policy
 
-MOST_QUEUED_TOKENS = 1 << 15  # of prompts at such a worker: with more of them one waits longer than it gains
+MOST_QUEUED_TOKENS = 1 << 15  # prompt tokens at a prefill worker beyond which another prompt would wait longer than it gains
 
 
 def pick_prefill(policy: Policy, columns: WorkerColumns, ask: Ask, decode: Pick, min_tokens: int) -> Pick | None:
-    """Who computes the prompt for the worker that was picked for it; None: that one itself. ask: with `allowed` where not all may
-    exchange pages with it. min_tokens: of a prompt that are not cached there, below which it computes it. Changes nothing."""
+    """Chooses the prefill worker that computes a prompt for the chosen decode worker. Changes nothing.
+
+    Args:
+        ask: The request. `allowed` has the workers that can exchange pages with the decode worker.
+        decode: The chosen decode worker.
+        min_tokens: If fewer prompt tokens are uncached at the decode worker, it computes them itself.
+
+    Returns:
+        None if the decode worker computes the prompt itself.
+    """
     if ask.prompt_tokens - decode.predicted_tokens < min_tokens or not _is_room_behind(columns):
         return None
     short = columns.tokens <= MOST_QUEUED_TOKENS
@@ -28,8 +36,11 @@ def pick_prefill(policy: Policy, columns: WorkerColumns, ask: Ask, decode: Pick,
 
 
 def _is_room_behind(columns: WorkerColumns) -> bool:
-    """What is being computed for others will want room there: what finds none has its pages kept in vain. What is read ahead is
-    of these, and counted once."""
+    """Returns whether the decode workers have free slots for all prompts at prefill workers and for one more.
+
+    A prompt without a free slot would occupy pages of the prefill worker for nothing. A prompt whose pages a decode worker
+    prefetches is counted once, at its prefill worker.
+    """
     takes = columns.takes
     room = int((columns.limit + columns.ahead - columns.requests)[takes].sum())
     return int(columns.requests[columns.used & ~columns.serves].sum()) < room

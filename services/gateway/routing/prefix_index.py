@@ -1,9 +1,9 @@
-"""Which worker generation holds which block: the gateway's mirror of the index in Redis, as bit masks.
+"""The gateway's copy of the prefix index: the blocks of each worker generation, as bit masks.
 
-An owner is one generation of one worker and has a small number; a block's mask has that bit for each of its owners, one mask for
-each tier that somebody has it in. Owners hold blocks because their worker has said so, or, for a short while, because something
-was routed there that will leave them on the device.
-One writer and no locks: everything here runs on the gateway's event loop.
+An owner is one generation of one worker and has a small number. The mask of a block has the bit of each of its owners. A block
+has one mask per tier. A block of an owner is confirmed if its worker has reported it. It is speculative for a short time if a
+request was routed to the worker that will leave the block on its device. Everything runs on the gateway's event loop, without
+locks.
 """
 
 from __future__ import annotations
@@ -18,64 +18,67 @@ from numpy.typing import NDArray
 
 from services.shared.index.block_tier import BlockTier
 
-_DEVICE = int(BlockTier.DEVICE)  # members of an enum are slow to compare, millions of times
-_Shards = list[dict[bytes, int]]  # masks, by a hash's first byte
-_SHARDS = 256  # one dict of millions would stop the event loop for tens of ms whenever it is resized
+_DEVICE = int(BlockTier.DEVICE)  # an int, because comparing enum members is slow
+_Shards = list[dict[bytes, int]]  # masks by hash, in one dict per first byte of the hash
+_SHARDS = 256  # resizing one dict of millions of blocks would stop the event loop for tens of ms
 
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """held: its confirmed blocks, and the tier of each as a plain int. until: its speculative ones, and when each ends.
+    """A generation of a worker, with its blocks.
 
-    Dicts of atoms are invisible to the garbage collector, which would walk sets of millions, or dicts of enum members.
+    The garbage collector does not traverse dicts of bytes and numbers. It would traverse sets, and dicts of enum members.
     """
 
     worker: str
     generation: int
     number: int
-    bit: int
-    live: bool = True
-    held: dict[bytes, int] = field(default_factory=dict)
-    until: dict[bytes, float] = field(default_factory=dict)
+    bit: int  # 1 << number
+    live: bool = True  # False after retire()
+    held: dict[bytes, int] = field(default_factory=dict)  # tier of each confirmed block, as an int
+    until: dict[bytes, float] = field(default_factory=dict)  # end of each speculative block
 
 
 @dataclass(slots=True, order=True)
 class _Route:
-    """Blocks whose speculation has to be looked at when `until` has come; some may be extended or confirmed by then."""
+    """Speculative blocks of one routed request, some of which may be extended or confirmed before their end."""
 
-    until: float
-    order: int
+    until: float  # time at which the blocks are checked
+    order: int  # number of the route
     owner: _Owner = field(compare=False)
     hashes: list[bytes] = field(compare=False)
 
 
 class PrefixIndex:
-    """Hashes are HASH_BYTES bytes each, chained: a block's hash implies all blocks before it."""
+    """The blocks of all owners. A hash has HASH_BYTES bytes and covers the block with all blocks before it."""
 
     def __init__(self, max_speculative: int = 1_000_000) -> None:
-        """max_speculative: blocks (times owners) remembered for what was just routed; the oldest go first."""
+        """Makes an empty index.
+
+        Args:
+            max_speculative: Largest number of speculative blocks, summed over owners; the oldest are dropped first.
+        """
         self._tiers: list[_Shards] = [[{} for _ in range(_SHARDS)] for _ in BlockTier]
         self._shards = self._tiers[_DEVICE]
-        self._num_below = 0  # blocks times owners that are confirmed below the device
-        self._live = 0
-        self._owners: list[_Owner] = []  # by number; a retired one stays until its number is given out again
-        self._numbers: dict[tuple[str, int], int] = {}
-        self._retired: deque[_Owner] = deque()
-        self._free: list[int] = []
+        self._num_below = 0  # confirmed blocks below the device, summed over owners
+        self._live = 0  # mask of the live owners
+        self._owners: list[_Owner] = []  # by number; a retired owner stays until its number is reused
+        self._numbers: dict[tuple[str, int], int] = {}  # by worker and generation, of live owners
+        self._retired: deque[_Owner] = deque()  # to be swept
+        self._free: list[int] = []  # heap of unused numbers
         self._routes: list[_Route] = []  # heap
-        self._routed_blocks = 0  # in all of _routes
+        self._routed_blocks = 0  # blocks of all routes
         self._order = 0
         self._max_speculative = max_speculative
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that somebody holds, is thought to hold, or held before a retirement that is not swept yet; once for each
-        tier."""
+        """Number of blocks with an owner in some tier, summed over tiers. Blocks of owners that are not swept yet count too."""
         return sum(len(masks) for shards in self._tiers for masks in shards)
 
     @property
     def num_owners(self) -> int:
-        """One more than the largest number given out."""
+        """Largest owner number ever used, plus 1."""
         return len(self._owners)
 
     @property
@@ -84,11 +87,11 @@ class PrefixIndex:
 
     @property
     def num_retired(self) -> int:
-        """Retired owners that a sweep still has to clear."""
+        """Number of retired owners that are not swept yet."""
         return len(self._retired)
 
     def owner(self, worker: str, generation: int) -> int:
-        """The owner's number; a new one at first use."""
+        """Returns the number of an owner, which is new at the first call."""
         known = self._numbers.get((worker, generation))
         if known is not None:
             return known
@@ -103,11 +106,11 @@ class PrefixIndex:
         return number
 
     def find(self, worker: str, generation: int) -> int:
-        """-1 for none: never seen, or retired."""
+        """Returns the number of an owner; -1 if it is unknown or retired."""
         return self._numbers.get((worker, generation), -1)
 
     def stored(self, owner: int, hashes: Iterable[bytes], tier: BlockTier = BlockTier.DEVICE) -> None:
-        """They are there, and in no other tier of the owner's. Raises KeyError for an owner that is not live."""
+        """Confirms blocks of an owner in a tier, and removes them from its other tiers. Raises KeyError if it is not live."""
         record, level, added = self._of(owner), int(tier), 0
         shards, bit, held, until = self._tiers[level], record.bit, record.held, record.until
         for block in hashes:
@@ -121,11 +124,14 @@ class PrefixIndex:
                 if before is not None:
                     self._leave(record, block, before)
             if level == _DEVICE:
-                until.pop(block, None)  # known by now: its removal must count at once
+                until.pop(block, None)  # a confirmed block is not speculative, so that its removal has an effect at once
         self._num_below += added if level != _DEVICE else 0
 
     def removed(self, owner: int, hashes: Iterable[bytes]) -> None:
-        """Speculation about the same blocks stays: who was just routed there will compute them anew. Raises KeyError."""
+        """Removes confirmed blocks of an owner. Raises KeyError if it is not live.
+
+        Speculative blocks with the same hashes stay, because a request that was just routed there computes them again.
+        """
         record = self._of(owner)
         held = record.held
         for block in hashes:
@@ -133,16 +139,16 @@ class PrefixIndex:
                 self._leave(record, block, level)
 
     def held(self, owner: int) -> int:
-        """Number of confirmed blocks, in any tier; 0 for one that is not live."""
+        """Returns the number of confirmed blocks of an owner in all tiers; 0 if it is not live."""
         return len(self._owners[owner].held) if self._is_live(owner) else 0
 
     def blocks(self, owner: int, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
-        """Confirmed blocks of that tier, copied."""
+        """Returns a copy of the confirmed blocks of an owner in a tier."""
         held = self._owners[owner].held if self._is_live(owner) else {}
         return frozenset(block for block, where in held.items() if where == tier)
 
     def retire(self, owner: int) -> None:
-        """All its blocks are void at once; `sweep` frees them, and then the number. Raises KeyError."""
+        """Makes all blocks of an owner void at once. sweep() frees them and the number. Raises KeyError if it is not live."""
         record = self._of(owner)
         record.live = False
         self._live ^= record.bit
@@ -150,7 +156,7 @@ class PrefixIndex:
         self._retired.append(record)
 
     def sweep(self, budget: int) -> int:
-        """Clears up to `budget` blocks of retired owners. Returns how many it did; less than `budget`: nothing is left."""
+        """Frees up to `budget` blocks of retired owners. Returns their number, which is below `budget` if no block is left."""
         done = 0
         while self._retired:
             record = self._retired[0]
@@ -170,7 +176,7 @@ class PrefixIndex:
         return done
 
     def speculate(self, owner: int, hashes: Sequence[bytes], until: float) -> None:
-        """The owner is about to hold these blocks. Nothing for an owner that has been retired since it was picked."""
+        """Adds blocks that an owner is expected to have until a time. Has no effect if the owner was retired since its choice."""
         if not self._is_live(owner):
             return
         record = self._owners[owner]
@@ -181,7 +187,7 @@ class PrefixIndex:
             if end is until:
                 new.append(block)
                 masks = shards[block[0]]
-                if masks.setdefault(block, bit) is not bit:  # blocks of one owner share its number object
+                if masks.setdefault(block, bit) is not bit:  # the mask of an only owner is its own int object
                     masks[block] |= bit
             elif end < until:
                 ends[block] = until
@@ -191,18 +197,23 @@ class PrefixIndex:
             self._forget(self._routes[0].until)
 
     def expire(self, now: float) -> None:
-        """Ends all speculation whose time has come."""
+        """Removes the speculative blocks whose end has passed."""
         while self._routes and self._routes[0].until <= now:
             self._forget(now)
 
     def match(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
-        """int64[num_owners]: leading blocks that each live owner has on its device, confirmed or speculative."""
+        """Returns int64[num_owners]: the number of leading blocks that each live owner has on its device.
+
+        Confirmed and speculative blocks count.
+        """
         shards = self._shards
         return self._leading((shards[block[0]].get(block, 0) for block in hashes), len(hashes))
 
     def reach(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
-        """int64[tiers, num_owners]: leading blocks that each live owner has in a BlockTier or a faster one: no row has less than
-        the one before it. One row, of the device, where nobody has any below."""
+        """Returns int64[tiers, num_owners]: the number of leading blocks that each live owner has in a BlockTier or a faster one.
+
+        The values do not fall from row to row. If no owner has blocks below the device, there is only the row of the device.
+        """
         if not self._num_below:
             return self.match(hashes)[np.newaxis]
         device, host, storage = self._tiers
@@ -222,10 +233,13 @@ class PrefixIndex:
         return np.stack([self._leading(masks, len(hashes)) for masks in found])
 
     def _leading(self, found: Iterable[int], count: int) -> NDArray[np.int64]:
-        """int64[num_owners]: of how many of the first blocks each live owner is in the mask. found: the masks of `count` blocks,
-        or of as many as leave somebody."""
-        masks: list[int] = []  # owners that got no further than
-        reached: list[int] = []  # so many blocks
+        """Returns int64[num_owners]: the number of leading masks that have the bit of each live owner.
+
+        Args:
+            found: The masks of `count` blocks, or of fewer if no owner has the next block.
+        """
+        masks: list[int] = []  # owners with the same number of leading blocks
+        reached: list[int] = []  # that number
         before = self._live
         for depth, owners in enumerate(found):
             mask = owners & before
@@ -249,7 +263,7 @@ class PrefixIndex:
         return 0 <= owner < len(self._owners) and self._owners[owner].live
 
     def _leave(self, owner: _Owner, block: bytes, level: int) -> None:
-        """It is no longer confirmed there."""
+        """Updates the masks after a block is no longer confirmed in a tier of an owner."""
         if level != _DEVICE:
             self._num_below -= 1
         elif block in owner.until:
@@ -270,12 +284,12 @@ class PrefixIndex:
         self._routed_blocks += len(hashes)
 
     def _forget(self, now: float) -> None:
-        """Takes the route that ends first. Of its blocks, those that were extended beyond `now` become a route again."""
+        """Removes the route with the earliest end. Its blocks that are extended beyond `now` become a new route."""
         route = heapq.heappop(self._routes)
         self._routed_blocks -= len(route.hashes)
         owner = route.owner
         if not owner.live:
-            return  # the sweep has them
+            return  # sweep() frees the blocks
         ends, held, bit, shards = owner.until, owner.held, owner.bit, self._shards
         extended = []
         for block in route.hashes:
@@ -285,7 +299,7 @@ class PrefixIndex:
             if end > now:
                 ends[block] = end
                 extended.append(block)
-            elif (masks := shards[block[0]])[block] == bit:  # what _clear does, without a call per block
+            elif (masks := shards[block[0]])[block] == bit:  # as in _clear(), but without a call per block
                 del masks[block]
             else:
                 masks[block] ^= bit
@@ -294,7 +308,7 @@ class PrefixIndex:
 
 
 def _spread(masks: list[int], values: list[int], size: int) -> NDArray[np.int64]:
-    """int64[size]: at every bit of a mask that mask's value, 0 at the others. No bit is in two masks."""
+    """Returns int64[size] with the value of a mask at each of its bits, and 0 elsewhere. No bit is in two masks."""
     width = (size + 7) // 8
     raw = np.frombuffer(b"".join([mask.to_bytes(width, "little") for mask in masks]), np.uint8)
     which, bits = np.divmod(np.flatnonzero(np.unpackbits(raw, bitorder="little").view(np.bool_)), 8 * width or 1)

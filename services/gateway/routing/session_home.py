@@ -1,9 +1,8 @@
-"""Where a session lives.
+"""Finds the worker of a session.
 
-A session's KV is on one worker. Every gateway computes which one from the session's id and the workers that it sees ready, so
-several gateways agree without talking, and none keeps a table. An id that a gateway has made up ends in its worker's mark and
-stays with that worker whatever others come and go; an id that a client has chosen moves when a worker appears that ranks
-higher for it, and the session is then unknown there.
+The KV of a session is on one worker. Each gateway computes the worker from the session's id and the ready workers. So gateways
+agree without communication and store no table. An id that a gateway has made ends in its worker's mark and always names that
+worker. An id that a client has chosen moves to a new worker that ranks higher for it, where the session is then unknown.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ _MADE_HERE = re.compile(r"s-[0-9a-f]{32}-([0-9a-f]{8})")
 
 
 def place(session_id: str, worker_ids: Sequence[str]) -> int | None:
-    """Index of the session's worker; None if there is none, or if the id names a worker that is not among them.
+    """Returns the index of the session's worker by rendezvous hashing (Thaler and Ravishankar 1998).
 
-    Rendezvous hashing (Thaler and Ravishankar 1998): the worker with the highest hash of (worker, session) wins, so one
-    that comes or goes moves only the sessions that it wins.
+    The worker with the highest hash of worker and session wins. If a worker is added or removed, only the sessions that it wins
+    move.
+
+    Returns:
+        None if there are no workers, or the id names a worker that is not in the list.
     """
     made_here = _MADE_HERE.fullmatch(session_id)
     if made_here is not None:
@@ -32,7 +34,7 @@ def place(session_id: str, worker_ids: Sequence[str]) -> int | None:
 
 
 def new_session_id(worker_ids: Sequence[str]) -> str:
-    """An id that stays with one of these workers, of which there is at least one."""
+    """Returns a new id that names one of the workers, which must not be empty."""
     name = uuid.uuid4().hex
     index = place(name, worker_ids)
     assert index is not None
@@ -40,8 +42,13 @@ def new_session_id(worker_ids: Sequence[str]) -> str:
 
 
 def owned_id(session_id: str, key: str) -> str:
-    """What workers know a session of this API key by: nobody else comes to the same one, whatever id he says. One that
-    was made here keeps its worker's mark. key: its name, "" where there are none, and ids are as clients say them."""
+    """Returns the id by which workers know a session of an API key.
+
+    No other API key can name the same session, whatever id its client sends. The result has the worker's mark of the id, if any.
+
+    Args:
+        key: Name of the API key; "" if the gateway has no API keys. The id is then unchanged.
+    """
     if not key:
         return session_id
     made_here = _MADE_HERE.fullmatch(session_id)

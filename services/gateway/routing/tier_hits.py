@@ -1,5 +1,7 @@
-"""What a prefix is worth to workers that have some of it below their device: it has to be read first, which saves less than all
-of computing it. Pure, as the policies."""
+"""Computes the worth of prefix hits at workers that have some of the blocks below their device.
+
+Such blocks must be read first, so that a hit saves only a part of the time of computing them. The code does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ from services.gateway.routing.columns import WorkerColumns
 from services.shared.index.block_hash import BLOCK_TOKENS
 from services.shared.index.block_tier import BlockTier
 
-TRIED_SAVES = 0.1  # that a tier is taken to save that is asked although it saved nothing lately
+TRIED_SAVES = 0.1  # assumed saving of a tier that is tried again although it saved nothing recently
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """matched: int64[capacity], prompt tokens that each row's worker has and would use. saved: float64[capacity], prompt tokens
-    whose computing that is worth there, at most as many; None: as many."""
+    """The prefix hits of one prompt."""
 
-    matched: NDArray[np.int64]
-    saved: NDArray[np.float64] | None
+    matched: NDArray[np.int64]  # int64[capacity]: prompt tokens that each worker has and would use
+    saved: NDArray[np.float64] | None  # float64[capacity]: tokens of which computing takes the time saved; None: `matched`
 
 
 def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = False) -> Hits:
-    """reach: see PrefixIndex. What a worker reads no faster than it computes, and what is behind that, it computes: no hit.
-    tries: reading that saves nothing is taken to save TRIED_SAVES."""
+    """Computes the prefix hits of each worker.
+
+    A worker does not use blocks of a tier that it reads no faster than it computes them, nor any blocks after those.
+
+    Args:
+        reach: See PrefixIndex.reach().
+        tries: Assumes a saving of TRIED_SAVES for tiers that save nothing.
+    """
     num_owners = reach.shape[1]
     if not num_owners:
         return Hits(np.zeros(workers.capacity, np.int64), None)
