@@ -1,5 +1,7 @@
-"""What the mirror reads of the prefix index in Redis. Each method is one round trip, and raises RedisError or OSError if Redis
-is away, slow or refuses."""
+"""Reads the prefix index in Redis for the mirror.
+
+Each method is one round trip, except blocks(). Each raises RedisError or OSError if Redis is unreachable, slow or refuses a call.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +18,36 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 2.0
-EVENTS_READ = 100
-BLOCKS_READ = 1000
-START = b"0-0"
-_MAX_DIGITS = 20  # of a generation
+TIMEOUT_S = 2.0  # time limit of a call
+EVENTS_READ = 100  # most entries per model and call
+BLOCKS_READ = 1000  # approximate number of blocks per call
+START = b"0-0"  # id before the first entry of a stream
+_MAX_DIGITS = 20  # longest generation that is accepted
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events of a model's stream, oldest first. last: id of the last entry; bad: entries that were no events; more: there are
-    probably further ones."""
+    """Events of a model's stream."""
 
     model: str
-    events: tuple[IndexEvent, ...]
-    last: bytes
-    bad: int
-    more: bool
+    events: tuple[IndexEvent, ...]  # the oldest first
+    last: bytes  # id of the last entry
+    bad: int  # entries that could not be parsed
+    more: bool  # the stream probably has more entries
 
 
 class IndexReader:
+    """A client of the Redis with the prefix index."""
+
     def __init__(self, url: str) -> None:
-        """Raises ValueError if the URL is none."""
+        """Makes the client. Raises ValueError if the URL is invalid."""
         self._client = redis_client(url, TIMEOUT_S)
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def members(self, models: Iterable[str]) -> tuple[str, set[str]]:
-        """The server's run id, which changes when it restarts, and all workers of the models."""
+        """Returns the server's run id, which changes at its restart, and the registered workers of the models."""
         pipe = self._client.pipeline(transaction=False)
         pipe.info("server")
         for model in models:
@@ -53,14 +56,18 @@ class IndexReader:
         return str(info["run_id"]), {name.decode(errors="replace") for names in members for name in names}
 
     async def leases(self, workers: list[str]) -> list[int | None]:
+        """Returns the generation in each worker's lease, or None for a worker without a lease."""
         if not workers:
             return []
         values = cast(list[bytes | None], await self._client.mget([lease_key(worker) for worker in workers]))
         return [int(value) if value and value.isdigit() and len(value) <= _MAX_DIGITS else None for value in values]
 
     async def blocks(self, worker: str, generation: int) -> AsyncIterator[tuple[BlockTier, list[bytes]]]:
-        """All that the generation holds in one tier throughout, some of them perhaps twice; one round trip each. What moves
-        meanwhile may be missing or come in two tiers: events tell of it afterwards."""
+        """Yields the blocks of a generation by tier, one round trip per item.
+
+        A block may be yielded twice. A block that moves during the scan may be missing or appear in two tiers; later events
+        correct that.
+        """
         for tier in BlockTier:
             cursor = 0
             while True:
@@ -70,19 +77,24 @@ class IndexReader:
                     break
 
     async def newest(self, model: str) -> bytes:
-        """The place in the model's stream after which new events come."""
+        """Returns the id of the newest entry in the model's stream."""
         entries = cast(list[Any], await self._client.xrevrange(events_key(model), count=1))
         return cast(bytes, entries[0][0]) if entries else START
 
     async def is_trimmed(self, model: str, after: bytes) -> bool:
-        """Whether the stream may have lost entries that came after this one."""
+        """Returns whether the entry `after` is trimmed from the stream, so that entries after it may be lost too."""
         if after == START:
             return False
         entries = cast(list[Any], await self._client.xrange(events_key(model), count=1))
         return not entries or _order(entries[0][0]) > _order(after)
 
     async def events(self, after: Mapping[str, bytes], block_ms: int | None) -> list[EventBatch]:
-        """Of each model what came after the entry. Waits for the first one up to block_ms; None: not at all."""
+        """Returns the new events of each model.
+
+        Args:
+            after: Id of the last read entry of each model.
+            block_ms: Longest wait for an event, in milliseconds; None: no wait.
+        """
         models = {events_key(model).encode(): model for model in after}
         places: dict[Any, Any] = {key: after[model] for key, model in models.items()}
         reply = cast(list[Any], await self._client.xread(places, count=EVENTS_READ, block=block_ms))
@@ -90,7 +102,7 @@ class IndexReader:
 
 
 def _batch(model: str, after: bytes, entries: list[tuple[bytes, dict[bytes, bytes] | None]]) -> EventBatch:
-    """entries: none at all if they were trimmed while they were waited for."""
+    """Parses entries of a stream, which are empty if they were trimmed during the wait."""
     events = []
     for entry_id, values in entries:
         try:

@@ -1,31 +1,33 @@
-"""Which workers hold a lease in Redis, as last read there. Pure: the time is a parameter, in seconds of a monotonic clock."""
+"""The workers' leases in Redis, as last read. Times are seconds of a monotonic clock, given by the caller."""
 
 from __future__ import annotations
 
 from services.shared.index.prefix_index import LEASE_TTL_S
 
-GONE_KEPT = 4096  # workers without a lease that are remembered; the longest gone is forgotten first
+GONE_KEPT = 4096  # remembered workers without a lease; the one whose lease ended first is dropped first
 
 
 class LeaseTable:
-    """IndexMirror is its one writer. `current`: worker → generation of the lease that it holds."""
+    """The leases of all workers. Only IndexMirror writes them."""
 
     def __init__(self) -> None:
-        self.current: dict[str, int] = {}
-        self._gone: dict[str, int] = {}  # worker → the last generation that was seen, oldest first
-        self._back_at = 0.0
+        self.current: dict[str, int] = {}  # worker → generation of its lease
+        self._gone: dict[str, int] = {}  # worker → last generation, for workers without a lease, the oldest loss first
+        self._back_at = 0.0  # time at which Redis responded again
 
     def came_back(self, now: float) -> None:
-        """Redis answers again. It may have lost leases, or have let them expire while no worker could reach it either."""
+        """Notes that Redis responds again. Leases may be missing, because Redis lost them or workers could not renew them."""
         self._back_at = now
 
     def settled(self, now: float) -> bool:
-        """Every worker that lives has had the time to renew its lease since Redis came back: an absent lease means what it
-        says."""
+        """Returns whether all live workers have had time to renew their leases since Redis responded again.
+
+        Only then does a missing lease mean that its worker has ended.
+        """
         return now - self._back_at >= LEASE_TTL_S
 
     def saw(self, worker: str, generation: int | None) -> bool:
-        """What the lease says now, None if there is none. True if that is new."""
+        """Notes the generation of a worker's lease, or None without a lease. Returns whether it has changed."""
         before = self.current.get(worker)
         if before == generation:
             return False
@@ -39,8 +41,14 @@ class LeaseTable:
         return True
 
     def alive(self, worker: str, generation: int, now: float) -> bool | None:
-        """Whether the worker, whose generation is this one as far as the caller knows (0: any), holds its lease. None: that
-        cannot be said, as a generation that never had a lease may yet get one."""
+        """Returns whether a worker of a generation holds its lease.
+
+        Args:
+            generation: Generation that the caller knows; 0: any.
+
+        Returns:
+            None if this is unknown: Redis has not settled, or the generation has had no lease yet and may get one.
+        """
         current = self.current.get(worker)
         if current is not None:
             return True if generation in (0, current) else None

@@ -1,12 +1,16 @@
-"""The gateway's copy of the prefix index, fed from Redis by one task; nothing here is on a request's way
-(docs/design/fleet.md#the-index).
+"""Copies the prefix index from Redis into the gateway's PrefixIndex, in one task (docs/design/fleet.md#the-index).
 
-The task reads in turn: once a second the leases; the blocks of one generation that is new to it; the next events. So nothing
-is written to the index by two at once. A generation's blocks are read after the place in the stream from which its events are
-followed, and workers write blocks before they tell of them: what was read and the events after it overlap and never miss.
+Requests never wait for this task. It repeats three steps, so that the index has one writer:
 
-While Redis is away the copy stays as it is. Leases are then unknown; they stay so for LEASE_TTL_S after Redis is back, and
-owners whose lease it has lost are kept for as long.
+1. read the leases, once in POLL_S;
+2. read the blocks of one new generation;
+3. read the next events.
+
+The position in the event stream is read before the blocks of a generation, and workers write blocks before their events. So the
+blocks and the events after that position overlap, and no change is missed.
+
+While Redis is unreachable, the copy stays unchanged and leases are unknown. A missing lease counts only LEASE_TTL_S after Redis
+responds again. Until then, its owner is not retired.
 """
 
 from __future__ import annotations
@@ -29,61 +33,66 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0  # between two looks at the leases
-STALE_S = POLL_S + 2 * TIMEOUT_S  # leases read longer ago say nothing
-BLOCK_MS = 200
-FIRST_PAUSE_S = 0.1
+POLL_S = 1.0  # seconds between two readings of the leases
+STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds from which the read leases are unknown
+BLOCK_MS = 200  # longest wait for events
+FIRST_PAUSE_S = 0.1  # pause after a failure; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
-BLOCKS_PER_TURN = 2000  # written to the index before the event loop may do something else
-SWEEP_BLOCKS = 1000
+BLOCKS_PER_TURN = 2000  # blocks that are written to the index before the event loop may run other tasks
+SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
-SWEEP_IDLE_S = 0.5
+SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
 
 
 @dataclass(slots=True)
 class MirrorCounts:
-    """Since the start. loads: of a generation's whole set of blocks; gaps: of those, because events had been missed."""
+    """Counts since the start of the gateway."""
 
-    events: int = 0
-    bad_events: int = 0
-    loads: int = 0
-    gaps: int = 0
-    retired: int = 0
+    events: int = 0  # events applied
+    bad_events: int = 0  # entries that could not be parsed
+    loads: int = 0  # readings of all blocks of a generation
+    gaps: int = 0  # times that events were missed, so that blocks are read again
+    retired: int = 0  # owners retired
 
 
 class IndexMirror:
-    """changed: called on the event loop whenever `available`, a lease or an owner's number has changed; must not block.
-
-    Raises ValueError if the URL is none.
-    """
+    """The copy of the prefix index. It belongs to the event loop."""
 
     def __init__(
         self, url: str, index: PrefixIndex, changed: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Makes the mirror.
+
+        Args:
+            changed: Called when `available`, a lease or the number of an owner has changed. Must not block.
+
+        Raises:
+            ValueError: The URL is invalid.
+        """
         self.counts = MirrorCounts()
-        self.available = False
+        self.available = False  # Redis responds
         self._reader = IndexReader(url)
         self._index, self._changed, self._clock = index, changed, clock
         self._leases = LeaseTable()
         self._owners = MirroredOwners(index)
-        self._cursors: dict[str, bytes | None] = {}  # model → last event read, None: not begun
+        self._cursors: dict[str, bytes | None] = {}  # model → id of the last read event; None: no event is read yet
         self._wanted: dict[str, int] = {}  # worker → generation whose blocks are to be read
-        self._suspect: set[str] = set()  # workers whose mirrored generation another server may know otherwise
+        self._suspect: set[str] = set()  # workers whose blocks may differ since Redis was restarted
         self._run_id: str | None = None
         self._polled_at = self._caught_up_at = clock()
         self._pause = FIRST_PAUSE_S
-        self._told = False
+        self._told = False  # the loss of Redis is logged
 
-    # What routing asks
+    # For routing
 
     @property
     def leases(self) -> Mapping[str, int]:
-        """Worker → generation, as last read."""
+        """Worker → generation of its lease, as last read."""
         return MappingProxyType(self._leases.current)
 
     @property
     def lag_s(self) -> float:
-        """Seconds since this copy had all that Redis had."""
+        """Seconds since the copy last had all events of Redis."""
         return self._clock() - self._caught_up_at
 
     @property
@@ -91,23 +100,29 @@ class IndexMirror:
         return len(self._owners.generations())
 
     def lease_alive(self, worker: str, generation_hint: int = 0) -> bool | None:
-        """Whether the worker holds its lease. generation_hint: its index generation as it says itself, 0: any. None: unknown:
-        Redis is away or just back, or this generation's lease was never seen."""
+        """Returns whether a worker holds its lease.
+
+        Args:
+            generation_hint: Index generation that the worker reports; 0: any.
+
+        Returns:
+            None if this is unknown: Redis is unreachable or has just returned, or the generation has had no lease yet.
+        """
         now = self._clock()
         if not self.available or now - self._polled_at > STALE_S:
             return None
         return self._leases.alive(worker, generation_hint, now)
 
     def owner_of(self, worker: str) -> int:
-        """The number of its current generation in the index; -1 if that is not known here."""
+        """Returns the owner number of a worker's mirrored generation; -1 if no generation is mirrored."""
         return self._owners.number(worker)
 
     def watch_model(self, model: str) -> None:
-        """From the next turn on. More than once is once."""
+        """Mirrors a model from the next step on. May be called again."""
         self._cursors.setdefault(model, None)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs the mirror until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._sweep())
@@ -118,7 +133,7 @@ class IndexMirror:
     # The task
 
     async def _sweep(self) -> None:
-        """Clears retired owners' blocks a few at a time."""
+        """Frees the blocks of retired owners, SWEEP_BLOCKS at a time."""
         while True:
             swept = self._index.sweep(SWEEP_BLOCKS)
             await asyncio.sleep(SWEEP_PAUSE_S if swept else SWEEP_IDLE_S)
@@ -129,14 +144,14 @@ class IndexMirror:
                 await self._follow()
             except (RedisError, OSError) as error:
                 self._lost(error)
-            except Exception as error:  # what somebody has written there must not end the gateway
+            except Exception as error:  # invalid data in Redis must not end the gateway
                 logger.exception("the prefix index could not be read")
                 self._lost(error)
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     async def _follow(self) -> None:
-        """Until Redis fails."""
+        """Repeats the three steps until Redis fails."""
         await self._poll()
         while True:
             if self._clock() - self._polled_at >= POLL_S or None in self._cursors.values():
@@ -172,7 +187,7 @@ class IndexMirror:
         self._answered()
 
     def _same_server(self, run_id: str) -> None:
-        """Another server, or one that was restarted, has other streams and other blocks."""
+        """Begins again if the run id shows another or a restarted server, which may have other streams and blocks."""
         if self._run_id not in (None, run_id):
             logger.warning("redis has been restarted: reading the whole prefix index again")
             self._leases.came_back(self._clock())
@@ -189,7 +204,7 @@ class IndexMirror:
             self._changed()
 
     def _settle(self, worker: str, lease: int | None) -> bool:
-        """An owner counts while its lease lives. True if anything changed."""
+        """Applies a worker's lease: retires its owner, or plans the reading of its blocks. Returns whether anything changed."""
         changed = self._leases.saw(worker, lease)
         if lease is None:
             if not self._leases.settled(self._clock()):
@@ -215,7 +230,7 @@ class IndexMirror:
     # Blocks
 
     async def _load(self, worker: str, generation: int) -> None:
-        """It stays wanted until all its blocks have been read."""
+        """Reads the blocks of a generation. It stays in `_wanted` until all blocks are read."""
         number = self._owners.adopt(worker, generation, None)
         self.counts.loads += 1
         self._changed()
@@ -238,7 +253,7 @@ class IndexMirror:
             self._caught_up_at = self._clock()
 
     async def _check_trim(self, model: str, after: bytes) -> None:
-        """Events between the last one read and the stream's beginning may be lost."""
+        """Plans the reading of all blocks if the stream was trimmed after the last read event, so that events may be lost."""
         if await self._reader.is_trimmed(model, after):
             logger.warning("events were trimmed before they were read: reading all blocks again", extra=fields(model=model))
             self.counts.gaps += 1
@@ -262,7 +277,10 @@ class IndexMirror:
                 await asyncio.sleep(0)
 
     def _apply_one(self, event: IndexEvent) -> None:
-        """A worker's lease names a generation before the first event of it: what no lease names is old."""
+        """Applies an event.
+
+        A worker's lease names a generation before its first event. So an event of a generation without a lease is outdated.
+        """
         self.counts.events += 1
         applied = self._owners.apply(event)
         if applied is Applied.FOREIGN and self._leases.current.get(event.worker) == event.generation:

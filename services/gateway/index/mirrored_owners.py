@@ -1,4 +1,4 @@
-"""Workers' generations in the PrefixIndex as the event stream tells of them: one per worker, numbered events without gaps."""
+"""Applies events to the PrefixIndex. Each worker has one mirrored generation, whose events are numbered without gaps."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from services.shared.index.prefix_index import IndexEvent
 
 
 class Applied(enum.Enum):
+    """Result of applying an event."""
+
     NEW = enum.auto()
-    OLD = enum.auto()  # it had been applied before
-    GAP = enum.auto()  # applied, but events before it are missing
-    FOREIGN = enum.auto()  # of a generation that is not mirrored
+    OLD = enum.auto()  # not applied again
+    GAP = enum.auto()  # applied, but earlier events are missing
+    FOREIGN = enum.auto()  # not applied, because its generation is not mirrored
 
 
 @dataclass(slots=True)
 class _Owner:
-    """seq: of the last event, None until the first one after its blocks were read."""
+    """The mirrored generation of one worker."""
 
     generation: int
-    number: int
-    seq: int | None
+    number: int  # owner number in the index
+    seq: int | None  # number of the last event; None before the first event after the reading of the blocks
 
 
 class MirroredOwners:
-    """Writes confirmed blocks into the index; the only one that retires owners there."""
+    """The mirrored generations of all workers. It applies events to the index, and only this class retires owners."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._owners: dict[str, _Owner] = {}
 
     def number(self, worker: str) -> int:
-        """In the index; -1 if none of its generations is mirrored."""
+        """Returns the owner number of a worker; -1 if no generation is mirrored."""
         owner = self._owners.get(worker)
         return -1 if owner is None else owner.number
 
@@ -46,14 +48,21 @@ class MirroredOwners:
         return {worker: owner.generation for worker, owner in self._owners.items()}
 
     def adopt(self, worker: str, generation: int, seq: int | None) -> int:
-        """Mirrors this generation from nothing, in place of any other and of what was known of itself. Its number."""
+        """Starts to mirror a generation without any blocks, and retires the worker's previous owner.
+
+        Args:
+            seq: Number of the last applied event; None if it is unknown.
+
+        Returns:
+            The owner number.
+        """
         self.retire(worker)
         number = self._index.owner(worker, generation)
         self._owners[worker] = _Owner(generation, number, seq)
         return number
 
     def retire(self, worker: str) -> None:
-        """O(1). Nothing happens if it is not mirrored."""
+        """Stops mirroring a worker, in O(1). Has no effect if it is not mirrored."""
         owner = self._owners.pop(worker, None)
         if owner is not None:
             self._index.retire(owner.number)
