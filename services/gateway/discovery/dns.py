@@ -1,4 +1,4 @@
-"""The addresses of a DNS name, looked up again and again: a headless Service's pods."""
+"""Follows the addresses of a DNS name, such as the pods of a headless Service, by repeated look-ups."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25  # while there was no answer yet
+FIRST_PAUSE_S = 0.25  # pause between look-ups before the first result; doubles
 LONGEST_PAUSE_S = 30.0
-EMPTY_ANSWERS = 2  # in a row, that are believed: a server that has just restarted may know nothing yet
+EMPTY_ANSWERS = 2  # empty results in a row that are accepted; a restarted DNS server may have no names yet
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 async def resolve(name: str, port: int) -> list[str]:
-    """A and AAAA records of a name, as bare addresses; none where the name exists without them or does not exist.
+    """Returns the A and AAAA records of a name, as addresses without a port.
 
-    Raises OSError where the servers give no answer.
+    The list is empty if the name does not exist or has no such records.
+
+    Raises:
+        OSError: The DNS servers do not respond.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -37,15 +40,21 @@ async def resolve(name: str, port: int) -> list[str]:
 
 
 class DnsWatch:
-    """One name. `changed` is told of every answer that counts."""
+    """The look-ups of one DNS name."""
 
     def __init__(self, target: DnsTarget, refresh_s: float, lookup: Resolve, changed: Callable[[Endpoints], None]) -> None:
+        """Makes the watch.
+
+        Args:
+            refresh_s: Pause between two look-ups, in seconds.
+            changed: Called with the endpoints of every accepted result.
+        """
         self._target = target
         self._refresh_s = refresh_s
         self._lookup = lookup
         self._changed = changed
         self._answered = False
-        self.trouble = ""  # why the last look-up had no answer, empty if it had one
+        self.trouble = ""  # error of the last look-up; "" for none
         self._failures = 0  # in a row
         self._empty = 0  # in a row
 

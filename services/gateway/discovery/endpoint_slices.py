@@ -1,4 +1,4 @@
-"""EndpointSlices of one Service → its endpoints. Plain functions over the API's JSON (discovery.k8s.io/v1)."""
+"""Converts the EndpointSlices of a Service to endpoints, from the JSON of the API discovery.k8s.io/v1."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from services.gateway.discovery.endpoints import join
 SERVICE_LABEL = "kubernetes.io/service-name"
 HEADLESS_LABEL = "service.kubernetes.io/headless"
 
-# A pod of a dual-stack Service stands in one slice of each family; the first family that it has is taken.
+# A pod of a dual-stack Service is in one slice of each family. Its address of the first of these families is used.
 _FAMILIES = ("IPv4", "IPv6", "FQDN")
 
 Slice = Mapping[str, Any]
 
 
 def endpoints_of(slices: Iterable[Slice], port: int | str) -> dict[str, bool]:
-    """All slices merged. A port's number is the pods' own; a name is looked up in each slice, and slices without it are left out.
+    """Returns the endpoints of all slices. An endpoint is ready if its pod is ready and not terminating.
 
-    Ready: the endpoint is ready and not terminating.
+    Args:
+        port: Port number of the pods, or a port name. A name is looked up in each slice, and slices without it are ignored.
     """
     found: dict[str, bool] = {}
     family_of: dict[str, str] = {}  # by pod
@@ -35,20 +36,20 @@ def endpoints_of(slices: Iterable[Slice], port: int | str) -> dict[str, bool]:
             pod = (endpoint.get("targetRef") or {}).get("uid") or addresses[0]
             if family_of.setdefault(pod, family) != family:
                 continue
-            # The addresses of one endpoint are equal ways to one pod. While it moves between slices it stands in two.
+            # All addresses of an endpoint lead to the same pod. An endpoint that moves between slices is in both for a time.
             address = join(addresses[0], number)
             found[address] = found.get(address, False) or _is_ready(endpoint.get("conditions") or {})
     return found
 
 
 def has_names(slices: Iterable[Slice]) -> bool:
-    """Whether the Service's name has each ready pod's address in DNS: its slices say that it is headless. False without any."""
+    """Returns whether the Service is headless by its slices, so that its DNS name has the addresses of all ready pods."""
     labels = [slice_.get("metadata", {}).get("labels") or {} for slice_ in slices]
     return bool(labels) and all(HEADLESS_LABEL in each for each in labels)
 
 
 def number_of(slices: Iterable[Slice], port: int | str) -> int | None:
-    """The one number that a port has in all slices that know it; None where they differ or none does. A number is its own."""
+    """Returns the number of a port. None if the slices have no port with this name, or different numbers for it."""
     if isinstance(port, int):
         return port
     numbers = {_port_named(slice_, port) for slice_ in slices} - {None}
@@ -56,7 +57,10 @@ def number_of(slices: Iterable[Slice], port: int | str) -> int | None:
 
 
 def _is_ready(conditions: Mapping[str, Any]) -> bool:
-    """An unset `ready` means yes. `serving` is left out: what serves while it terminates gets nothing new."""
+    """Returns whether an endpoint may get new work. An unset `ready` means true.
+
+    `serving` is ignored, because a terminating pod gets no new work.
+    """
     return conditions.get("ready") is not False and not conditions.get("terminating")
 
 

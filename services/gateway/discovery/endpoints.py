@@ -1,6 +1,6 @@
-"""Endpoints of a service: address → ready. An address is "host:port", IPv6 hosts in brackets.
+"""The endpoints of a service, as a map of address to ready. An address is "host:port", with an IPv6 host in brackets.
 
-Not ready: new work goes elsewhere; what runs there goes on. Absent: gone.
+An endpoint that is not ready gets no new work, and its running work continues. An endpoint that is absent is gone.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ Endpoints = Mapping[str, bool]
 
 
 def join(host: str, port: int) -> str:
-    """ "host:port". `host` may be a name, an IPv4 or a bare IPv6 address."""
+    """Returns "host:port". `host` may be a name, an IPv4 address or an IPv6 address without brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def merge(parts: Iterable[Endpoints]) -> dict[str, bool]:
-    """An address is ready where any part says so."""
+    """Merges endpoints. An address is ready if it is ready in any part."""
     merged: dict[str, bool] = {}
     for part in parts:
         for address, ready in part.items():

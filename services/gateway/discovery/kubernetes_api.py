@@ -1,6 +1,6 @@
-"""The Kubernetes API as far as endpoints need it: list and watch a Service's EndpointSlices. Blocking: for a thread of its own.
+"""Lists and watches the EndpointSlices of a Service through the Kubernetes API. The calls block and need their own thread.
 
-JSON is read as it comes: the client's models refuse slices that the API server sends ("endpoints": null).
+Responses are read as JSON, because the client's model classes refuse slices with "endpoints": null, which the API server sends.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from services.gateway.discovery.endpoint_slices import SERVICE_LABEL
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "default"
 CONNECT_S = 5.0
-LIST_S = 20.0  # without a byte
-# The server ends a watch after so long, and the next one goes on from there. One that has vanished is noticed a little later.
-WATCH_S = 60.0
-SLACK_S = 10.0
+LIST_S = 20.0  # longest time without a byte of a list
+WATCH_S = 60.0  # mean duration of a watch, after which the server ends it and the next one continues
+SLACK_S = 10.0  # a watch is lost if no byte has arrived for its duration and this time
 MAX_LINE_BYTES = 16 << 20
-GONE = 410
+GONE = 410  # status of a resource version that the server no longer has
 
 
 class KubernetesApiError(Exception):
-    """The API server refuses. status: HTTP's, or that of an ERROR event."""
+    """The API server has refused a call or ended a watch with an ERROR event."""
 
     def __init__(self, status: int, message: str) -> None:
+        """Makes the error. `status` is the HTTP status, or the code of the ERROR event."""
         super().__init__(f"{status} {message}".strip())
         self.status = status
 
 
 def load_client() -> client.ApiClient:
-    """A client for the cluster of this pod, else for that of the kubeconfig file. Raises ConfigException."""
+    """Returns a client for the cluster of this pod, or otherwise of the kubeconfig file. Raises ConfigException."""
     configuration = client.Configuration()
-    configuration.retries = False  # whoever lists and watches waits between attempts
+    configuration.retries = False  # KubernetesWatch retries, with pauses
     try:
         config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
@@ -47,7 +47,7 @@ def load_client() -> client.ApiClient:
 
 
 def own_namespace(file: Path = NAMESPACE_FILE) -> str:
-    """Of this pod; outside of a cluster, "default"."""
+    """Returns the namespace of this pod; "default" outside of a cluster."""
     try:
         return file.read_text().strip() or DEFAULT_NAMESPACE
     except FileNotFoundError:
@@ -55,18 +55,24 @@ def own_namespace(file: Path = NAMESPACE_FILE) -> str:
 
 
 class SliceApi:
-    """The EndpointSlices of one Service. One thread; stop() may come from another one."""
+    """The EndpointSlices of one Service. It is used by one thread, except for stop()."""
 
     def __init__(self, api: client.ApiClient, namespace: str, service: str, watch_s: float = WATCH_S) -> None:
         self._api = client.DiscoveryV1Api(api)
         self._namespace = namespace
         self._selector = f"{SERVICE_LABEL}={service}"
         self._watch_s = watch_s
-        self._response: urllib3.HTTPResponse | None = None  # of the watch that is open
+        self._response: urllib3.HTTPResponse | None = None  # response of the open watch
         self._stopped = False
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """All slices, and the version to watch from. Raises KubernetesApiError, urllib3.exceptions.HTTPError or ValueError."""
+        """Returns all slices, and the resource version from which to watch.
+
+        Raises:
+            KubernetesApiError: The API server has refused the call.
+            urllib3.exceptions.HTTPError: The API server cannot be reached.
+            ValueError: The response is invalid.
+        """
         response = self._get(timeout_s=LIST_S)
         try:
             listed = _object(response.data)
@@ -75,7 +81,7 @@ class SliceApi:
         return list(listed.get("items") or ()), str(listed["metadata"]["resourceVersion"])
 
     def watch(self, version: str) -> Iterator[dict[str, Any]]:
-        """Events after `version` as they come, bookmarks too, until the server ends the watch. Raises as list() does."""
+        """Yields events after a resource version, bookmarks included, until the server ends the watch. Raises as list() does."""
         seconds = max(1, round(self._watch_s * random.uniform(0.75, 1.25)))
         response = self._get(
             timeout_s=seconds + SLACK_S,
@@ -99,14 +105,14 @@ class SliceApi:
             response.close()
 
     def stop(self) -> None:
-        """Ends a watch that waits."""
+        """Ends a waiting watch. May be called from another thread."""
         self._stopped = True
         response = self._response
         if response is not None:
             try:
                 response.shutdown()
             except (ValueError, RuntimeError, OSError):
-                return  # it has ended meanwhile
+                return  # the watch has just ended
 
     def _get(self, timeout_s: float, **query: Any) -> urllib3.HTTPResponse:
         try:
@@ -119,8 +125,8 @@ class SliceApi:
             )
         except client.ApiException as error:
             raise KubernetesApiError(int(error.status or 0), _message(error.body) or str(error.reason or "")) from None
-        response: urllib3.HTTPResponse = answer  # as it comes, for _preload_content=False
-        if response.status != 200:  # older clients leave it to the caller
+        response: urllib3.HTTPResponse = answer  # a raw response, because of _preload_content=False
+        if response.status != 200:  # older versions of the client do not raise ApiException
             try:
                 raise KubernetesApiError(response.status, _message(response.data))
             finally:
@@ -136,7 +142,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _message(body: str | bytes | None) -> str:
-    """Of a Status object; "" where it is none."""
+    """Returns the message of a Status object; "" if the body is not one."""
     try:
         status = json.loads(body or b"")
     except ValueError:
@@ -145,7 +151,7 @@ def _message(body: str | bytes | None) -> str:
 
 
 def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
-    """Each as soon as it is there. What is cut off at the end is no line."""
+    """Yields each line as soon as it has arrived. An incomplete last line is ignored."""
     rest = b""
     for piece in response.stream(amt=None, decode_content=True):
         *whole, rest = (rest + piece).split(b"\n")

@@ -1,7 +1,7 @@
-"""One Service's endpoints: as its EndpointSlices say, and while those cannot be read, as its name in DNS does.
+"""Follows the endpoints of a Service by its EndpointSlices, and by its DNS name while the slices cannot be read.
 
-Rights and ways to the API server go while gateways still end their streams (a rollback to discovery by names takes both at once),
-and then what they know of dies pod by pod.
+A rollback to discovery by DNS removes the permission and the network access to the API server while old gateways still end their
+streams. Without DNS, the endpoints of these gateways would disappear pod by pod.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from services.gateway.discovery.targets import DnsTarget, KubernetesTarget
 
 
 class KubernetesService:
+    """The endpoints of one Service."""
+
     def __init__(
         self,
         target: KubernetesTarget,
@@ -27,21 +29,30 @@ class KubernetesService:
         watch_s: float = WATCH_S,
         resync_s: float = RESYNC_S,
     ) -> None:
-        """`changed` is called on the event loop that runs run()."""
+        """Makes the follower.
+
+        Args:
+            changed: Called with new endpoints, on the event loop of run().
+            dns_refresh_s: Pause between two look-ups, in seconds.
+            lookup: Looks up a DNS name.
+            load: Makes the client of the Kubernetes API.
+            watch_s: See kubernetes_api.WATCH_S.
+            resync_s: See kubernetes_watch.RESYNC_S.
+        """
         self._slices = KubernetesWatch(target, changed, self._named, load, watch_s, resync_s)
         self._changed = changed
         self._dns_refresh_s = dns_refresh_s
         self._lookup = lookup
         self._tasks: asyncio.TaskGroup | None = None
-        self._names: tuple[DnsWatch, asyncio.Task[None]] | None = None  # while the slices cannot be read
+        self._names: tuple[DnsWatch, asyncio.Task[None]] | None = None  # set while the slices cannot be read
 
     @property
     def trouble(self) -> str:
-        """Why the name that is asked instead cannot be looked up; empty if it can, or is not asked."""
+        """Error of the last DNS look-up; empty if it succeeded, or if DNS is not used now."""
         return "" if self._names is None else self._names[0].trouble
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follows the endpoints until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             await self._slices.run()
@@ -55,5 +66,5 @@ class KubernetesService:
             self._names = watch, self._tasks.create_task(watch.run())
 
     def _heard(self, endpoints: Endpoints) -> None:
-        if endpoints:  # a name without addresses may be one whose server lost the API too: the last endpoints stay
+        if endpoints:  # a name may lose its addresses because the DNS server has lost the API server; the endpoints stay
             self._changed(endpoints)

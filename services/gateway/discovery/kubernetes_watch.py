@@ -1,7 +1,8 @@
-"""Follows the EndpointSlices of one Service: list, then watch from there, list again when the versions are gone or now and then.
+"""Follows the EndpointSlices of one Service: lists them, then watches the changes.
 
-The blocking client lives in a daemon thread; what it finds is handed to the event loop. While the API server fails, the last
-endpoints stay; it says then by which name the pods can be looked up instead, if by any.
+The slices are listed again after RESYNC_S, and if the API server no longer has the watched version. The blocking client runs in a
+daemon thread, which hands its results to the event loop. While the API server fails, the last endpoints stay, and the watch
+reports the DNS name by which the pods can be looked up, if there is one.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-RESYNC_S = 600.0  # between two lists, whatever the watch says
-FIRST_PAUSE_S = 0.25
+RESYNC_S = 600.0  # mean time between two lists, in seconds
+FIRST_PAUSE_S = 0.25  # longest pause before the next attempt; doubles with every failure
 LONGEST_PAUSE_S = 30.0
-PATIENCE_S = 10.0  # with a server that is away, before names are looked up: one that starts again is back by then
+PATIENCE_S = 10.0  # seconds of failure before DNS is used; a restarted API server is back within this time
 DENIED = (401, 403)
 
 LoadClient = Callable[[], client.ApiClient]
-_Tell = Callable[[Callable[[Any], None], object], object]  # (what is to be called on the event loop, with what)
+_Tell = Callable[[Callable[[Any], None], object], object]  # (function to call on the event loop, its argument)
 _FAILURES = (KubernetesApiError, config.ConfigException, urllib3.exceptions.HTTPError, OSError, ValueError, KeyError)
 
 
 class KubernetesWatch:
+    """The watch of one Service. run() starts its thread, which owns the fields marked with "thread"."""
+
     def __init__(
         self,
         target: KubernetesTarget,
@@ -46,9 +49,15 @@ class KubernetesWatch:
         watch_s: float = WATCH_S,
         resync_s: float = RESYNC_S,
     ) -> None:
-        """`changed` and `named` are called on the event loop that runs run().
+        """Makes the watch.
 
-        `named` gets the name that the pods have in DNS once the slices cannot be read, and None when they can be again.
+        Args:
+            changed: Called with new endpoints, on the event loop of run().
+            named: Called with the DNS name of the pods when the slices cannot be read, and with None when they can be read again,
+                on the event loop of run().
+            load: Makes the client of the Kubernetes API.
+            watch_s: See kubernetes_api.WATCH_S.
+            resync_s: See RESYNC_S.
         """
         self._target = target
         self._changed = changed
@@ -57,16 +66,16 @@ class KubernetesWatch:
         self._watch_s = watch_s
         self._resync_s = resync_s
         self._stopping = threading.Event()
-        self._api: SliceApi | None = None  # the thread's, once it is made
-        self._namespace = ""  # the thread's, once it is known
-        self._slices: dict[str, dict[str, Any]] = {}  # the thread's, by name
-        self._told: Endpoints | None = None  # the thread's
-        self._failures = 0  # the thread's, in a row
-        self._failing_since: float | None = None  # the thread's: monotonic seconds of the first failure since a list came
-        self._name: DnsTarget | None = None  # the thread's: as it was told last
+        self._api: SliceApi | None = None  # thread; the event loop only calls stop()
+        self._namespace = ""  # thread
+        self._slices: dict[str, dict[str, Any]] = {}  # thread; by name
+        self._told: Endpoints | None = None  # thread; last endpoints that were reported
+        self._failures = 0  # thread; in a row
+        self._failing_since: float | None = None  # thread; monotonic seconds of the first failure after the last list
+        self._name: DnsTarget | None = None  # thread; last DNS name that was reported
 
     async def run(self) -> None:
-        """Until cancelled. Raises what ended the thread, which is a fault of this code."""
+        """Runs the thread until cancelled. Raises the exception that has ended the thread, which is a fault of this code."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         threading.Thread(
@@ -101,7 +110,7 @@ class KubernetesWatch:
         return random.uniform(longest / 2, longest)
 
     def _attempt(self, tell: _Tell) -> None:
-        """One list and the watches from there. Failures are logged and counted."""
+        """Lists the slices and watches them. Logs and counts failures."""
         try:
             if self._api is None:
                 self._namespace = self._target.namespace or own_namespace()
@@ -135,10 +144,10 @@ class KubernetesWatch:
                 self._tell(tell)
             self._failures = 0
             if time.monotonic() - began < FIRST_PAUSE_S:
-                self._stopping.wait(FIRST_PAUSE_S)  # a server, or a proxy, that ends watches at once
+                self._stopping.wait(FIRST_PAUSE_S)  # the server or a proxy ends watches at once
 
     def _apply(self, event: dict[str, Any]) -> str:
-        """Returns the version to go on from."""
+        """Applies an event. Returns its resource version, after which a watch continues."""
         slice_ = event["object"]
         kind = event["type"]
         name = slice_["metadata"].get("name", "")
@@ -173,7 +182,7 @@ class KubernetesWatch:
             tell(self._named, self._name)
 
     def _name_of_the_pods(self) -> DnsTarget | None:
-        """None where the name is not known to have an address for each pod: nothing was read yet, or no headless Service."""
+        """Returns the DNS name of the pods. None if no slices were read yet or the Service is not headless."""
         slices = list(self._slices.values())
         number = number_of(slices, self._target.port)
         if number is None or not has_names(slices):

@@ -1,4 +1,4 @@
-"""What a setting may say of where a service is: host:port, dns:///name:port, or k8s:///service.namespace:port."""
+"""Parses the targets of a service in a setting: host:port, dns:///name:port or k8s:///service.namespace:port."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._~-]+)?\]", re.ASCII)
 
 @dataclass(frozen=True)
 class StaticTarget:
-    """One address. gRPC resolves it, if it is a name, and takes one of the results."""
+    """A single address. If the host is a name, gRPC resolves it and uses one of the results."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class DnsTarget:
-    """Every address that the name has."""
+    """All addresses of a DNS name."""
 
     name: str
     port: int
@@ -35,15 +35,15 @@ class KubernetesTarget:
     """The pods behind a Service."""
 
     service: str
-    namespace: str  # "": the gateway's own
-    port: int | str  # the pods' port, or the name that the Service gives to it
+    namespace: str  # "": namespace of the gateway
+    port: int | str  # port number of the pods, or the Service's name for it
 
 
 Target = StaticTarget | DnsTarget | KubernetesTarget
 
 
 def parse(target: str) -> Target:
-    """Raises ValueError with a sentence."""
+    """Parses a target. Raises ValueError with a sentence for the operator."""
     if target.startswith(KUBERNETES):
         return _kubernetes(target)
     if target.startswith(DNS):
@@ -61,7 +61,7 @@ def parse(target: str) -> Target:
 
 
 def check_target(target: str) -> str:
-    """The target, unchanged. Raises ValueError with a sentence."""
+    """Returns the target unchanged. Raises ValueError with a sentence for the operator if it is invalid."""
     parse(target)
     return target
 

@@ -1,4 +1,4 @@
-"""The endpoints that a service's targets stand for, all targets merged. Everything is told on the event loop."""
+"""Follows the endpoints of all targets of a service, on the event loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Discovery", "check_target"]
 
 logger = logging.getLogger(__name__)
 
-DNS_REFRESH_S = 2.0
+DNS_REFRESH_S = 2.0  # pause between two look-ups of a DNS name
 
 
 class Discovery:
-    """Follows the targets of one service. `changed` gets the whole map, once at the start and then whenever it differs."""
+    """The merged endpoints of the targets of one service."""
 
     def __init__(
         self,
@@ -35,25 +35,32 @@ class Discovery:
         resolve: dns.Resolve = dns.resolve,
         load_client: LoadClient | None = None,
     ) -> None:
-        """`load_client` makes the client for the Kubernetes API; by default that of the pod's cluster, or of the kubeconfig file.
+        """Makes the discovery.
 
-        Raises ValueError for a target that is none.
+        Args:
+            changed: Called with all endpoints, once at the start and then after every change.
+            dns_refresh_s: Pause between two look-ups of a DNS name, in seconds.
+            resolve: Looks up a DNS name.
+            load_client: Makes the client of the Kubernetes API. By default, kubernetes_api.load_client().
+
+        Raises:
+            ValueError: A target is invalid.
         """
         self._targets = [parse(target) for target in dict.fromkeys(targets)]
         self._changed = changed
         self._dns_refresh_s = dns_refresh_s
         self._resolve = resolve
         self._load_client = load_client
-        self._parts: dict[int, Endpoints] = {}  # by the target's place
+        self._parts: dict[int, Endpoints] = {}  # by index of the target
         self._told: dict[str, bool] | None = None
         self._names: list[dns.DnsWatch | KubernetesService] = []
 
     def trouble(self) -> str:
-        """Why a name of the targets cannot be looked up, empty if all can."""
+        """Returns the error of a DNS name that cannot be looked up; empty if all can be looked up."""
         return next(filter(None, (watch.trouble for watch in self._names)), "")
 
     async def run(self) -> None:
-        """Until cancelled. Addresses that need no looking up are told before anything is waited for."""
+        """Follows the targets until cancelled. Reports static addresses first, before any wait."""
         async with asyncio.TaskGroup() as group:
             for place, target in enumerate(self._targets):
                 if isinstance(target, StaticTarget):
@@ -71,7 +78,7 @@ class Discovery:
             await asyncio.get_running_loop().create_future()
 
     def _service(self, target: KubernetesTarget, heard: Callable[[Endpoints], None]) -> KubernetesService:
-        # Not before it is needed: the client is the gateway's largest import.
+        # Imported here, because the Kubernetes client is the gateway's largest import.
         from services.gateway.discovery.kubernetes_api import load_client
         from services.gateway.discovery.kubernetes_service import KubernetesService
 
