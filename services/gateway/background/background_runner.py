@@ -167,7 +167,7 @@ class BackgroundRunner:
         for lease in await self._store.keep({lease: run.order for lease, run in kept.items()}):
             run = kept[lease]
             task = self._runs.get(run)
-            if task is not None and not run.is_finishing:  # a finishing run has freed its lease, or its write raises LeaseLost
+            if task is not None and not run.is_finishing:  # a finishing run has ended its response, or its write raises LeaseLost
                 logger.info("a response in the background is over, or another gateway's", extra=_about(run))
                 task.cancel()
 

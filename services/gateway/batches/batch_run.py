@@ -122,7 +122,7 @@ class BatchRun:
     # Checking
 
     async def _validated(self) -> bool:
-        """Checks the input, and returns False after a failed batch. Stops the batch if a client has cancelled it meanwhile."""
+        """Checks the input. Returns False after failing the batch. Stops the batch if a client has cancelled it."""
         checked = await check(self._content(), self.order.endpoint, self._most_lines)
         if checked.errors:
             await self._fail(checked.errors)
@@ -327,7 +327,7 @@ def _rising() -> Iterator[float]:
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """Returns the result of a store call, retrying without limit while the store is unreachable.
 
-    If the lease is lost meanwhile, the runner cancels the batch, or the next write raises LeaseLost.
+    If the lease is lost during an outage, the runner cancels the batch, or the next write raises LeaseLost.
     """
     for pause in _rising():
         try:

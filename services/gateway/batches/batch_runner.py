@@ -29,7 +29,7 @@ LOOK_S = 1.0  # seconds between two rounds, which renew leases, notice cancellat
 AT_ONCE = 4  # batches that one gateway runs at once
 ENDING_AT_ONCE = 4  # additional batches that were cancelled or have expired before they ran
 SEEN = 200  # waiting batches that one round reads
-LEAVE_S = 1.0  # seconds in which a gateway that ends releases its leases
+LEAVE_S = 1.0  # seconds in which a stopping gateway releases its leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class BatchRunner:
             task.cancel()
             return
         if record is None or not record.is_open:
-            task.cancel()  # another gateway had the lease meanwhile and has ended the batch
+            task.cancel()  # another gateway took the lease and has ended the batch
         elif record.status is BatchStatus.CANCELLING:
             run.stop(CANCELLED)
         elif self._clock() >= run.order.expires_at:

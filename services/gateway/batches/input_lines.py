@@ -33,7 +33,7 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch."""
+    """A request of a batch."""
 
     number: int  # number in the input, from 1
     custom_id: str
@@ -98,7 +98,7 @@ class Checked:
 
     total: int  # lines of a valid input
     last: int  # number of the last line that was read
-    model: str  # model that all lines name; "" if they name several or none
+    model: str  # model of all lines; "" if the lines have different models or none
     errors: tuple[BadLine, ...]  # the first faults; empty if the input is valid
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 LOOK_S = 0.05  # seconds between two checks for a lane while a line waits
 YOUNG_S = 2.0  # age in seconds up to which a line may be cancelled; its computation is lost
-HELD_S = 0.5  # seconds that a line waits for a gap between other requests; then it starts beside them
+HELD_S = 0.5  # seconds that a line waits for a gap between other requests before it starts without one
 MOST_GIVEN_UP = 3  # cancellations of a line, after which it is not cancelled again
 QUIET_S = 5.0  # seconds without other requests before more lanes open; gaps in interactive use are shorter
 RISE_S = 0.5  # seconds between two lanes that open, so that requests after a short gap meet few lines
@@ -98,7 +98,7 @@ class Lanes:
 
     async def _enter(self) -> None:
         async with self._turn:
-            since: float | None = None  # time since which a lane is free; None if none is
+            since: float | None = None  # time since which a lane is free; None while all lanes are in use
             while not self._may_begin(since):
                 since = (self._clock() if since is None else since) if self._has_lane else None
                 await self._look()
@@ -119,7 +119,7 @@ class Lanes:
 
     @property
     def _more(self) -> float:
-        """Lanes that a quiet period has opened, with a fraction; infinite if no other request has come yet."""
+        """Lanes that a quiet period has opened, with a fraction. Infinite before the first other request."""
         since_s = self._quiet_s() - QUIET_S
         return 1 + since_s / RISE_S if since_s >= 0 else 0.0
 
