@@ -1,4 +1,4 @@
-"""The scheduler's configuration of a worker whose settings are the defaults, for tests to change what they are about."""
+"""The scheduler's configuration of a worker with default settings, of which a test changes some fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = LoadedInfo(
 
 
 def deployed_config(num_pages: int, page_size: int, context_len: int, vocab_size: int, **given: Any) -> SchedulerConfig:
-    """Of a worker on a CPU, by fields of SchedulerConfig; settings' own ranges do not bind here."""
+    """Returns the configuration of a CPU worker with the given fields. The ranges of settings are not checked."""
     return replace(_defaults(), num_pages=num_pages, page_size=page_size, context_len=context_len, vocab_size=vocab_size, **given)
 
 

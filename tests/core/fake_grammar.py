@@ -1,4 +1,4 @@
-"""A grammar for tests: what may stand at output position n is a function of n alone, so an answer can be computed apart."""
+"""A grammar for tests. The allowed tokens depend only on the output position, so that outputs can be computed independently."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def spec(seed: int, length: int) -> GrammarSpec:
 
 
 class PositionMatcher:
-    """Positions come in groups of 4, 8, 12 or 16, by the seed; of every second group each position allows one token, elsewhere
-    one in three."""
+    """A matcher whose positions form groups of 4, 8, 12 or 16, by the seed.
+
+    In every second group, each position allows one token. In the other groups, it allows one token in three.
+    """
 
     def __init__(self, seed: int, length: int, vocab_size: int) -> None:
         self.seed, self.length, self.vocab_size = seed, length, vocab_size
@@ -67,7 +69,7 @@ class PositionMatcher:
 def masks_behind(
     matchers: Sequence[tuple[int, PositionMatcher]], guesses: Mapping[int, Sequence[int]]
 ) -> dict[int, list[NDArray[np.uint32]]]:
-    """By row: of the places behind its guesses, as far as they are allowed and do not end it."""
+    """Returns the masks after each draft token of a row, up to a refused token or the end of the grammar."""
     masks: dict[int, list[NDArray[np.uint32]]] = {}
     for row, matcher in matchers:
         ahead = copy(matcher)
@@ -79,7 +81,7 @@ def masks_behind(
 
 
 class ReadyBook:
-    """In which every grammar is compiled."""
+    """A grammar book in which every grammar is compiled."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -93,7 +95,7 @@ class ReadyBook:
 
 
 class SlowBook(ReadyBook):
-    """Compiles when the test says so: specs wait in `pending`."""
+    """A grammar book that compiles when the test calls for it; until then, specs wait in `pending`."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)

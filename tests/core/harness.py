@@ -1,4 +1,4 @@
-"""The real core on FakeExecutor, with docs/design/scheduler.md#invariants checked after every call."""
+"""The real core on FakeExecutor, with the invariants of docs/design/scheduler.md#invariants checked after every call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POISON = -9
 
 
 class LetterDecoder:
-    """Token t is the letter a + t mod 26."""
+    """Decodes token t as the letter a + t mod 26."""
 
     def search(self, pattern: str, text: str) -> bool:
         return re.search(pattern, text) is not None
@@ -49,13 +49,20 @@ class LetterDecoder:
 
 
 class Engine:
-    """Turns the loop by hand. `outputs` and `finishes` gather what a front end would see, by handle.
+    """A core and a fake executor whose loop is turned by hand.
 
-    checked: False for runs that are about something else than the invariants, which take most of the time. page_moved_s: of
-    operations between tiers.
+    `outputs` and `finishes` have the data that a gateway would get, by handle.
     """
 
     def __init__(self, config: SchedulerConfig, overlap: bool = True, checked: bool = True, page_moved_s: float = 0.0) -> None:
+        """Starts with an idle core.
+
+        Args:
+            config: configuration of the core.
+            overlap: whether step N+1 is planned before step N is committed.
+            checked: whether the invariants are checked, which takes most of the time.
+            page_moved_s: seconds per page of operations between tiers.
+        """
         self.config = config
         self.checked = checked
         self.book = SlowBook(config.vocab_size)
@@ -85,17 +92,17 @@ class Engine:
         self.logprobs: dict[int, list[float]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
         self.ready: list[PagesReady] = []
-        self.predicted: dict[int, Verified] = {}  # as told last
-        self.index: set[bytes] = set()  # blocks on the device, as told
-        self.below: dict[bytes, BlockTier] = {}  # and in tiers below it alone
+        self.predicted: dict[int, Verified] = {}  # last reported results, by handle
+        self.index: set[bytes] = set()  # blocks on the device, by the reported events
+        self.below: dict[bytes, BlockTier] = {}  # blocks that only lower tiers have, by the reported events
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
         self.idle_turns = 0
-        self.looked_ahead = 0  # places behind guesses, under grammars
+        self.looked_ahead = 0  # masks for positions after draft tokens
 
     def _poison_freed_pages(self) -> None:
-        """Whoever reads a page that was given back, once the steps that were launched before have ended, reads no token."""
+        """Overwrites free pages, so that a row that reads one after all earlier steps computes no valid token."""
         if isinstance(self.executor, FakeExecutor):
             self.executor.kv[self.core.memory.pages.free_pages()] = POISON
 
@@ -117,8 +124,15 @@ class Engine:
         prediction: Sequence[int] = (),
         **params: Any,
     ) -> None:
-        """output: what the request has already, sampled elsewhere. payer: its tenant, its batch, its tenant's weight. hand_over,
-        source, prediction: see Submit."""
+        """Submits a request.
+
+        Args:
+            output: output that another worker has sampled.
+            payer: tenant, batch and weight of the tenant.
+            hand_over: see Submit.
+            source: see Submit.
+            prediction: see Submit.
+        """
         ids, sampling = np.array(prompt, dtype=np.int32), SamplingParams(**params)
         more: dict[str, Any] = {"routing_key": routing_key, "session": session, "output_ids": tuple(output)}
         more |= dict(zip(("tenant", "batch", "weight"), payer, strict=True)) | {"hand_over": hand_over, "source": source}
@@ -131,7 +145,7 @@ class Engine:
         self.check()
 
     def _whole(self, message: Submit) -> Submit:
-        """What a session's turn stands for, by this harness's own book-keeping."""
+        """Returns the message with the whole prompt of a session's turn, by the contexts that the harness records."""
         turn = message.session
         if turn is None:
             return message
@@ -144,7 +158,7 @@ class Engine:
         return replace(message, prompt_ids=prompt, params=params)
 
     def open_session(self, name: str, capacity: int = 0, ttl_s: float = 0.0) -> bool:
-        """A session that opens begins empty, and turns of an older one of that name are not its own."""
+        """Opens a session. It begins empty; turns of an older session with this name do not belong to it."""
         refused = self.core.open_session(name, capacity, ttl_s, self.now)
         if not refused:
             self.contexts = {key: ids for key, ids in self.contexts.items() if key[0] != name}
@@ -154,7 +168,7 @@ class Engine:
         return not refused
 
     def compile(self, count: int = 1) -> None:
-        """Lets that many pending grammars become ready."""
+        """Compiles the first `count` pending grammars."""
         for spec in list(self.book.pending)[:count]:
             del self.book.pending[spec]
             self.book.ready.add(spec)
@@ -166,7 +180,7 @@ class Engine:
         self.check()
 
     def turn(self) -> bool:
-        """One turn of the worker's loop. False: nothing was planned and nothing was in flight."""
+        """Runs one turn of the worker's loop. Returns False if it planned no step and no step was in flight."""
         self.now += 0.01
         if not self.overlap:
             self._commit()
@@ -220,7 +234,7 @@ class Engine:
         raise AssertionError("livelock: the requests did not end")
 
     def expected(self, handle: int) -> list[int]:
-        """What the fake model says to this request by itself: its tokens until a stop rule holds."""
+        """Returns the fake model's output for a request, up to its first stop rule."""
         message = self.submitted[handle]
         params = message.params
         eos = () if params.ignore_eos else self.config.eos_token_ids
@@ -277,7 +291,7 @@ class Engine:
             assert finish.completion_tokens == len(want)
 
     def _check_logprobs(self, handle: int, got: list[int]) -> None:
-        """The fake's are minus the token ids: each has to stand beside its token."""
+        """Checks that each token has its logprob, which is the negative token id in the fake model."""
         message = self.submitted[handle]
         params = message.params
         if params.top_logprobs >= 0:
@@ -304,7 +318,7 @@ class Engine:
             assert held.tobytes() == wanted, "a cached page holds other tokens than those that lead to it"
 
     def _check_index(self, nodes: Sequence[TreeNode]) -> None:
-        """Whoever follows the events knows which whole blocks are cached."""
+        """Applies the cache events and checks that they give the cached whole blocks."""
         events = self.core.take_cache_events()
         while events is not None:
             if events.cleared:
@@ -365,14 +379,14 @@ class Engine:
 
 
 def small(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
-    """With chunks of four pages and four slots, where changes do not say otherwise."""
+    """Returns an engine with chunks of four pages and four slots, unless `changes` say otherwise."""
     values: dict[str, Any] = {"num_pages": 16, "page_size": 4, "context_len": 64, "vocab_size": 1000}
     values |= {"max_running_requests": 4, "chunked_prefill_size": 16, "page_bytes": 64}
     return Engine(deployed_config(**{**values, **changes}), overlap, page_moved_s=page_moved_s)
 
 
 def slow(engine: Engine) -> Engine:
-    """Computing is known to take long: reading pays."""
+    """Makes computing slow in the rates of an engine, so that reading pays."""
     tiers = engine.core.tiers
     assert tiers is not None
     tiers.rates.computed(1000, 0, 1000.0)

@@ -1,4 +1,4 @@
-"""Two real cores on fake executors, of which one reads the other's pages: a prefill worker and a decode worker."""
+"""Two real cores on fake executors: a prefill worker, and a decode worker that reads its pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def worker(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> E
 
 
 class Pair:
-    """first: computes prompts. second: goes on with them. Both turn on one clock."""
+    """A prefill worker `first` and a decode worker `second`, which turn together."""
 
     def __init__(self, page_moved_s: float = 0.0, first: dict[str, Any] | None = None, **second: Any) -> None:
         self.first = worker(**(first or {}))
@@ -33,21 +33,21 @@ class Pair:
         return KvReservation(self._rooms, EPOCH, self._rooms.to_bytes(16, "little"))
 
     def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
-        """By the first worker, up to the first token."""
+        """Runs a request on the prefill worker up to its first token."""
         self.first.submit(handle, prompt, hand_over=self.new_room(), ignore_eos=True, **params)
         self.first.drain()
         self.first.check_answer(handle)
         return self.first.finishes[handle]
 
     def go_on(self, handle: int, prompt: list[int], **params: Any) -> None:
-        """By the second worker, with what the first has said."""
+        """Submits the request to the decode worker with the output of the prefill worker."""
         finish, output = self.first.finishes[handle], self.first.outputs[handle]
         assert finish.reason is FinishReason.HANDED_OVER
         source = None if finish.room is None else KvSource(finish.room, ADDRESS, finish.room_pages)
         self.second.submit(handle, prompt, output=output, source=source, ignore_eos=True, **params)
 
     def answer(self, handle: int, prompt: list[int], **params: Any) -> Finish:
-        """By both, whole."""
+        """Runs a request on both workers to its end."""
         self.compute(handle, prompt, **params)
         self.go_on(handle, prompt, **params)
         self.second.drain()
@@ -60,19 +60,19 @@ class Pair:
         self.second.turn()
 
     def left(self, room: KvReservation) -> ReservationReleased:
-        """The word of a reader of the first worker's room, as that is now."""
+        """Returns a reader's release of a reservation, with the present opening."""
         opened = self.first.executor.open_rooms.get(room.number)
         return ReservationReleased(room, 0 if opened is None else opened.opening)
 
     def assert_all_is_free(self) -> None:
-        """But for what is cached, which nobody uses."""
+        """Checks that all pages are free or evictable."""
         for engine in (self.first, self.second):
             memory = engine.core.memory
             assert memory.num_available == memory.pages.num_pages, "a page is held by nobody"
             assert not len(engine.core.reservations) and not memory.quarantined
 
     def assert_answers_and_ends(self) -> None:
-        """All that the second worker has ended is right; once the time of whatever stands for somebody is over, all is free."""
+        """Checks the ended requests of the decode worker, and that all pages are free after every time limit."""
         for _ in range(40):
             self.first.now += 1.0
             self.second.now += 1.0
@@ -83,7 +83,7 @@ class Pair:
 
 
 class Relayed(Pair):
-    """And a front end that tells the second worker what the first has computed so far. told: what it has, by handle."""
+    """A pair with a gateway that reports computed pages to the decode worker. `told` has the reports by handle."""
 
     def __init__(self, page_moved_s: float = 0.0, first: dict[str, Any] | None = None, **second: Any) -> None:
         super().__init__(page_moved_s, first, **second)
@@ -91,13 +91,13 @@ class Relayed(Pair):
         self.told: dict[int, list[PagesReady]] = {}
 
     def compute(self, handle: int, prompt: list[int], **params: Any) -> Finish:
-        """Without a word to the second worker."""
+        """Runs a request on the prefill worker and drops its reports."""
         finish = super().compute(handle, prompt, **params)
         self.first.ready.clear()
         return finish
 
     def begin(self, handle: int, prompt: list[int], **params: Any) -> None:
-        """At the first worker."""
+        """Submits a request to the prefill worker."""
         self.prompts[handle] = prompt
         self.first.submit(handle, prompt, hand_over=self.new_room(), ignore_eos=True, **params)
 
@@ -128,7 +128,7 @@ class Relayed(Pair):
         raise AssertionError("it does not come about")
 
     def finish(self, handle: int, **params: Any) -> Finish:
-        """By both, whole."""
+        """Runs a request to its end on both workers. begin() has submitted it."""
         self.until(lambda: handle in self.first.finishes)
         self.first.check_answer(handle)
         self.go_on(handle, self.prompts[handle], **params)
@@ -140,5 +140,5 @@ class Relayed(Pair):
 
 
 def computed_tokens(engine: Engine) -> int:
-    """That its steps have computed the KV of."""
+    """Returns the number of tokens whose KV the engine's steps have computed."""
     return sum(int(plan.num_tokens.sum()) for plan in engine.plans)

@@ -1,4 +1,4 @@
-"""One line of a function replaced by a wrong one, for tests that ask whether the product notices by itself."""
+"""Replaces text in a function by a fault, for tests that check whether the product notices the fault by itself."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ PRODUCT = Path(__file__).resolve().parents[2] / "services"
 
 @dataclass(frozen=True)
 class Fault:
-    """In the source of `function` the text `right`, which stands there once, becomes `wrong`. law: words of the assert that is
-    to trip."""
+    """A fault in one function."""
 
     name: str
     function: Callable[..., Any]
-    right: str
-    wrong: str
-    law: str
+    right: str  # text that occurs once in the function's source
+    wrong: str  # text that replaces `right`
+    law: str  # pattern of the assertion text that must fail
 
 
 def _faulty(fault: Fault) -> Callable[..., Any]:
@@ -41,7 +40,7 @@ def _faulty(fault: Fault) -> Callable[..., Any]:
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """The product has the fault meanwhile: the code object of the function is another one, wherever it is bound already."""
+    """Plants the fault for the duration of the block. All references see it, because the function's code object is replaced."""
     function: Any = inspect.unwrap(fault.function)
     right = function.__code__
     function.__code__ = _faulty(fault).__code__
@@ -52,7 +51,7 @@ def planted(fault: Fault) -> Iterator[None]:
 
 
 def law_broken(fault: Fault, scenario: Callable[[], object]) -> str:
-    """The words of the product's own assert that trips with the fault; an assert of a test's is none."""
+    """Returns the text of the product's assertion that fails with the fault. Assertions of tests do not count."""
     with planted(fault):
         try:
             scenario()

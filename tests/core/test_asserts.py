@@ -1,4 +1,4 @@
-"""Mistakes that a change to the core could bring in: each breaks a law that the core itself states, before any test looks."""
+"""Seeded faults in the core. Each one must violate an invariant that the core itself asserts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ Scenario = Callable[[], Engine]
 
 
 def unchecked(overlap: bool = True, **changes: object) -> Engine:
-    """Without the harness's own look at the invariants, and the executor's at pages that no plan has named."""
+    """Returns an engine without checks by the harness.
+
+    The fake executor's check of pages that no plan has named is off, too.
+    """
     engine = make(overlap, **changes)
     engine.checked = False
     engine.executor.page_table.fill(0)
@@ -41,7 +44,7 @@ def unchecked(overlap: bool = True, **changes: object) -> Engine:
 
 
 def crowd() -> Engine:
-    """Forty requests of a few beginnings on too few pages: chunks, shared prefixes, evictions, retractions, aborts."""
+    """Runs forty requests with shared prefixes on too few pages: chunks, evictions, retractions and aborts."""
     engine = unchecked(num_pages=24, context_len=64)
     for handle in range(40):
         prompt = [handle % 3] * 8 + [handle % 5] * 8 + list(range(handle % 7))
@@ -54,7 +57,7 @@ def crowd() -> Engine:
 
 
 def retracted() -> Engine:
-    """Requests that lose their lease again and again."""
+    """Runs requests that are retracted repeatedly."""
     engine = unchecked(overlap=False, retract_interval=3)
     for handle in range(6):
         engine.submit(handle, [handle + 1] * 9, max_new_tokens=20, ignore_eos=True)
@@ -63,7 +66,7 @@ def retracted() -> Engine:
 
 
 def long_ones() -> Engine:
-    """Contexts that are used up to their end."""
+    """Runs requests that fill their context."""
     engine = unchecked(num_pages=64, context_len=32)
     for handle in range(4):
         engine.submit(handle, [handle] * 29, max_new_tokens=3, ignore_eos=True)
@@ -72,7 +75,7 @@ def long_ones() -> Engine:
 
 
 def grammars() -> Engine:
-    """Requests that wait for a grammar which then adds tokens of its own."""
+    """Runs requests that wait for a grammar with forced tokens."""
     engine = unchecked(num_pages=128)
     for handle in range(6):
         engine.submit(handle, [handle + 1] * 6, max_new_tokens=40, grammar=spec(3, 60))
@@ -83,7 +86,7 @@ def grammars() -> Engine:
 
 
 def conversation() -> Engine:
-    """Turns of a session, one of which replaces what came after its parent."""
+    """Runs turns of a session. The last turn replaces the turns after its parent."""
     engine = unchecked()
     engine.open_session("s", capacity=50)
     for handle, turn in enumerate((SessionTurn("s"), SessionTurn("s"), SessionTurn("s", parent="r0", replace=True))):
@@ -93,7 +96,7 @@ def conversation() -> Engine:
 
 
 def scored() -> Engine:
-    """Prompts whose logprobs are wanted, more than a step may compute."""
+    """Runs prompts with more wanted logprobs than a step may compute."""
     engine = unchecked(max_prompt_logprob_tokens=8, chunked_prefill_size=0)
     for handle in range(3):
         engine.submit(handle, [handle + 1] * 30, max_new_tokens=3, prompt_logprobs_from=0, top_logprobs=0)
@@ -102,7 +105,7 @@ def scored() -> Engine:
 
 
 def shared_beginning() -> Engine:
-    """Requests that wait for an extend which computes their prefix."""
+    """Runs requests that wait for an extend with their prefix."""
     engine = unchecked(num_pages=256, chunked_prefill_size=64)
     for handle in range(5):
         engine.submit(handle, [7] * 48 + [handle] * 4, max_new_tokens=4)
@@ -347,12 +350,12 @@ FAULTS: list[tuple[Fault, Scenario]] = [
 
 @pytest.mark.by_day(one_in=2, seed=14)
 @pytest.mark.parametrize("scenario", list(dict.fromkeys(scenario for _, scenario in FAULTS)))
-def test_without_a_fault_every_request_gets_its_answer(scenario: Scenario) -> None:
+def test_scenarios_give_the_models_tokens_without_a_fault(scenario: Scenario) -> None:
     engine = scenario()
     for handle in engine.submitted:
         engine.check_answer(handle)
 
 
 @pytest.mark.parametrize(("fault", "scenario"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
-def test_a_fault_breaks_a_law(fault: Fault, scenario: Scenario) -> None:
+def test_seeded_fault_violates_an_assertion(fault: Fault, scenario: Scenario) -> None:
     assert re.search(fault.law, law_broken(fault, scenario))

@@ -1,4 +1,4 @@
-"""Random runs on workers that die again and again: what each request gets in the end is what it gets undisturbed."""
+"""Random runs on workers that are lost repeatedly. Each request must get the output of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ configs = st.builds(
 
 @dataclass
 class FrontEnd:
-    """What one that keeps its requests alive over several workers has been told."""
+    """The data of a gateway that moves its requests to another worker when a worker is lost."""
 
     wishes: list[Wish]
     outputs: dict[int, list[int]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class FrontEnd:
         self.finishes.update(engine.finishes)
 
     def cut(self, rng: random.Random) -> None:
-        """Some of the tokens that were told are lost with the worker."""
+        """Drops some of the last tokens, which were lost with the worker."""
         for handle, output in self.outputs.items():
             if handle not in self.finishes and rng.random() < 0.3:
                 kept = rng.randrange(len(output) + 1)
@@ -65,7 +65,7 @@ def wishes_of(rng: random.Random) -> list[Wish]:
     for _ in range(rng.randrange(2, 9)):
         prompt = random_prompt(rng)
         params = random_params(rng, len(prompt))
-        if "embedding" not in params and params["max_new_tokens"]:  # others have no output to go on from
+        if "embedding" not in params and params["max_new_tokens"]:  # other requests have no output
             wishes.append({"prompt": prompt, "stream": rng.random() < 0.8, "priority": rng.randrange(3), **params})
             wishes[-1]["payer"] = (rng.choice((b"", b"a")), rng.randrange(2), 1.0)
     return wishes
@@ -86,7 +86,7 @@ def what_counts(finish: Finish) -> tuple[object, ...]:
 
 @settings(max_examples=40, deadline=None)
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_requests_that_change_workers_end_as_if_they_had_not(config: SchedulerConfig, seed: int, overlap: bool) -> None:
+def test_requests_that_move_between_workers_get_the_same_output(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     rng = random.Random(seed)
     wishes = wishes_of(rng)
     want = undisturbed(config, wishes)

@@ -1,4 +1,4 @@
-"""Imports against computing, and against those who run: when waiting is over, and who gives pages back to whom."""
+"""Rules for the end of an import's wait, and for the pages that imports may take from running requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.core.test_scheduler_properties import check_run
 def computing_takes(engine: Engine, token_s: float) -> None:
     tiers = engine.core.tiers
     assert tiers is not None
-    tiers.rates._token_s = None  # whatever was known before
+    tiers.rates._token_s = None  # forgets earlier measurements
     tiers.rates.computed(1000, 0, 1000 * token_s)
 
 
 class TestWhetherItPays:
     def late(self, page_moved_s: float = 5.0) -> Engine:
-        """Request 0 waits for nine pages, and what computing takes is known."""
+        """Returns an engine whose request 0 waits for nine pages. The time of computing is known."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
         engine.control.flush_cache()
@@ -32,7 +32,7 @@ class TestWhetherItPays:
         assert quarantined(engine) == 9
         return engine
 
-    def test_a_late_operation_is_given_up_and_the_rest_is_computed(self) -> None:
+    def test_late_import_is_abandoned_and_the_rest_is_computed(self) -> None:
         engine = self.late()
         while not engine.finishes.get(0):
             engine.turn()
@@ -44,8 +44,8 @@ class TestWhetherItPays:
         assert engine.now > 45.0 and not quarantined(engine)
         check_run(engine)
 
-    def test_who_waits_behind_another_ones_operation_is_not_late_for_that(self) -> None:
-        """Each takes 0.27 s, one behind the other; computing takes 0.36 s."""
+    def test_import_is_not_late_while_an_earlier_one_runs(self) -> None:
+        """Each import takes 0.27 s, and they run in sequence; computing takes 0.36 s."""
         engine = cold(roomy(num_pages=64), prompt(0), prompt(1))
         computing_takes(engine, 1e-2)
         engine.executor._time = TimeModel(per_page_moved=0.03)
@@ -55,8 +55,8 @@ class TestWhetherItPays:
         assert engine.core.stats().given_up_operations_total == 0
         assert engine.finishes[0].cached_tokens == engine.finishes[1].cached_tokens == 36
 
-    def test_a_step_that_fails_makes_nobody_wait_for_ever(self) -> None:
-        """The operation has its turn when that step has ended, however it ended, and no other one comes."""
+    def test_import_begins_when_a_step_has_failed(self) -> None:
+        """The operation has its turn when the step has ended in any way, and no further step follows."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
         engine.control.flush_cache()
@@ -75,7 +75,7 @@ class TestWhetherItPays:
         turns(engine, 30)
         assert engine.core.stats().given_up_operations_total == 1 and engine.finishes[0].completion_tokens == 4
 
-    def test_what_a_late_operation_brings_is_there_for_the_next_one(self) -> None:
+    def test_pages_of_a_late_import_serve_the_next_request(self) -> None:
         engine = self.late()
         while not engine.core.stats().given_up_operations_total:
             engine.turn()
@@ -83,7 +83,7 @@ class TestWhetherItPays:
         engine.drain()
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 36}
 
-    def test_nobody_waits_for_an_operation_that_is_late(self) -> None:
+    def test_request_does_not_wait_for_a_late_import(self) -> None:
         engine = self.late()
         while not engine.core.stats().given_up_operations_total:
             engine.turn()
@@ -94,7 +94,7 @@ class TestWhetherItPays:
         engine.drain()
         check_run(engine)
 
-    def test_while_computing_is_unknown_an_operation_has_a_second(self) -> None:
+    def test_import_may_take_a_second_when_computing_is_not_measured(self) -> None:
         other = tiered(has_storage=True)
         ask(other, 0, prompt(0))
         engine = roomy(page_moved_s=0.2, has_storage=True)
@@ -108,7 +108,7 @@ class TestWhetherItPays:
         engine.drain()
         check_run(engine)
 
-    def test_what_is_sooner_computed_is_not_read_until_that_was_refused_often(self) -> None:
+    def test_import_is_tried_again_after_many_refusals(self) -> None:
         engine = roomy(page_bytes=20 * MIB, page_moved_s=1e-3)
         ask(engine, 0, prompt(0))
         computing_takes(engine, 5e-4)
@@ -125,8 +125,8 @@ class TestWhetherItPays:
 
 
 class TestRoom:
-    def test_running_requests_take_pins_back_before_anybody_is_retracted(self) -> None:
-        """Two run in 16 pages each at last; nine of 40 were imported for one that finds no slot."""
+    def test_pins_are_released_before_a_retraction(self) -> None:
+        """Two requests finally use 16 pages each. Nine of 40 pages were imported for a request that finds no slot."""
         engine = cold(roomy(num_pages=32, max_running_requests=2), prompt(0))
         for handle in (1, 2):
             begin(engine, handle, prompt(handle, 16), 48)
@@ -137,7 +137,7 @@ class TestRoom:
         assert stats.loaded_pages_total == 9 and stats.retractions_total == 0
         check_run(engine)
 
-    def test_one_that_runs_alone_takes_pins_back_before_it_ends(self) -> None:
+    def test_pins_are_released_before_the_last_request_ends(self) -> None:
         engine = cold(roomy(num_pages=20, max_running_requests=1), prompt(0))
         begin(engine, 1, prompt(1, 16), 48)
         engine.turn()
@@ -147,8 +147,8 @@ class TestRoom:
         assert engine.finishes[1].reason is FinishReason.LENGTH
         check_run(engine)
 
-    def test_nobody_ends_for_want_of_pages_while_an_operation_holds_some(self) -> None:
-        """Sixteen pages are wanted in the end, and of twenty an operation holds nine for a request that has gone."""
+    def test_request_does_not_end_while_an_operation_may_free_pages(self) -> None:
+        """The request finally needs 16 of 20 pages, of which an operation has nine for an aborted request."""
         for prompt_tokens in (16, 60):
             engine = cold(roomy(num_pages=20, page_moved_s=0.3), prompt(0))
             begin(engine, 0, prompt(0))
@@ -161,7 +161,7 @@ class TestRoom:
             assert engine.finishes[1].reason is FinishReason.LENGTH
             check_run(engine)
 
-    def test_operations_write_half_of_the_pool_at_most(self) -> None:
+    def test_imports_write_at_most_half_of_the_pool(self) -> None:
         engine = cold(roomy(num_pages=32, host_pages=128), prompt(0, 56), prompt(1, 56))
         for number in range(2):
             begin(engine, number, prompt(number, 56))
@@ -172,9 +172,8 @@ class TestRoom:
         assert most == 16
         check_run(engine)
 
-    def test_its_own_request_keeps_room_for_the_rest(self) -> None:
-        """Of 16 pages 11 are for the request itself, whatever comes of those that are imported: it needs them all where reading
-        them hangs."""
+    def test_import_leaves_enough_pages_to_compute_the_request(self) -> None:
+        """The request needs 11 of 16 pages if the read hangs, so that the import may take five."""
         engine = cold(roomy(num_pages=16), prompt(0))
         begin(engine, 0, prompt(0))
         engine.turn()
@@ -182,8 +181,8 @@ class TestRoom:
         engine.drain()
         assert engine.finishes[0].cached_tokens == 36
 
-    def test_one_that_was_let_go_is_computed_and_right(self) -> None:
-        """What it has been given goes to one that runs while more is on its way to it."""
+    def test_request_is_correct_when_pins_are_released_during_an_import(self) -> None:
+        """A running request takes the pages that have arrived, while further pages are being read."""
         engine = cold(roomy(page_bytes=8 * MIB, page_moved_s=0.02, num_pages=24), prompt(0))
         begin(engine, 1, prompt(1, 16), 48)
         engine.turn()

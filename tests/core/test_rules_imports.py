@@ -1,4 +1,4 @@
-"""Imports: who waits for pages of another tier, for how long, and what becomes of the pages whatever becomes of the request."""
+"""Rules for imports: the requests that wait for pages of another tier, and the pages if the request ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOAD, FETCH = OperationKind.LOAD, OperationKind.FETCH
 
 
 def cold(engine: Engine, *prompts: list[int]) -> Engine:
-    """What these have left is in other tiers alone."""
+    """Runs prompts whose pages are then only in the lower tiers."""
     for number, ids in enumerate(prompts):
         ask(engine, 1000 + number, ids)
         engine.control.flush_cache()
@@ -37,7 +37,7 @@ def begin(engine: Engine, handle: int, ids: list[int], max_new_tokens: int = 4, 
 
 
 def importing(**changes: Any) -> Engine:
-    """Request 0 waits for nine pages."""
+    """Returns an engine whose request 0 waits for nine pages."""
     engine = cold(roomy(**changes), prompt(0))
     begin(engine, 0, prompt(0))
     engine.turn()
@@ -47,7 +47,7 @@ def importing(**changes: Any) -> Engine:
 
 def resume(engine: Engine) -> None:
     engine.control.resume()
-    engine.idle_turns = 0  # those of the pause
+    engine.idle_turns = 0  # the pause has counted idle turns
 
 
 def cached_pages(engine: Engine) -> int:
@@ -61,7 +61,7 @@ def quarantined(engine: Engine) -> int:
 class TestSharing:
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("kind", [LOAD, FETCH])
-    def test_requests_of_one_prompt_import_it_once(self, kind: OperationKind) -> None:
+    def test_requests_with_one_prompt_import_each_page_once(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
         if kind is FETCH:
             engine.control.flush_tiers((Tier.HOST,))
@@ -72,14 +72,14 @@ class TestSharing:
         assert [engine.finishes[handle].cached_tokens for handle in range(4)] == [36] * 4
         check_run(engine)
 
-    def test_only_pages_that_the_tree_lacks_are_imported(self) -> None:
+    def test_import_reads_only_pages_missing_in_the_tree(self) -> None:
         engine = cold(roomy(), prompt(0))
         ask(engine, 0, prompt(0, 20))
         before = num_moved(engine, LOAD)
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 20, Tier.HOST: 16}
         assert num_moved(engine, LOAD) - before == 4
 
-    def test_what_two_prompts_share_comes_once(self) -> None:
+    def test_shared_prefix_is_imported_once(self) -> None:
         tails = [prompt(1, 20) + prompt(number, 20) for number in (2, 3)]
         engine = cold(roomy(), *tails)
         before = num_moved(engine, LOAD)
@@ -90,8 +90,8 @@ class TestSharing:
         assert [engine.finishes[handle].cached_tokens for handle in range(2)] == [36, 36]
         check_run(engine)
 
-    def test_of_what_came_for_another_only_what_is_shared_counts(self) -> None:
-        """Five pages are on the device, one more is shared and comes with three that are the other's alone."""
+    def test_imported_tokens_count_only_shared_pages(self) -> None:
+        """The device has five pages. One more page is shared, and it arrives together with three pages of the other prompt."""
         engine = cold(roomy(), prompt(1, 24) + prompt(2, 16))
         ask(engine, 8, prompt(1, 20))
         begin(engine, 0, prompt(1, 24) + prompt(2, 16))
@@ -100,7 +100,7 @@ class TestSharing:
         assert engine.finishes[0].cached_from == {Tier.DEVICE: 20, Tier.HOST: 16}
         assert engine.finishes[1].cached_from == {Tier.DEVICE: 20, Tier.HOST: 4}
 
-    def test_one_who_leaves_takes_nothing_from_those_who_wait_with_it(self) -> None:
+    def test_import_continues_when_one_of_two_requests_is_aborted(self) -> None:
         engine = importing()
         begin(engine, 1, prompt(0))
         engine.turn()
@@ -111,8 +111,8 @@ class TestSharing:
 
 
 class TestWhoLeaves:
-    def test_the_pages_of_one_who_is_aborted_are_quarantined_until_the_fact(self) -> None:
-        for pages in (9, 4, 0):  # that come all the same
+    def test_pages_stay_quarantined_until_the_fact_when_the_request_is_aborted(self) -> None:
+        for pages in (9, 4, 0):  # pages that are moved
             engine = importing()
             engine.executor.pages_moved = lambda operation, pages=pages: pages
             engine.abort(0)
@@ -125,14 +125,14 @@ class TestWhoLeaves:
             assert (memory.tree.num_evictable, memory.pages.num_free) == (pages, 64 - pages)
             check_run(engine)
 
-    def test_what_came_for_nobody_is_there_for_the_next_one(self) -> None:
+    def test_pages_of_an_aborted_request_serve_the_next_request(self) -> None:
         engine = importing()
         engine.abort(0)
         engine.drain()
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 36}
         assert num_moved(engine, LOAD) == 9
 
-    def test_time_may_be_over_meanwhile(self) -> None:
+    def test_importing_request_times_out(self) -> None:
         engine = cold(roomy(page_moved_s=0.02), prompt(0))
         begin(engine, 0, prompt(0), timeout_s=0.05)
         turns(engine, 8)
@@ -141,7 +141,7 @@ class TestWhoLeaves:
         assert cached_pages(engine) == 9 and not quarantined(engine)
         check_run(engine)
 
-    def test_what_came_is_pinned_until_its_request_begins_or_ends(self) -> None:
+    def test_imported_pages_are_pinned_until_admission_or_end(self) -> None:
         engine = cold(roomy(max_running_requests=1), prompt(0))
         begin(engine, 1, [9], 30)
         engine.turn()
@@ -154,7 +154,7 @@ class TestWhoLeaves:
         engine.drain()
         check_run(engine)
 
-    def test_a_flush_ends_the_import_and_the_request_computes(self) -> None:
+    def test_flush_discards_an_import(self) -> None:
         engine = importing()
         engine.control.flush_cache()
         engine.drain()
@@ -162,7 +162,7 @@ class TestWhoLeaves:
         assert num_moved(engine, LOAD) == 9 and engine.core.stats().loaded_pages_total == 0
         check_run(engine)
 
-    def test_one_who_waits_keeps_its_place_in_the_queue(self) -> None:
+    def test_importing_request_keeps_the_queue_position(self) -> None:
         engine = cold(roomy(max_running_requests=1), prompt(0))
         begin(engine, 2, [9], 12)
         engine.turn()
@@ -172,8 +172,8 @@ class TestWhoLeaves:
         engine.drain()
         assert list(engine.finishes)[-2:] == [0, 1]
 
-    def test_one_who_leaves_the_head_of_the_queue_for_an_import_comes_back_there(self) -> None:
-        """When it came, the device had its prefix; those behind it must not begin first."""
+    def test_importing_request_returns_to_the_head_of_the_queue(self) -> None:
+        """The device had the prefix when the request arrived. Later requests must not begin first."""
         engine = slow(roomy(max_running_requests=1))
         begin(engine, 9, prompt(0), 12)
         turns(engine, 4)
@@ -189,7 +189,7 @@ class TestWhoLeaves:
         assert num_moved(engine, LOAD) == 9
         assert list(engine.finishes).index(0) < list(engine.finishes).index(2)
 
-    def test_its_trace_says_what_it_waited_for_and_what_came(self) -> None:
+    def test_trace_has_the_requested_and_the_imported_tokens(self) -> None:
         engine = importing()
         engine.drain()
         told = [(event.kind, event.detail) for event in engine.control.trace("r0")]
@@ -199,7 +199,7 @@ class TestWhoLeaves:
 class TestWhatFails:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("kind", [LOAD, FETCH])
-    def test_an_operation_that_brings_nothing_costs_its_time_alone(self, kind: OperationKind) -> None:
+    def test_import_without_pages_only_delays_the_request(self, kind: OperationKind) -> None:
         engine = cold(roomy(has_storage=kind is FETCH), prompt(0))
         if kind is FETCH:
             engine.control.flush_tiers((Tier.HOST,))
@@ -211,7 +211,7 @@ class TestWhatFails:
         assert stats.failed_operations_total > 0 and stats.recomputed_pages_total == 9
         check_run(engine)
 
-    def test_what_a_partly_failed_operation_has_brought_counts(self) -> None:
+    def test_partial_import_counts_the_moved_pages(self) -> None:
         engine = importing()
         engine.executor.pages_moved = lambda operation: 4 if len(moved(engine, LOAD)) == 1 else 0
         engine.drain()
@@ -220,7 +220,7 @@ class TestWhatFails:
         assert stats.loaded_pages_total == 4 and stats.failed_operations_total > 0 and stats.recomputed_pages_total == 5
         check_run(engine)
 
-    def test_what_failed_is_asked_for_once_more_at_most(self) -> None:
+    def test_failed_import_is_repeated_at_most_once(self) -> None:
         engine = importing()
         engine.executor.pages_moved = lambda operation: 0
         engine.drain()
@@ -228,7 +228,7 @@ class TestWhatFails:
 
 
 class TestWhileOthersRest:
-    def test_a_paused_scheduler_plans_operations_without_rows(self) -> None:
+    def test_paused_scheduler_plans_operations_without_rows(self) -> None:
         engine = cold(roomy(), prompt(0))
         engine.control.pause(PauseMode.IN_PLACE, engine.now)
         begin(engine, 0, prompt(0))
@@ -242,7 +242,7 @@ class TestWhileOthersRest:
         assert engine.finishes[0].cached_tokens == 36
         check_run(engine)
 
-    def test_plans_without_rows_are_idle_and_all_others_have_some(self) -> None:
+    def test_plan_is_idle_exactly_without_rows(self) -> None:
         engine = cold(tiered(has_storage=True), prompt(0), prompt(1))
         assert {plan.num_rows == 0 for plan in engine.plans if plan.mode is ForwardMode.IDLE} == {True}
         assert all(plan.num_rows for plan in engine.plans if plan.mode is not ForwardMode.IDLE)
@@ -259,12 +259,12 @@ class TestWhoImports:
             ({"prompt_logprobs_from": 39}, 9),
         ],
     )
-    def test_no_more_comes_than_a_hit_may_cover(self, params: dict[str, Any], pages: int) -> None:
+    def test_import_is_limited_to_the_largest_hit(self, params: dict[str, Any], pages: int) -> None:
         engine = cold(roomy(), prompt(0))
         assert ask(engine, 0, prompt(0), **params).cached_tokens == 4 * pages
         assert num_moved(engine, LOAD) == pages
 
-    def test_a_vector_imports_what_it_may_reuse(self) -> None:
+    def test_embedding_imports_pages_when_the_pooling_allows(self) -> None:
         for reuses, pages in ((True, 9), (False, 0)):
             engine = cold(roomy(pooling_reuses_prefix=reuses), prompt(0))
             engine.submit(0, prompt(0), max_new_tokens=1, embedding=EmbeddingParams())
@@ -272,7 +272,7 @@ class TestWhoImports:
             engine.check_answer(0)
             assert num_moved(engine, LOAD) == pages and engine.finishes[0].cached_tokens == 4 * pages
 
-    def test_one_with_a_grammar_imports_once_that_is_compiled(self) -> None:
+    def test_request_with_a_grammar_imports_after_compilation(self) -> None:
         engine = cold(roomy(), prompt(0))
         engine.submit(0, prompt(0), max_new_tokens=8, grammar=spec(1, 6))
         turns(engine, 3)
@@ -284,7 +284,7 @@ class TestWhoImports:
         check_run(engine)
 
     @pytest.mark.parametrize("more", [{}, {"grammar": spec(1, 17), "top_logprobs": 0}])
-    def test_one_that_comes_with_output_imports_that_too(self, more: dict[str, Any]) -> None:
+    def test_resumed_request_imports_given_output(self, more: dict[str, Any]) -> None:
         engine = roomy()
         params = {"max_new_tokens": 14, "ignore_eos": True, **more}
         engine.submit(0, prompt(0), **params)
@@ -293,11 +293,11 @@ class TestWhoImports:
         slow(engine)
         engine.submit(1, prompt(0), output=engine.outputs[0][:9], **params)
         engine.drain()
-        assert num_moved(engine, LOAD) == 12  # of 49 tokens all but one
+        assert num_moved(engine, LOAD) == 12  # all of 49 tokens except the last
         assert engine.finishes[1].cached_from == {Tier.DEVICE: 0, Tier.HOST: 40}
         check_run(engine)
 
-    def test_a_retracted_request_imports_again(self) -> None:
+    def test_retracted_request_imports_again(self) -> None:
         engine = slow(roomy())
         begin(engine, 0, prompt(0), 12)
         turns(engine, 8)
@@ -310,8 +310,8 @@ class TestWhoImports:
         assert num_moved(engine, LOAD) >= 10 and engine.finishes[0].cached_tokens == 0
         check_run(engine)
 
-    def test_a_retracted_one_comes_back_before_those_that_have_not_run(self) -> None:
-        """It came last, and ran first for its output is the longest."""
+    def test_retracted_request_precedes_new_requests_after_an_import(self) -> None:
+        """The request arrived last, but ran first because its output is the longest."""
         engine = slow(roomy(max_running_requests=1, schedule_policy=SchedulePolicy.LOF))
         begin(engine, 1, [8])
         begin(engine, 2, [9])
@@ -325,8 +325,8 @@ class TestWhoImports:
         engine.drain()
         assert num_moved(engine, LOAD) >= 10 and list(engine.finishes)[-3:] == [1, 0, 2]
 
-    def test_one_that_waited_long_looks_again_before_it_begins(self) -> None:
-        """When it came, the device had its prefix."""
+    def test_request_searches_tiers_again_before_admission(self) -> None:
+        """The device had the prefix when the request arrived."""
         engine = slow(roomy(max_running_requests=1))
         begin(engine, 1, prompt(0), 12)
         turns(engine, 4)
@@ -340,7 +340,7 @@ class TestWhoImports:
         assert engine.finishes[0].cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
         check_run(engine)
 
-    def test_a_sessions_turn_imports_what_the_one_before_has_left(self) -> None:
+    def test_session_turn_imports_the_previous_turn(self) -> None:
         engine = slow(roomy())
         engine.open_session("s")
         ask(engine, 0, prompt(0, 30), session=SessionTurn("s"))
@@ -349,7 +349,7 @@ class TestWhoImports:
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.HOST: 32}
         check_run(engine)
 
-    def test_one_that_waits_is_no_extend_and_no_row(self) -> None:
+    def test_importing_request_has_no_row_and_no_lease(self) -> None:
         engine = importing()
         stats = engine.core.stats()
         assert (stats.num_running, stats.num_waiting, stats.pages_leased, stats.pages_quarantined) == (0, 1, 0, 9)

@@ -1,4 +1,4 @@
-"""Blocks of the prefix index in tiers below the device: told as long as they can be had back, and by how slow that is."""
+"""Rules for blocks of the prefix index in the lower tiers: they are reported with their slowest tier while they can be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [4, 16, 64, 128, 48])
 
 
 def tiered(page_size: int = 16, **changes: Any) -> Engine:
-    """A pool of 512 tokens, in which there is room for one prompt of 256 and little else."""
+    """Returns an engine with a pool of 512 tokens, in which one prompt of 256 tokens fits with little else."""
     values: dict[str, Any] = {"num_pages": 512 // page_size, "page_size": page_size, "context_len": 384}
     values |= {"chunked_prefill_size": 128, "host_pages": 4096 // page_size, "page_bytes": 16 * page_size}
     return slow(small(**{**values, **changes}))
@@ -33,7 +33,7 @@ def prompt(number: int, length: int = 257) -> list[int]:
 
 
 def ask(engine: Engine, handle: int, ids: list[int], **params: Any) -> dict[str, int]:
-    """Where its cached tokens came from."""
+    """Runs a request. Returns its cached tokens by tier."""
     engine.submit(handle, ids, max_new_tokens=2, ignore_eos=True, **params)
     engine.drain()
     engine.check_answer(handle)
@@ -41,7 +41,7 @@ def ask(engine: Engine, handle: int, ids: list[int], **params: Any) -> dict[str,
 
 
 def names_of(ids: list[int], salt: str = "") -> list[bytes]:
-    """Of its whole blocks."""
+    """Returns the names of the prompt's whole blocks."""
     tokens, link, out = np.array(ids, np.int32).tobytes(), f"0:{salt}".encode() if salt else b"", []
     for at in range(0, len(tokens) - 255, 256):
         link = chained(link, tokens[at : at + 256])
@@ -54,7 +54,7 @@ def stored(engine: Engine) -> list[PageOperation]:
 
 
 @PAGE_SIZES
-def test_a_block_goes_down_the_tiers_and_comes_back(page_size: int) -> None:
+def test_block_moves_through_the_tiers(page_size: int) -> None:
     engine = tiered(page_size, has_storage=True, num_pages=1024 // page_size)
     ask(engine, 0, prompt(0))
     whole = (257 // page_size * page_size) // 64
@@ -74,7 +74,7 @@ def test_a_block_goes_down_the_tiers_and_comes_back(page_size: int) -> None:
     assert not engine.index and not engine.below
 
 
-def test_eviction_makes_a_block_the_hosts() -> None:
+def test_evicted_block_is_in_the_host() -> None:
     engine = tiered()
     for number in range(4):
         ask(engine, number, prompt(number))
@@ -85,8 +85,8 @@ def test_eviction_makes_a_block_the_hosts() -> None:
     assert gone <= engine.index and gone.isdisjoint(engine.below)
 
 
-def test_a_block_is_as_slow_as_its_slowest_page() -> None:
-    """The host has lost the end of the first prompt, in the middle of a block."""
+def test_block_has_the_tier_of_the_slowest_page() -> None:
+    """The host has evicted the end of the first prompt, in the middle of a block."""
     engine = tiered(has_storage=True, host_pages=42)
     for number in range(3):
         ask(engine, number, prompt(number))
@@ -104,8 +104,8 @@ def test_a_block_is_as_slow_as_its_slowest_page() -> None:
     ]
 
 
-def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
-    """One page of the second block is lost: what is behind it is told all the same, and found by nobody."""
+def test_block_is_in_no_tier_when_a_page_is_lost() -> None:
+    """A page of the second block is lost. Later blocks are still reported, although no request can find them."""
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
     engine.control.flush_cache()
@@ -117,8 +117,8 @@ def test_what_no_tier_has_all_pages_of_is_nowhere() -> None:
     assert engine.below == {name: BlockTier.STORAGE for at, name in enumerate(names) if at != 1}
 
 
-def test_a_block_whose_last_page_the_host_does_not_take_is_not_there() -> None:
-    """One prompt may have fifteen of its pages, and the fourth block ends with the sixteenth."""
+def test_block_is_not_in_the_host_when_the_last_page_is_missing() -> None:
+    """A prompt may have 15 pages of the host, and the fourth block ends with the 16th page."""
     engine = tiered(host_pages=30)
     ask(engine, 0, prompt(0))
     engine.control.flush_cache()
@@ -126,7 +126,7 @@ def test_a_block_whose_last_page_the_host_does_not_take_is_not_there() -> None:
     assert engine.below == dict.fromkeys(names_of(prompt(0))[:3], BlockTier.HOST)
 
 
-def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_shared_storage_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "CacheEventLog", partial(CacheEventLog, tells_storage=False))
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
@@ -138,7 +138,7 @@ def test_what_all_workers_may_read_is_not_told(monkeypatch: pytest.MonkeyPatch) 
     assert not engine.below and ask(engine, 1, prompt(0))[Tier.STORAGE] == 256, "it is there"
 
 
-def test_other_weights_take_the_names_with_them() -> None:
+def test_replaced_weights_forget_all_blocks() -> None:
     engine = tiered(has_storage=True)
     ask(engine, 0, prompt(0))
     engine.control.replace_weights("r2")
@@ -147,7 +147,7 @@ def test_other_weights_take_the_names_with_them() -> None:
     assert engine.core.stats().storage_pages == 16, "files of other weights grow old"
 
 
-def test_a_new_pool_tells_again_what_is_below_it() -> None:
+def test_memory_reset_reports_lower_blocks_again() -> None:
     engine = tiered()
     ask(engine, 0, prompt(0))
     assert engine.core.take_cache_events() is None
@@ -157,7 +157,7 @@ def test_a_new_pool_tells_again_what_is_below_it() -> None:
 
 
 class TestARestart:
-    def test_what_the_storage_was_said_to_hold_is_told_again(self) -> None:
+    def test_restart_reports_recorded_blocks(self) -> None:
         first, second = tiered(has_storage=True), tiered(has_storage=True)
         ask(first, 0, prompt(0), salt="mine")
         blocks = tuple(block for operation in stored(first) for block in operation.blocks)
@@ -171,7 +171,7 @@ class TestARestart:
         assert second.below == dict.fromkeys(names_of(prompt(0), "mine"), BlockTier.STORAGE)
         assert ask(second, 0, prompt(0), salt="mine")[Tier.STORAGE] == 256
 
-    def test_names_of_other_weights_or_of_pages_that_are_gone_are_nobodys(self) -> None:
+    def test_restart_ignores_blocks_of_other_weights_or_lost_pages(self) -> None:
         first, second = tiered(has_storage=True), tiered(has_storage=True)
         ask(first, 0, prompt(0))
         blocks = [block for operation in stored(first) for block in operation.blocks]
@@ -185,7 +185,7 @@ class TestARestart:
         second.check()
         assert second.below == {blocks[2].name: BlockTier.STORAGE, blocks[3].name: BlockTier.STORAGE}, "a part was there"
 
-    def test_it_is_told_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_blocks_are_reported_in_several_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_events, "MOST_TOLD", 3)
         log = CacheEventLog(16, chained, str.encode)
         for number in range(8):
@@ -203,8 +203,8 @@ CHANCES = st.one_of(ASKED, st.sampled_from(["flush", "host", "drop"]))
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(CHANCES, max_size=10), st.sampled_from([4, 16, 48, 128]), st.sampled_from(list(WritePolicy)), st.booleans())
-def test_what_is_told_is_where_it_is(happens: list[Any], page_size: int, policy: WritePolicy, has_storage: bool) -> None:
-    """Against every block that ever was, by the keys of its pages, of which some are evicted from a small host."""
+def test_reported_blocks_match_the_tiers(happens: list[Any], page_size: int, policy: WritePolicy, has_storage: bool) -> None:
+    """Compares the reports with all blocks so far, by their page keys. A small host evicts some of the pages."""
     engine = tiered(page_size, has_storage=has_storage, host_pages=800 // page_size, hicache_write_policy=policy)
     tiers = engine.core.tiers
     assert tiers is not None

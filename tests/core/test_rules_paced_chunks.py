@@ -1,4 +1,4 @@
-"""docs/design/scheduler.md#chunks: how long a step with a prompt may take while others wait for their next token."""
+"""Rules for the time of a step with a prompt while decode rows wait for their next token (docs/design/scheduler.md#chunks)."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ from tests.all_pairs import each_pair
 from tests.core.harness import Engine
 from tests.core.test_scheduler_basic import make
 
-TOKEN_S, ROW_S, TURN_S = 0.001, 0.002, 0.01  # of a step: for each token, for each row, and whatever it does
+TOKEN_S, ROW_S, TURN_S = 0.001, 0.002, 0.01  # seconds of a step: per token, per row, and constant
 SIZE = 1024
 
 
 def pace(decode_s: dict[int, float] | None = None) -> ChunkPace:
-    """decode_s: of a step by its number of decode rows."""
+    """Returns a pace with the given seconds of a decode step, by its number of rows."""
     made = ChunkPace()
     for rows, seconds in (decode_s or {}).items():
         made.took(0, rows, seconds, 1)
     return made
 
 
-def test_a_chunk_is_of_whole_pages_one_part_of_its_full_size_at_least_and_no_more_than_that() -> None:
+def test_paced_chunk_has_whole_pages_and_a_minimum() -> None:
     assert [paced_chunk(SIZE, 16, tokens) for tokens in (5000, 500, 0)] == [SIZE, 496, SIZE // MIN_PACED_SHARE]
     assert [paced_chunk(64, 16, 0), paced_chunk(0, 16, 5), paced_chunk(40, 16, 39)] == [16, 0, 32]
 
 
 class TestPace:
-    def test_nobody_knows_before_a_prompt_was_computed(self) -> None:
+    def test_pace_is_unknown_before_the_first_prompt(self) -> None:
         assert not pace().is_known
         assert not pace({1: 0.01}).is_known
 
-    def test_what_decode_rows_take_alone_is_left_out_of_what_a_token_takes_and_of_the_time(self) -> None:
-        """Known of 1 and of 4 rows: of others it is what the next fewer take."""
+    def test_pace_subtracts_the_time_of_decode_rows(self) -> None:
+        """Times of 1 and of 4 rows are known. For other numbers, the next smaller known number counts."""
         for rows, alone in ((1, 0.02), (3, 0.02), (4, 0.05), (7, 0.05), (100, 0.05)):
             known = pace({1: 0.02, 4: 0.05})
             known.took(1000, rows, alone + 1.0, 1)
             assert known.tokens(0.3, rows, 0) == pytest.approx((0.3 - alone) / 0.001, abs=1), rows
 
-    def test_a_step_of_extends_alone_takes_what_one_of_few_decode_rows_does_and_its_tokens(self) -> None:
+    def test_pace_adds_the_time_of_the_fewest_rows_to_an_extend_step(self) -> None:
         known = pace({4: 0.05, 1: 0.02})
         known.took(1000, 0, 0.02 + 1.0, 1)
         assert known.tokens(0.3, 4, 1) == pytest.approx((0.3 - 0.05 - 0.02) / 0.001, abs=1)
         assert known.tokens(0.3, 4, 3) == pytest.approx((0.3 - 0.05 - 0.06) / 0.003, abs=1)
         assert known.tokens(0.3, 4, 0) == pytest.approx((0.3 - 0.05) / 0.001, abs=1)
 
-    def test_as_many_steps_of_a_size_as_the_time_is_for(self) -> None:
-        """A step of 100 tokens takes 0.12 s, one of the 4 decode rows 0.05 s."""
+    def test_pace_returns_the_steps_that_fit_into_the_time(self) -> None:
+        """A step of 100 tokens takes 0.12 s, and a step of 4 decode rows takes 0.05 s."""
         known = pace({4: 0.05, 1: 0.02})
         known.took(1000, 0, 0.02 + 1.0, 1)
         assert [known.steps(within_s, 4, 100) for within_s in (0.01, 0.16, 0.18, 0.6)] == [1, 1, 2, 5]
         assert [known.steps(0.6, 4, 1000), known.steps(1e308, 4, 9)] == [1, MOST_TOKENS]
 
-    def test_prompts_may_take_as_long_as_the_rows_that_decode_and_the_time_at_most(self) -> None:
-        """Which take 0.2 s. There may be more time than anything takes."""
+    def test_pace_gives_prompts_as_much_time_as_decode_rows(self) -> None:
+        """The decode rows take 0.2 s. The time limit may be larger than any step."""
         known = pace({8: 0.2})
         known.took(1000, 8, 1.2, 1)
         tokens = [known.tokens(within_s, 8, 0) for within_s in (0.01, 0.15, 0.3, 0.5)]
         assert tokens == pytest.approx([10, 150, 200, 300], abs=1)
         assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
 
-    def test_decode_rows_are_at_most_half_of_a_step_with_a_prompt(self) -> None:
-        """A step that took less than its decode rows do alone has computed its prompt in some time nevertheless."""
+    def test_pace_counts_decode_rows_as_at_most_half_of_a_step(self) -> None:
+        """A step with a prompt may be faster than its decode rows alone have been; the prompt still took some time."""
         known = pace({1: 5.0})
         known.took(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)
 
-    def test_a_few_tokens_and_a_step_without_a_time_say_nothing(self) -> None:
+    def test_pace_ignores_small_and_untimed_steps(self) -> None:
         known = pace()
         for extended_then, seconds in ((63, 1.0), (1000, 0.0), (1000, -1.0)):
             known.took(extended_then, 1, seconds, 64)
         assert not known.is_known
 
-    def test_short_prompts_say_little_beside_long_ones(self) -> None:
-        """What a step takes whatever it computes makes their tokens dear."""
+    def test_pace_weighs_steps_by_tokens(self) -> None:
+        """The constant time of a step makes the tokens of short prompts expensive."""
         known = pace()
         known.took(16, 0, 0.8 + 0.016, 16)
         for _ in range(3):
             known.took(1000, 0, 0.8 + 1.0, 16)
         assert known.tokens(1.8, 0, 1) > 800
 
-    def test_what_steps_take_is_followed_and_one_that_hung_is_not(self) -> None:
+    def test_pace_follows_step_times_and_limits_outliers(self) -> None:
         known = pace()
         known.took(1000, 0, 1.0, 1)
         known.took(1000, 0, 1000.0, 1)
@@ -95,18 +95,18 @@ class TestPace:
 
 
 class Timed:
-    """An engine whose steps take time."""
+    """An engine whose steps take modelled times."""
 
     def __init__(self, overlap: bool = False, row_s: float = ROW_S, step_s: float = TURN_S, **changes: Any) -> None:
         sizes = {"num_pages": 4096, "page_size": 4, "context_len": 8192, "chunked_prefill_size": SIZE, "adaptive_chunk_rows": 0}
         self.engine, self._row_s, self._step_s = make(overlap, **{**sizes, **changes}), row_s, step_s
 
     def run(self, turns: int) -> list[tuple[BatchPlan, float]]:
-        """Steps that have begun, with what they take."""
+        """Runs turns. Returns the new steps with their seconds."""
         engine, begun = self.engine, len(self.engine.plans)
         for _ in range(turns):
             if engine.prev is not None:
-                engine.now += self.seconds(engine.prev.plan) - TURN_S  # which a turn takes
+                engine.now += self.seconds(engine.prev.plan) - TURN_S  # engine.turn() adds TURN_S
             engine.turn()
         return [(plan, self.seconds(plan)) for plan in engine.plans[begun:]]
 
@@ -117,7 +117,7 @@ class Timed:
         return self._step_s + TOKEN_S * tokens + self._row_s * rows
 
     def beside(self, decoding: int, turns: int = 40) -> list[tuple[BatchPlan, float]]:
-        """Steps with chunks of a long prompt, after some that decode so many rows alone."""
+        """Returns the steps with chunks of a long prompt, which arrives after `decoding` rows decode."""
         for handle in range(decoding):
             self.engine.submit(handle, [handle] * 4, max_new_tokens=500, ignore_eos=True)
         self.run(8)
@@ -131,10 +131,11 @@ def extended(plan: BatchPlan) -> int:
 
 @pytest.mark.by_day(one_in=2, seed=24)
 @each_pair(overlap=[False, True], mixed=[False, True], time=[(0.3, 2, 1), (0.3, 0, 1), (1.5, 2, 2), (1.5, 0, 2)])
-def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
-    overlap: bool, mixed: bool, time: tuple[float, int, int]
-) -> None:
-    """time: with max_extend_steps, and steps of extends before one of decode rows; a chunk of the full size takes 1.04 s."""
+def test_decode_rows_wait_at_most_adaptive_chunk_s(overlap: bool, mixed: bool, time: tuple[float, int, int]) -> None:
+    """`time` has the time limit, max_extend_steps, and the expected extend steps before each decode step.
+
+    A chunk of the full size takes 1.04 s.
+    """
     within_s, most, extends = time
     timed = Timed(overlap, enable_mixed_chunk=mixed, max_extend_steps=most, adaptive_chunk_s=within_s)
     steps = timed.beside(4, turns=30)
@@ -149,14 +150,14 @@ def test_rows_that_decode_wait_for_their_next_token_as_long_as_they_are_to(
     assert max(map(extended, late)) - min(map(extended, late)) <= 24, "and settle"
 
 
-def test_decode_rows_that_ride_along_take_nothing_from_what_a_prompt_may() -> None:
+def test_mixed_steps_use_the_whole_time() -> None:
     timed = Timed(enable_mixed_chunk=True, adaptive_chunk_s=0.08)
     steps = timed.beside(7)
     assert all(plan.num_rows == 8 and 0.93 * 0.08 < seconds < 1.03 * 0.08 for plan, seconds in steps[8:])
 
 
 @pytest.mark.parametrize(("within_s", "most", "modes"), [(0.3, 2, "ED"), (1.5, 2, "EED"), (60.0, 2, "EED"), (1.5, 0, "EED")])
-def test_decode_rows_have_their_step_after_as_many_extends_as_it_takes(within_s: float, most: int, modes: str) -> None:
+def test_decode_steps_follow_the_extends_that_fit_into_the_time(within_s: float, most: int, modes: str) -> None:
     timed = Timed(max_extend_steps=most, adaptive_chunk_s=within_s)
     begun = len(timed.engine.plans)
     timed.beside(4, turns=20)
@@ -166,14 +167,14 @@ def test_decode_rows_have_their_step_after_as_many_extends_as_it_takes(within_s:
 
 
 @pytest.mark.parametrize("changes", [{"adaptive_chunk_s": 0.0}, {"adaptive_chunk_s": 60.0}])
-def test_without_a_bound_or_below_it_chunks_are_whole(changes: dict[str, float]) -> None:
+def test_chunks_are_whole_when_the_time_suffices(changes: dict[str, float]) -> None:
     steps = Timed(**changes).beside(2)
     assert {extended(plan) for plan, _ in steps[:-1]} == {SIZE}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_prompts_alone_are_not_cut_for_nobody(overlap: bool) -> None:
-    """Nor for those whose only token is in flight."""
+def test_chunks_are_whole_when_no_row_decodes(overlap: bool) -> None:
+    """A row whose only token is in flight does not count."""
     timed = Timed(overlap, adaptive_chunk_s=0.05)
     assert extended(timed.beside(1)[-1][0]) < SIZE
     for handle in range(2):
@@ -184,7 +185,7 @@ def test_prompts_alone_are_not_cut_for_nobody(overlap: bool) -> None:
     assert [extended(plan) for plan, _ in timed.run(8)] == [SIZE] * 4 + [4500 - 4 * SIZE]
 
 
-def test_nobody_waits_here_whom_another_worker_goes_on_with() -> None:
+def test_chunks_are_whole_for_requests_that_are_handed_over() -> None:
     timed = Timed(overlap=True, adaptive_chunk_s=0.25)
     for number in range(4):
         room = KvReservation(number + 1, 1, bytes(RESERVATION_SECRET_BYTES))
@@ -195,20 +196,23 @@ def test_nobody_waits_here_whom_another_worker_goes_on_with() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_where_decode_rows_take_most_of_the_time_prompts_still_come_on(mixed: bool) -> None:
-    """A step of 4 rows takes 0.83 s by itself: a prompt's part comes to as long, and not to one page of it."""
+def test_prompts_advance_when_decode_rows_need_most_of_the_time(mixed: bool) -> None:
+    """A step of 4 rows alone takes 0.83 s. The prompt gets as much time, not a single page."""
     steps = Timed(row_s=0.2, adaptive_chunk_s=0.9, enable_mixed_chunk=mixed).beside(4, turns=60)
     assert len(steps) > 10 and all(300 < extended(plan) <= SIZE for plan, _ in steps[-6:-1])
 
 
-def test_what_each_step_takes_is_no_token_s() -> None:
-    """0.15 s, of 0.25: an extend and a decode step take more than that, but chunks are not cut to nothing for it."""
+def test_chunks_stay_large_when_steps_have_a_constant_time() -> None:
+    """The constant time is 0.15 s of 0.25 s.
+
+    An extend step and a decode step together exceed the limit, but chunks must not become tiny.
+    """
     steps = Timed(step_s=0.15, adaptive_chunk_s=0.25).beside(1)
     assert all(100 < extended(plan) < 200 for plan, _ in steps[6:-1])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_first_step_that_hung_makes_steps_twice_as_long_at_most(overlap: bool) -> None:
+def test_steps_take_at_most_twice_the_time_after_a_hung_step(overlap: bool) -> None:
     timed = Timed(overlap, enable_mixed_chunk=True, adaptive_chunk_s=0.25)
     timed.engine.submit(0, [0] * 4, max_new_tokens=500, ignore_eos=True)
     timed.run(2)
@@ -219,15 +223,15 @@ def test_a_first_step_that_hung_makes_steps_twice_as_long_at_most(overlap: bool)
     assert len(steps) > 20 and all(seconds < 2.1 * 0.25 for _, seconds in steps[8:])
 
 
-def test_as_many_steps_as_their_size_needs() -> None:
-    """Many rows decode, so a step has a fourth of the full size; two come to less than the time that there is."""
+def test_several_small_extend_steps_fit_into_the_time() -> None:
+    """With many decode rows, a chunk has a fourth of its full size; two chunks take less than the limit."""
     timed = Timed(adaptive_chunk_s=0.6, adaptive_chunk_rows=2, max_extend_steps=2)
     begun = len(timed.engine.plans)
     timed.beside(6, turns=20)
     assert "EEDEED" in "".join(plan.mode.name[0] for plan in timed.engine.plans[begun:])
 
 
-def test_what_a_failed_step_took_is_not_the_next_one_s() -> None:
+def test_failed_step_does_not_count_for_the_next_step() -> None:
     timed = Timed(adaptive_chunk_s=0.25)
     engine, core = timed.engine, timed.engine.core
     for handle in range(2):
@@ -249,18 +253,18 @@ def test_what_a_failed_step_took_is_not_the_next_one_s() -> None:
     assert extended(timed.run(1)[0][0]) == SIZE
 
 
-def test_it_changes_while_the_worker_runs() -> None:
+def test_adaptive_chunk_s_can_be_retuned() -> None:
     timed = Timed()
     timed.engine.control.retune({"adaptive_chunk_s": 0.1})
     assert all(0.075 < seconds <= 0.09 for _, seconds in timed.beside(2)[6:])
 
 
-def test_a_step_that_is_set_shorter_than_a_page_takes_part_of_the_full_size() -> None:
+def test_chunk_has_a_minimum_when_the_time_is_tiny() -> None:
     steps = Timed(adaptive_chunk_s=1e-6).beside(1)
     assert all(extended(plan) >= SIZE // MIN_PACED_SHARE - 4 for plan, _ in steps[6:-1])
 
 
-def test_everyone_gets_the_answer_that_is_theirs() -> None:
+def test_paced_requests_get_the_models_tokens() -> None:
     timed = Timed(adaptive_chunk_s=0.05)
     timed.beside(3)
     timed.engine.drain()

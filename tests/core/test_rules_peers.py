@@ -1,4 +1,4 @@
-"""Prefill and decode apart: what a room keeps and for how long, what is read from it, and what is computed instead."""
+"""Rules for prefill and decode workers: KV reservations, their lifetime, and reads from them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def pulls(engine: Engine) -> list[PageOperation]:
 
 
 class TestHandedOver:
-    def test_nothing_is_planned_for_output_that_others_make(self) -> None:
-        """As many turns however much there may be, and no row that decodes here."""
+    def test_prefill_worker_plans_no_output_of_a_handed_over_request(self) -> None:
+        """The number of turns does not depend on the output, and no row decodes on this worker."""
         turns = {}
         for max_new in (2, 200):
             engine = worker(page_size=4, context_len=250, chunked_prefill_size=96, max_prefill_tokens=96)
@@ -45,8 +45,8 @@ class TestHandedOver:
             assert all(plan.num_rows == plan.num_extend for plan in engine.plans)
         assert turns[2] == turns[200]
 
-    def test_no_page_is_asked_for_behind_its_prompt(self) -> None:
-        """It would be retracted for one, of those that have begun here the one with the fewest outputs."""
+    def test_prefill_worker_allocates_no_page_after_the_prompt(self) -> None:
+        """If it needed such a page, it would be retracted, because it has the fewest output tokens."""
         engine = worker(num_pages=13, context_len=120, chunked_prefill_size=96, schedule_conservativeness=0.1, max_extend_steps=0)
         for handle in range(3):
             engine.submit(handle, [handle + 1] * 4, max_new_tokens=12)
@@ -57,8 +57,8 @@ class TestHandedOver:
             engine.turn()
         assert engine.finishes[9].room_pages == 6 and not engine.finishes[9].retractions
 
-    def test_what_it_leaves_is_offered_to_the_host(self) -> None:
-        """Also where its last chunk brought no whole page, so that the room had it all before the request ended."""
+    def test_pages_of_an_ended_reservation_are_copied_to_the_host(self) -> None:
+        """The last chunk completes no page, so that the reservation has all pages before the request ends."""
         engine = worker(num_pages=32, host_pages=64, chunked_prefill_size=16, disaggregation_hold_s=5.0)
         engine.submit(0, list(range(100, 133)), hand_over=KvReservation(1, EPOCH, bytes(16)), max_new_tokens=2)
         engine.drain()
@@ -68,7 +68,7 @@ class TestHandedOver:
             engine.turn()
         assert engine.core.stats().host_pages_used == 8
 
-    def test_ends_with_its_first_token_and_keeps_its_whole_pages(self) -> None:
+    def test_handed_over_request_ends_with_the_first_token_and_reserves_pages(self) -> None:
         pair = Pair()
         finish = pair.compute(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.reason is FinishReason.HANDED_OVER and finish.completion_tokens == 1
@@ -79,7 +79,7 @@ class TestHandedOver:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_is_read_and_goes_on(self, overlap: bool) -> None:
+    def test_handed_over_request_continues_with_the_read_pages(self, overlap: bool) -> None:
         pair = Pair(overlap=overlap, first={"overlap": overlap})
         finish = pair.answer(0, [*PROMPT, 1, 2], max_new_tokens=8)
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.PEER: 40} and finish.cached_tokens == 40
@@ -87,7 +87,7 @@ class TestHandedOver:
         assert pair.second.core.stats().pulled_pages_total == 10
         pair.assert_all_is_free()
 
-    def test_only_what_is_not_there_is_read(self) -> None:
+    def test_pull_reads_only_missing_pages(self) -> None:
         pair = Pair()
         pair.answer(0, [*PROMPT[:20], 1], max_new_tokens=2)
         pair.answer(1, [*PROMPT, 1], max_new_tokens=2)
@@ -104,12 +104,12 @@ class TestHandedOver:
         ],
         ids=["length", "stop token"],
     )
-    def test_what_ends_anyway_is_not_handed_over(self, params: dict[str, Any], reason: FinishReason) -> None:
+    def test_finished_request_is_not_handed_over(self, params: dict[str, Any], reason: FinishReason) -> None:
         pair = Pair()
         assert pair.compute(0, PROMPT, **params).reason is reason
         assert not len(pair.first.core.reservations)
 
-    def test_a_prompt_of_less_than_a_page_has_no_room(self) -> None:
+    def test_prompt_of_less_than_a_page_has_no_reservation(self) -> None:
         pair = Pair()
         finish = pair.compute(0, [1, 2, 3], max_new_tokens=4)
         assert finish.reason is FinishReason.HANDED_OVER and finish.room is None
@@ -117,7 +117,7 @@ class TestHandedOver:
         pair.second.drain()
         pair.second.check_answer(0)
 
-    def test_with_output_it_computes_that_too_and_ends_with_the_next_token(self) -> None:
+    def test_resumed_request_is_handed_over_with_the_next_token(self) -> None:
         pair = Pair()
         first = worker()
         first.submit(0, PROMPT, max_new_tokens=12, ignore_eos=True)
@@ -134,7 +134,7 @@ class TestHandedOver:
         pair.second.check_answer(0)
         assert pair.second.core.stats().pulled_pages_total == 11
 
-    def test_a_grammar_adds_nothing_before_it_goes_on(self) -> None:
+    def test_grammar_forces_no_token_before_the_handover(self) -> None:
         pair, spec = Pair(), GrammarSpec("json_schema", "1 9")
         pair.compute(0, PROMPT, max_new_tokens=12, grammar=spec)
         pair.go_on(0, PROMPT, max_new_tokens=12, grammar=spec)
@@ -142,7 +142,7 @@ class TestHandedOver:
         pair.second.check_answer(0)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_nor_behind_output_that_it_came_with(self) -> None:
+    def test_grammar_forces_no_token_after_given_output_before_the_handover(self) -> None:
         pair, runs = Pair(), spec(3, 60)
         alone = worker(num_pages=64)
         alone.book.ready.add(runs)
@@ -156,7 +156,7 @@ class TestHandedOver:
         assert finish.reason is FinishReason.HANDED_OVER and finish.room_pages == 15
         assert pair.first.outputs[0] == alone.outputs[0][20:21]
 
-    def test_logprobs_come_once(self) -> None:
+    def test_logprobs_are_sent_once_over_a_handover(self) -> None:
         pair = Pair()
         params: dict[str, Any] = {"max_new_tokens": 6, "top_logprobs": 2, "prompt_logprobs_from": 0}
         pair.compute(0, PROMPT, **params)
@@ -166,7 +166,7 @@ class TestHandedOver:
         assert len(pair.first.logprobs[0]) == 1 and len(pair.first.prompt_logprobs[0]) == 39
 
     @pytest.mark.parametrize("what", ["session", "embedding"])
-    def test_is_refused(self, what: str) -> None:
+    def test_handover_is_refused_for_sessions_and_embeddings(self, what: str) -> None:
         pair = Pair()
         pair.first.open_session("s")
         session = SessionTurn("s") if what == "session" else None
@@ -178,7 +178,7 @@ class TestHandedOver:
 
 
 class TestRoom:
-    def test_ends_when_it_was_read(self) -> None:
+    def test_reservation_ends_when_read(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
@@ -188,7 +188,7 @@ class TestRoom:
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 0
 
-    def test_ends_when_its_time_is_over(self) -> None:
+    def test_reservation_ends_at_the_time_limit(self) -> None:
         pair = Pair(first={"disaggregation_hold_s": 2.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
         until = pair.first.core.reservations.next_look
@@ -201,7 +201,7 @@ class TestRoom:
         pair.assert_all_is_free()
         assert pair.first.core.stats().expired_rooms_total == 1
 
-    def test_each_has_its_own_time(self) -> None:
+    def test_reservations_have_separate_time_limits(self) -> None:
         pair = Pair(first={"disaggregation_hold_s": 2.0})
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
@@ -213,7 +213,7 @@ class TestRoom:
         pair.first.core.plan(first + 2.0)
         assert rooms.expired_total == 2 and not len(rooms)
 
-    def test_ends_with_its_front_end(self) -> None:
+    def test_reservation_ends_with_the_gateway_stream(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.first.core.abort_peer(1, pair.first.now)
@@ -223,7 +223,7 @@ class TestRoom:
         pair.assert_all_is_free()
         assert not pair.first.executor.open_rooms
 
-    def test_ends_with_the_word_that_nobody_will_come(self) -> None:
+    def test_reservation_ends_when_the_request_is_aborted(self) -> None:
         pair = Pair()
         for handle in (0, 1):
             pair.compute(handle, [handle] * 40, max_new_tokens=4)
@@ -233,7 +233,7 @@ class TestRoom:
         pair.first.turn()
         pair.assert_all_is_free()
 
-    def test_who_cannot_take_the_request_leaves_it(self) -> None:
+    def test_reservation_is_released_when_the_decode_worker_refuses_the_request(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.second.core.closed = "going away"
@@ -243,7 +243,7 @@ class TestRoom:
         pair.assert_all_is_free()
 
     @pytest.mark.parametrize("how", ["flush", "weights"])
-    def test_ends_when_its_pages_count_no_more(self, how: str) -> None:
+    def test_reservation_ends_when_the_pages_are_forgotten(self, how: str) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         if how == "flush":
@@ -254,7 +254,7 @@ class TestRoom:
         pair.assert_all_is_free()
         assert not pair.first.executor.open_rooms
 
-    def test_another_ones_word_ends_nothing(self) -> None:
+    def test_reservation_ignores_the_release_of_another_reservation(self) -> None:
         pair = Pair()
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
@@ -265,8 +265,8 @@ class TestRoom:
         pair.first.core.release_reservation(pair.left(finish.room))
         assert not len(pair.first.core.reservations)
 
-    def test_nobody_is_ended_for_want_of_the_pages_in_it(self) -> None:
-        """They come back."""
+    def test_request_does_not_end_while_a_reservation_may_free_pages(self) -> None:
+        """The pages become free at the reservation's time limit."""
         pair = Pair(first={"num_pages": 12, "disaggregation_hold_s": 1.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.first.submit(1, [7] * 30, max_new_tokens=4, ignore_eos=True)
@@ -276,8 +276,8 @@ class TestRoom:
         assert pair.first.finishes[1].reason is FinishReason.LENGTH
 
     @pytest.mark.parametrize("how", ["its time is over", "its reader leaves"])
-    def test_who_found_no_room_for_its_pages_begins_when_they_are_free(self, how: str) -> None:
-        """And not when somebody leaves."""
+    def test_request_begins_when_a_reservation_frees_pages(self, how: str) -> None:
+        """The request does not wait until a running request ends."""
         pair = Pair(first={"num_pages": 32, "disaggregation_hold_s": 1.0 if how == "its time is over" else 100.0})
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
@@ -296,8 +296,8 @@ class TestRoom:
         for handle in (1, 2):
             pair.first.check_answer(handle)
 
-    def test_is_left_by_who_needs_nothing_of_it(self) -> None:
-        """When its request begins, not when it ends."""
+    def test_reservation_is_released_when_the_request_begins(self) -> None:
+        """The release does not wait for the end of the request."""
         pair = Pair()
         pair.answer(0, PROMPT, max_new_tokens=4)
         pair.compute(1, PROMPT[:20], max_new_tokens=60)
@@ -308,7 +308,7 @@ class TestRoom:
         pair.second.drain()
         pair.second.check_answer(1)
 
-    def test_nobody_waits_for_one_that_has_no_more_than_is_there(self) -> None:
+    def test_request_does_not_wait_for_a_reservation_without_further_pages(self) -> None:
         pair = Pair()
         pair.answer(0, PROMPT, max_new_tokens=4)
         finish = pair.compute(1, PROMPT, max_new_tokens=4)
@@ -317,8 +317,8 @@ class TestRoom:
         pair.second.submit(1, [*PROMPT, *range(8)], output=[1], source=source, max_new_tokens=4, ignore_eos=True)
         assert not pair.second.core.queues.importing
 
-    def test_is_closed_before_the_step_that_may_write_its_pages(self) -> None:
-        """And who has read them gets nothing."""
+    def test_reservation_closes_before_a_step_that_may_write_the_pages(self) -> None:
+        """A reader of the pages then gets no page."""
         pair = Pair(page_moved_s=1.0, first={"num_pages": 12, "disaggregation_hold_s": 1.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
@@ -335,8 +335,8 @@ class TestRoom:
 
 
 class TestReading:
-    def test_of_others_pages_nothing_is_had(self) -> None:
-        """Another room's secret, another salt: the prompt is computed."""
+    def test_pull_gets_no_page_of_another_secret_or_salt(self) -> None:
+        """The secret of another reservation and another salt are refused, and the prompt is computed."""
         pair = Pair()
         mine = pair.compute(0, PROMPT, max_new_tokens=4)
         other = pair.compute(1, [9] * 40, max_new_tokens=4)
@@ -353,7 +353,7 @@ class TestReading:
             pair.second.control.flush_cache()
         assert pair.second.core.stats().pulled_pages_total == 0 and len(pulls(pair.second)) == 3
 
-    def test_a_worker_that_is_gone_costs_a_computation(self) -> None:
+    def test_pull_from_a_lost_worker_fails_and_the_prompt_is_computed(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.second.executor.peers.clear()
@@ -363,7 +363,7 @@ class TestReading:
         stats = pair.second.core.stats()
         assert stats.refused_pulls_total == stats.failed_operations_total == 1 and stats.pulled_pages_total == 0
 
-    def test_is_given_up_when_computing_would_be_sooner(self) -> None:
+    def test_pull_is_abandoned_when_computing_is_faster(self) -> None:
         pair = Pair(page_moved_s=100.0)
         tiers = pair.second.core.tiers
         assert tiers is not None
@@ -379,7 +379,7 @@ class TestReading:
         pair.second.turn()
         assert not pair.second.core.memory.quarantined
 
-    def test_one_slow_worker_keeps_nobody_from_reading_another(self) -> None:
+    def test_slow_worker_delays_no_read_from_another_worker(self) -> None:
         pair = Pair()
         other = worker()
         pair.second.executor.peers["other"] = other.executor
@@ -392,8 +392,8 @@ class TestReading:
         pair.answer(0, PROMPT, max_new_tokens=4)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_one_that_hangs_does_not_either(self) -> None:
-        """Neither those who wait for another one by then, nor those who come later."""
+    def test_hung_worker_delays_no_read_from_another_worker(self) -> None:
+        """This holds for requests that already wait for another worker, and for later requests."""
         pair = Pair(num_pages=64, first={"num_pages": 64})
         tiers, executor = pair.second.core.tiers, pair.second.executor
         assert tiers is not None
@@ -430,8 +430,8 @@ class TestReading:
             pair.second.check_answer(handle)
             assert pair.second.finishes[handle].cached_from[Tier.PEER] == 40
 
-    def test_a_read_is_judged_with_what_is_behind_it_before_its_request_comes_to_it(self) -> None:
-        """By itself each of them takes longer than its page would take to be computed; all of them do not."""
+    def test_pull_is_judged_with_the_following_pages(self) -> None:
+        """Each read alone takes longer than computing its page, but all reads together take less than computing all pages."""
         pair = Pair(page_moved_s=0.05)
         tiers = pair.second.core.tiers
         assert tiers is not None
@@ -445,8 +445,8 @@ class TestReading:
         assert pair.second.finishes[0].cached_from[Tier.PEER] >= 28, "but for the last ones, behind which there is little"
 
     @pytest.mark.parametrize("aborted", [False, True], ids=["waited for", "of an aborted request"])
-    def test_who_waits_behind_a_read_that_is_late_is_let_go_with_it(self, aborted: bool) -> None:
-        """A worker that hangs costs each of them the patience of one."""
+    def test_late_pull_ends_the_waits_for_following_pulls(self, aborted: bool) -> None:
+        """A hung worker delays each of its requests only once."""
         pair = Pair(page_moved_s=100.0, num_pages=64, first={"num_pages": 64})
         tiers = pair.second.core.tiers
         assert tiers is not None
@@ -465,7 +465,7 @@ class TestReading:
             pair.second.check_answer(handle)
         assert pair.second.core.stats().given_up_operations_total >= 2
 
-    def test_of_two_rooms_of_one_prompt_the_other_is_read_where_one_has_ended(self) -> None:
+    def test_second_reservation_is_read_when_the_first_has_ended(self) -> None:
         pair = Pair(page_moved_s=0.05)
         for handle in (0, 1):
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
@@ -480,7 +480,7 @@ class TestReading:
             pair.second.check_answer(handle)
         assert pair.second.core.stats().pulled_pages_total == 10
 
-    def test_whether_reading_pays_is_told(self) -> None:
+    def test_stats_report_that_pulls_do_not_pay(self) -> None:
         pair = Pair()
         tiers = pair.second.core.tiers
         assert tiers is not None and not pair.second.core.stats().pulls_lose
@@ -488,7 +488,7 @@ class TestReading:
         tiers.rates._token_s = 1e-9
         assert pair.second.core.stats().pulls_lose
 
-    def test_two_of_one_prompt_read_it_once(self) -> None:
+    def test_pulls_of_one_prompt_read_each_page_once(self) -> None:
         pair = Pair(page_moved_s=0.05)
         for handle in (0, 1):
             pair.compute(handle, PROMPT, max_new_tokens=4, seed=handle)
@@ -501,7 +501,7 @@ class TestReading:
         pair.turn()
         pair.assert_all_is_free()
 
-    def test_an_abort_leaves_the_room_and_frees_the_pages_with_the_fact(self) -> None:
+    def test_aborted_request_releases_the_reservation_and_frees_pages_with_the_fact(self) -> None:
         pair = Pair(page_moved_s=0.1)
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)
@@ -514,7 +514,7 @@ class TestReading:
             pair.turn()
         pair.assert_all_is_free()
 
-    def test_while_paused_it_goes_on(self) -> None:
+    def test_pull_continues_during_a_pause(self) -> None:
         pair = Pair()
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.second.control.pause(PauseMode.IN_PLACE, pair.second.now)
@@ -526,15 +526,15 @@ class TestReading:
         pair.second.drain()
         pair.second.check_answer(0)
 
-    def test_what_was_read_is_copied_to_the_host_as_anything_else(self) -> None:
+    def test_pulled_pages_are_copied_to_the_host(self) -> None:
         pair = Pair(host_pages=64)
         pair.answer(0, PROMPT, max_new_tokens=4)
         for _ in range(20):
             pair.second.turn()
         assert pair.second.core.stats().backed_up_pages_total >= 10
 
-    def test_what_was_read_and_goes_before_it_is_copied_is_lost(self) -> None:
-        """It is kept nowhere else for long."""
+    def test_pulled_pages_are_lost_when_evicted_before_a_copy(self) -> None:
+        """The prefill worker does not keep these pages for long."""
         pair = Pair(host_pages=64)
         pair.second.core.begins_copies = False
         pair.answer(0, PROMPT, max_new_tokens=4)
@@ -543,7 +543,7 @@ class TestReading:
         assert pair.second.core.stats().lost_pages_total >= 10
 
     @pytest.mark.parametrize("host_pages", [0, 64])
-    def test_a_worker_that_reads_nobody_computes(self, host_pages: int) -> None:
+    def test_worker_without_reads_computes_the_prompt(self, host_pages: int) -> None:
         pair, alone = Pair(), worker(host_pages=host_pages)
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.room is not None
@@ -554,22 +554,24 @@ class TestReading:
         assert not pulls(alone)
 
 
-def test_a_proof_is_of_secret_tree_and_tokens() -> None:
+def test_proof_depends_on_secret_tree_and_tokens() -> None:
     base = proof(bytes(16), "tree", b"tokens")
     others = [proof(b"1" * 16, "tree", b"tokens"), proof(bytes(16), "tre", b"etokens"), proof(bytes(16), "tree", b"token")]
     assert base not in others and len(set(others)) == 3 and base == proof(bytes(16), "tree", b"tokens")
 
 
-def test_proofs_of_places_that_rise_are_those_of_each_place() -> None:
+def test_prover_returns_the_proof_of_each_prefix() -> None:
     prover = Prover(bytes(16), "tree", b"some tokens")
     assert [prover.up_to(end) for end in (4, 4, 11)] == [proof(bytes(16), "tree", b"some tokens"[:end]) for end in (4, 4, 11)]
 
 
 @settings(max_examples=1000 if NIGHTLY else 60, deadline=None)
 @given(st.data())
-def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st.DataObject) -> None:
-    """Prompts that share prefixes, reads of any length, rooms that end in the middle, aborts, pools too small: both pools are
-    checked after every call, and freed pages are poisoned."""
+def test_pulls_keep_outputs_right_and_leak_no_page(data: st.DataObject) -> None:
+    """Random prompts share prefixes; reads have any length; reservations end early; requests are aborted; pools are too small.
+
+    Both pools are checked after every call, and freed pages are poisoned.
+    """
     draw = data.draw
     moved_s = draw(st.sampled_from([0.0, 0.02, 0.3]))
     hold_s = draw(st.sampled_from([0.05, 0.5, 10.0]))
@@ -583,7 +585,7 @@ def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st
         pair.first.submit(handle, prompts[handle], hand_over=pair.new_room(), max_new_tokens=6, ignore_eos=True)
         for _ in range(draw(st.integers(0, 6))):
             waiting += _step(pair, draw(st.sampled_from(["turn", "turn", "abort", "flush", "clock"])), prompts)
-    for _ in range(10_000):  # of 10 ms: a page may take 300, and all of them come one after another
+    for _ in range(10_000):  # a turn takes 10 ms; a page may take 300 ms, and pages are read one after another
         _step(pair, "turn", prompts)
         if pair.first.core.idle and pair.second.core.idle and set(prompts) <= set(pair.first.finishes):
             break
@@ -592,7 +594,7 @@ def test_whatever_happens_every_answer_is_right_and_all_pages_come_back(data: st
 
 
 def _step(pair: Pair, what: str, prompts: dict[int, list[int]]) -> list[int]:
-    """One thing that may happen, and what follows of it."""
+    """Applies one random event and runs a turn. Returns the requests that continue on the second worker."""
     match what:
         case "abort" if pair.second.core.num_requests:
             pair.second.abort(next(iter(pair.second.core.queues.by_key.values())).handle)
@@ -608,7 +610,7 @@ def _step(pair: Pair, what: str, prompts: dict[int, list[int]]) -> list[int]:
     return begun
 
 
-def test_reads_pay_where_nobody_knows_what_computing_takes() -> None:
+def test_pull_pays_when_computing_is_not_measured() -> None:
     pair = Pair()
     pair.second = worker(reads_peers=True)
     pair.second.executor.peers[ADDRESS] = pair.first.executor

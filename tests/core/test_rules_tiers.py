@@ -1,4 +1,4 @@
-"""Tiers below the pool: what is copied down and when, what is kept there, and whom it is kept for."""
+"""Rules for the tiers below the pool: copies, their order and limits, imports and deletions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from services.worker.exec.contracts.operations import DeleteStored
 from tests.core.harness import Engine, slow, small
 
-MIB = 1 << 20  # an operation moves 16 of them at most
+MIB = 1 << 20  # an operation moves at most 16 MiB
 
 
 def tiered(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> Engine:
@@ -36,7 +36,7 @@ def ask(engine: Engine, handle: int, ids: list[int], max_new_tokens: int = 4, **
 
 
 def moved(engine: Engine, kind: OperationKind) -> list[PageOperation]:
-    """In the order in which they began."""
+    """Returns the operations of one kind, in the order in which they began."""
     return [operation for plan in engine.plans for operation in plan.operations if operation.kind is kind]
 
 
@@ -45,13 +45,13 @@ def num_moved(engine: Engine, kind: OperationKind) -> int:
 
 
 def keys_of(ids: list[int]) -> list[bytes]:
-    """Of the whole pages of a prompt without a salt."""
+    """Returns the keys of the whole pages of a prompt without a salt."""
     keys = PageKeys(bytes(SECRET_BYTES), b"", 4)
     return keys.after(keys.root(""), np.array(ids, dtype=np.int32).tobytes())
 
 
 def num_running(engine: Engine) -> int:
-    """Operations under way."""
+    """Returns the number of running operations that read or write device pages."""
     tiers = engine.core.tiers
     assert tiers is not None
     return tiers.num_running
@@ -65,10 +65,10 @@ def turns(engine: Engine, count: int) -> None:
 class TestTheWayBack:
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_what_was_evicted_comes_back_from_the_host(self, overlap: bool) -> None:
+    def test_evicted_pages_are_loaded_from_the_host(self, overlap: bool) -> None:
         engine = tiered(overlap)
         for number in range(3):
-            ask(engine, number, prompt(number))  # each takes more than half of the pool
+            ask(engine, number, prompt(number))  # each needs more than half of the pool
         finish = ask(engine, 9, prompt(0))
         assert finish.cached_tokens == 36
         assert finish.cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
@@ -77,7 +77,7 @@ class TestTheWayBack:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("overlap", [True, False])
-    def test_what_the_host_forgot_comes_back_from_the_storage(self, overlap: bool) -> None:
+    def test_pages_lost_by_the_host_are_fetched_from_the_storage(self, overlap: bool) -> None:
         engine = tiered(overlap, has_storage=True)
         ask(engine, 0, prompt(0))
         assert engine.core.stats().storage_pages == 10
@@ -86,8 +86,8 @@ class TestTheWayBack:
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 36}
         assert engine.core.stats().fetched_pages_total == 9 and num_moved(engine, OperationKind.LOAD) == 0
 
-    def test_a_prompt_may_come_from_everywhere(self) -> None:
-        """Of ten pages the device has two, and the host has lost the last ones to others."""
+    def test_prompt_comes_from_device_host_and_storage(self) -> None:
+        """The device has two of ten pages, and the host has evicted the last ones."""
         engine = slow(tiered(has_storage=True, host_pages=24, chunked_prefill_size=64))
         for number in range(3):
             ask(engine, number, prompt(number))
@@ -98,7 +98,7 @@ class TestTheWayBack:
         assert 2 < in_host < 9
         assert finish.cached_from == {Tier.DEVICE: 8, Tier.HOST: 4 * in_host - 8, Tier.STORAGE: 36 - 4 * in_host}
 
-    def test_what_is_on_the_device_is_not_read(self) -> None:
+    def test_pages_on_the_device_are_not_loaded(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 36}
@@ -106,7 +106,7 @@ class TestTheWayBack:
 
     @settings(max_examples=12, deadline=None)
     @given(asked=st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 1), st.integers(1, 32)), max_size=6))
-    def test_a_request_finds_what_its_own_salt_has_left_and_nothing_else(self, asked: list[tuple[str, int, int]]) -> None:
+    def test_request_finds_only_pages_of_the_same_salt(self, asked: list[tuple[str, int, int]]) -> None:
         engine = slow(tiered(has_storage=True, host_pages=400))
         known: dict[str, list[list[int]]] = {"": [], "a": [], "b": []}
         for handle, (salt, number, length) in enumerate(asked):
@@ -119,7 +119,7 @@ class TestTheWayBack:
             if handle % 2:
                 engine.control.flush_tiers((Tier.HOST,))
 
-    def test_who_waits_for_pages_holds_nobody_up(self) -> None:
+    def test_importing_request_delays_no_other_request(self) -> None:
         engine = tiered(page_moved_s=0.003)
         ask(engine, 0, prompt(0))
         engine.control.flush_cache()
@@ -139,15 +139,15 @@ def common_pages(one: list[int], other: list[int]) -> int:
 
 
 def moved_to_host(engine: Engine) -> list[bytes]:
-    """Keys of the pages that the fake host memory has from the last copy to each of them."""
+    """Returns the key that the last copy has written to each page of the fake host memory."""
     held: dict[int, bytes] = {}
     for operation in moved(engine, OperationKind.BACK_UP):
         held |= zip(operation.host_pages.tolist(), operation.keys, strict=True)
     return list(held.values())
 
 
-def test_what_one_salt_was_answered_is_no_other_salts() -> None:
-    """Not a page of its prompt is whole before there is output."""
+def test_output_pages_are_found_only_with_the_same_salt() -> None:
+    """No page of the prompt is whole before the first output."""
     engine = slow(tiered())
     engine.submit(0, [5, 5], salt="a", max_new_tokens=30, ignore_eos=True)
     engine.drain()
@@ -160,7 +160,7 @@ def test_what_one_salt_was_answered_is_no_other_salts() -> None:
 
 
 class TestCopies:
-    def test_write_back_copies_nothing_while_somebody_uses_it(self) -> None:
+    def test_write_back_copies_no_page_in_use(self) -> None:
         engine = tiered()
         engine.submit(0, prompt(0), max_new_tokens=8, ignore_eos=True)
         while not engine.finishes:
@@ -169,7 +169,7 @@ class TestCopies:
         engine.drain()
         assert num_moved(engine, OperationKind.BACK_UP) == 11
 
-    def test_write_back_copies_those_first_who_left_first(self) -> None:
+    def test_write_back_copies_in_the_order_of_ends(self) -> None:
         engine = tiered(page_moved_s=0.05, chunked_prefill_size=64, num_pages=64)
         left = [3, 1, 2, 0]
         for number in range(4):
@@ -180,7 +180,7 @@ class TestCopies:
         assert begins == sorted(begins)
 
     @pytest.mark.parametrize("policy", WritePolicy)
-    def test_a_prefix_is_copied_before_what_hangs_on_it(self, policy: WritePolicy) -> None:
+    def test_prefix_is_copied_before_the_pages_after(self, policy: WritePolicy) -> None:
         engine = tiered(hicache_write_policy=policy, page_bytes=8 * MIB, page_moved_s=0.003, num_pages=32)
         tails = [prompt(0, 16) + prompt(number, 16) for number in (1, 2, 1, 1, 2)]
         for handle, ids in enumerate(tails):
@@ -191,7 +191,7 @@ class TestCopies:
             assert keys == keys_of(ids)[: len(keys)] and [order.index(key) for key in keys] == sorted(map(order.index, keys))
         assert len(order) == len(set(order)) >= 7
 
-    def test_write_through_copies_before_anybody_leaves(self) -> None:
+    def test_write_through_copies_pages_of_running_requests(self) -> None:
         engine = tiered(hicache_write_policy=WritePolicy.WRITE_THROUGH)
         engine.submit(0, prompt(0), max_new_tokens=20, ignore_eos=True)
         while num_moved(engine, OperationKind.BACK_UP) < 10:
@@ -200,7 +200,7 @@ class TestCopies:
         engine.drain()
         engine.check_answer(0)
 
-    def test_selective_copies_what_is_hit_a_second_time(self) -> None:
+    def test_write_through_selective_copies_pages_with_a_second_hit(self) -> None:
         engine = tiered(hicache_write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
         copied = []
         for handle in range(3):
@@ -208,7 +208,7 @@ class TestCopies:
             copied.append(num_moved(engine, OperationKind.BACK_UP))
         assert copied == [0, 0, 9]
 
-    def test_what_is_kept_is_not_copied_again(self) -> None:
+    def test_pages_in_the_host_are_not_copied_again(self) -> None:
         engine = tiered()
         for handle in range(3):
             ask(engine, handle, prompt(0))
@@ -217,7 +217,7 @@ class TestCopies:
         assert counts == [1] * 10
 
     @pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH])
-    def test_what_the_host_has_lost_is_copied_again_when_it_is_used(self, policy: WritePolicy) -> None:
+    def test_pages_lost_by_the_host_are_copied_again_when_used(self, policy: WritePolicy) -> None:
         engine = slow(tiered(hicache_write_policy=policy))
         ask(engine, 0, prompt(0))
         engine.control.flush_tiers((Tier.HOST,))
@@ -225,8 +225,8 @@ class TestCopies:
         engine.control.flush_cache()
         assert ask(engine, 2, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
 
-    def test_whoever_is_left_first_is_copied_first(self) -> None:
-        """One page is an operation, and eight are under way: of the first prompt some wait when the second one ends."""
+    def test_waiting_copies_precede_copies_of_a_later_request(self) -> None:
+        """An operation has one page, and eight operations run. Pages of the first prompt wait when the second request ends."""
         engine = tiered(page_bytes=16 * MIB, page_moved_s=0.2, num_pages=64, chunked_prefill_size=64)
         for handle in range(2):
             engine.submit(handle, prompt(handle), max_new_tokens=4, ignore_eos=True)
@@ -236,7 +236,7 @@ class TestCopies:
         engine.drain()
         assert moved_to_host(engine) == [*keys_of(prompt(0)), *keys_of(prompt(1))]
 
-    def test_so_many_copies_to_the_host_are_under_way_at_most(self) -> None:
+    def test_copies_to_the_host_are_limited(self) -> None:
         engine = tiered(has_storage=True, page_bytes=8 * MIB, page_moved_s=0.02, num_pages=64)
         for number in range(4):
             engine.submit(number, prompt(number, 32), max_new_tokens=4, ignore_eos=True)
@@ -247,7 +247,7 @@ class TestCopies:
         assert most == MOST_BACK_UPS
         assert {len(operation.keys) for operation in moved(engine, OperationKind.BACK_UP)} == {1, 2}  # 16 MiB at most
 
-    def test_of_a_prompt_longer_than_half_of_the_host_only_the_beginning_is_kept(self) -> None:
+    def test_host_keeps_the_beginning_of_a_prompt_beyond_half_of_the_tier(self) -> None:
         engine = tiered(host_pages=8)
         ask(engine, 0, prompt(0))
         assert engine.core.stats().backed_up_pages_total == 4
@@ -255,15 +255,15 @@ class TestCopies:
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 16}
 
     @pytest.mark.parametrize("chunk", [16, 64])
-    def test_of_a_prompt_the_host_loses_the_end_first(self, chunk: int) -> None:
-        """chunk: the prompt comes to the host in three operations, or in one."""
+    def test_host_evicts_the_end_of_a_prompt_first(self, chunk: int) -> None:
+        """The prompt is copied in three operations, or in one if the chunk is larger."""
         engine = tiered(host_pages=24, chunked_prefill_size=chunk)
         for number in range(3):
             ask(engine, number, prompt(number))
         left = [key in moved_to_host(engine) for key in keys_of(prompt(0))]
         assert left == [True] * 4 + [False] * 6
 
-    def test_what_goes_before_its_turn_is_lost_and_counted(self) -> None:
+    def test_pages_evicted_before_a_copy_are_counted_as_lost(self) -> None:
         engine = tiered(page_bytes=16 * MIB, page_moved_s=0.5)
         for number in range(4):
             engine.submit(number, prompt(number), max_new_tokens=4, ignore_eos=True)
@@ -273,7 +273,7 @@ class TestCopies:
         stats = engine.core.stats()
         assert stats.lost_pages_total > 0 and engine.core.settled
 
-    def test_what_is_flushed_while_it_is_copied_is_forgotten_when_that_ends(self) -> None:
+    def test_flushed_pages_are_forgotten_when_a_running_copy_ends(self) -> None:
         engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not num_running(engine):
@@ -284,7 +284,7 @@ class TestCopies:
         assert engine.core.memory.tree.num_pages == engine.core.stats().host_pages_used == 0
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
-    def test_of_a_copy_that_failed_partly_the_rest_is_copied_when_it_is_used_again(self) -> None:
+    def test_rest_of_a_failed_copy_is_copied_when_used_again(self) -> None:
         engine = tiered(chunked_prefill_size=64)
         engine.executor.pages_moved = lambda operation: 3 if len(moved(engine, OperationKind.BACK_UP)) == 1 else 0
         ask(engine, 0, prompt(0))
@@ -293,15 +293,15 @@ class TestCopies:
         ask(engine, 1, prompt(0))
         assert engine.core.stats().host_pages_used == 10
 
-    def test_a_copy_that_failed_is_not_tried_again_until_its_pages_are_used(self) -> None:
-        """Three nodes, of which two are copied at once."""
+    def test_failed_copy_is_not_repeated_before_the_next_use(self) -> None:
+        """Two of the three nodes are copied at the same time."""
         engine = tiered()
         engine.executor.pages_moved = lambda operation: 0
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         turns(engine, 60)
         assert engine.core.settled and len(moved(engine, OperationKind.BACK_UP)) <= 3
 
-    def test_what_could_not_be_copied_is_lost_when_it_goes(self) -> None:
+    def test_uncopied_pages_are_lost_when_evicted(self) -> None:
         engine = tiered(chunked_prefill_size=64)
         engine.executor.pages_moved = lambda operation: 0
         ask(engine, 0, prompt(0))
@@ -311,14 +311,14 @@ class TestCopies:
             ask(engine, number, prompt(number))
         assert engine.core.stats().lost_pages_total > 0
 
-    def test_what_could_not_be_stored_is_counted(self) -> None:
+    def test_pages_not_written_to_the_storage_are_counted(self) -> None:
         engine = tiered(has_storage=True, chunked_prefill_size=64)
         engine.executor.pages_moved = lambda operation: 4 if operation.kind is OperationKind.STORE else len(operation.keys)
         ask(engine, 0, prompt(0))
         stats = engine.core.stats()
         assert (stats.stored_pages_total, stats.unstored_pages_total, stats.storage_pages) == (4, 6, 4)
 
-    def test_what_waits_for_the_storage_takes_half_of_the_host_at_most(self) -> None:
+    def test_pages_waiting_for_the_storage_take_at_most_half_of_the_host(self) -> None:
         engine = tiered(has_storage=True, host_pages=16, page_moved_s=0.02, num_pages=64)
         for number in range(4):
             engine.submit(number, prompt(number, 24), max_new_tokens=4, ignore_eos=True)
@@ -329,7 +329,7 @@ class TestCopies:
 
 
 class TestForgetting:
-    def test_a_flushed_host_serves_nobody(self) -> None:
+    def test_flushed_host_has_no_pages(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
         engine.control.flush_cache()
@@ -337,7 +337,7 @@ class TestForgetting:
         assert engine.core.stats().host_pages_used == 0
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
-    def test_a_flushed_storage_serves_nobody_and_the_host_goes_on(self) -> None:
+    def test_flushed_storage_has_no_pages_and_the_host_keeps_pages(self) -> None:
         engine = tiered(has_storage=True)
         ask(engine, 0, prompt(0))
         assert engine.control.flush_tiers((Tier.STORAGE,)) == 10
@@ -347,7 +347,7 @@ class TestForgetting:
         engine.control.flush_tiers((Tier.HOST, Tier.STORAGE))
         assert ask(engine, 2, prompt(0)).cached_tokens == 0
 
-    def test_what_is_read_goes_on_and_is_forgotten_by_the_host(self) -> None:
+    def test_running_load_continues_when_the_host_is_flushed(self) -> None:
         engine = tiered(page_moved_s=0.003, num_pages=32)
         ask(engine, 0, prompt(0))
         engine.control.flush_cache()
@@ -359,7 +359,7 @@ class TestForgetting:
         assert engine.finishes[1].cached_tokens == 36
         engine.check_answer(1)
 
-    def test_what_is_being_copied_does_not_come_to_a_host_that_was_flushed(self) -> None:
+    def test_running_copy_is_discarded_when_the_host_is_flushed(self) -> None:
         engine = slow(tiered(page_moved_s=0.01, chunked_prefill_size=64))
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not num_running(engine):
@@ -371,20 +371,20 @@ class TestForgetting:
         ask(engine, 1, prompt(0))
         assert engine.core.stats().host_pages_used == 10, "it is copied when it is used again"
 
-    def test_what_is_being_stored_does_not_come_to_a_storage_that_was_flushed(self) -> None:
+    def test_running_store_is_discarded_when_the_storage_is_flushed(self) -> None:
         engine = tiered(page_moved_s=0.01, has_storage=True, chunked_prefill_size=64)
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not moved(engine, OperationKind.STORE):
             engine.turn()
         engine.control.flush_tiers((Tier.STORAGE,))
         engine.drain()
-        engine.executor.apply(DeleteStored(ALL, Future()))  # as the executor does it, behind what was begun before
+        engine.executor.apply(DeleteStored(ALL, Future()))  # as in the executor, after the operations that were begun before
         assert engine.core.stats().storage_pages == 0
         ask(engine, 1, prompt(0))
         assert engine.core.stats().storage_pages == 10, "it is stored when it is used again"
 
-    def test_who_lost_its_copy_is_not_backed_any_more(self) -> None:
-        """Neither by a flush nor by what a storage says it has dropped; and nobody who went is remembered."""
+    def test_node_is_not_backed_when_every_copy_is_lost(self) -> None:
+        """Copies are lost by a flush of the host and by a fact of the storage. Evicted nodes are not remembered."""
         engine = tiered(has_storage=True, chunked_prefill_size=64)
         ask(engine, 0, prompt(0))
         (node,) = engine.core.memory.tree.nodes()
@@ -399,7 +399,7 @@ class TestForgetting:
         engine.control.flush_cache()
         assert not backed, "it has gone"
 
-    def test_what_waits_for_the_storage_is_forgotten_with_the_host(self) -> None:
+    def test_waiting_stores_are_dropped_when_the_host_is_flushed(self) -> None:
         engine = tiered(has_storage=True, page_moved_s=0.01, page_bytes=8 * MIB)
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while not engine.core.stats().stored_pages_total:
@@ -409,13 +409,13 @@ class TestForgetting:
         unstored = engine.core.stats().unstored_pages_total
         assert unstored > 0 and num_moved(engine, OperationKind.STORE) == before
 
-    def test_new_weights_find_nothing_in_the_host(self) -> None:
+    def test_replaced_weights_find_no_page_in_the_host(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
         engine.control.replace_weights("others")
         assert ask(engine, 1, prompt(0)).cached_tokens == 0
 
-    def test_the_memory_is_not_reset_while_an_operation_is_under_way(self) -> None:
+    def test_memory_is_not_reset_during_an_operation(self) -> None:
         engine = slow(tiered(page_moved_s=0.05))
         engine.submit(0, prompt(0), max_new_tokens=4, ignore_eos=True)
         while engine.core.settled:
@@ -429,21 +429,21 @@ class TestForgetting:
 
 
 class TestFacts:
-    def test_one_of_an_operation_that_never_began_is_none(self) -> None:
+    def test_fact_of_an_unknown_operation_is_refused(self) -> None:
         with pytest.raises(AssertionError, match="never begun"):
             tiered().core.ended(Fact(7), 0.0)
 
-    def test_an_operation_ends_once(self) -> None:
+    def test_second_fact_of_an_operation_is_refused(self) -> None:
         engine = tiered()
         ask(engine, 0, prompt(0))
         with pytest.raises(AssertionError, match="never begun"):
             engine.core.ended(Fact(moved(engine, OperationKind.BACK_UP)[0].op_id, 10), engine.now)
 
-    def test_where_there_are_no_tiers_there_are_none(self) -> None:
+    def test_fact_is_refused_without_tiers(self) -> None:
         with pytest.raises(AssertionError, match="no tiers"):
             tiered(host_pages=0).core.ended(Fact(UNASKED), 0.0)
 
-    def test_what_another_worker_has_stored_is_found_once_it_is_told(self) -> None:
+    def test_pages_of_another_worker_are_found_after_the_fact(self) -> None:
         other = tiered(has_storage=True)
         ask(other, 0, prompt(0))
         engine = tiered(has_storage=True)
@@ -452,7 +452,7 @@ class TestFacts:
         engine.core.ended(Fact(UNASKED, stored=tuple(other.executor.storage)), engine.now)
         assert ask(engine, 1, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.STORAGE: 36}
 
-    def test_what_the_storage_has_dropped_is_not_asked_for(self) -> None:
+    def test_pages_dropped_by_the_storage_are_not_fetched(self) -> None:
         engine = tiered(has_storage=True)
         ask(engine, 0, prompt(0))
         engine.control.flush_cache()

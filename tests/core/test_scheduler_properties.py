@@ -1,4 +1,4 @@
-"""Random messages through the core with tiny pools: docs/design/scheduler.md#invariants."""
+"""Random messages to the core with small pools, and the invariants of docs/design/scheduler.md#invariants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTEXT = 96
 
 
 def random_prompt(rng: random.Random) -> list[int]:
-    """Few distinct beginnings, so that prefixes are shared, split and published twice."""
+    """Returns a prompt with one of few beginnings, so that prefixes are shared, split and published twice."""
     stem = [rng.randrange(3)] * rng.randrange(1, 40)
     return stem + [rng.randrange(50) for _ in range(rng.randrange(0, 24))]
 
@@ -59,7 +59,10 @@ def random_params(rng: random.Random, prompt_len: int) -> dict[str, Any]:
 
 
 def random_turn(rng: random.Random, engine: Engine) -> SessionTurn | None:
-    """A turn of one of a few sessions, which may be closed, may have no turns yet, and may lack the parent named."""
+    """Returns a turn of one of a few sessions, or None.
+
+    The session may be closed or without turns, and the parent may not exist.
+    """
     if rng.random() < 0.75:
         return None
     name = rng.choice(("s0", "s1", "s2"))
@@ -77,7 +80,7 @@ def session_traffic(rng: random.Random, engine: Engine) -> None:
 
 
 def drive(config: SchedulerConfig, seed: int, steps: int, overlap: bool, checked: bool = True) -> Engine:
-    """`steps` turns with requests coming, being aborted in every phase, and pauses in which all drains."""
+    """Runs `steps` turns with random arrivals, aborts in every phase, and pauses in which all requests end."""
     rng = random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
     engine.executor.told_ahead_s = rng.choice((0.0, EARLY_S, 10.0))
@@ -191,7 +194,7 @@ configs = st.builds(
 )
 
 
-# Two loads are under way, the later one into a page that the earlier one brought and that was evicted since.
+# Two loads run. The later one writes a page that the earlier one has written and that was evicted since.
 REUSED_LOADS = config_of(
     page_size=4,
     pool_tokens=96,
@@ -220,13 +223,13 @@ REUSED_LOADS = config_of(
 @settings(max_examples=32 if NIGHTLY else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(config=REUSED_LOADS, seed=497727636, overlap=True)
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_every_request_gets_its_answer_once_and_nothing_leaks(config: SchedulerConfig, seed: int, overlap: bool) -> None:
+def test_scheduler_gives_each_output_once_and_leaks_no_page(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     check_run(drive(config, seed, 120, overlap))
 
 
 @settings(max_examples=12 if NIGHTLY else 4, deadline=None)
 @given(config=configs, seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_the_same_log_gives_the_same_plans(config: SchedulerConfig, seed: int, overlap: bool) -> None:
+def test_scheduler_gives_the_same_plans_for_the_same_calls(config: SchedulerConfig, seed: int, overlap: bool) -> None:
     first, second = (drive(config, seed, 80, overlap, checked=False) for _ in range(2))
     assert [repr(plan) for plan in first.plans] == [repr(plan) for plan in second.plans]
     assert repr(first.finishes) == repr(second.finishes)
@@ -235,7 +238,7 @@ def test_the_same_log_gives_the_same_plans(config: SchedulerConfig, seed: int, o
 @pytest.mark.by_day(one_in=2, seed=16)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_pool_too_small_for_one_request_aborts_that_request_alone(page_size: int, overlap: bool) -> None:
+def test_small_pool_aborts_only_the_request_that_does_not_fit(page_size: int, overlap: bool) -> None:
     engine = Engine(config_of(page_size, 64, 4, 16), overlap)
     engine.submit(0, [40] * 20, max_new_tokens=70, ignore_eos=True)
     for handle in range(1, 6):
