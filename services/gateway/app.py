@@ -1,5 +1,4 @@
-"""The HTTP routes and their documentation. How one is answered is in services/gateway/http/answer.py; here is only
-what FastAPI is asked to do."""
+"""Builds the gateway's ASGI application: routes, error responses, the OpenAPI document, pages, API keys and CORS."""
 
 from __future__ import annotations
 
@@ -8,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-import orjson
-from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
@@ -24,8 +24,7 @@ from services.gateway.api.openai import operations as openai
 from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
 from services.gateway.api.openai.render import ChatRenderer, CompletionRenderer
-from services.gateway.http.answer import HttpPort, endpoint_of
-from services.gateway.http.direct_routes import DirectRoutes
+from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
 from services.gateway.http.front_door import FrontDoor
 from services.gateway.http.readiness import Readiness
 from services.gateway.keys.key_ring import KeyRing
@@ -41,74 +40,83 @@ _INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI
 _RATE_LIMITS = [
     f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens", "concurrency")
 ]
-# Headers that a page of another origin may read.
+# Response headers that a page of another origin may read.
 _EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-rootstock-stored", *_RATE_LIMITS)
 
 
 class ApiRoutes(Protocol):
-    """An API beside OpenAI's chat, completions and embeddings. forms: how it writes errors, by path, where that is not as
-    OpenAI's."""
+    """One of the HTTP APIs beside OpenAI's chat, completions and embeddings."""
 
-    forms: Mapping[str, AnswerForm]
+    forms: Mapping[str, AnswerForm]  # form of its errors by path, where it differs from OpenAI's
 
     @property
-    def operations(self) -> Sequence[DocumentedOperation]: ...
+    def operations(self) -> Sequence[DocumentedOperation]:
+        """Its part of the OpenAPI document."""
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        """Adds the routes and returns the generating operations by path."""
+    def generating(self) -> Mapping[str, MakeOperation]:
+        """Returns the generating operations by path. The application serves each of them by POST."""
+
+    def routes(self) -> Sequence[Route]:
+        """Returns all other routes."""
+
+
+def generating_operations(preparer: Preparer, apis: Sequence[ApiRoutes]) -> dict[str, MakeOperation]:
+    """Returns the generating operations of OpenAI's API and of the given ones, by path."""
+    operations: dict[str, MakeOperation] = {
+        openai.CHAT: lambda: Operation(preparer.chat, ChatRenderer),
+        openai.COMPLETIONS: lambda: Operation(preparer.completion, CompletionRenderer),
+        openai.EMBEDDINGS: lambda: Operation(preparer.embedding, EmbeddingRenderer),
+    }
+    for api in apis:
+        operations.update(api.generating())
+    return operations
 
 
 def build(
     port: HttpPort,
     keys: KeyRing,
     access: AccessLog,
-    preparer: Preparer,
     served: Callable[[], Sequence[ModelInfo]],
+    generating: Mapping[str, MakeOperation],
     apis: Sequence[ApiRoutes],
     readiness: Readiness,
     metrics: GatewayMetrics,
     retry_after_s: Callable[[], int],
-    made: dict[str, MakeOperation],
 ) -> ASGIApp:
     """Returns the gateway's ASGI application.
 
     Args:
         served: Returns the served models, and those whose workers are still to connect.
+        generating: The generating operations of all APIs, by path.
+        apis: All APIs except OpenAI's chat, completions and embeddings.
         retry_after_s: Returns the seconds after which a client of a 503 retries, by the length of the queue.
-        made: Filled with the generating operations, by path.
     """
     settings = port.settings
     on_http = metrics if settings.metrics_on_http else None
+    has_keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
     further = [operation for api in apis for operation in api.operations]
     operations = (*openai.OPERATIONS, *further, *server.operations(on_http is not None, settings.playground))
-    app = FastAPI(
-        title=_INFO["title"],
-        redoc_url=None,
-        docs_url=None,
-        openapi_url=server.DOCUMENT if settings.docs_enabled else None,
-        redirect_slashes=False,
-    )
-    _add_errors(app)
-    forms = {path: form for api in apis for path, form in api.forms.items()}
-    made.update(_add_generation(app, port, preparer))
-    for api in apis:
-        made.update(api.add_routes(app))
-    _add_models(app, served)
-    _add_operations(app, readiness, on_http)
     pages = {server.DOCS: static_page.REFERENCE} if settings.docs_enabled else {}
     pages |= {server.PLAYGROUND: static_page.PLAYGROUND} if settings.playground else {}
-    for path, name in pages.items():
-        _add_page(app, path, static_page.static_page(name))
-    has_keys, origins = bool(settings.api_keys_file), settings.cors_allow_origins
-    app.openapi = cache(lambda: document(_INFO, operations, has_keys, bool(origins)))  # type: ignore[method-assign]
-    routes = [operation.path for operation in operations]
-    direct = DirectRoutes(app, {path: endpoint_of(port, make) for path, make in made.items()})
-    door = FrontDoor(direct, routes, keys, metrics, retry_after_s, forms, access, pages)
-    return _with_cors(door, origins)
+    # A router tries its routes in order, so the generating ones, which have the most requests, come first.
+    routes = [Route(path, GenerationEndpoint(port, make), methods=["POST"]) for path, make in generating.items()]
+    for api in apis:
+        routes += api.routes()
+    routes += _model_routes(served)
+    routes += _operational_routes(readiness, on_http)
+    routes += [_page_route(path, static_page.static_page(name)) for path, name in pages.items()]
+    if settings.docs_enabled:
+        routes.append(_document_route(lambda: document(_INFO, operations, has_keys, bool(origins))))
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False
+    _add_error_handlers(app)
+    forms = {path: form for api in apis for path, form in api.forms.items()}
+    paths = [operation.path for operation in operations]
+    return _with_cors(FrontDoor(app, paths, keys, metrics, retry_after_s, forms, access, pages), origins)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Outermost: a browser asks beforehand without a key."""
+    """Adds CORS outside of the check of API keys, because a browser sends its preflight request without a key."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -120,11 +128,8 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
-
-
 def _error_response(request: Request, error: ApiError) -> Response:
+    """Returns the error in the form of the API to which the path belongs."""
     state = request.scope["state"]
     state[ERROR_CODE] = error.code
     status, headers, body = state["form"].answer(error, state["request_id"])
@@ -133,12 +138,12 @@ def _error_response(request: Request, error: ApiError) -> Response:
     return response
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: Starlette) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
-        """No such route (404) or no such method on it (405)."""
+        """Responds to an unknown path (404), and to a method that the path does not have (405)."""
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
-            return _other_method(app, request)
+            return _method_response(app, request)
         return _error_response(request, ApiError(error.status_code, f"{error.detail}.", code="not_found"))
 
     async def on_api_error(request: Request, error: Exception) -> Response:
@@ -146,21 +151,19 @@ def _add_errors(app: FastAPI) -> None:
         return _error_response(request, error)
 
     async def on_fault(request: Request, error: Exception) -> Response:
-        """It is raised again behind this, for who logs it."""
+        """Responds to any other exception, which Starlette then raises again, so that FrontDoor logs it."""
         return _error_response(request, internal())
 
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_fault)
     app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(Exception, on_fault)
 
 
-def _other_method(app: FastAPI, request: Request) -> Response:
-    """To OPTIONS: what may be asked of the path. To others: that they may not be."""
-    met = [route for route in app.router.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
-    exact = [route for route in met if route.path == request.scope["path"]]
-    allowed = {"OPTIONS"}.union(*(route.methods or () for route in exact or met))
-    if "GET" in allowed:
-        allowed.add("HEAD")
+def _method_response(app: Starlette, request: Request) -> Response:
+    """Responds to a method without a route: OPTIONS gets the path's methods, any other method gets 405."""
+    matching = [route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+    exact = [route for route in matching if route.path == request.scope["path"]]
+    allowed = {"OPTIONS"}.union(*(route.methods or () for route in exact or matching))
     response = Response(status_code=204)
     if request.method != "OPTIONS":
         response = _error_response(request, ApiError(405, "Method Not Allowed.", code="method_not_allowed"))
@@ -168,22 +171,11 @@ def _other_method(app: FastAPI, request: Request) -> Response:
     return response
 
 
-def _add_generation(app: FastAPI, port: HttpPort, preparer: Preparer) -> Mapping[str, MakeOperation]:
-    made: dict[str, MakeOperation] = {
-        openai.CHAT: lambda: Operation(preparer.chat, ChatRenderer),
-        openai.COMPLETIONS: lambda: Operation(preparer.completion, CompletionRenderer),
-        openai.EMBEDDINGS: lambda: Operation(preparer.embedding, EmbeddingRenderer),
-    }
-    for path, make in made.items():
-        app.post(path)(endpoint_of(port, make))
-    return made
-
-
-def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None:
+def _model_routes(served: Callable[[], Sequence[ModelInfo]]) -> list[Route]:
     started = int(time.time())
 
     def cards(request: Request) -> list[dict[str, Any]]:
-        """Of the models that the caller may use."""
+        """Returns the cards of the models that the caller may use."""
         caller: Caller = request.scope["state"]["caller"]
         return [
             {
@@ -201,46 +193,67 @@ def _add_models(app: FastAPI, served: Callable[[], Sequence[ModelInfo]]) -> None
             if caller.may_use(model.name)
         ]
 
-    @app.get(openai.MODELS)
-    async def models(request: Request) -> Response:
+    async def list_models(request: Request) -> Response:
         data = cards(request)
         names = [card["id"] for card in data] or [None]
-        return _json({"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+        return json_response({"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
 
-    @app.get(f"{openai.MODELS}/{{model_id:path}}")
-    async def model(request: Request, model_id: str) -> Response:
+    async def get_model(request: Request) -> Response:
+        model_id = request.path_params["model_id"]
         if not request.scope["state"]["caller"].may_use(model_id):
             raise model_not_allowed()
         found = [card for card in cards(request) if card["id"] == model_id]
         if not found:
             raise unknown_model()
-        return _json(found[0])
+        return json_response(found[0])
+
+    return [Route(openai.MODELS, list_models), Route(f"{openai.MODELS}/{{model_id:path}}", get_model)]
 
 
-def _add_page(app: FastAPI, path: str, page: Response) -> None:
-    @app.get(path)
-    async def sent() -> Response:
+def _page_route(path: str, page: Response) -> Route:
+    async def send_page(_: Request) -> Response:
         return page
 
+    return Route(path, send_page)
 
-def _add_operations(app: FastAPI, readiness: Readiness, metrics: GatewayMetrics | None) -> None:
-    @app.get(server.HEALTH)
-    async def health() -> Response:
-        return _json({"status": "ok"})
 
-    @app.get(server.READINESS)
-    async def ready() -> Response:
+def _document_route(make_document: Callable[[], Mapping[str, Any]]) -> Route:
+    """Returns the route of the OpenAPI document, which is made at its first request."""
+
+    @cache
+    def response() -> Response:
+        return JSONResponse(make_document())
+
+    async def send_document(_: Request) -> Response:
+        return response()
+
+    return Route(server.DOCUMENT, send_document)
+
+
+def _operational_routes(readiness: Readiness, metrics: GatewayMetrics | None) -> list[Route]:
+    """Returns the routes for kubelets, balancers and Prometheus.
+
+    Args:
+        metrics: None if this port does not serve them.
+    """
+
+    async def health(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def get_readiness(_: Request) -> Response:
         missing = readiness.missing()
-        return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
+        return json_response({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
-    @app.get(server.READY)
-    async def takes_requests() -> Response:
+    async def get_ready(_: Request) -> Response:
         missing = readiness.refused_for()
-        return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
+        return json_response({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
+    routes = [Route(server.HEALTH, health), Route(server.READINESS, get_readiness), Route(server.READY, get_ready)]
     if metrics is None:
-        return
+        return routes
+    registry = metrics.registry
 
-    @app.get(server.METRICS)
-    async def prometheus() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def get_metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return [*routes, Route(server.METRICS, get_metrics)]

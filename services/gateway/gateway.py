@@ -145,15 +145,13 @@ class Gateway:
         loads = self.dispatcher.fleet.loads
         standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected, self._surroundings(metrics)).told
         texts = TextsApi(port, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
-        operations: dict[str, MakeOperation] = {}
-        self._work = self._batch_work(operations, metrics)
+        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(port, preparer), texts]
+        generating = app.generating_operations(preparer, apis)
+        self._work = self._batch_work(generating, metrics)
         stores = None if self._work is None else Stores(self._work.files, self._work.batches)
-        batches = BatchesApi(port, Kept(stores, settings.state_ttl_s, retry))
-        apis: list[app.ApiRoutes] = [native, responses, MessagesApi(port, preparer), texts, batches]
+        apis.append(BatchesApi(port, Kept(stores, settings.state_ttl_s, retry)))
         retry_after_s = self.dispatcher.pace.retry_after_s
-        self.app = app.build(
-            port, self.keys, self.access, preparer, catalog.listed, apis, readiness, metrics, retry_after_s, operations
-        )
+        self.app = app.build(port, self.keys, self.access, catalog.listed, generating, apis, readiness, metrics, retry_after_s)
         self._registry = metrics.registry
         self._tls = _tls(settings)
         self._http = http_server.build(self.app, _http_options(settings, metrics, self.access, self._tls))

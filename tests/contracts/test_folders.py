@@ -11,7 +11,7 @@ from tests.contracts import imports
 ROOMS_OF_THE_WORKER = ("control", "core", "exec", "front", "grammar", "identity", "index", "loop", "metrics", "text")
 OTHER_SERVICES = ("gateway", "tokenizer", "detokenizer", "worker", "local", "sim")
 IO = ("asyncio", "grpc", "redis", "socket", "threading", "time", "kubernetes", "prometheus_client", "os", "subprocess")
-WEB = ("starlette", "fastapi", "uvicorn", "services.gateway.http")
+WEB = ("starlette", "uvicorn", "services.gateway.http")
 NEVER = {
     "services.worker.core": (*(f"services.worker.{room}" for room in ROOMS_OF_THE_WORKER if room != "core"), *IO, "torch"),
     "services.worker.core.kv": ("services.worker.core.requests",),

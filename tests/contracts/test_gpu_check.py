@@ -38,7 +38,7 @@ ELSEWHERE = [
     "xgrammar",
     "orjson",
     "re2",
-    "fastapi",
+    "starlette",
     "uvloop",
     "opentelemetry",
     "kubernetes",

@@ -17,7 +17,7 @@ class Block(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Block())
 """
 HEAVY = ["torch", "flashinfer"]
-NOT_IN_CORE = [*HEAVY, "grpc", "redis", "prometheus_client", "transformers", "pydantic", "uvloop", "fastapi"]
+NOT_IN_CORE = [*HEAVY, "grpc", "redis", "prometheus_client", "transformers", "pydantic", "uvloop", "starlette"]
 
 
 def import_with_blocked(blocked: list[str], module: str) -> subprocess.CompletedProcess[str]:

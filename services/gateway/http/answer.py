@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -38,7 +39,6 @@ from services.gateway.service.sink import (
     GenerationCall,
     MakeOperation,
     MakeRenderer,
-    Operation,
     Respond,
     RunGeneration,
     Sink,
@@ -71,18 +71,15 @@ class HttpPort:
     logs_access: bool  # the access log is on
 
 
-class GenerationResponse(Response):
-    """The ASGI response to one generation request."""
+class GenerationEndpoint:
+    """The ASGI endpoint of one generating operation. It is shared by all requests of its route."""
 
-    background = None
-
-    def __init__(self, port: HttpPort, operation: Operation) -> None:
-        # Not Response.__init__: there is no content yet, and headers are sent with the first byte.
+    def __init__(self, port: HttpPort, make_operation: MakeOperation) -> None:
         self._port = port
-        self._operation = operation
+        self._make_operation = make_operation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        settings = self._port.settings
+        settings, operation = self._port.settings, self._make_operation()
         headers, state = dict(scope["headers"]), scope["state"]
         key = headers.get(ROUTING_KEY_HEADER, b"")
         context = CallContext(
@@ -93,7 +90,7 @@ class GenerationResponse(Response):
             str(key, "latin-1"),
             _trace_headers(headers),
         )
-        sink = HttpSink(scope, send, self._operation.make_renderer, settings.sse_comment_s, self._port.logs_access)
+        sink = HttpSink(scope, send, operation.make_renderer, settings.sse_comment_s, self._port.logs_access)
         watch = ClientWatch(scope, receive)
 
         async def read(held: HeldBytes) -> ReceivedBody:
@@ -105,7 +102,7 @@ class GenerationResponse(Response):
             return body
 
         report = report_for(scope) if settings.playground else None
-        call = GenerationCall(context, self._operation.prepare, read, gone_of(scope), report=report)
+        call = GenerationCall(context, operation.prepare, read, gone_of(scope), report=report)
         try:
             with watch:
                 await self._port.run(call, sink)
@@ -275,10 +272,6 @@ def _trace_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): headers[name].decode("latin-1") for name in (b"traceparent", b"tracestate") if name in headers}
 
 
-def endpoint_of(port: HttpPort, make_operation: MakeOperation) -> Callable[[], Awaitable[Response]]:
-    """Returns the endpoint that FastAPI and DirectRoutes call for each request."""
-
-    async def endpoint() -> Response:
-        return GenerationResponse(port, make_operation())
-
-    return endpoint
+def json_response(content: Any, status: int = 200) -> Response:
+    """Returns a response whose body is `content` as JSON, for operations that do not generate."""
+    return Response(orjson.dumps(content), status, media_type="application/json")

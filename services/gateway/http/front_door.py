@@ -86,7 +86,7 @@ class FrontDoor:
         try:
             state["caller"] = caller = self._caller(scope["path"], headers)
             state["key"] = caller.key
-            await self._app(scope, receive, send_with_id)
+            await self._app(_routable(scope), receive, send_with_id)
         except ApiError as error:
             state[ERROR_CODE] = error.code
             await _answer(form.answer(error, request_id), send_with_id)
@@ -114,6 +114,15 @@ class FrontDoor:
 
 def _matching(route: str) -> re.Pattern[str]:
     return re.compile("[^/]+".join(map(re.escape, re.split(r"\{[a-z_]+\}", route))))
+
+
+def _routable(scope: Scope) -> Scope:
+    """Returns the scope with a final newline of the path percent-encoded.
+
+    A route's pattern ends in `$`, which also matches before a final newline.
+    """
+    path = scope["path"]
+    return {**scope, "path": path[:-1] + "%0A"} if path.endswith("\n") else scope
 
 
 def _request_id(given: bytes) -> str:

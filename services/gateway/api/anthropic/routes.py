@@ -1,24 +1,25 @@
-"""Anthropic's routes."""
+"""Routes of Anthropic's API: messages, and counting their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import orjson
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from services.gateway.api.anthropic.call import MessagesCall
 from services.gateway.api.anthropic.errors import ANTHROPIC
 from services.gateway.api.anthropic.operations import COUNT_TOKENS, MESSAGES, OPERATIONS
 from services.gateway.api.chat_preparer import ChatPreparer
-from services.gateway.http.answer import HttpPort, endpoint_of
+from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.request.errors import AnswerForm
 from services.gateway.request.origin import origin_of
 from services.gateway.service.sink import MakeOperation, Operation
 
 
 class MessagesApi:
-    """One per process."""
+    """Anthropic's API. Each process has one."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {MESSAGES: ANTHROPIC, COUNT_TOKENS: ANTHROPIC}
@@ -27,23 +28,19 @@ class MessagesApi:
         self._port = port
         self._preparer = preparer
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        """Returns what generates, by path."""
+    def generating(self) -> Mapping[str, MakeOperation]:
+        """Returns the generating operations by path."""
+        return {MESSAGES: self._messages}
 
-        def messages() -> Operation:
-            call = MessagesCall(self._preparer)
-            return Operation(call.prepare, call.renderer)
+    def routes(self) -> list[Route]:
+        """Returns the routes that do not generate."""
+        return [Route(COUNT_TOKENS, self._count_tokens, methods=["POST"])]
 
-        app.post(MESSAGES)(endpoint_of(self._port, messages))
+    def _messages(self) -> Operation:
+        call = MessagesCall(self._preparer)
+        return Operation(call.prepare, call.renderer)
 
-        @app.post(COUNT_TOKENS)
-        async def count_tokens(request: Request) -> Response:
-            return Response(orjson.dumps({"input_tokens": await self._count(request)}), media_type="application/json")
-
-        return {MESSAGES: messages}
-
-    async def _count(self, request: Request) -> int:
-        """Raises ApiError."""
-        state = request.scope["state"]
+    async def _count_tokens(self, request: Request) -> Response:
         async with self._port.bodies.read(request.scope, request.receive) as body:
-            return await MessagesCall(self._preparer).count(body, origin_of(state))
+            count = await MessagesCall(self._preparer).count(body, origin_of(request.scope["state"]))
+        return json_response({"input_tokens": count})

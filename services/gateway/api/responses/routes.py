@@ -1,14 +1,15 @@
-"""The Responses API's routes: responses, which generate, and what is kept of them."""
+"""Routes of the Responses API: responses, which generate, and the stored responses and conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import orjson
-from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from services.gateway.api.body_errors import of_validation
 from services.gateway.api.chat_preparer import ChatPreparer
@@ -32,7 +33,7 @@ from services.gateway.api.responses.render import failure
 from services.gateway.api.responses.stream import FollowedStream
 from services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
 from services.gateway.api.strict_json import parse_json
-from services.gateway.http.answer import HttpPort, endpoint_of
+from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.request.bodies import Body
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, timed_out
 from services.gateway.request.origin import origin_of
@@ -45,146 +46,144 @@ from services.shared import limits
 Json = dict[str, Any]
 B = TypeVar("B", bound=Body)
 
-_PAGE, _MOST = 20, 100
-_NUMBER_CHARS = 12  # of an event
+_PAGE, _MOST = 20, 100  # default and highest 'limit' of a list
+_NUMBER_CHARS = 12  # longest sequence number of an event, in digits
 
 
 class ResponsesApi:
-    """One per process."""
+    """OpenAI's Responses API. Each process has one."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
 
     def __init__(self, port: HttpPort, preparer: ChatPreparer, records: Records, background: Background | None) -> None:
-        """background: None where nothing is kept."""
+        """Creates the API. `background` is None if the gateway has no store."""
         self._port = port
         self._preparer = preparer
         self._records = records
         self._background = background
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        """Returns what generates, by path."""
-        self._add_kept(app)
-        self._add_conversations(app)
-        self._add_items(app)
-        return self._add_generation(app)
+    def generating(self) -> Mapping[str, MakeOperation]:
+        """Returns the generating operations by path."""
+        return {RESPONSES: self._responses}
 
-    def _add_generation(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        def responses() -> Operation:
-            call = ResponsesCall(self._preparer, self._records, self._background)
-            return Operation(call.prepare, call.renderer)
+    def routes(self) -> list[Route]:
+        """Returns the routes that do not generate."""
+        return [
+            Route(RESPONSE, self._get_response),
+            Route(RESPONSE, self._delete_response, methods=["DELETE"]),
+            Route(CANCEL, self._cancel, methods=["POST"]),
+            Route(INPUT_ITEMS, self._get_input_items),
+            Route(CONVERSATIONS, self._begin_conversation, methods=["POST"]),
+            Route(CONVERSATION, self._get_conversation),
+            Route(CONVERSATION, self._update_conversation, methods=["POST"]),
+            Route(CONVERSATION, self._delete_conversation, methods=["DELETE"]),
+            Route(ITEMS, self._list_items),
+            Route(ITEMS, self._add_items, methods=["POST"]),
+            Route(ITEM, self._get_item),
+            Route(ITEM, self._remove_item, methods=["DELETE"]),
+            Route(INPUT_TOKENS, self._count_tokens, methods=["POST"]),
+        ]
 
-        app.post(RESPONSES)(endpoint_of(self._port, responses))
+    def _responses(self) -> Operation:
+        call = ResponsesCall(self._preparer, self._records, self._background)
+        return Operation(call.prepare, call.renderer)
 
-        @app.post(INPUT_TOKENS)
-        async def input_tokens(request: Request) -> Response:
-            call = ResponsesCall(self._preparer, self._records, None)
-            state = request.scope["state"]
-            async with self._port.bodies.read(request.scope, request.receive) as body:
-                count = await call.count(body, origin_of(state))
-            return _json({"object": "response.input_tokens", "input_tokens": count})
+    async def _count_tokens(self, request: Request) -> Response:
+        call = ResponsesCall(self._preparer, self._records, None)
+        async with self._port.bodies.read(request.scope, request.receive) as body:
+            count = await call.count(body, origin_of(request.scope["state"]))
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
-        return {RESPONSES: responses}
+    async def _get_response(self, request: Request) -> Response:
+        response_id, query, owner = _response_id(request), request.query_params, _owner(request)
+        after = _starting_after(query)
+        found = await self._current(owner, response_id)
+        if query.get("stream") not in ("true", "1"):
+            return json_response(found)
+        if not found["background"] or self._background is None:
+            message = "'stream': only a response in the background is streamed again."
+            raise bad_request("stream", message, "unsupported_parameter")
+        return FollowedStream(await self._background.stream(owner, response_id, after))
 
-    def _add_kept(self, app: FastAPI) -> None:
-        @app.get(RESPONSE)
-        async def response(request: Request, response_id: str) -> Response:
-            _check_id(response_id)
-            query, owner = request.query_params, _owner(request)
-            after = _starting_after(query)
-            found = await self._current(owner, response_id)
-            if query.get("stream") not in ("true", "1"):
-                return _json(found)
-            if not found["background"] or self._background is None:
-                message = "'stream': only a response in the background is streamed again."
-                raise bad_request("stream", message, "unsupported_parameter")
-            return FollowedStream(await self._background.stream(owner, response_id, after))
+    async def _delete_response(self, request: Request) -> Response:
+        response_id, owner = _response_id(request), _owner(request)
+        if self._background is None:
+            await self._records.delete_response(owner, response_id)
+        elif not response_id.startswith(RESPONSE_PREFIX) or not await self._background.delete(owner, response_id):
+            raise gone("response_id")
+        return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
-        @app.delete(RESPONSE)
-        async def forget(request: Request, response_id: str) -> Response:
-            _check_id(response_id)
-            await self._forget(_owner(request), response_id)
-            return _json({"id": response_id, "object": "response.deleted", "deleted": True})
+    async def _cancel(self, request: Request) -> Response:
+        owner, response_id = _owner(request), request.path_params["response_id"]
+        found = await self._records.response(owner, response_id)
+        if not found["background"] or self._background is None:
+            message = "Only responses in the background can be cancelled."
+            raise bad_request("response_id", message, "unsupported_operation")
+        await self._background.cancel(owner, response_id)
+        return json_response(await self._current(owner, response_id))
 
-        @app.post(CANCEL)
-        async def cancel(request: Request, response_id: str) -> Response:
-            owner = _owner(request)
-            found = await self._records.response(owner, response_id)
-            if not found["background"] or self._background is None:
-                message = "Only responses in the background can be cancelled."
-                raise bad_request("response_id", message, "unsupported_operation")
-            await self._background.cancel(owner, response_id)
-            return _json(await self._current(owner, response_id))
-
-        @app.get(INPUT_ITEMS)
-        async def input_items(request: Request, response_id: str) -> Response:
-            return _json(_page(await self._records.input_items(_owner(request), response_id), request.query_params))
+    async def _get_input_items(self, request: Request) -> Response:
+        items = await self._records.input_items(_owner(request), request.path_params["response_id"])
+        return json_response(_page(items, request.query_params))
 
     async def _current(self, owner: str, response_id: str) -> Json:
-        """As it is at the moment: what is kept of one in the background says how it began, until it is over."""
+        """Returns the response with its present status: the stored one keeps its first status until the response ends."""
         found = await self._records.response(owner, response_id)
         if found["status"] not in OPEN or self._background is None:
             return found
         status = await self._background.status(owner, response_id)
         if status in OPEN:
             return {**found, "status": status}
-        found = await self._records.response(owner, response_id)  # it may have ended since it was looked at
-        if status is None and found["status"] in OPEN:  # all that it was made of has expired
+        found = await self._records.response(owner, response_id)  # it may have ended since the first read
+        if status is None and found["status"] in OPEN:  # its background record has expired
             return found | failure(timed_out("The response was not made in time."))
         return found
 
-    async def _forget(self, owner: str, response_id: str) -> None:
-        if self._background is None:
-            await self._records.delete_response(owner, response_id)
-        elif not response_id.startswith(RESPONSE_PREFIX) or not await self._background.delete(owner, response_id):
-            raise gone("response_id")
+    async def _begin_conversation(self, request: Request) -> Response:
+        given = await self._read(request, ConversationRequest)
+        items = _few([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
+        return json_response(
+            _card(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata)))
+        )
 
-    def _add_conversations(self, app: FastAPI) -> None:
-        @app.post(CONVERSATIONS)
-        async def begin(request: Request) -> Response:
-            given = await self._read(request, ConversationRequest)
-            items = _few([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
-            return _json(_card(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata))))
+    async def _get_conversation(self, request: Request) -> Response:
+        return json_response(_card(await self._conversation(request)))
 
-        @app.get(CONVERSATION)
-        async def conversation(request: Request, conversation_id: str) -> Response:
-            return _json(_card(await self._records.conversation(_owner(request), conversation_id)))
+    async def _update_conversation(self, request: Request) -> Response:
+        metadata = check_metadata((await self._read(request, ConversationUpdate)).metadata)
+        return json_response(
+            _card(await self._records.update_conversation(_owner(request), request.path_params["conversation_id"], metadata))
+        )
 
-        @app.post(CONVERSATION)
-        async def update(request: Request, conversation_id: str) -> Response:
-            metadata = check_metadata((await self._read(request, ConversationUpdate)).metadata)
-            return _json(_card(await self._records.update_conversation(_owner(request), conversation_id, metadata)))
+    async def _delete_conversation(self, request: Request) -> Response:
+        conversation_id = request.path_params["conversation_id"]
+        await self._records.delete_conversation(_owner(request), conversation_id)
+        return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
-        @app.delete(CONVERSATION)
-        async def forget(request: Request, conversation_id: str) -> Response:
-            await self._records.delete_conversation(_owner(request), conversation_id)
-            return _json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+    async def _list_items(self, request: Request) -> Response:
+        return json_response(_page((await self._conversation(request))["items"], request.query_params))
 
-    def _add_items(self, app: FastAPI) -> None:
-        @app.get(ITEMS)
-        async def items(request: Request, conversation_id: str) -> Response:
-            found = await self._records.conversation(_owner(request), conversation_id)
-            return _json(_page(found["items"], request.query_params))
+    async def _add_items(self, request: Request) -> Response:
+        new = _few((await self._read(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
+        await self._records.extend(_owner(request), request.path_params["conversation_id"], new)
+        return json_response(_list(new, False))
 
-        @app.post(ITEMS)
-        async def add(request: Request, conversation_id: str) -> Response:
-            new = _few((await self._read(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
-            await self._records.extend(_owner(request), conversation_id, new)
-            return _json(_list(new, False))
+    async def _get_item(self, request: Request) -> Response:
+        found = await self._conversation(request)
+        return json_response(_one(found["items"], request.path_params["item_id"]))
 
-        @app.get(ITEM)
-        async def item(request: Request, conversation_id: str, item_id: str) -> Response:
-            found = await self._records.conversation(_owner(request), conversation_id)
-            return _json(_one(found["items"], item_id))
+    async def _remove_item(self, request: Request) -> Response:
+        owner, conversation_id, item_id = _owner(request), request.path_params["conversation_id"], request.path_params["item_id"]
+        _one((await self._conversation(request))["items"], item_id)
+        return json_response(_card(await self._records.remove_item(owner, conversation_id, item_id)))
 
-        @app.delete(ITEM)
-        async def remove(request: Request, conversation_id: str, item_id: str) -> Response:
-            found = await self._records.conversation(_owner(request), conversation_id)
-            _one(found["items"], item_id)
-            return _json(_card(await self._records.remove_item(_owner(request), conversation_id, item_id)))
+    async def _conversation(self, request: Request) -> Json:
+        """Returns the conversation that the path names. Raises ApiError if there is none."""
+        return await self._records.conversation(_owner(request), request.path_params["conversation_id"])
 
     async def _read(self, request: Request, model: type[B]) -> B:
-        """Raises ApiError."""
+        """Returns the parsed body. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
             try:
                 return model.model_validate(parse_json(body.take()))
@@ -192,14 +191,16 @@ class ResponsesApi:
                 raise of_validation(error) from None
 
 
-def _check_id(response_id: str) -> None:
-    """A path of its own is no response's."""
+def _response_id(request: Request) -> str:
+    """Returns the response id in the path. Raises HTTPException if the path is that of another route."""
+    response_id: str = request.path_params["response_id"]
     if f"{RESPONSES}/{response_id}" == INPUT_TOKENS:
         raise HTTPException(405)
+    return response_id
 
 
 def _starting_after(query: Mapping[str, str]) -> int:
-    """-1: from the first one."""
+    """Returns the sequence number after which the stream begins; -1 for the first event."""
     given = query.get("starting_after")
     if given is None:
         return -1
@@ -234,7 +235,7 @@ def _card(conversation: Json) -> Json:
 
 
 def _page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
-    """Newest first, unless `order` is asc; those after the item `after`, `limit` of them."""
+    """Returns at most `limit` items behind the item `after`: the newest first, unless `order` is asc."""
     order, after, given = query.get("order", "desc"), query.get("after"), query.get("limit", str(_PAGE))
     if order not in ("asc", "desc"):
         raise bad_request("order", "'order' must be asc or desc.")
@@ -249,7 +250,3 @@ def _page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
 def _list(items: Sequence[Json], has_more: bool) -> Json:
     ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     return {"object": "list", "data": list(items), "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

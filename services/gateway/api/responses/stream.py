@@ -10,7 +10,6 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.background.follow import Follow
 from services.gateway.http.answer import SSE_HEADERS
 from services.gateway.http.body import attended, cut
-from services.gateway.http.direct_routes import HEAD
 from services.gateway.request.body_budget import ClientGone
 from services.gateway.request.errors import OPENAI, ApiError
 from services.gateway.state.state_store import StoreAway
@@ -20,8 +19,6 @@ UNREAD_S = 60.0  # for which a client may leave events unread; it can resume its
 
 class FollowedStream(Response):
     """Sends the events to one client. The response goes on if the client leaves."""
-
-    background = None
 
     def __init__(self, follow: Follow) -> None:
         # Not Response.__init__: there is no content.
@@ -36,7 +33,7 @@ class FollowedStream(Response):
         try:
             with attended(scope, receive):
                 await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-                if HEAD not in scope.get("extensions", {}):
+                if scope["method"] != "HEAD":
                     try:
                         await self._follow(write)
                     except StoreAway:

@@ -1,12 +1,12 @@
-"""SGLang's native HTTP routes: /generate, /encode, aborts, sessions, and what the server says of itself."""
+"""Routes of SGLang's native API: /generate, /encode, scores, aborts, sessions, health and model info."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
-import orjson
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from services.gateway.api.sglang.call import EncodeCall, GenerateCall, PromptSource
 from services.gateway.api.sglang.operations import (
@@ -30,7 +30,7 @@ from services.gateway.api.sglang.types import (
 )
 from services.gateway.api.strict_json import parse_json
 from services.gateway.dispatch.sessions import SessionCalls
-from services.gateway.http.answer import HttpPort, endpoint_of
+from services.gateway.http.answer import GenerationEndpoint, HttpPort, json_response
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.abort import Aborter, AbortScope
 from services.gateway.request.errors import AnswerForm, ApiError, bad_request, unavailable
@@ -40,7 +40,7 @@ from services.shared.limits import SMALL_BODY_BYTES
 
 
 class NativeApi:
-    """What the routes work with. One per process."""
+    """SGLang's native API. Each process has one."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
@@ -54,7 +54,7 @@ class NativeApi:
         sessions: SessionCalls,
         failure: Callable[[], Awaitable[str]],
     ) -> None:
-        """failure: why no answer can be made; "" if one can."""
+        """Creates the API. `failure` generates a token and returns the reason if it cannot, else ""."""
         self._port = port
         self._models = models
         self._tokenizer = tokenizer
@@ -63,74 +63,65 @@ class NativeApi:
         self._sessions = sessions
         self._failure = failure
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        """Returns what generates, by path."""
-        self._add_abort(app)
-        self._add_sessions(app)
-        self._add_state(app)
-        return self._add_generation(app)
+    def generating(self) -> Mapping[str, MakeOperation]:
+        """Returns the generating operations by path."""
+        return {GENERATE: self._generate, ENCODE: self._encode, **dict.fromkeys(SCORE, self._score)}
 
-    def _add_generation(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        def generate() -> Operation:
-            call = GenerateCall(self._models, self._source)
-            return Operation(call.prepare, call.renderer)
+    def routes(self) -> list[Route]:
+        """Returns the routes that do not generate, and PUT of /generate."""
+        return [
+            Route(GENERATE, GenerationEndpoint(self._port, self._generate), methods=["PUT"]),
+            Route(ABORT, self._abort, methods=["POST"]),
+            Route(OPEN_SESSION, self._open_session, methods=["POST"]),
+            Route(CLOSE_SESSION, self._close_session, methods=["POST"]),
+            Route(HEALTH_GENERATE, self._health_generate),
+            *(Route(path, self._model_info) for path in MODEL_INFO),
+        ]
 
-        def encode() -> Operation:
-            call = EncodeCall(self._models, self._source)
-            return Operation(call.prepare, call.renderer)
+    def _generate(self) -> Operation:
+        call = GenerateCall(self._models, self._source)
+        return Operation(call.prepare, call.renderer)
 
-        def score() -> Operation:
-            call = ScoreCall(self._models, self._tokenizer)
-            return Operation(call.prepare, call.renderer)
+    def _encode(self) -> Operation:
+        call = EncodeCall(self._models, self._source)
+        return Operation(call.prepare, call.renderer)
 
-        made = {GENERATE: generate, ENCODE: encode, **dict.fromkeys(SCORE, score)}
-        for path, make in made.items():
-            app.post(path)(endpoint_of(self._port, make))
-        app.put(GENERATE)(endpoint_of(self._port, generate))
-        return made
+    def _score(self) -> Operation:
+        call = ScoreCall(self._models, self._tokenizer)
+        return Operation(call.prepare, call.renderer)
 
-    def _add_abort(self, app: FastAPI) -> None:
-        @app.post(ABORT)
-        async def abort_request(request: Request) -> Response:
-            given = await self._read(request, AbortRequest)
-            if given.abort_all:
-                message = "'abort_all' ends everybody's requests: it is for operators, on the admin port."
-                raise ApiError(403, message, param="abort_all", code="forbidden")
-            if not given.rid:
-                raise bad_request("rid", "'rid' is required.", "missing_required_parameter")
-            report = await self._aborter.abort(AbortScope(given.rid, request.scope["state"]["key"]))
-            return _json(report.body())
+    async def _abort(self, request: Request) -> Response:
+        given = await self._read(request, AbortRequest)
+        if given.abort_all:
+            message = "'abort_all' ends everybody's requests: it is for operators, on the admin port."
+            raise ApiError(403, message, param="abort_all", code="forbidden")
+        if not given.rid:
+            raise bad_request("rid", "'rid' is required.", "missing_required_parameter")
+        report = await self._aborter.abort(AbortScope(given.rid, request.scope["state"]["key"]))
+        return json_response(report.body())
 
-    def _add_sessions(self, app: FastAPI) -> None:
-        @app.post(OPEN_SESSION)
-        async def open_session(request: Request) -> Response:
-            given = await self._read(request, OpenSessionRequest)
-            model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
-            # A text of so many characters has about as many tokens at most.
-            key, most = request.scope["state"]["key"], given.capacity_of_str_len
-            return _json(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
+    async def _open_session(self, request: Request) -> Response:
+        given = await self._read(request, OpenSessionRequest)
+        model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
+        # A text has at most about as many tokens as characters.
+        key, most = request.scope["state"]["key"], given.capacity_of_str_len
+        return json_response(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
 
-        @app.post(CLOSE_SESSION)
-        async def close_session(request: Request) -> Response:
-            given = await self._read(request, CloseSessionRequest)
-            model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
-            await self._sessions.close(model.name, request.scope["state"]["key"], given.session_id)
-            return Response()
+    async def _close_session(self, request: Request) -> Response:
+        given = await self._read(request, CloseSessionRequest)
+        model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
+        await self._sessions.close(model.name, request.scope["state"]["key"], given.session_id)
+        return Response()
 
-    def _add_state(self, app: FastAPI) -> None:
-        @app.get(HEALTH_GENERATE)
-        async def health_generate() -> Response:
-            failure = await self._failure()
-            if failure:
-                raise unavailable(failure, self._port.settings.retry_after_s)
-            return Response()
-
-        for path in MODEL_INFO:
-            app.get(path)(self._model_info)
+    async def _health_generate(self, _: Request) -> Response:
+        failure = await self._failure()
+        if failure:
+            raise unavailable(failure, self._port.settings.retry_after_s)
+        return Response()
 
     async def _model_info(self, request: Request) -> Response:
         model = await self._models.wait_for(None, request.scope["state"]["caller"])
-        return _json(
+        return json_response(
             {
                 "model_path": model.name,
                 "tokenizer_path": model.name,
@@ -146,10 +137,6 @@ class NativeApi:
         )
 
     async def _read(self, request: Request, model: type[M]) -> M:
-        """Raises ApiError."""
+        """Returns the parsed body. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, SMALL_BODY_BYTES) as body:
             return parse(model, parse_json(body.take()))
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

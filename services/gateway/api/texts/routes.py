@@ -1,4 +1,4 @@
-"""Routes that work on texts and tell how the service stands, without generating."""
+"""Routes that work on texts, and routes that report the state of the service. None of them generates."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
-import orjson
-from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from rootstock.v1 import tokenizer_pb2
 from services import __version__
@@ -30,7 +31,7 @@ from services.gateway.api.texts.operations import (
 )
 from services.gateway.api.texts.parsing import calls_in, reasoning_in
 from services.gateway.api.texts.types import DetokenizeRequest, ParseCallRequest, SeparateRequest, TokenizeRequest
-from services.gateway.http.answer import HttpPort
+from services.gateway.http.answer import HttpPort, json_response
 from services.gateway.parsers.output_parser import MakeParser, Schema
 from services.gateway.peers.tokenizer_client import TokenizerClient
 from services.gateway.request.bodies import Body
@@ -42,13 +43,13 @@ from services.gateway.service.sink import MakeOperation
 from services.shared import limits
 
 B = TypeVar("B", bound=Body)
-ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # parameters by name; raises ApiError
-Loads = Callable[[], Sequence[Mapping[str, Any]]]  # of the workers that have told theirs
-Standing = Callable[[], Mapping[str, Any]]  # of this gateway and of all workers that it knows
+ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # returns parameters by tool name; raises ApiError
+Loads = Callable[[], Sequence[Mapping[str, Any]]]  # returns the latest load report of each connected worker
+Standing = Callable[[], Mapping[str, Any]]  # returns the status of this gateway and of its workers
 
 
 class Texts(Protocol):
-    """Which model is meant, and texts of ids. Raises ApiError."""
+    """Finds models and decodes token ids. Both methods raise ApiError."""
 
     async def model_of(self, name: str | None, caller: Caller) -> ModelInfo: ...
 
@@ -56,7 +57,7 @@ class Texts(Protocol):
 
 
 class TextsApi:
-    """One per process."""
+    """The API of texts and of the state of the service. Each process has one."""
 
     operations = OPERATIONS
     forms: Mapping[str, AnswerForm] = {}
@@ -81,36 +82,41 @@ class TextsApi:
         self._loads = loads
         self._standing = standing
 
-    def add_routes(self, app: FastAPI) -> Mapping[str, MakeOperation]:
-        """None of them generates."""
-        self._add_texts(app)
-        self._add_parsers(app)
-        self._add_state(app)
-        for path in RANKING:
-            app.post(path)(_refuse_ranking)
+    def generating(self) -> Mapping[str, MakeOperation]:
+        """Returns nothing: none of the routes generates."""
         return {}
 
-    def _add_texts(self, app: FastAPI) -> None:
-        @app.post(TOKENIZE)
-        async def tokenize(request: Request) -> Response:
-            async with self._given(request, TokenizeRequest) as given:
-                origin = origin_of(request.scope["state"])
-                model = await self._texts.model_of(given.model, origin.caller)
-                found = [list(each.ids) for each in await self._prompts(given, model, origin)]
-            counts = [len(ids) for ids in found]
-            one = isinstance(given.prompt, str)
-            tokens, count = (found[0], counts[0]) if one else (found, counts)
-            return _json({"tokens": tokens, "count": count, "max_model_len": model.context_len})
+    def routes(self) -> list[Route]:
+        return [
+            Route(TOKENIZE, self._tokenize, methods=["POST"]),
+            Route(DETOKENIZE, self._detokenize, methods=["POST"]),
+            Route(PARSE_CALL, self._parse_function_call, methods=["POST"]),
+            Route(SEPARATE, self._separate_reasoning, methods=["POST"]),
+            Route(PING, _ping),
+            Route(VERSION, _version),
+            Route(LOAD, self._get_load),
+            *(Route(path, self._server_info) for path in SERVER_INFO),
+            *(Route(path, _refuse_ranking, methods=["POST"]) for path in RANKING),
+        ]
 
-        @app.post(DETOKENIZE)
-        async def detokenize(request: Request) -> Response:
-            async with self._given(request, DetokenizeRequest) as given:
-                origin = origin_of(request.scope["state"])
-                model = await self._texts.model_of(given.model, origin.caller)
-                skips = given.skip_special_tokens is not False
-                lists = _lists_of(given.tokens, model)
-                texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
-            return _json({"text": texts if _has_lists(given.tokens) else texts[0]})
+    async def _tokenize(self, request: Request) -> Response:
+        async with self._given(request, TokenizeRequest) as given:
+            origin = origin_of(request.scope["state"])
+            model = await self._texts.model_of(given.model, origin.caller)
+            found = [list(each.ids) for each in await self._prompts(given, model, origin)]
+        counts = [len(ids) for ids in found]
+        one = isinstance(given.prompt, str)
+        tokens, count = (found[0], counts[0]) if one else (found, counts)
+        return json_response({"tokens": tokens, "count": count, "max_model_len": model.context_len})
+
+    async def _detokenize(self, request: Request) -> Response:
+        async with self._given(request, DetokenizeRequest) as given:
+            origin = origin_of(request.scope["state"])
+            model = await self._texts.model_of(given.model, origin.caller)
+            skips = given.skip_special_tokens is not False
+            lists = _lists_of(given.tokens, model)
+            texts = [await self._texts.text_of(ids, skips, origin, model) if ids else "" for ids in lists]
+        return json_response({"text": texts if _has_lists(given.tokens) else texts[0]})
 
     async def _prompts(self, given: TokenizeRequest, model: ModelInfo, origin: Origin) -> list[Prompt]:
         texts = [given.prompt] if isinstance(given.prompt, str) else given.prompt
@@ -122,42 +128,26 @@ class TextsApi:
         call = tokenizer_pb2.EncodeRequest(request_id=origin.request_id, texts=texts, add_special_tokens=special)
         return await prompts.of_texts(call, self._tokenizer, "prompt", model, origin, UNBOUNDED)
 
-    def _add_parsers(self, app: FastAPI) -> None:
-        @app.post(PARSE_CALL)
-        async def parse_function_call(request: Request) -> Response:
-            async with self._given(request, ParseCallRequest) as given:
-                tools = self._read_tools(given.tools)
-                found = await calls_in(given.text, tools, given.tool_call_parser, self._make_parser)
-            return _json(found)
+    async def _parse_function_call(self, request: Request) -> Response:
+        async with self._given(request, ParseCallRequest) as given:
+            tools = self._read_tools(given.tools)
+            found = await calls_in(given.text, tools, given.tool_call_parser, self._make_parser)
+        return json_response(found)
 
-        @app.post(SEPARATE)
-        async def separate_reasoning(request: Request) -> Response:
-            async with self._given(request, SeparateRequest) as given:
-                found = await reasoning_in(given.text, given.reasoning_parser, self._make_parser)
-            return _json(found)
+    async def _separate_reasoning(self, request: Request) -> Response:
+        async with self._given(request, SeparateRequest) as given:
+            found = await reasoning_in(given.text, given.reasoning_parser, self._make_parser)
+        return json_response(found)
 
-    def _add_state(self, app: FastAPI) -> None:
-        @app.get(PING)
-        async def ping() -> Response:
-            return Response()
-
-        @app.get(VERSION)
-        async def version() -> Response:
-            return _json({"version": __version__})
-
-        @app.get(LOAD)
-        async def get_load() -> Response:
-            return _json(self._loads())
-
-        for path in SERVER_INFO:
-            app.get(path)(self._server_info)
+    async def _get_load(self, _: Request) -> Response:
+        return json_response(self._loads())
 
     async def _server_info(self, request: Request) -> Response:
         caller: Caller = request.scope["state"]["caller"]
         served = [model for model in self._served() if caller.may_use(model.name)]
         default = served[0] if len(served) == 1 else None
         name = "" if default is None else default.name
-        return _json(
+        return json_response(
             {
                 "version": __version__,
                 "model_path": name,
@@ -180,7 +170,7 @@ class TextsApi:
 
     @asynccontextmanager
     async def _given(self, request: Request, model: type[B]) -> AsyncIterator[B]:
-        """What it says, whose bytes count as held while the block works on it. Raises ApiError."""
+        """Yields the parsed body, whose bytes stay reserved while the block runs. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive) as body:
             try:
                 given = model.model_validate(parse_json(body.take()))
@@ -189,7 +179,15 @@ class TextsApi:
             yield given
 
 
-async def _refuse_ranking() -> Response:
+async def _ping(_: Request) -> Response:
+    return Response()
+
+
+async def _version(_: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def _refuse_ranking(_: Request) -> Response:
     message = "This path is not served yet. For probabilities of labels by a model that generates, use /v1/score."
     raise ApiError(400, message, code="unsupported_endpoint")
 
@@ -199,7 +197,7 @@ def _has_lists(tokens: Any) -> bool:
 
 
 def _lists_of(tokens: Any, model: ModelInfo) -> list[Sequence[int]]:
-    """Raises ApiError."""
+    """Returns the lists of token ids to decode. Raises ApiError if `tokens` is neither a list of ids nor a list of lists."""
     if not isinstance(tokens, list):
         raise bad_request("tokens", "'tokens' must be a list of token ids, or of such lists.")
     lists, many = (tokens, True) if _has_lists(tokens) else ([tokens], False)
@@ -212,7 +210,3 @@ def _lists_of(tokens: Any, model: ModelInfo) -> list[Sequence[int]]:
             raise bad_request(where, f"'{where}' must be a list of token ids.")
         found.append(prompts.of_ids(ids, model.vocab_size, where).ids)
     return found
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -412,8 +412,8 @@ def test_an_answer_that_is_another_is_noticed(seen: Seen) -> None:
 
 def test_every_route_is_documented_and_every_reference_leads_somewhere(shared: System) -> None:
     document = shared.get("/openapi.json").json()
-    front: Any = shared.gateway.app
-    routes = [(route.path.replace(":path", ""), method) for route in front._app._app.routes for method in route.methods]
+    door: Any = shared.gateway.app
+    routes = [(route.path.replace(":path", ""), method) for route in door._app.routes for method in route.methods]
     paths = document["paths"]
     documented = {(path, method.upper()) for path in paths for method in paths[path] if not method.startswith("x-")}
     heads = {(path, "HEAD") for path, method in routes if method == "GET"}
