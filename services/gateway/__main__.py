@@ -10,7 +10,7 @@ import sys
 
 import uvloop
 
-from services.gateway.admin.listener import admin_listener
+from services.gateway.admin.routes import admin_listener
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import SERVICE, Gateway
 from services.gateway.http import http_server

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from services import __version__
 from services.gateway.api.document import server
 from services.gateway.api.document.document import document
-from services.gateway.api.document.operation import Operation as DocumentedOperation
+from services.gateway.api.document.operation import ApiOperation
 from services.gateway.api.openai import operations as openai
 from services.gateway.api.openai.embeddings import EmbeddingRenderer
 from services.gateway.api.openai.preparation import Preparer
@@ -50,7 +50,7 @@ class ApiRoutes(Protocol):
     forms: Mapping[str, AnswerForm]  # form of its errors by path, where it differs from OpenAI's
 
     @property
-    def operations(self) -> Sequence[DocumentedOperation]:
+    def operations(self) -> Sequence[ApiOperation]:
         """Its part of the OpenAPI document."""
 
     def generating(self) -> Mapping[str, MakeOperation]:

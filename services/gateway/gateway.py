@@ -16,11 +16,9 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import gateway_pb2_grpc
 from services.gateway import app
-from services.gateway.admin.gateway_peers import PeerGateways, PeerServicer
-from services.gateway.admin.standing import Standing
-from services.gateway.admin.surroundings import Surroundings
-from services.gateway.admin.tenants import Tenants
-from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.admin.gateways import PeerGateways, PeerServicer, Tenants
+from services.gateway.admin.status import StatusReport, Surroundings
+from services.gateway.admin.workers import WorkerDirectory
 from services.gateway.api.anthropic.routes import MessagesApi
 from services.gateway.api.batches.kept import Kept, Stores
 from services.gateway.api.batches.routes import BatchesApi
@@ -43,7 +41,6 @@ from services.gateway.http.answer import HttpPort
 from services.gateway.http.body import BodyReader
 from services.gateway.http.metrics_api import MetricsApi
 from services.gateway.http.readiness import Readiness
-from services.gateway.http.side_listener import served_beside
 from services.gateway.http.tls import TlsFiles
 from services.gateway.keys.key_ring import KeyOptions, KeyRing
 from services.gateway.keys.key_table import BadKeys
@@ -143,8 +140,9 @@ class Gateway:
         self._background = self._background_work(BackgroundAnswers(preparer, records), metrics)
         responses = ResponsesApi(port, preparer, records, self._background)
         loads = self.dispatcher.fleet.loads
-        standing = Standing(self.dispatcher, self.tokenizer.connected, self.detoks.connected, self._surroundings(metrics)).told
-        texts = TextsApi(port, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, standing)
+        surroundings = self._surroundings(metrics)
+        status = StatusReport(self.dispatcher, self.tokenizer.connected, self.detoks.connected, surroundings).report
+        texts = TextsApi(port, preparer, self.tokenizer, output_parser, parameters_of, catalog.models, loads, status)
         apis: list[app.ApiRoutes] = [native, responses, MessagesApi(port, preparer), texts]
         generating = app.generating_operations(preparer, apis)
         self._work = self._batch_work(generating, metrics)
@@ -198,7 +196,9 @@ class Gateway:
         async with AsyncExitStack() as beside:
             if self._settings.metrics_port:
                 metrics = MetricsApi(self._registry)
-                await beside.enter_async_context(served_beside(metrics, self._settings.metrics_host, self._settings.metrics_port))
+                await beside.enter_async_context(
+                    http_server.served_beside(metrics, self._settings.metrics_host, self._settings.metrics_port)
+                )
             await self._run(listener, stop)
 
     async def _run(self, listener: socket.socket, stop: asyncio.Event) -> None:

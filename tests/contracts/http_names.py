@@ -19,9 +19,8 @@ from pydantic import BaseModel
 
 from rootstock.v1 import control_pb2, worker_pb2
 from services.gateway.admin.bodies import Abort, AdminBody, GetInternalState, Load
-from services.gateway.admin.operations import ROUTES, Operation, Operations
-from services.gateway.admin.worker_directory import KnownWorker
-from services.gateway.admin.workers import WorkerAnswer
+from services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
+from services.gateway.admin.workers import KnownWorker, WorkerResult
 from services.gateway.api.document.document import document
 from services.gateway.api.sglang.types import NativeSampling
 from services.gateway.request.abort import AbortReport, AbortScope, PeerAnswer
@@ -52,9 +51,9 @@ class ExampleFleet:
     def find(self, _name: str | None) -> list[KnownWorker]:
         return self._workers
 
-    async def ask(self, *_call: object) -> list[WorkerAnswer]:
+    async def ask(self, *_call: object) -> list[WorkerResult]:
         connected, away = self._workers
-        return [WorkerAnswer(connected, {}), WorkerAnswer(away, {}, grpc.StatusCode.UNAVAILABLE, "connection refused")]
+        return [WorkerResult(connected, {}), WorkerResult(away, {}, grpc.StatusCode.UNAVAILABLE, "connection refused")]
 
     async def abort(self, _scope: AbortScope) -> AbortReport:
         return AbortReport(1, [PeerAnswer("10.0.0.7:9205", message="timeout")])
@@ -140,7 +139,7 @@ def _content_names(body: Schema) -> set[str]:
     return {name for content in body.get("content", {}).values() for name in names_of(content["schema"], definitions)}
 
 
-def _admin_response(operation: Operation) -> set[str]:
+def _admin_response(operation: AdminOperation) -> set[str]:
     if operation.body is Abort:
         return _example_names(operation, Abort.model_validate({"rid": "a"}))
     if operation.body is Load:
@@ -150,9 +149,9 @@ def _admin_response(operation: Operation) -> set[str]:
     return envelope | {f"workers[].result.{name}" for name in _message_names(rpc.output_type)}
 
 
-def _example_names(operation: Operation, body: AdminBody) -> set[str]:
+def _example_names(operation: AdminOperation, body: AdminBody) -> set[str]:
     fleet: Any = ExampleFleet()
-    _, content = asyncio.run(Operations(fleet, fleet, fleet, timeout_s=1.0).run(operation, body))
+    _, content = asyncio.run(AdminOperations(fleet, fleet, fleet, timeout_s=1.0).run(operation, body))
     return set(_value_names(content, ""))
 
 

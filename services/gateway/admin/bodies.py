@@ -1,4 +1,4 @@
-"""The JSON bodies of the admin API, under SGLang's names, and the control requests that they mean."""
+"""The JSON bodies of the admin API, with SGLang's names, and their translation into requests of the control service."""
 
 from __future__ import annotations
 
@@ -18,63 +18,67 @@ from services.shared.control_values import SELECTED, put_values
 from services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
 MAX_TIMEOUT_S = 3600.0
-MAX_WORKER_CHARS = 512  # of an id or an address
+MAX_WORKER_CHARS = 512  # longest id or address
 Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Tag = Literal["kv_cache", "weights"]
 
 
 class AdminBody(BaseModel):
-    """worker: id or address of the one that is meant; by default all are. In the body, or as a parameter of the URL."""
+    """The body of an operators' request. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    # id or address of the addressed worker, here or in the URL's query; None for all workers
     worker: str | None = Field(None, min_length=1, max_length=MAX_WORKER_CHARS)
 
 
 class ControlBody(AdminBody, ABC):
-    """timeout_s: how long the operation may take on each worker, waiting included; by default the gateway's setting."""
+    """The body of an operation that the workers' control services run."""
 
+    # seconds for the operation on each worker, with its time in queues; None for the gateway's setting
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
     @abstractmethod
     def request(self) -> Message:
-        """What the control service is asked."""
+        """Returns the request to the control service."""
 
 
 class SelectedPages(ControlBody):
-    """Those of one salt, or all. cache_salt, extra_key: as requests have them; "" for what has no salt. api_key: name of the key
-    that they came with, where gateways salt by it. older_than_s: of pages in the storage, since they were written."""
+    """The body of a flush: the pages of one cache salt, or all pages."""
 
+    # as in the requests that filled the pages; "" for pages without a salt
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    # name of the API key of those requests, if the gateways salt the cache by key
     api_key: str | None = Field(None, min_length=1, max_length=MAX_KEY_NAME_CHARS)
+    # least age in seconds of flushed pages in the storage tier, since they were written; None for any age
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     def of(self, tiers: Sequence[str]) -> Message:
+        """Returns the request that flushes the selected pages in the given tiers."""
         salt = self._salt()
         selects = [] if salt is None and self.older_than_s is None else [SELECTED]
         return pb.FlushCacheRequest(tiers=[*tiers, *selects], cache_salt=salt, older_than_s=self.older_than_s)
 
     def _salt(self) -> str | None:
-        """As workers know it; None: any."""
+        """Returns the salt as workers have it; None for all salts."""
         if self.cache_salt is None and self.extra_key is None and self.api_key is None:
             return None
         return Caller(key=self.api_key or "", salts_cache=True).cache_salt_of(cache_key(self.cache_salt, self.extra_key))
 
 
 class FlushCache(SelectedPages):
-    """empty_cache: accepted and not used; the memory of flushed pages stays with the pool. tiers: none for those that the worker
-    takes to be meant."""
+    """Flushes cached pages."""
 
-    empty_cache: bool | None = None
-    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)
+    empty_cache: bool | None = None  # accepted for SGLang's clients, without effect: the pool keeps the memory of its pages
+    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)  # empty: the worker decides
 
     def request(self) -> Message:
         return self.of(self.tiers)
 
 
 class ClearStorage(SelectedPages):
-    """SGLang's name for the same of the storage alone."""
+    """Flushes cached pages of the storage tier alone, under SGLang's name."""
 
     def request(self) -> Message:
         return self.of(["storage"])
@@ -95,9 +99,9 @@ class SetInternalState(ControlBody):
 
 
 class SlowDown(ControlBody):
-    """forward_sleep_time: seconds after each step; null for full speed."""
+    """Delays each step of the scheduler."""
 
-    forward_sleep_time: float | None = None
+    forward_sleep_time: float | None = None  # seconds after each step; None for full speed
 
     def request(self) -> Message:
         return pb.SlowDownRequest(step_delay_s=self.forward_sleep_time or 0.0)
@@ -161,17 +165,17 @@ class TraceRequest(ControlBody):
 
 
 class Load(AdminBody):
-    """Of every worker."""
+    """Asks for the load reports of the workers."""
 
 
 class Abort(AdminBody):
-    """Of anybody's requests: those that are called `rid`, or all."""
+    """Aborts the requests with one request id, or all requests, of any API key."""
 
     rid: str | None = Field(None, min_length=1, max_length=MAX_REQUEST_ID_CHARS)
     abort_all: bool | None = None
 
     @model_validator(mode="after")
-    def _says_which(self) -> Abort:
+    def _check_selection(self) -> Abort:
         if (self.rid is None) == (not self.abort_all):
             raise ValueError("either 'rid' or 'abort_all' must be given")
         return self
@@ -182,8 +186,15 @@ def _tags(tags: list[Tag] | None) -> list[pb.MemoryTag]:
 
 
 def parse(kind: type[AdminBody], content: bytes | bytearray, query: bytes) -> AdminBody:
-    """content: JSON, or nothing for an object without fields. query: the URL's, which may name the worker. Raises ApiError 400
-    naming the field."""
+    """Parses the body of an operators' request.
+
+    Args:
+        content: A JSON object. Empty content stands for an object without fields.
+        query: Query string of the URL, which may name the worker.
+
+    Raises:
+        ApiError: The body or the query is invalid (400). The error names the field.
+    """
     worker = _worker(query)
     try:
         body = kind.model_validate_json(content or b"{}")
@@ -197,6 +208,7 @@ def parse(kind: type[AdminBody], content: bytes | bytearray, query: bytes) -> Ad
 
 
 def _worker(query: bytes) -> str | None:
+    """Returns the worker that the query string names, if any. Raises ApiError for any other parameter."""
     given = parse_qs(query.decode("latin-1"), keep_blank_values=True)
     unknown = sorted(given.keys() - {"worker"})
     if unknown:

@@ -1,39 +1,82 @@
-"""The operators' HTTP API, under SGLang's names, on a port of its own: who may use it, and what a request means.
+"""The operators' HTTP API on a port of its own, with SGLang's paths and names.
 
-200 if everybody who was meant did it. Else the body says who did and who did not: 400 where workers say that the request is
-wrong, 409 where some are in no state for it, 502 where some cannot be reached, or failed.
+| status | meaning |
+| --- | --- |
+| 200 | every addressed worker or gateway has done it |
+| 400 | a worker reports that the request is invalid |
+| 409 | a worker is not in a state for it |
+| 502 | a worker or a gateway cannot be reached, or has failed |
+
+The body has the result of each worker or gateway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.admin import bodies as bodies
-from services.gateway.admin.operations import ROUTES, Operation, Operations
+from services.gateway.admin.operations import ROUTES, AdminOperation, AdminOperations
+from services.gateway.admin.workers import ControlledWorkers, WorkerDirectory
+from services.gateway.config.settings import GatewaySettings
 from services.gateway.http.body import held_body
+from services.gateway.http.http_server import CannotListen, served_beside
 from services.gateway.observe.access_log import ERROR_CODE, AccessLog
 from services.gateway.observe.key_labels import OTHER
+from services.gateway.request.abort import Aborter
 from services.gateway.request.body_budget import BodyBudget, ClientGone
 from services.gateway.request.errors import CLIENT_CLOSED, ApiError, Headers, internal
 from services.shared.observe.log_fields import fields
-from services.shared.rpc.control_token import accepts
+from services.shared.rpc.control_token import accepts, require_token_beyond_loopback
+from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
-BODY_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 10.0  # seconds in which a body must arrive
 _PATHS = frozenset(path for _, path in ROUTES)
 
 
-class AdminApi:
-    """An ASGI application. Each request leaves a line in the access log."""
+@contextlib.asynccontextmanager
+async def admin_listener(
+    config: GatewaySettings,
+    token: str,
+    directory: WorkerDirectory,
+    aborter: Aborter,
+    bodies: BodyBudget,
+    dialer: Dialer = IN_THE_CLEAR,
+    access: AccessLog | None = None,
+) -> AsyncIterator[None]:
+    """Serves the admin API while the block runs, unless `admin_port` is 0. Operations in flight at the end are cut.
 
-    def __init__(self, operations: Operations, bodies: BodyBudget, token: str, access: AccessLog) -> None:
+    Raises:
+        CannotListen: The port cannot be bound, or settings would admit anyone from another host without a token.
+    """
+    if not config.admin_port:
+        yield
+        return
+    try:
+        require_token_beyond_loopback("admin_host", config.admin_host, token)
+    except ValueError as error:
+        raise CannotListen(str(error)) from None
+    workers = ControlledWorkers(token, dialer)
+    operations = AdminOperations(directory, workers, aborter, config.control_timeout_s, config.salt_cache_by_key)
+    api = AdminApi(operations, bodies, token, access or AccessLog("off"))
+    async with served_beside(api, config.admin_host, config.admin_port):
+        logger.info("admin API", extra=fields(host=config.admin_host, port=config.admin_port))
+        yield
+
+
+class AdminApi:
+    """The ASGI application of the admin port. Each request leaves a line in the access log."""
+
+    def __init__(self, operations: AdminOperations, bodies: BodyBudget, token: str, access: AccessLog) -> None:
         self._operations = operations
         self._bodies = bodies
         self._token = token
@@ -55,17 +98,18 @@ class AdminApi:
     async def _response(self, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes, str]:
         """Returns status, headers, body and error code. The status is 499 if the client left."""
         try:
-            status, content = await self._answer(scope, receive)
+            status, content = await self._run(scope, receive)
         except ClientGone:
             return CLIENT_CLOSED, [], b"", ""
         except ApiError as error:
             return error.status, [*error.headers(), *_allow(error, scope["path"])], error.json(), error.code or ""
         except Exception:
-            logger.exception("fault while answering an operator")
+            logger.exception("unexpected exception in an operators' request")
             return 500, internal().headers(), internal().json(), internal().code or ""
         return status, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))], content, ""
 
-    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+    async def _run(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+        """Runs the operation of the request. Returns its status and body."""
         self._admit(dict(scope["headers"]))
         operation = _operation(scope["method"], scope["path"])
         async with held_body(scope, receive, self._bodies, MAX_BODY_BYTES, BODY_TIMEOUT_S) as content:
@@ -75,13 +119,17 @@ class AdminApi:
         return status, orjson.dumps(done)
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
+        """Raises ApiError if the token is wrong, or if a web page sends the request.
+
+        A page that an operator has open in a browser must not operate the workers of that machine.
+        """
         if not accepts(self._token, headers.get(b"authorization", b"")):
             raise ApiError(401, "A valid token is required, as 'Authorization: Bearer TOKEN'.", code="invalid_token")
-        if b"origin" in headers:  # a page that an operator has open somewhere must not operate this machine's workers
+        if b"origin" in headers:
             raise ApiError(403, "Requests from web pages are refused.", code="forbidden")
 
 
-def _operation(method: str, path: str) -> Operation:
+def _operation(method: str, path: str) -> AdminOperation:
     if (found := ROUTES.get((method, path))) is not None:
         return found
     if path in _PATHS:

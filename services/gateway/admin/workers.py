@@ -1,56 +1,151 @@
-"""The workers' control services as the admin API sees them: every call goes to all that are meant at once."""
+"""The workers that operators can name, and calls of their control services."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
 from rootstock.v1 import control_pb2_grpc
-from services.gateway.admin.worker_directory import KnownWorker
+from services.gateway.dispatch.model_pool import PREFILL, AnyLink, ModelPool
+from services.gateway.request.errors import ApiError, unavailable
 from services.shared.control_values import as_json
 from services.shared.rpc.control_token import authorization
 from services.shared.rpc.dialer import IN_THE_CLEAR, Dialer
 from services.shared.tls.roles import Role
 
+RETRY_AFTER_S = 1  # seconds after which a client retries while no worker is known
+
+
+class Workers(Protocol):
+    """The workers that discovery has found, as the fleet keeps them."""
+
+    @property
+    def links(self) -> Mapping[str, AnyLink]:
+        """The link to each worker, by address."""
+
+    def pool_of(self, link: AnyLink) -> ModelPool[Any] | None:
+        """Returns the pool of the worker's model; None while the worker is not connected."""
+
 
 @dataclass(frozen=True, slots=True)
-class WorkerAnswer:
-    """One worker's answer. code: None where it did what was asked; else why it did not, and message says it in words."""
+class KnownWorker:
+    """One worker, with the address of its control service."""
+
+    worker_id: str  # "" until the worker has been connected
+    address: str  # of its gRPC port; "" if only its control service is configured
+    control: str  # address of its control service; "" if it has none
+    why: str = ""  # why `control` is empty
+    link: AnyLink | None = None  # None if only its control service is configured
+    pool: ModelPool[Any] | None = None  # pool of its model; None while it is not connected
+
+    def is_called(self, name: str) -> bool:
+        """Returns whether `name` is its id or one of its addresses."""
+        return name in (self.worker_id, self.address, self.control)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Its id and address, as response bodies have them."""
+        address = self.address or self.control
+        return {"worker": self.worker_id or address, "address": address}
+
+    @property
+    def is_read_by_others(self) -> bool:
+        """Whether other workers read the KV of prompts that it computes."""
+        return self.link is not None and self.link.info is not None and self.link.info.role == PREFILL
+
+    @property
+    def load(self) -> dict[str, Any] | None:
+        """Its latest load report and its status at this gateway; None while it is not connected."""
+        link, pool = self.link, self.pool
+        if link is None or link.info is None or pool is None:
+            return None
+        seen = {"model": pool.model.name, "usable": link in pool.usable(), "open_here": len(link.open)}
+        limits = {"max_running_requests": link.info.max_running_requests, "context_len": link.info.context_len}
+        return {**seen, **limits, **(as_json(link.load) if link.load is not None else {})}
+
+
+class WorkerDirectory:
+    """Finds workers by the names that operators use. Each process has one."""
+
+    def __init__(self, workers: Workers, controls: Sequence[str]) -> None:
+        """Creates a directory.
+
+        Args:
+            controls: Configured addresses of control services. If empty, each worker reports its control port, and the host is
+                that of its gRPC address.
+        """
+        self._workers = workers
+        self._controls = controls
+
+    def find(self, name: str | None) -> list[KnownWorker]:
+        """Returns the workers with this id or address; all workers for None. Raises ApiError if there are none."""
+        known = self._known()
+        found = [worker for worker in known if name is None or worker.is_called(name)]
+        if found:
+            return found
+        if name is None:
+            raise unavailable("No worker is known.", RETRY_AFTER_S, "no_worker")
+        there = ", ".join(worker.names["worker"] for worker in known)
+        raise ApiError(404, f"There is no such worker; there are: {there}.", param="worker", code="worker_not_found")
+
+    def _known(self) -> list[KnownWorker]:
+        linked = [_of(link, self._workers.pool_of(link)) for link in self._workers.links.values()]
+        if not self._controls:
+            return sorted(linked, key=lambda worker: (worker.worker_id, worker.address))
+        by_control = {worker.control: worker for worker in linked if worker.control}
+        return [by_control.get(control) or KnownWorker("", "", control) for control in self._controls]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """The result of an operation on one worker."""
 
     worker: KnownWorker
-    result: dict[str, Any]
-    code: grpc.StatusCode | None = None
-    message: str = ""
+    response: dict[str, Any]  # the control service's response as JSON; empty after a failure
+    code: grpc.StatusCode | None = None  # None if the operation succeeded
+    message: str = ""  # why it failed
 
     def body(self) -> dict[str, Any]:
+        """Returns the worker's entry in the body of the HTTP response."""
         if self.code is None:
-            return {**self.worker.names, "ok": True, "result": self.result}
+            return {**self.worker.names, "ok": True, "result": self.response}
         return {**self.worker.names, "ok": False, "error": {"code": self.code.name, "message": self.message}}
 
 
 class ControlledWorkers:
-    """token: "" for none. Each call has a connection of its own: they are rare."""
+    """Calls the workers' control services, all named workers at once. Each call opens a connection, because calls are rare."""
 
     def __init__(self, token: str, dialer: Dialer = IN_THE_CLEAR) -> None:
+        """Prepares the calls. An empty token sends none."""
         self._dialer = dialer
         self._metadata = (("authorization", authorization(token)),) if token else ()
 
-    async def ask(self, workers: Sequence[KnownWorker], rpc_name: str, request: Message, timeout_s: float) -> list[WorkerAnswer]:
-        """One answer for each worker, in their order. Raises nothing: what fails is in the answers."""
+    async def ask(self, workers: Sequence[KnownWorker], rpc_name: str, request: Message, timeout_s: float) -> list[WorkerResult]:
+        """Returns one result per worker, in their order. A failed call is a result too, and raises nothing."""
         return list(await asyncio.gather(*(self._ask(worker, rpc_name, request, timeout_s) for worker in workers)))
 
-    async def _ask(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerAnswer:
+    async def _ask(self, worker: KnownWorker, rpc_name: str, request: Message, timeout_s: float) -> WorkerResult:
         if not worker.control:
-            return WorkerAnswer(worker, {}, grpc.StatusCode.UNAVAILABLE, worker.why)
+            return WorkerResult(worker, {}, grpc.StatusCode.UNAVAILABLE, worker.why)
         async with self._dialer.channel(worker.control, Role.WORKER) as channel:
             stub = control_pb2_grpc.ControlStub(channel)
             try:
                 response = await getattr(stub, rpc_name)(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                return WorkerAnswer(worker, {}, error.code(), error.details() or "")
-            return WorkerAnswer(worker, as_json(response))
+                return WorkerResult(worker, {}, error.code(), error.details() or "")
+            return WorkerResult(worker, as_json(response))
+
+
+def _of(link: AnyLink, pool: ModelPool[Any] | None) -> KnownWorker:
+    info = link.info or link.last_info
+    if info is None:
+        return KnownWorker("", link.address, "", "it has never been connected", link, pool)
+    if not info.control_port:
+        return KnownWorker(info.worker_id, link.address, "", "its control service is off (control_port)", link, pool)
+    host = link.address.rpartition(":")[0]
+    return KnownWorker(info.worker_id, link.address, f"{host}:{info.control_port}", link=link, pool=pool)

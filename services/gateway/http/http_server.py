@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -24,6 +24,7 @@ BACKLOG = 2048
 TURNS = 2  # of the event loop: each accepts all that wait
 TICK_S = 1.0  # the Date header's age at most
 POLL_S = 0.01  # at connections that are to close
+CLOSE_S = 0.4  # seconds in which the connections of a second server may close, and then again after they are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +146,23 @@ def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
         backlog=BACKLOG,
     )
     return HttpServer(config, options, table)
+
+
+@contextlib.asynccontextmanager
+async def served_beside(app: ASGIApp, host: str, port: int) -> AsyncIterator[None]:
+    """Serves a second application on a port of its own while the block runs. Requests in flight at the end are cut.
+
+    Raises:
+        CannotListen: The port is taken, or the address is not local.
+    """
+    listener = bind(host, port)
+    server = build(app, HttpOptions())
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.stop()
+        await asyncio.wait((serving,), timeout=CLOSE_S)
+        server.force_exit = True
+        serving.cancel()
+        await asyncio.wait((serving,), timeout=CLOSE_S)

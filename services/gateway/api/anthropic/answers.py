@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Answer, Count, absent
+from services.gateway.api.document.answer import Count, ResponseModel, absent
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class ContentBlock(Answer):
+class ContentBlock(ResponseModel):
     type: Literal["text", "thinking", "tool_use"]
     text: str = absent("Of text.")
     thinking: str = absent("Of thinking.")
@@ -21,7 +21,7 @@ class ContentBlock(Answer):
     input: dict[str, Any] = absent("Of tool_use.")
 
 
-class MessageUsage(Answer):
+class MessageUsage(ResponseModel):
     """All of it, in every place."""
 
     input_tokens: Count = Field(description="Without those that were cached.")
@@ -30,7 +30,7 @@ class MessageUsage(Answer):
     output_tokens: Count
 
 
-class Message(Answer):
+class Message(ResponseModel):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -41,7 +41,7 @@ class Message(Answer):
     usage: MessageUsage
 
 
-class BlockDelta(Answer):
+class BlockDelta(ResponseModel):
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: str = absent("Of text_delta.")
     thinking: str = absent("Of thinking_delta.")
@@ -49,12 +49,12 @@ class BlockDelta(Answer):
     partial_json: str = absent("Of input_json_delta.")
 
 
-class MessageEnd(Answer):
+class MessageEnd(ResponseModel):
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessagesFailure(Answer):
+class MessagesFailure(ResponseModel):
     type: Literal[
         "invalid_request_error",
         "authentication_error",
@@ -69,13 +69,13 @@ class MessagesFailure(Answer):
     message: str
 
 
-class MessagesError(Answer):
+class MessagesError(ResponseModel):
     type: Literal["error"]
     error: MessagesFailure
     request_id: str
 
 
-class MessageEvent(Answer):
+class MessageEvent(ResponseModel):
     """One event; its type is also the event's name."""
 
     type: Literal[
@@ -88,12 +88,12 @@ class MessageEvent(Answer):
     usage: MessageUsage = absent("Of message_delta.")
 
 
-class Ping(Answer):
+class Ping(ResponseModel):
     type: Literal["ping"]
 
 
 Event = MessageEvent | MessagesError | Ping
 
 
-class TokenCount(Answer):
+class TokenCount(ResponseModel):
     input_tokens: Count

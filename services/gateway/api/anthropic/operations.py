@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.gateway.api.anthropic.answers import Event, Message, MessagesError, TokenCount
 from services.gateway.api.anthropic.errors import OVERLOADED
 from services.gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
-from services.gateway.api.document.operation import EVENTS, JSON, ErrorFamily, Operation
+from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation, ErrorFamily
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
@@ -13,7 +13,7 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 _TAG = "Anthropic"
 _ERRORS = ErrorFamily("Messages", MessagesError, (OVERLOADED,), ("request-id",))
 OPERATIONS = (
-    Operation(
+    ApiOperation(
         "post",
         MESSAGES,
         _TAG,
@@ -26,7 +26,7 @@ OPERATIONS = (
         takes_tools=True,
         example={"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64, "temperature": 0},
     ),
-    Operation(
+    ApiOperation(
         "post",
         COUNT_TOKENS,
         _TAG,

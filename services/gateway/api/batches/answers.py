@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.gateway.api.document.answer import Answer, Count
+from services.gateway.api.document.answer import Count, ResponseModel
 
 Time = int | None
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 
-class FileCard(Answer):
+class FileCard(ResponseModel):
     id: str
     object: Literal["file"]
     bytes: Count
@@ -22,7 +22,7 @@ class FileCard(Answer):
     status_details: None
 
 
-class FileList(Answer):
+class FileList(ResponseModel):
     object: Literal["list"]
     data: list[FileCard]
     first_id: str | None
@@ -30,13 +30,13 @@ class FileList(Answer):
     has_more: bool
 
 
-class FileDeleted(Answer):
+class FileDeleted(ResponseModel):
     id: str
     object: Literal["file"]
     deleted: Literal[True]
 
 
-class BatchError(Answer):
+class BatchError(ResponseModel):
     """Of an input; line: its number, from 1."""
 
     code: str
@@ -45,26 +45,26 @@ class BatchError(Answer):
     param: str | None
 
 
-class BatchErrors(Answer):
+class BatchErrors(ResponseModel):
     object: Literal["list"]
     data: list[BatchError]
 
 
-class RequestCounts(Answer):
+class RequestCounts(ResponseModel):
     total: Count
     completed: Count
     failed: Count
 
 
-class InputDetails(Answer):
+class InputDetails(ResponseModel):
     cached_tokens: Count
 
 
-class OutputDetails(Answer):
+class OutputDetails(ResponseModel):
     reasoning_tokens: Count
 
 
-class BatchUsage(Answer):
+class BatchUsage(ResponseModel):
     input_tokens: Count
     input_tokens_details: InputDetails
     output_tokens: Count
@@ -72,7 +72,7 @@ class BatchUsage(Answer):
     total_tokens: Count
 
 
-class BatchCard(Answer):
+class BatchCard(ResponseModel):
     id: str
     object: Literal["batch"]
     endpoint: str
@@ -97,7 +97,7 @@ class BatchCard(Answer):
     metadata: dict[str, str]
 
 
-class BatchList(Answer):
+class BatchList(ResponseModel):
     object: Literal["list"]
     data: list[BatchCard]
     first_id: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.api.batches.answers import BatchCard, BatchList, FileCard, FileDeleted, FileList
 from services.gateway.api.batches.types import BatchRequest, FileForm
-from services.gateway.api.document.operation import BINARY, FORM, JSON, Operation
+from services.gateway.api.document.operation import BINARY, FORM, JSON, ApiOperation
 
 FILES = "/v1/files"
 FILE = f"{FILES}/{{file_id}}"
@@ -18,7 +18,7 @@ _FILE = {"file_id": "Of a file that is kept."}
 _BATCH = {"batch_id": "Of a batch."}
 _KEPT = (404, 503)
 OPERATIONS = (
-    Operation(
+    ApiOperation(
         "post",
         FILES,
         _TAG,
@@ -32,11 +32,11 @@ OPERATIONS = (
             "file": '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Count from 3 to 9."}}',
         },
     ),
-    Operation("get", FILES, _TAG, "Files, the newest first", {JSON: FileList}, statuses=(503,)),
-    Operation("get", FILE, _TAG, "A file", {JSON: FileCard}, statuses=_KEPT, parameters=_FILE),
-    Operation("delete", FILE, _TAG, "Forget it", {JSON: FileDeleted}, statuses=(404, 409, 503), parameters=_FILE),
-    Operation("get", CONTENT, _TAG, "Its content", {BINARY: str}, statuses=_KEPT, parameters=_FILE),
-    Operation(
+    ApiOperation("get", FILES, _TAG, "Files, the newest first", {JSON: FileList}, statuses=(503,)),
+    ApiOperation("get", FILE, _TAG, "A file", {JSON: FileCard}, statuses=_KEPT, parameters=_FILE),
+    ApiOperation("delete", FILE, _TAG, "Forget it", {JSON: FileDeleted}, statuses=(404, 409, 503), parameters=_FILE),
+    ApiOperation("get", CONTENT, _TAG, "Its content", {BINARY: str}, statuses=_KEPT, parameters=_FILE),
+    ApiOperation(
         "post",
         BATCHES,
         _TAG,
@@ -46,7 +46,7 @@ OPERATIONS = (
         statuses=(404, 429),
         example={"input_file_id": f"file-{'0' * 32}", "endpoint": "/v1/completions", "completion_window": "24h"},
     ),
-    Operation("get", BATCHES, _TAG, "Batches, the newest first", {JSON: BatchList}, statuses=(503,)),
-    Operation("get", BATCH, _TAG, "A batch", {JSON: BatchCard}, statuses=_KEPT, parameters=_BATCH),
-    Operation("post", CANCEL, _TAG, "Cancel it", {JSON: BatchCard}, statuses=(404, 409, 503), parameters=_BATCH),
+    ApiOperation("get", BATCHES, _TAG, "Batches, the newest first", {JSON: BatchList}, statuses=(503,)),
+    ApiOperation("get", BATCH, _TAG, "A batch", {JSON: BatchCard}, statuses=_KEPT, parameters=_BATCH),
+    ApiOperation("post", CANCEL, _TAG, "Cancel it", {JSON: BatchCard}, statuses=(404, 409, 503), parameters=_BATCH),
 )

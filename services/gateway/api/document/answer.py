@@ -10,7 +10,7 @@ Count = Annotated[int, Field(ge=0)]
 Logprob = Annotated[float, Field(le=0)]
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """An object that has these members and no others."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -21,7 +21,7 @@ def absent(description: str) -> Any:
     return Field(default_factory=lambda: None, description=description)
 
 
-class CachedByTier(Answer):
+class CachedByTier(ResponseModel):
     """Cached tokens by where their KV was: in the pool, in host memory, in the storage below it."""
 
     device: Count
@@ -29,7 +29,7 @@ class CachedByTier(Answer):
     storage: Count
 
 
-class Error(Answer):
+class Error(ResponseModel):
     """What is wrong with a request, or why it has no answer."""
 
     message: str
@@ -38,13 +38,13 @@ class Error(Answer):
     code: str | None
 
 
-class ErrorBody(Answer):
+class ErrorBody(ResponseModel):
     """Of every answer that is none. In a stream: its last event."""
 
     error: Error
 
 
-class SamplingDefaultValues(Answer):
+class SamplingDefaultValues(ResponseModel):
     """Of parameters that a request leaves out."""
 
     temperature: float
@@ -54,15 +54,15 @@ class SamplingDefaultValues(Answer):
     repetition_penalty: float
 
 
-class Health(Answer):
+class Health(ResponseModel):
     status: Literal["ok"]
 
 
-class ReadinessReport(Answer):
+class ReadinessReport(ResponseModel):
     ready: bool
     missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(description="What a request would wait for.")
 
 
-class IntakeReport(Answer):
+class IntakeReport(ResponseModel):
     ready: bool
     missing: list[Literal["model", "stopping"]] = Field(description="Why no request is to be sent here.")

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from services.gateway.api.document.answer import ErrorBody
-from services.gateway.api.document.operation import EVENTS, JSON, OF_ANY, TEXT, Content, Operation
+from services.gateway.api.document.operation import EVENTS, JSON, OF_ANY, TEXT, ApiOperation, Content
 from services.gateway.api.document.responses import headers, reference, shared
 from services.shared.limits import MAX_REQUEST_ID_CHARS, MAX_ROUTING_KEY_CHARS
 
@@ -58,7 +58,7 @@ _COMMON = (
 Schemas = Mapping[Any, Any]  # JSON schema by type
 
 
-def document(info: Mapping[str, str], operations: Sequence[Operation], keys: bool, origins: bool) -> dict[str, Any]:
+def document(info: Mapping[str, str], operations: Sequence[ApiOperation], keys: bool, origins: bool) -> dict[str, Any]:
     """keys: whether there are API keys. origins: whether pages of other origins may ask."""
     schemas, definitions = _schemas_of(operations)
     paths: dict[str, Any] = {}
@@ -80,14 +80,14 @@ def document(info: Mapping[str, str], operations: Sequence[Operation], keys: boo
     return found
 
 
-def _shared(operations: Sequence[Operation], keys: bool, schemas: Schemas) -> dict[str, Any]:
+def _shared(operations: Sequence[ApiOperation], keys: bool, schemas: Schemas) -> dict[str, Any]:
     found = shared(keys, schemas[ErrorBody])
     for errors in {operation.errors for operation in operations if operation.errors is not None}:
         found |= shared(keys, schemas[errors.schema], errors, schemas[ErrorBody])
     return found
 
 
-def _schemas_of(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
+def _schemas_of(operations: Sequence[ApiOperation]) -> tuple[Schemas, dict[str, Any]]:
     types: list[Any] = [ErrorBody]
     for operation in operations:
         errors = operation.errors and operation.errors.schema
@@ -108,7 +108,7 @@ def _common_first(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "properties": {name: fields[name] for name in (*first, *(each for each in fields if each not in first))}}
 
 
-def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) -> dict[str, Any]:
+def _operation(operation: ApiOperation, schemas: Schemas, keys: bool, method: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tags": [operation.tag],
         "summary": operation.summary,
@@ -124,7 +124,7 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool, method: str) 
     return found | _security(operation, keys)
 
 
-def _answers(operation: Operation, schemas: Schemas, keys: bool) -> dict[str, Any]:
+def _answers(operation: ApiOperation, schemas: Schemas, keys: bool) -> dict[str, Any]:
     streams = ("cache-control", "x-accel-buffering") if EVENTS in operation.content else ()
     omits = ("x-rootstock-omitted-tools",) if operation.takes_tools else ()
     said = "What was asked for."
@@ -149,7 +149,7 @@ def _content(content: Content, schemas: Schemas) -> dict[str, Any]:
     return {media: {"schema": schemas[each]} for media, each in content.items()}
 
 
-def _parameters(operation: Operation) -> list[dict[str, Any]]:
+def _parameters(operation: ApiOperation) -> list[dict[str, Any]]:
     found = [
         {
             "name": name,
@@ -165,11 +165,11 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     return [*found, _REQUEST_ID, *generates, *([_REPORT] if operation.reports else [])]
 
 
-def _security(operation: Operation, keys: bool) -> dict[str, Any]:
+def _security(operation: ApiOperation, keys: bool) -> dict[str, Any]:
     return {"security": [{name: []} for name in _SCHEMES]} if keys and operation.keyed else {}
 
 
-def _options(operation: Operation, keys: bool, origins: bool) -> dict[str, Any]:
+def _options(operation: ApiOperation, keys: bool, origins: bool) -> dict[str, Any]:
     """A browser asks beforehand without a key, and is told in plain text."""
     statuses = {*OF_ANY, 401, 503}.intersection(operation.answers(keys)) - operation.others.keys()
     answers: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}

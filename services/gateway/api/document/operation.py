@@ -30,7 +30,7 @@ class ErrorFamily:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class ApiOperation:
     """body: of the request, None for none; media: its type. content: of the answer with 200. statuses: others than 200 and those
     of every operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any.
     generates: it counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.api.document.answer import Health, IntakeReport, ReadinessReport
-from services.gateway.api.document.operation import HTML, JSON, TEXT, Operation
+from services.gateway.api.document.operation import HTML, JSON, TEXT, ApiOperation
 
 PLAYGROUND = "/"
 HEALTH = "/health"
@@ -19,11 +19,13 @@ _TAG = "Operations"
 _READY = {JSON: ReadinessReport}
 _TAKES = {JSON: IntakeReport}
 _OF_PAGES = ("content-security-policy", "x-content-type-options", "referrer-policy", "cache-control")
-_PLAYGROUND = Operation("get", PLAYGROUND, _TAG, "The playground", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES)
-_METRICS = Operation("get", METRICS, _TAG, "Prometheus metrics", {TEXT: str}, statuses=(503,), keyed=False)
+_PLAYGROUND = ApiOperation(
+    "get", PLAYGROUND, _TAG, "The playground", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES
+)
+_METRICS = ApiOperation("get", METRICS, _TAG, "Prometheus metrics", {TEXT: str}, statuses=(503,), keyed=False)
 OPERATIONS = (
-    Operation("get", HEALTH, _TAG, "Liveness", {JSON: Health}, keyed=False),
-    Operation(
+    ApiOperation("get", HEALTH, _TAG, "Liveness", {JSON: Health}, keyed=False),
+    ApiOperation(
         "get",
         READINESS,
         _TAG,
@@ -32,12 +34,12 @@ OPERATIONS = (
         others={503: _READY},
         keyed=False,
     ),
-    Operation("get", READY, _TAG, "Whether requests are taken, for balancers", _TAKES, others={503: _TAKES}, keyed=False),
-    Operation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES),
-    Operation("get", DOCUMENT, _TAG, "This document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
+    ApiOperation("get", READY, _TAG, "Whether requests are taken, for balancers", _TAKES, others={503: _TAKES}, keyed=False),
+    ApiOperation("get", DOCS, _TAG, "This document, for people", {HTML: str}, statuses=(503,), keyed=False, headers=_OF_PAGES),
+    ApiOperation("get", DOCUMENT, _TAG, "This document", {JSON: dict[str, Any]}, statuses=(503,), keyed=False),
 )
 
 
-def operations(metrics: bool, playground: bool) -> tuple[Operation, ...]:
+def operations(metrics: bool, playground: bool) -> tuple[ApiOperation, ...]:
     """metrics, playground: whether they are served on this port."""
     return (*OPERATIONS, *([_METRICS] if metrics else []), *([_PLAYGROUND] if playground else []))

@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Answer, CachedByTier, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
+from services.gateway.api.document.answer import (
+    CachedByTier,
+    Count,
+    ErrorBody,
+    Logprob,
+    ResponseModel,
+    SamplingDefaultValues,
+    absent,
+)
 
 Finish = Literal["stop", "length", "abort"]
 ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
@@ -18,18 +26,18 @@ _COURSE = "With the header x-rootstock-report: 1, where the playground is served
 _REQUESTED = "With logprob_token_ids."
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(ResponseModel):
     cached_tokens: Count
     cached_tokens_details: CachedByTier = absent("Of workers with tiers of KV, where these were.")
 
 
-class CompletionTokensDetails(Answer):
+class CompletionTokensDetails(ResponseModel):
     reasoning_tokens: Count = absent("Of a model that reasons between marks.")
     accepted_prediction_tokens: Count = absent("With prediction: guesses by it that were right, over all choices.")
     rejected_prediction_tokens: Count = absent("With prediction: guesses by it that a step had and that were not accepted in it.")
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
@@ -37,7 +45,7 @@ class Usage(Answer):
     completion_tokens_details: CompletionTokensDetails = absent("With a model that reasons between marks, or prediction.")
 
 
-class Course(Answer):
+class Course(ResponseModel):
     """What became of the request. Seconds are those of the choice that waited longest, counts those of all choices."""
 
     gateway_queue_s: Annotated[float, Field(ge=0)] = Field(description="Until a worker had room.")
@@ -49,7 +57,7 @@ class Course(Answer):
     accepted_tokens: Count = Field(description="Guesses that were right.")
 
 
-class TokenLogprob(Answer):
+class TokenLogprob(ResponseModel):
     token: str
     logprob: Logprob
     bytes: list[Byte]
@@ -64,23 +72,23 @@ class ChatTokenLogprob(TokenLogprob):
     requested_logprobs: list[RequestedLogprob] = absent(_REQUESTED)
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class CalledFunction(Answer):
+class CalledFunction(ResponseModel):
     name: str
     arguments: str = Field(description="JSON.")
 
 
-class ToolCall(Answer):
+class ToolCall(ResponseModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class ChatMessage(Answer):
+class ChatMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None = Field(description="Null where there are calls and no text.")
     refusal: None
@@ -89,7 +97,7 @@ class ChatMessage(Answer):
     tool_calls: list[ToolCall] = absent("Where the model calls tools.")
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseModel):
     index: Count
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -98,7 +106,7 @@ class ChatChoice(Answer):
     token_ids: list[Count] = absent(_IDS)
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(ResponseModel):
     id: str
     object: Literal["chat.completion"]
     created: Count = Field(description="Unix seconds.")
@@ -109,19 +117,19 @@ class ChatCompletion(Answer):
     prompt_token_ids: list[Count] = absent(_IDS)
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(ResponseModel):
     name: str = absent("In a call's first event.")
     arguments: str = Field(description="What is new of the call's arguments, which are JSON when it is whole.")
 
 
-class ToolCallDelta(Answer):
+class ToolCallDelta(ResponseModel):
     index: Count = Field(description="Which of the choice's calls it is.")
     id: str = absent("In a call's first event.")
     type: Literal["function"] = absent("In a call's first event.")
     function: FunctionDelta
 
 
-class ChatDelta(Answer):
+class ChatDelta(ResponseModel):
     role: Literal["assistant"] = absent("In a choice's first event.")
     content: str = absent("What is new.")
     reasoning_content: str = absent(_REASONING)
@@ -129,7 +137,7 @@ class ChatDelta(Answer):
     tool_calls: list[ToolCallDelta] = absent("Where the model calls tools.")
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(ResponseModel):
     index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -138,7 +146,7 @@ class ChatChunkChoice(Answer):
     token_ids: list[Count] = absent(_IDS)
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(ResponseModel):
     """The data of one event."""
 
     id: str
@@ -151,7 +159,7 @@ class ChatCompletionChunk(Answer):
     prompt_token_ids: list[Count] = absent("In the first event, with return_token_ids.")
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(ResponseModel):
     """Parallel lists, one entry for each token. null: nothing predicts the first token of all."""
 
     tokens: list[str]
@@ -161,7 +169,7 @@ class CompletionLogprobs(Answer):
     requested_logprobs: list[dict[str, Logprob] | None] = absent(f"By token id. {_REQUESTED}")
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ResponseModel):
     index: Count
     text: str
     logprobs: CompletionLogprobs | None
@@ -171,7 +179,7 @@ class CompletionChoice(Answer):
     prompt_token_ids: list[Count] = absent(_IDS)
 
 
-class Completion(Answer):
+class Completion(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: Count = Field(description="Unix seconds.")
@@ -182,7 +190,7 @@ class Completion(Answer):
     prompt_token_ids: list[Count] = absent("Where there is one prompt, with return_token_ids.")
 
 
-class CompletionChunkChoice(Answer):
+class CompletionChunkChoice(ResponseModel):
     index: Count
     text: str = Field(description="What is new.")
     logprobs: CompletionLogprobs | None
@@ -192,7 +200,7 @@ class CompletionChunkChoice(Answer):
     prompt_token_ids: list[Count] = absent("In a choice's first event, with return_token_ids.")
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(ResponseModel):
     """The data of one event."""
 
     id: str
@@ -204,25 +212,25 @@ class CompletionChunk(Answer):
     rootstock: Course = absent(f"{_COURSE}, in the event that has the usage.")
 
 
-class Embedding(Answer):
+class Embedding(ResponseModel):
     object: Literal["embedding"]
     index: Count
     embedding: list[float] | str = Field(description="With encoding_format base64: little-endian float32.")
 
 
-class EmbeddingUsage(Answer):
+class EmbeddingUsage(ResponseModel):
     prompt_tokens: Count
     total_tokens: Count
 
 
-class EmbeddingList(Answer):
+class EmbeddingList(ResponseModel):
     object: Literal["list"]
     data: list[Embedding] = Field(min_length=1)
     model: str
     usage: EmbeddingUsage
 
 
-class ModelCard(Answer):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: Count = Field(description="When the gateway began, in Unix seconds.")
@@ -234,7 +242,7 @@ class ModelCard(Answer):
     created_at: str = Field(description="The same as created, as RFC 3339 has it.")
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelCard]
     has_more: Literal[False]

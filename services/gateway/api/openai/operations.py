@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import EVENTS, JSON, Operation
+from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
 from services.gateway.api.openai.answers import (
     ChatCompletion,
     ChatEvent,
@@ -22,7 +22,7 @@ MODEL = f"{MODELS}/{{model_id}}"
 
 _TAG = "OpenAI"
 OPERATIONS = (
-    Operation(
+    ApiOperation(
         "post",
         CHAT,
         _TAG,
@@ -38,7 +38,7 @@ OPERATIONS = (
             "temperature": 0,
         },
     ),
-    Operation(
+    ApiOperation(
         "post",
         COMPLETIONS,
         _TAG,
@@ -49,7 +49,7 @@ OPERATIONS = (
         reports=True,
         example={"prompt": "Count from 3 to 9.", "max_tokens": 32, "temperature": 0},
     ),
-    Operation(
+    ApiOperation(
         "post",
         EMBEDDINGS,
         _TAG,
@@ -59,8 +59,8 @@ OPERATIONS = (
         generates=True,
         example={"input": ["What is 17 + 25?", "Count from 3 to 9."]},
     ),
-    Operation("get", MODELS, _TAG, "Models that are served", {JSON: ModelList}, statuses=(503,)),
-    Operation(
+    ApiOperation("get", MODELS, _TAG, "Models that are served", {JSON: ModelList}, statuses=(503,)),
+    ApiOperation(
         "get",
         MODEL,
         _TAG,

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Answer, Count, Logprob, absent
+from services.gateway.api.document.answer import Count, Logprob, ResponseModel, absent
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["completed", "incomplete", "in_progress"]
 
 
-class TopLogprob(Answer):
+class TopLogprob(ResponseModel):
     token: str
     logprob: Logprob
     bytes: list[Count]
@@ -22,7 +22,7 @@ class OutputLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class Part(Answer):
+class Part(ResponseModel):
     """Of a message or of reasoning."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
@@ -32,7 +32,7 @@ class Part(Answer):
     logprobs: list[OutputLogprob] = absent("Of output_text, with include.")
 
 
-class Item(Answer):
+class Item(ResponseModel):
     """A message, reasoning, a call, or a call's result."""
 
     id: str
@@ -48,39 +48,39 @@ class Item(Answer):
     output: str | list[Part] = absent("Of results.")
 
 
-class IncompleteDetails(Answer):
+class IncompleteDetails(ResponseModel):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseFailure(Answer):
+class ResponseFailure(ResponseModel):
     code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
 
 
-class ConversationId(Answer):
+class ConversationId(ResponseModel):
     id: str
 
 
-class ReasoningUsed(Answer):
+class ReasoningUsed(ResponseModel):
     effort: str | None
     summary: None
 
 
-class TextUsed(Answer):
+class TextUsed(ResponseModel):
     format: dict[str, Any]
     verbosity: Literal["low", "medium", "high"]
 
 
-class InputTokens(Answer):
+class InputTokens(ResponseModel):
     cached_tokens: Count
     cache_write_tokens: Count
 
 
-class OutputTokens(Answer):
+class OutputTokens(ResponseModel):
     reasoning_tokens: Count
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(ResponseModel):
     input_tokens: Count
     input_tokens_details: InputTokens
     output_tokens: Count
@@ -88,7 +88,7 @@ class ResponseUsage(Answer):
     total_tokens: Count
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ResponseModel):
     """What was asked for comes back beside the output."""
 
     id: str
@@ -121,7 +121,7 @@ class ResponseAnswer(Answer):
     usage: ResponseUsage | None
 
 
-class ResponseEvent(Answer):
+class ResponseEvent(ResponseModel):
     """One event; its type is also the event's name."""
 
     type: str = Field(pattern=r"^response\.[a-z_.]+$")
@@ -139,7 +139,7 @@ class ResponseEvent(Answer):
     logprobs: list[OutputLogprob] = absent("Of a text, with include.")
 
 
-class ItemList(Answer):
+class ItemList(ResponseModel):
     object: Literal["list"]
     data: list[Item]
     first_id: str | None
@@ -147,19 +147,19 @@ class ItemList(Answer):
     has_more: bool
 
 
-class Deleted(Answer):
+class Deleted(ResponseModel):
     id: str
     object: Literal["response.deleted", "conversation.deleted"]
     deleted: Literal[True]
 
 
-class ConversationAnswer(Answer):
+class ConversationAnswer(ResponseModel):
     id: str
     object: Literal["conversation"]
     created_at: Count = Field(description="Unix seconds.")
     metadata: dict[str, str]
 
 
-class InputTokenCount(Answer):
+class InputTokenCount(ResponseModel):
     object: Literal["response.input_tokens"]
     input_tokens: Count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import EVENTS, JSON, Operation
+from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
 from services.gateway.api.responses.answers import (
     ConversationAnswer,
     Deleted,
@@ -30,7 +30,7 @@ _CONVERSATION = {"conversation_id": "Of a conversation."}
 _ITEM = {**_CONVERSATION, "item_id": "Of one of its items."}
 _KEPT = (404, 503)
 OPERATIONS = (
-    Operation(
+    ApiOperation(
         "post",
         RESPONSES,
         _TAG,
@@ -43,7 +43,7 @@ OPERATIONS = (
         takes_tools=True,
         example={"input": "Count from 3 to 9.", "max_output_tokens": 64, "temperature": 0},
     ),
-    Operation(
+    ApiOperation(
         "post",
         INPUT_TOKENS,
         _TAG,
@@ -54,7 +54,7 @@ OPERATIONS = (
         takes_tools=True,
         example={"input": "Count from 3 to 9."},
     ),
-    Operation(
+    ApiOperation(
         "get",
         RESPONSE,
         _TAG,
@@ -64,10 +64,12 @@ OPERATIONS = (
         parameters=_RESPONSE,
         named=True,
     ),
-    Operation("delete", RESPONSE, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_RESPONSE),
-    Operation("post", CANCEL, _TAG, "Cancel one in the background", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE),
-    Operation("get", INPUT_ITEMS, _TAG, "Its input", {JSON: ItemList}, statuses=_KEPT, parameters=_RESPONSE),
-    Operation(
+    ApiOperation("delete", RESPONSE, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_RESPONSE),
+    ApiOperation(
+        "post", CANCEL, _TAG, "Cancel one in the background", {JSON: ResponseAnswer}, statuses=_KEPT, parameters=_RESPONSE
+    ),
+    ApiOperation("get", INPUT_ITEMS, _TAG, "Its input", {JSON: ItemList}, statuses=_KEPT, parameters=_RESPONSE),
+    ApiOperation(
         "post",
         CONVERSATIONS,
         _TAG,
@@ -77,8 +79,10 @@ OPERATIONS = (
         statuses=(429,),
         example={"items": [{"role": "user", "content": "Count from 3 to 9."}], "metadata": {"topic": "numbers"}},
     ),
-    Operation("get", CONVERSATION, _TAG, "A conversation", {JSON: ConversationAnswer}, statuses=_KEPT, parameters=_CONVERSATION),
-    Operation(
+    ApiOperation(
+        "get", CONVERSATION, _TAG, "A conversation", {JSON: ConversationAnswer}, statuses=_KEPT, parameters=_CONVERSATION
+    ),
+    ApiOperation(
         "post",
         CONVERSATION,
         _TAG,
@@ -89,9 +93,9 @@ OPERATIONS = (
         parameters=_CONVERSATION,
         example={"metadata": {"topic": "counting"}},
     ),
-    Operation("delete", CONVERSATION, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_CONVERSATION),
-    Operation("get", ITEMS, _TAG, "Its items", {JSON: ItemList}, statuses=_KEPT, parameters=_CONVERSATION),
-    Operation(
+    ApiOperation("delete", CONVERSATION, _TAG, "Forget it", {JSON: Deleted}, statuses=_KEPT, parameters=_CONVERSATION),
+    ApiOperation("get", ITEMS, _TAG, "Its items", {JSON: ItemList}, statuses=_KEPT, parameters=_CONVERSATION),
+    ApiOperation(
         "post",
         ITEMS,
         _TAG,
@@ -102,6 +106,6 @@ OPERATIONS = (
         parameters=_CONVERSATION,
         example={"items": [{"role": "user", "content": "And on to 12?"}]},
     ),
-    Operation("get", ITEM, _TAG, "One item", {JSON: Item}, statuses=_KEPT, parameters=_ITEM),
-    Operation("delete", ITEM, _TAG, "Remove it", {JSON: ConversationAnswer}, statuses=(404, 409, 503), parameters=_ITEM),
+    ApiOperation("get", ITEM, _TAG, "One item", {JSON: Item}, statuses=_KEPT, parameters=_ITEM),
+    ApiOperation("delete", ITEM, _TAG, "Remove it", {JSON: ConversationAnswer}, statuses=(404, 409, 503), parameters=_ITEM),
 )

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.api.document.answer import Answer, CachedByTier, Count, ErrorBody, Logprob, SamplingDefaultValues, absent
+from services.gateway.api.document.answer import (
+    CachedByTier,
+    Count,
+    ErrorBody,
+    Logprob,
+    ResponseModel,
+    SamplingDefaultValues,
+    absent,
+)
 
 Entry = tuple[Logprob | None, Count, str | None]  # value, token id, text
 Entries = list[Entry]
@@ -16,24 +24,24 @@ _GUESSED = "Where the worker guesses tokens."
 _TOPS, _CHOSEN = "With top_logprobs_num.", "With token_ids_logprob."
 
 
-class Stopped(Answer):
+class Stopped(ResponseModel):
     type: Literal["stop"]
     matched: str | int | None = Field(description="The token id, stop string or pattern.")
 
 
-class OfLength(Answer):
+class OfLength(ResponseModel):
     type: Literal["length"]
     length: Count
 
 
-class Aborted(Answer):
+class Aborted(ResponseModel):
     type: Literal["abort"]
     message: str
     status_code: None
     err_type: None
 
 
-class _Meta(Answer):
+class _Meta(ResponseModel):
     """Log probabilities are lists of [logprob, id, text]."""
 
     id: str
@@ -77,13 +85,13 @@ class MetaInfoSoFar(_Logprobs):
     cached_tokens: None
 
 
-class GenerateAnswer(Answer):
+class GenerateAnswer(ResponseModel):
     text: str
     output_ids: list[Count]
     meta_info: MetaInfo
 
 
-class GenerateChunk(Answer):
+class GenerateChunk(ResponseModel):
     """The data of one event: the answer so far."""
 
     text: str
@@ -96,18 +104,18 @@ class EncodeMetaInfo(_Ended):
     finish_reason: OfLength
 
 
-class EncodeAnswer(Answer):
+class EncodeAnswer(ResponseModel):
     embedding: list[float]
     meta_info: EncodeMetaInfo
 
 
-class AbortReport(Answer):
+class AbortReport(ResponseModel):
     aborted: Count = Field(description="Answers that were ended.")
     gateways: Annotated[int, Field(ge=1)]
     unreached: Count
 
 
-class ModelDescription(Answer):
+class ModelDescription(ResponseModel):
     """The one that a request gets that names none."""
 
     model_path: str
@@ -122,12 +130,12 @@ class ModelDescription(Answer):
     embedding_size: Count = Field(description="Numbers of a vector; 0 if it gives none.")
 
 
-class ScoringTokensDetails(Answer):
+class ScoringTokensDetails(ResponseModel):
     cached_tokens: Count
     cached_tokens_details: CachedByTier = absent("Of workers with tiers of KV, where these were.")
 
 
-class ScoringUsage(Answer):
+class ScoringUsage(ResponseModel):
     """Tokens of all prompts; the query counts once for each item."""
 
     prompt_tokens: Count
@@ -136,7 +144,7 @@ class ScoringUsage(Answer):
     prompt_tokens_details: ScoringTokensDetails
 
 
-class Scoring(Answer):
+class Scoring(ResponseModel):
     object: Literal["scoring"]
     scores: list[list[Annotated[float, Field(ge=0, le=1)]]] = Field(description="A list for each item: a score for each label.")
     model: str

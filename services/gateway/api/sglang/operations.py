@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import EVENTS, JSON, Operation
+from services.gateway.api.document.operation import EVENTS, JSON, ApiOperation
 from services.gateway.api.sglang.answers import (
     AbortReport,
     EncodeAnswers,
@@ -35,7 +35,7 @@ _TAG = "SGLang"
 _GENERATED = {JSON: GenerateAnswers, EVENTS: GenerateEvent}
 OPERATIONS = (
     *(
-        Operation(
+        ApiOperation(
             method,
             GENERATE,
             _TAG,
@@ -48,7 +48,7 @@ OPERATIONS = (
         )
         for method in ("post", "put")
     ),
-    Operation(
+    ApiOperation(
         "post",
         ENCODE,
         _TAG,
@@ -59,7 +59,7 @@ OPERATIONS = (
         example={"text": ["What is 17 + 25?", "Count from 3 to 9."]},
     ),
     *(
-        Operation(
+        ApiOperation(
             "post",
             path,
             _TAG,
@@ -76,10 +76,10 @@ OPERATIONS = (
         )
         for path in SCORE
     ),
-    Operation(
+    ApiOperation(
         "post", ABORT, _TAG, "End requests by rid", {JSON: AbortReport}, AbortRequest, (403,), example={"rid": "a-request"}
     ),
-    Operation(
+    ApiOperation(
         "post",
         OPEN_SESSION,
         _TAG,
@@ -89,12 +89,12 @@ OPERATIONS = (
         (404, 504),
         example={"session_id": "a-session", "capacity_of_str_len": 1000},
     ),
-    Operation(
+    ApiOperation(
         "post", CLOSE_SESSION, _TAG, "Close a session", {}, CloseSessionRequest, (404, 504), example={"session_id": "a-session"}
     ),
-    Operation("get", HEALTH_GENERATE, _TAG, "Whether a token can be made from end to end", {}, statuses=(503,), keyed=False),
+    ApiOperation("get", HEALTH_GENERATE, _TAG, "Whether a token can be made from end to end", {}, statuses=(503,), keyed=False),
     *(
-        Operation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))
+        ApiOperation("get", path, _TAG, "The model that is served", {JSON: ModelDescription}, statuses=(403, 503))
         for path in MODEL_INFO
     ),
 )

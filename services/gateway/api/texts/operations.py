@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.api.document.operation import JSON, Operation
+from services.gateway.api.document.operation import JSON, ApiOperation
 from services.gateway.api.texts.types import (
     DetokenizedText,
     DetokenizeRequest,
@@ -26,7 +26,7 @@ RANKING = ("/classify", "/v1/rerank", "/rerank")
 _TAG = "SGLang"
 _ASKS = (404, 504)
 OPERATIONS = (
-    Operation(
+    ApiOperation(
         "post",
         TOKENIZE,
         _TAG,
@@ -36,7 +36,7 @@ OPERATIONS = (
         _ASKS,
         example={"prompt": "Count from 3 to 9."},
     ),
-    Operation(
+    ApiOperation(
         "post",
         DETOKENIZE,
         _TAG,
@@ -46,7 +46,7 @@ OPERATIONS = (
         (404,),
         example={"tokens": [72, 105]},
     ),
-    Operation(
+    ApiOperation(
         "post",
         PARSE_CALL,
         _TAG,
@@ -59,7 +59,7 @@ OPERATIONS = (
             "tool_call_parser": "hermes",
         },
     ),
-    Operation(
+    ApiOperation(
         "post",
         SEPARATE,
         _TAG,
@@ -68,9 +68,12 @@ OPERATIONS = (
         SeparateRequest,
         example={"text": "<think>17 + 25 = 42</think>The sum is 42.", "reasoning_parser": "think"},
     ),
-    Operation("get", PING, _TAG, "Liveness", {}, statuses=(503,), keyed=False),
-    Operation("get", VERSION, _TAG, "The gateway's version", {JSON: Version}, statuses=(503,)),
-    Operation("get", LOAD, _TAG, "What each worker has to do", {JSON: list[WorkerLoad]}, statuses=(503,)),
-    *(Operation("get", path, _TAG, "What is served, and by whom", {JSON: ServerInfo}, statuses=(503,)) for path in SERVER_INFO),
-    *(Operation("post", path, _TAG, "Not served yet", {}, statuses=(503,), served=False) for path in RANKING),
+    ApiOperation("get", PING, _TAG, "Liveness", {}, statuses=(503,), keyed=False),
+    ApiOperation("get", VERSION, _TAG, "The gateway's version", {JSON: Version}, statuses=(503,)),
+    ApiOperation("get", LOAD, _TAG, "What each worker has to do", {JSON: list[WorkerLoad]}, statuses=(503,)),
+    *(
+        ApiOperation("get", path, _TAG, "What is served, and by whom", {JSON: ServerInfo}, statuses=(503,))
+        for path in SERVER_INFO
+    ),
+    *(ApiOperation("post", path, _TAG, "Not served yet", {}, statuses=(503,), served=False) for path in RANKING),
 )

@@ -45,7 +45,7 @@ from services.shared import limits
 B = TypeVar("B", bound=Body)
 ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # returns parameters by tool name; raises ApiError
 Loads = Callable[[], Sequence[Mapping[str, Any]]]  # returns the latest load report of each connected worker
-Standing = Callable[[], Mapping[str, Any]]  # returns the status of this gateway and of its workers
+ReadStatus = Callable[[], Mapping[str, Any]]  # returns the status of this gateway and of its workers
 
 
 class Texts(Protocol):
@@ -71,7 +71,7 @@ class TextsApi:
         read_tools: ReadTools,
         served: Callable[[], Sequence[ModelInfo]],
         loads: Loads,
-        standing: Standing,
+        status: ReadStatus,
     ) -> None:
         self._port = port
         self._texts = texts
@@ -80,7 +80,7 @@ class TextsApi:
         self._read_tools = read_tools
         self._served = served
         self._loads = loads
-        self._standing = standing
+        self._status = status
 
     def generating(self) -> Mapping[str, MakeOperation]:
         """Returns nothing: none of the routes generates."""
@@ -164,7 +164,7 @@ class TextsApi:
                     for model in served
                 ],
                 "loads": self._loads(),
-                **self._standing(),
+                **self._status(),
             }
         )
 

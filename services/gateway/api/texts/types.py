@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from services.gateway.api.document.answer import Answer, Count
+from services.gateway.api.document.answer import Count, ResponseModel
 from services.gateway.request.bodies import Body
 from services.shared import limits
 
@@ -46,7 +46,7 @@ class SeparateRequest(Body):
     reasoning_parser: str = Field(description="A format's name, ours or SGLang's.")
 
 
-class Tokens(Answer):
+class Tokens(ResponseModel):
     """Of several prompts: a list of each."""
 
     tokens: list[Count] | list[list[Count]]
@@ -54,40 +54,40 @@ class Tokens(Answer):
     max_model_len: Count
 
 
-class DetokenizedText(Answer):
+class DetokenizedText(ResponseModel):
     """Of several lists: their texts."""
 
     text: str | list[str]
 
 
-class ParsedCall(Answer):
+class ParsedCall(ResponseModel):
     tool_index: Count = Field(description="Of the tool in the request.")
     name: str
     parameters: str = Field(description="JSON.")
 
 
-class ParsedCalls(Answer):
+class ParsedCalls(ResponseModel):
     normal_text: str
     calls: list[ParsedCall]
 
 
-class Separated(Answer):
+class Separated(ResponseModel):
     reasoning_text: str
     text: str
 
 
-class Version(Answer):
+class Version(ResponseModel):
     version: str
 
 
-class WorkerLoad(Answer):
+class WorkerLoad(ResponseModel):
     worker_id: str
     num_reqs: Count = Field(description="That are open there.")
     num_waiting_reqs: Count
     num_tokens: Count = Field(description="Of KV cache in use.")
 
 
-class WorkerStanding(Answer):
+class WorkerStanding(ResponseModel):
     """A worker that discovery names. Its figures are those that it told last, over all gateways; null while it is not connected.
     Totals are since its start."""
 
@@ -111,7 +111,7 @@ class WorkerStanding(Answer):
     retractions: Count | None
 
 
-class RedisStanding(Answer):
+class RedisStanding(ResponseModel):
     """Whether each answers; null where there is none."""
 
     index: bool | None
@@ -119,7 +119,7 @@ class RedisStanding(Answer):
     kept: bool | None = Field(description="What clients have kept: responses, files, batches.")
 
 
-class GatewaySurroundings(Answer):
+class GatewaySurroundings(ResponseModel):
     """What the gateway stands on. null: there is none of it."""
 
     redis: RedisStanding
@@ -130,7 +130,7 @@ class GatewaySurroundings(Answer):
     scraped_s_ago: float | None = Field(description="Since its metrics were asked for; null: never.")
 
 
-class GatewayStanding(Answer):
+class GatewayStanding(ResponseModel):
     """The gateway that answers."""
 
     waiting: Count = Field(description="Choices that wait for a worker with room.")
@@ -140,7 +140,7 @@ class GatewayStanding(Answer):
     surroundings: GatewaySurroundings
 
 
-class ServedModel(Answer):
+class ServedModel(ResponseModel):
     id: str
     max_model_len: Count
     vocab_size: Count
@@ -149,7 +149,7 @@ class ServedModel(Answer):
     deterministic: bool = Field(description="Equal requests with a seed or temperature 0 get equal answers, whatever else runs.")
 
 
-class ServerInfo(Answer):
+class ServerInfo(ResponseModel):
     version: str
     model_path: str
     served_model_name: str

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from rootstock.v1 import control_pb2 as pb
 from rootstock.v1 import control_pb2_grpc
-from services.gateway.admin.listener import admin_listener
 from services.gateway.admin.operations import CONTROL, ROUTES
-from services.gateway.admin.worker_directory import WorkerDirectory
+from services.gateway.admin.routes import admin_listener
+from services.gateway.admin.workers import WorkerDirectory
 from services.gateway.api.cache_key import cache_key
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway

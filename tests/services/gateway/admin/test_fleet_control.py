@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rootstock.v1 import worker_pb2, worker_pb2_grpc
-from services.gateway.admin.listener import admin_listener
+from services.gateway.admin.routes import admin_listener
 from services.gateway.config.settings import GatewaySettings
 from services.gateway.gateway import Gateway
 from services.gateway.http import http_server

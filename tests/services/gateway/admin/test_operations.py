@@ -11,9 +11,8 @@ import pytest
 from google.protobuf.message import Message
 
 from services.gateway.admin.bodies import AdminBody, ClearStorage, FlushCache, Pause
-from services.gateway.admin.operations import Operation, Operations
-from services.gateway.admin.worker_directory import KnownWorker
-from services.gateway.admin.workers import WorkerAnswer
+from services.gateway.admin.operations import AdminOperation, AdminOperations
+from services.gateway.admin.workers import KnownWorker, WorkerResult
 
 
 class Workers:
@@ -28,9 +27,9 @@ class Workers:
     def find(self, _name: str | None) -> list[KnownWorker]:
         return self.known
 
-    async def ask(self, some: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerAnswer]:
+    async def ask(self, some: Sequence[KnownWorker], _rpc: str, _request: Message, _timeout_s: float) -> list[WorkerResult]:
         self.turns.append([worker.worker_id for worker in some])
-        return [WorkerAnswer(worker, {}) for worker in some]
+        return [WorkerResult(worker, {}) for worker in some]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ class Workers:
 )
 def test_whoever_others_read_forgets_before_them(body: AdminBody, turns: list[list[str]]) -> None:
     workers = Workers()
-    operations = Operations(cast(Any, workers), cast(Any, workers), cast(Any, None), 1.0)
-    status, answer = asyncio.run(operations.run(Operation("FlushCache", type(body)), body))
+    operations = AdminOperations(cast(Any, workers), cast(Any, workers), cast(Any, None), 1.0)
+    status, answer = asyncio.run(operations.run(AdminOperation("FlushCache", type(body)), body))
     assert status == 200 and workers.turns == turns
     assert sorted(each["worker"] for each in answer["workers"]) == ["a", "b", "c"]

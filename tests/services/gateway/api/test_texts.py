@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.admin.standing import QUIET_S, _state
+from services.gateway.admin.status import QUIET_S, _state
 from services.gateway.discovery.dns import DnsWatch, resolve
 from services.gateway.discovery.targets import DnsTarget
 from tests.services.gateway.fakes import MODEL

@@ -13,8 +13,8 @@ import pytest
 
 from rootstock.v1 import gateway_pb2 as pb
 from rootstock.v1 import gateway_pb2_grpc
-from services.gateway.admin import gateway_peers as peers
-from services.gateway.admin.tenants import Tenants
+from services.gateway.admin import gateways as peers
+from services.gateway.admin.gateways import Tenants
 from services.gateway.keys.key_table import ApiKey, KeyTable
 from services.gateway.request.abort import AbortReport, AbortScope
 from services.shared.rpc import grpc_server

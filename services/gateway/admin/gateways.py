@@ -1,11 +1,12 @@
-"""The other gateways: a port on which they ask for what only this one can do, and the calls by which it asks them.
+"""Calls between gateways: a gRPC port on which other gateways ask this one to abort its requests, and this gateway's own calls.
 
-Nothing is shared and nothing is kept: a gateway that is not known, or does not answer, is told of as not reached.
+A gateway keeps no state about other gateways. One that is unknown or does not respond is reported as unreached.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,8 @@ import grpc
 
 from rootstock.v1 import gateway_pb2 as pb
 from rootstock.v1 import gateway_pb2_grpc
-from services.gateway.admin.tenants import Tenants
 from services.gateway.discovery.watch import Discovery
+from services.gateway.keys.key_table import KeyTable
 from services.gateway.peers.reconnect import StreamBroken
 from services.gateway.peers.unary_call import answer_of
 from services.gateway.request.abort import AbortScope, PeerAnswer
@@ -28,13 +29,51 @@ from services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 2.0  # a gateway whose event loop is later than this has worse troubles
+CALL_TIMEOUT_S = 2.0  # seconds for one call of another gateway, and for its channel to close
+_PURPOSE = b"rootstock-tenant"  # BLAKE2's personalization, at most 16 bytes
+
+
+class Tenants:
+    """Names API keys between gateways, by a digest of the key's name. A replaced key keeps its name, and so its digest."""
+
+    def __init__(self, table: Callable[[], KeyTable | None], token: str) -> None:
+        """Creates the mapping.
+
+        Args:
+            table: Returns the present API keys; None if the gateway checks no keys.
+            token: The operators' token, which is mixed into the digests so that nobody else can test names on them; "" for none.
+        """
+        self._table = table
+        self._secret = hashlib.sha256(token.encode()).digest() if token else b""
+        self._known: KeyTable | None = None  # the table that _names was made from
+        self._names: dict[bytes, str] = {b"": ""}
+
+    def digest(self, key: str) -> bytes:
+        """Returns the digest of an API key's name; b"" for "", which stands for requests without a key."""
+        if not key:
+            return b""
+        return hashlib.blake2b(key.encode(), digest_size=16, key=self._secret, person=_PURPOSE).digest()
+
+    def key(self, digest: bytes) -> str | None:
+        """Returns the name of the API key with this digest; None if this gateway has no such key."""
+        table = self._table()
+        if table is not self._known:
+            self._known = table
+            self._names = {b"": ""} if table is None else {self.digest(key.name): key.name for key in table}
+        return self._names.get(digest)
 
 
 class PeerServicer(gateway_pb2_grpc.GatewayPeerServicer):
-    """name: this gateway's own, random per start. operators: whether calls for anybody's requests are taken."""
+    """Serves the calls of other gateways. Each process has one, on its event loop."""
 
     def __init__(self, name: bytes, abort_here: Callable[[AbortScope], int], tenants: Tenants, operators: bool) -> None:
+        """Prepares to serve.
+
+        Args:
+            name: Random name of this gateway's process. Calls that carry it are this gateway's own.
+            abort_here: Aborts requests of this gateway and returns their number.
+            operators: Whether calls may abort requests of any API key.
+        """
         self._name = name
         self._abort_here = abort_here
         self._tenants = tenants
@@ -52,14 +91,14 @@ class PeerServicer(gateway_pb2_grpc.GatewayPeerServicer):
             )
         key = None if request.operator else self._tenants.key(request.tenant)
         if key is None and not request.operator:
-            return pb.AbortResponse(gateway=self._name)  # nobody has come here with that key
+            return pb.AbortResponse(gateway=self._name)  # a request with an unknown key cannot run here
         aborted = self._abort_here(AbortScope(request.rid or None, key, request.worker))
-        logger.info("a peer's abort", extra=fields(rid=request.rid, aborted=aborted))
+        logger.info("aborted requests for another gateway", extra=fields(rid=request.rid, aborted=aborted))
         return pb.AbortResponse(gateway=self._name, aborted=aborted)
 
 
 def _wrong(request: pb.AbortRequest) -> str:
-    """What is, in a sentence; "" for nothing."""
+    """Returns the fault of an invalid request; "" if it is valid."""
     if request.WhichOneof("owner") is None or (request.WhichOneof("owner") == "operator" and not request.operator):
         return "neither tenant nor operator is set"
     if not request.operator and (request.all or request.worker):
@@ -72,7 +111,10 @@ def _wrong(request: pb.AbortRequest) -> str:
 
 
 class PeerGateways:
-    """Follows discovery. One connection to each, this gateway's own address among them, if it stands there too."""
+    """The other gateways that discovery has found, with a gRPC channel to each. Lives as long as the process, on its event loop.
+
+    Discovery may list this gateway's own address too.
+    """
 
     def __init__(
         self, targets: Sequence[str], tenants: Tenants, token: str, dns_refresh_s: float, dialer: Dialer = IN_THE_CLEAR
@@ -86,7 +128,7 @@ class PeerGateways:
         self._discovery = Discovery(targets, self._set_endpoints, dns_refresh_s=dns_refresh_s)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follows discovery until cancelled, and then closes all channels."""
         try:
             await self._discovery.run()
         finally:
@@ -94,7 +136,7 @@ class PeerGateways:
             await asyncio.gather(*self._closing)
 
     def _set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """Those that are not ready are asked too: a gateway that drains still has requests."""
+        """Opens and closes channels. A gateway that is not ready is called too, because it may be draining its requests."""
         for address in endpoints.keys() - self._channels.keys():
             self._channels[address] = self._dialer.kept(address, Role.GATEWAY)
         for address in self._channels.keys() - endpoints.keys():
@@ -104,10 +146,11 @@ class PeerGateways:
 
     @property
     def num_known(self) -> int:
-        """This gateway's own address among them, if it stands there too."""
+        """Number of known gateways, this one included if discovery lists it."""
         return len(self._channels)
 
     async def abort(self, scope: AbortScope) -> Sequence[PeerAnswer]:
+        """Aborts requests at all other gateways at once, and returns one result per gateway."""
         request = pb.AbortRequest(sender=self.name, worker=scope.worker)
         if scope.rid is None:
             request.all = True
@@ -125,8 +168,8 @@ class PeerGateways:
         try:
             answer = await answer_of(partial(stub.Abort, request, timeout=CALL_TIMEOUT_S, metadata=self._metadata))
         except grpc.aio.AioRpcError as error:
-            logger.warning("a gateway is not reached", extra=fields(address=address, code=error.code().name))
+            logger.warning("could not reach another gateway", extra=fields(address=address, code=error.code().name))
             return PeerAnswer(address, message=f"{error.code().name}: {error.details()}")
-        except StreamBroken as error:  # discovery has let it go meanwhile, and its channel is closed
+        except StreamBroken as error:  # discovery has removed the gateway in the meantime, and its channel is closed
             return PeerAnswer(address, message=str(error))
         return PeerAnswer(address, answer.gateway, answer.aborted)

@@ -1,0 +1,130 @@
+"""The status of this gateway and of the workers that it knows, as GET /server_info and `rootstock status` show it.
+
+Every fact is read from memory on the event loop; no other process is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.model_pool import AnyLink, ModelPool
+from services.gateway.observe.metrics import KeySigns
+from services.shared.tls.mutual_tls import MutualTls
+
+QUIET_S = 2.5  # seconds without a load report after which a worker is silent; it sends one each second
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the gateway depends on besides its services: Redis, DNS names, files and Prometheus.
+
+    Each callable runs on the event loop and reads memory only.
+    """
+
+    index: Callable[[], bool | None]  # whether the prefix index's Redis responds; None without one
+    kept: Callable[[], bool | None]  # whether the store of clients' records responds; None without one
+    keys: KeySigns | None  # state of the API keys; None if the gateway checks no keys
+    tls: MutualTls | None  # TLS between services; None without it
+    names: Mapping[str, Callable[[], str]]  # by service: why a DNS name of its targets cannot be resolved; "" if all can
+    scraped_s_ago: Callable[[], float | None]  # seconds since the last scrape of the metrics; None before the first
+
+    def report(self) -> dict[str, Any]:
+        """Returns the field `surroundings`. It names services instead of addresses, which clients do not need."""
+        keys, scraped = self.keys, self.scraped_s_ago()
+        return {
+            "redis": {"index": self.index(), "limits": keys and keys.shares_are_up(), "kept": self.kept()},
+            "key_file_valid": keys and keys.file_is_valid(),
+            "tls_files_valid": self.tls and self.tls.files.valid,
+            "certificate_ends_in_s": self.tls and round(_not_after(self.tls) - time.time()),
+            "unresolved": sorted(service for service, trouble in self.names.items() if trouble()),
+            "scraped_s_ago": scraped if scraped is None else round(scraped, 1),
+        }
+
+
+class StatusReport:
+    """Reads the status of one gateway. Lives as long as the process, on its event loop."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: Callable[[], int],
+        detokenizers: Callable[[], int],
+        surroundings: Surroundings,
+    ) -> None:
+        """Prepares to read the status.
+
+        Args:
+            tokenizers: Counts the connected tokenizers.
+            detokenizers: Counts the connected detokenizers.
+        """
+        self._dispatcher = dispatcher
+        self._tokenizers, self._detokenizers = tokenizers, detokenizers
+        self._surroundings = surroundings
+
+    def report(self) -> dict[str, Any]:
+        """Returns the fields `workers` and `gateway`. Workers are sorted by id, and those without a known id come last."""
+        dispatcher, now = self._dispatcher, asyncio.get_running_loop().time()
+        fleet, usable = dispatcher.fleet, set(dispatcher.fleet.usable())
+        workers = [_worker(link, fleet.pool_of(link), link in usable, now) for link in fleet.links.values()]
+        return {
+            "workers": sorted(workers, key=lambda worker: (worker["worker_id"] is None, worker["worker_id"] or "")),
+            "gateway": {
+                "waiting": sum(dispatcher.waiting_by_model().values()),
+                "workers": dispatcher.connected(),
+                "tokenizers": self._tokenizers(),
+                "detokenizers": self._detokenizers(),
+                "surroundings": self._surroundings.report(),
+            },
+        }
+
+
+def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float) -> dict[str, Any]:
+    """Returns the status of one worker, without its address, which clients do not need.
+
+    Args:
+        pool: The pool of its model; None while the worker is not connected.
+        usable: Whether the worker gets requests.
+    """
+    info, load = link.info or link.last_info, link.load
+    return {
+        "worker_id": info and info.worker_id,
+        "model": pool.model.name if pool is not None else info and info.model,
+        "role": info and (info.role or "both"),
+        "state": _state(link, usable, now),
+        "told_s_ago": round(now - link.told_at, 3) if load is not None else None,
+        "num_running": load and load.num_running,
+        "num_waiting": load and load.num_waiting,
+        "max_running": info and info.max_running_requests,
+        "kv_used_tokens": load and load.running_tokens,
+        "kv_cached_tokens": load and load.cached_tokens,
+        "kv_tokens": info and info.num_pages * info.page_size,
+        "prompt_tokens": load and load.prompt_tokens,
+        "cached_prompt_tokens": load and load.cached_prompt_tokens,
+        "generated_tokens": load and load.generated_tokens,
+        "retractions": load and load.retractions,
+    }
+
+
+def _state(link: AnyLink, usable: bool, now: float) -> str:
+    """Returns the first state that holds, from the least to the most usable one."""
+    if link.info is None:
+        return "lost" if link.met else "starting"
+    states = {
+        "draining": link.draining,
+        "hung": link.hangs,
+        "silent": link.load is not None and now - link.told_at > QUIET_S,
+        "paused": link.paused,
+        "ready": usable,
+    }
+    return next((state for state, holds in states.items() if holds), "unused")
+
+
+def _not_after(tls: MutualTls) -> float:
+    """Returns the end of the certificate's validity as a Unix time; 0 if it had expired when it was read."""
+    named = tls.files.now().named
+    return 0.0 if named is None else named.not_after
