@@ -45,13 +45,13 @@ _EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-roots
 
 
 class ApiRoutes(Protocol):
-    """One of the HTTP APIs beside OpenAI's chat, completions and embeddings."""
+    """An HTTP API. The application adds OpenAI's chat, completions and embeddings itself."""
 
     forms: Mapping[str, AnswerForm]  # form of its errors by path, where it differs from OpenAI's
 
     @property
     def operations(self) -> Sequence[ApiOperation]:
-        """Its part of the OpenAPI document."""
+        """The API's part of the OpenAPI document."""
 
     def generating(self) -> Mapping[str, MakeOperation]:
         """Returns the generating operations by path. The application serves each of them by POST."""
@@ -151,7 +151,7 @@ def _add_error_handlers(app: Starlette) -> None:
         return _error_response(request, error)
 
     async def on_fault(request: Request, error: Exception) -> Response:
-        """Responds to any other exception, which Starlette then raises again, so that FrontDoor logs it."""
+        """Responds to any other exception. Starlette then raises it again, and FrontDoor logs it."""
         return _error_response(request, internal())
 
     app.add_exception_handler(HTTPException, on_http_error)

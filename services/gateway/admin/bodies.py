@@ -28,14 +28,14 @@ class AdminBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    # id or address of the addressed worker, here or in the URL's query; None for all workers
+    # id or address of the addressed worker, here or in the URL's query, or None for all workers
     worker: str | None = Field(None, min_length=1, max_length=MAX_WORKER_CHARS)
 
 
 class ControlBody(AdminBody, ABC):
     """The body of an operation that the workers' control services run."""
 
-    # seconds for the operation on each worker, with its time in queues; None for the gateway's setting
+    # seconds for the operation on each worker, with its time in queues, or None for the gateway's setting
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
     @abstractmethod
@@ -46,12 +46,12 @@ class ControlBody(AdminBody, ABC):
 class SelectedPages(ControlBody):
     """The body of a flush: the pages of one cache salt, or all pages."""
 
-    # as in the requests that filled the pages; "" for pages without a salt
+    # as in the requests that filled the pages, or "" for pages without a salt
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     # name of the API key of those requests, if the gateways salt the cache by key
     api_key: str | None = Field(None, min_length=1, max_length=MAX_KEY_NAME_CHARS)
-    # least age in seconds of flushed pages in the storage tier, since they were written; None for any age
+    # least age in seconds of flushed pages in the storage tier, since they were written, or None for any age
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     def of(self, tiers: Sequence[str]) -> Message:
@@ -61,7 +61,7 @@ class SelectedPages(ControlBody):
         return pb.FlushCacheRequest(tiers=[*tiers, *selects], cache_salt=salt, older_than_s=self.older_than_s)
 
     def _salt(self) -> str | None:
-        """Returns the salt as workers have it; None for all salts."""
+        """Returns the salt as workers have it, or None for all salts."""
         if self.cache_salt is None and self.extra_key is None and self.api_key is None:
             return None
         return Caller(key=self.api_key or "", salts_cache=True).cache_salt_of(cache_key(self.cache_salt, self.extra_key))
@@ -78,7 +78,7 @@ class FlushCache(SelectedPages):
 
 
 class ClearStorage(SelectedPages):
-    """Flushes cached pages of the storage tier alone, under SGLang's name."""
+    """Flushes cached pages of the storage tier only, under SGLang's name."""
 
     def request(self) -> Message:
         return self.of(["storage"])
@@ -101,7 +101,7 @@ class SetInternalState(ControlBody):
 class SlowDown(ControlBody):
     """Delays each step of the scheduler."""
 
-    forward_sleep_time: float | None = None  # seconds after each step; None for full speed
+    forward_sleep_time: float | None = None  # seconds after each step, or None for full speed
 
     def request(self) -> Message:
         return pb.SlowDownRequest(step_delay_s=self.forward_sleep_time or 0.0)

@@ -40,8 +40,8 @@ class Tenants:
         """Creates the mapping.
 
         Args:
-            table: Returns the present API keys; None if the gateway checks no keys.
-            token: The operators' token, which is mixed into the digests so that nobody else can test names on them; "" for none.
+            table: Returns the present API keys, or None if the gateway checks no keys.
+            token: The operators' token, or "" for none. It is mixed into the digests, so that other services cannot test names.
         """
         self._table = table
         self._secret = hashlib.sha256(token.encode()).digest() if token else b""
@@ -55,7 +55,7 @@ class Tenants:
         return hashlib.blake2b(key.encode(), digest_size=16, key=self._secret, person=_PURPOSE).digest()
 
     def key(self, digest: bytes) -> str | None:
-        """Returns the name of the API key with this digest; None if this gateway has no such key."""
+        """Returns the name of the API key with this digest, or None if this gateway has no such key."""
         table = self._table()
         if table is not self._known:
             self._known = table
@@ -98,7 +98,7 @@ class PeerServicer(gateway_pb2_grpc.GatewayPeerServicer):
 
 
 def _wrong(request: pb.AbortRequest) -> str:
-    """Returns the fault of an invalid request; "" if it is valid."""
+    """Returns the fault of an invalid request, or "" if it is valid."""
     if request.WhichOneof("owner") is None or (request.WhichOneof("owner") == "operator" and not request.operator):
         return "neither tenant nor operator is set"
     if not request.operator and (request.all or request.worker):

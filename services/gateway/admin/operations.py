@@ -27,9 +27,9 @@ class AdminResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdminOperation:
-    """One kind of operators' call."""
+    """A kind of operators' call."""
 
-    rpc: str  # method of the control service; "" if the gateway itself serves the call
+    rpc: str  # method of the control service, or "" if the gateway itself serves the call
     body: type[AdminBody]  # type of the HTTP request's body
 
 
@@ -96,7 +96,7 @@ class AdminOperations:
         meant, request, timeout_s = self._directory.find(body.worker), body.request(), body.timeout_s or self._timeout_s
         if not isinstance(body, SelectedPages):
             return _result(await self._workers.ask(meant, rpc, request, timeout_s))
-        # Prefill workers flush first. Otherwise a flushed worker could read the pages again from one that has not flushed yet.
+        # Prefill workers flush first. Otherwise a flushed worker could read the pages again from a prefill worker.
         first = [worker for worker in meant if worker.is_read_by_others]
         rest = [worker for worker in meant if not worker.is_read_by_others]
         return _result([each for some in (first, rest) for each in await self._workers.ask(some, rpc, request, timeout_s)])

@@ -56,7 +56,7 @@ async def admin_listener(
     """Serves the admin API while the block runs, unless `admin_port` is 0. Operations in flight at the end are cut.
 
     Raises:
-        CannotListen: The port cannot be bound, or settings would admit anyone from another host without a token.
+        CannotListen: The port cannot be bound, or the settings would admit other hosts without a token.
     """
     if not config.admin_port:
         yield
@@ -119,7 +119,7 @@ class AdminApi:
         return status, orjson.dumps(done)
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
-        """Raises ApiError if the token is wrong, or if a web page sends the request.
+        """Refuses a wrong token and requests of web pages by an ApiError.
 
         A page that an operator has open in a browser must not operate the workers of that machine.
         """

@@ -21,17 +21,17 @@ QUIET_S = 2.5  # seconds without a load report after which a worker is silent; i
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the gateway depends on besides its services: Redis, DNS names, files and Prometheus.
+    """The dependencies of the gateway besides the other services: Redis, DNS names, files and Prometheus.
 
     Each callable runs on the event loop and reads memory only.
     """
 
-    index: Callable[[], bool | None]  # whether the prefix index's Redis responds; None without one
-    kept: Callable[[], bool | None]  # whether the store of clients' records responds; None without one
-    keys: KeySigns | None  # state of the API keys; None if the gateway checks no keys
-    tls: MutualTls | None  # TLS between services; None without it
-    names: Mapping[str, Callable[[], str]]  # by service: why a DNS name of its targets cannot be resolved; "" if all can
-    scraped_s_ago: Callable[[], float | None]  # seconds since the last scrape of the metrics; None before the first
+    index: Callable[[], bool | None]  # whether the prefix index's Redis responds, or None without one
+    kept: Callable[[], bool | None]  # whether the store of clients' records responds, or None without one
+    keys: KeySigns | None  # state of the API keys, or None if the gateway checks no keys
+    tls: MutualTls | None  # TLS between services, or None without it
+    names: Mapping[str, Callable[[], str]]  # by service: why a DNS name of its targets cannot be resolved, or "" if all can
+    scraped_s_ago: Callable[[], float | None]  # seconds since the last scrape of the metrics, or None before the first
 
     def report(self) -> dict[str, Any]:
         """Returns the field `surroundings`. It names services instead of addresses, which clients do not need."""
@@ -87,7 +87,7 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
     """Returns the status of one worker, without its address, which clients do not need.
 
     Args:
-        pool: The pool of its model; None while the worker is not connected.
+        pool: The pool of its model, or None while the worker is not connected.
         usable: Whether the worker gets requests.
     """
     info, load = link.info or link.last_info, link.load

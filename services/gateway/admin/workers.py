@@ -29,19 +29,19 @@ class Workers(Protocol):
         """The link to each worker, by address."""
 
     def pool_of(self, link: AnyLink) -> ModelPool[Any] | None:
-        """Returns the pool of the worker's model; None while the worker is not connected."""
+        """Returns the pool of the worker's model, or None while the worker is not connected."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """One worker, with the address of its control service."""
+    """A worker, with the address of its control service."""
 
     worker_id: str  # "" until the worker has been connected
-    address: str  # of its gRPC port; "" if only its control service is configured
-    control: str  # address of its control service; "" if it has none
+    address: str  # address of its gRPC port, or "" if only its control service is configured
+    control: str  # address of the control service, or "" for a worker without one
     why: str = ""  # why `control` is empty
-    link: AnyLink | None = None  # None if only its control service is configured
-    pool: ModelPool[Any] | None = None  # pool of its model; None while it is not connected
+    link: AnyLink | None = None  # unset (None) if only its control service is configured
+    pool: ModelPool[Any] | None = None  # pool of the model, or None while the worker is not connected
 
     def is_called(self, name: str) -> bool:
         """Returns whether `name` is its id or one of its addresses."""
@@ -49,7 +49,7 @@ class KnownWorker:
 
     @property
     def names(self) -> dict[str, str]:
-        """Its id and address, as response bodies have them."""
+        """The worker's id and address, as response bodies have them."""
         address = self.address or self.control
         return {"worker": self.worker_id or address, "address": address}
 
@@ -60,7 +60,7 @@ class KnownWorker:
 
     @property
     def load(self) -> dict[str, Any] | None:
-        """Its latest load report and its status at this gateway; None while it is not connected."""
+        """The latest load report and the status at this gateway, or None while the worker is not connected."""
         link, pool = self.link, self.pool
         if link is None or link.info is None or pool is None:
             return None
@@ -83,7 +83,14 @@ class WorkerDirectory:
         self._controls = controls
 
     def find(self, name: str | None) -> list[KnownWorker]:
-        """Returns the workers with this id or address; all workers for None. Raises ApiError if there are none."""
+        """Finds workers.
+
+        Args:
+            name: A worker's id or address, or None for all workers.
+
+        Raises:
+            ApiError: No worker has this name (404), or no worker is known (503).
+        """
         known = self._known()
         found = [worker for worker in known if name is None or worker.is_called(name)]
         if found:
@@ -107,7 +114,7 @@ class WorkerResult:
 
     worker: KnownWorker
     response: dict[str, Any]  # the control service's response as JSON; empty after a failure
-    code: grpc.StatusCode | None = None  # None if the operation succeeded
+    code: grpc.StatusCode | None = None  # unset (None) if the operation succeeded
     message: str = ""  # why it failed
 
     def body(self) -> dict[str, Any]:

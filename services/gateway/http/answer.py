@@ -63,9 +63,9 @@ SSE_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class HttpPort:
-    """The parts of the gateway that every response to a generation request uses."""
+    """The parts of the gateway that the routes use."""
 
-    run: RunGeneration
+    run: RunGeneration  # runs a generation request and sends its output to a sink
     settings: GatewaySettings
     bodies: BodyReader  # reads bodies of requests that do not generate
     logs_access: bool  # the access log is on

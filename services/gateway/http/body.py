@@ -1,4 +1,7 @@
-"""Reads an HTTP request's body with limits that hold while reading, whatever the headers say."""
+"""Reads the bodies of HTTP requests, and watches whether their clients are connected.
+
+The limits on size and time hold while a body is read. They do not rely on its Content-Length.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,27 @@ from services.gateway.request.errors import CLIENT_CLOSED, ApiError, unavailable
 from services.shared import limits
 from services.shared.limits import BODY_STEP_BYTES, SMALL_BODY_BYTES
 
-# Of a scope's extensions, each to be called.
-GONE = "rootstock.gone"  # returns when the client has closed its connection
-WATCH = "rootstock.watch"  # given a callback for when it is closed, returns one that takes this back
-CUT = "rootstock.cut"  # ends the connection at once, and what is written with it
+# Names of callables in a scope's extensions
+GONE = "rootstock.gone"  # async; returns when the client has closed its connection
+WATCH = "rootstock.watch"  # takes a callback for the end of the connection; returns a function that removes the callback
+CUT = "rootstock.cut"  # aborts the connection, and discards the output that is not sent yet
 
 
 def gone_of(scope: Scope) -> Gone:
-    """Never returns under a server that does not know."""
+    """Returns a function that waits until the client has closed its connection.
+
+    Under a server without this extension, that function never returns.
+    """
     found: Gone = scope.get("extensions", {}).get(GONE, asyncio.Event().wait)
     return found
 
 
 def watch(scope: Scope, receive: Receive, on_gone: Callable[[], None]) -> Callable[[], None]:
-    """Until what it returns is called, on_gone is called once the client has closed its connection. The body has been read."""
+    """Calls `on_gone` when the client closes its connection. The body must have been read.
+
+    Returns:
+        A function that ends the watch.
+    """
     found = scope.get("extensions", {}).get(WATCH)
     if found is not None:
         stop: Callable[[], None] = found(on_gone)
@@ -76,13 +86,14 @@ class ClientWatch:
 
 
 def attended(scope: Scope, receive: Receive) -> ClientWatch:
-    """Returns a watch that has begun, for the current task's `with` block. The body must have been read."""
+    """Starts a watch for the current task's `with` block. The body must have been read."""
     client = ClientWatch(scope, receive)
     client.start()
     return client
 
 
 def cut(scope: Scope) -> None:
+    """Aborts the client's connection, if the server can."""
     found = scope.get("extensions", {}).get(CUT)
     if found is not None:
         found()
@@ -92,7 +103,16 @@ def cut(scope: Scope) -> None:
 async def held_body(
     scope: Scope, receive: Receive, budget: BodyBudget, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[ReceivedBody]:
-    """The body; its bytes are held in the budget while the block runs. Raises ApiError 413, 408 or 503, or ClientGone."""
+    """Yields the body, whose bytes stay reserved in the budget while the block runs.
+
+    Args:
+        max_bytes: Largest size of the body.
+        timeout_s: Seconds for the whole body, without the time in which it waits for the budget.
+
+    Raises:
+        ApiError: The body is too large (413), too slow (408), or the budget has no space for it (503).
+        ClientGone: The client has closed its connection.
+    """
     held = budget.open(gone_of(scope))
     try:
         yield await read_body(scope, receive, held, max_bytes, timeout_s)
@@ -101,7 +121,10 @@ async def held_body(
 
 
 class BodyReader:
-    """Reads bodies of requests that generate nothing. As many of these as of generation requests may be open."""
+    """Reads the bodies of requests that do not generate.
+
+    At most `max_concurrent_requests` of them are open at once. Generation requests have the same limit, and are counted apart.
+    """
 
     def __init__(self, settings: GatewaySettings, bodies: BodyBudget) -> None:
         self._settings = settings
@@ -131,8 +154,17 @@ class BodyReader:
 
 
 async def read_body(scope: Scope, receive: Receive, held: HeldBytes, max_bytes: int, timeout_s: float) -> ReceivedBody:
-    """Whoever opened `held` closes it: it holds the bytes, or more where the parsed values will take more. timeout_s: seconds
-    for all of it, not counting those in which it waited for room. Raises ApiError 413, 408 or 503, or ClientGone."""
+    """Reads a body, and reserves memory for its bytes and for the values that it will be parsed into.
+
+    Args:
+        held: The reservation, which grows with the body. The caller closes it.
+        max_bytes: Largest size of the body.
+        timeout_s: Seconds for the whole body, without the time in which it waits for the budget.
+
+    Raises:
+        ApiError: The body is too large (413), too slow (408), or the budget has no space for it (503).
+        ClientGone: The client has closed its connection.
+    """
     declared = _declared(scope)
     if declared > max_bytes:
         raise body_too_large(max_bytes)
@@ -157,7 +189,7 @@ async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: 
         if size > max_bytes:
             raise body_too_large(max_bytes)
         if size > held.size:
-            await _make_room(held, min(_step_of(size), max_bytes), limit)
+            await _grow(held, min(_step_of(size), max_bytes), limit)
         content += part
         if not more:
             return content
@@ -166,12 +198,13 @@ async def _collect(receive: Receive, held: HeldBytes, declared: int, max_bytes: 
 
 
 def _step_of(size: int) -> int:
-    """What is held for a body that has so many bytes and does not say how many will come."""
+    """Returns the bytes to reserve for `size` received bytes of a body with an unknown or larger size."""
     step = SMALL_BODY_BYTES if size <= SMALL_BODY_BYTES else BODY_STEP_BYTES
     return -(-size // step) * step
 
 
-async def _make_room(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None:
+async def _grow(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None:
+    """Grows the reservation to `size` bytes, with the time limit of the body suspended while it waits."""
     loop, until = asyncio.get_running_loop(), limit.when()
     assert until is not None
     left_s = until - loop.time()
@@ -183,7 +216,7 @@ async def _make_room(held: HeldBytes, size: int, limit: asyncio.Timeout) -> None
 
 
 def _declared(scope: Scope) -> int:
-    """Bytes, 0 where the head does not say."""
+    """Returns the Content-Length in bytes; 0 if the head has none."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             return int(value) if value.isdigit() else 0
@@ -191,6 +224,6 @@ def _declared(scope: Scope) -> int:
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection, or has its whole answer."""
+    """Returns when the client has closed its connection, or has received the whole response."""
     while (await receive())["type"] != "http.disconnect":
         continue

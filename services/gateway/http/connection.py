@@ -1,9 +1,13 @@
-"""One HTTP connection: uvicorn's, with limits on everything that comes before, between and behind bodies.
+"""An HTTP connection: uvicorn's protocol, with limits on the bytes before, between and behind request bodies.
 
-Whatever a client sends, what is kept of it until a request begins is MAX_HEAD_BYTES at most, for MAX_HEAD_SECONDS at most. What
-comes behind a request, before its answer is out, is kept as it came and parsed then, MAX_HEAD_BYTES and one read at most. What
-the parser refuses is refused in the API's shape. A refusal is written, and then what still comes is thrown away for a moment: a
-connection that is closed with something unread loses its last answer.
+- A request head has at most MAX_HEAD_BYTES, and arrives within MAX_HEAD_SECONDS.
+- Bytes behind a request are pipelined requests. They are buffered until its response has been sent, and parsed then. The buffer
+  has at most MAX_HEAD_BYTES and the bytes of one read.
+- Bytes that are not HTTP are refused with an error in the form of OpenAI's API.
+- A refusal is the last response of its connection. The connection then discards input for LINGER_S before it closes, because
+  closing a socket with unread input makes the kernel discard the response.
+
+The class overrides methods of uvicorn that are not documented. tests/contracts/test_uvicorn_internals.py lists them.
 """
 
 from __future__ import annotations
@@ -28,28 +32,32 @@ from services.gateway.http.connection_table import ConnectionTable
 from services.gateway.request.errors import ApiError, unavailable
 from services.shared.limits import MAX_HEAD_BYTES
 
-CHUNKED_BYTES = 4096  # that are parsed at once of a body that does not say its size: its end may be followed by requests
-MOST_PIPELINED = 64  # requests that are parsed with it, or behind a head that was cut in its last bytes
+CHUNKED_BYTES = 4096  # parsed at once of a chunked body, because pipelined requests may follow its end
+MOST_PIPELINED = (
+    64  # requests parsed ahead of their turn, within one piece of a chunked body or behind a head whose end arrived late
+)
 HEAD_ENDS = (b"\n\r\n", b"\n\n")
-LINGER_S = 2.0  # in which a client that is still sending can read why it was refused
-GONE_POLL_S = 0.25  # while nothing is read
-CLOSED = frozenset((7, 8))  # TCP_CLOSE after a reset, TCP_CLOSE_WAIT after the last byte; of Linux's tcp_states.h
-WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings: RFC 9112, section 6.1
-OF_HEALTH = frozenset((b"/health", b"/readiness", b"/ready"))
+LINGER_S = 2.0  # seconds in which a client that is still sending can read the refusal
+GONE_POLL_S = 0.25  # seconds between two checks for a closed connection while nothing is read
+CLOSED = frozenset((7, 8))  # TCP_CLOSE (after a reset) and TCP_CLOSE_WAIT (after the last byte) in Linux's tcp_states.h
+WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings (RFC 9112, section 6.1)
+HEALTH_PATHS = frozenset((b"/health", b"/readiness", b"/ready"))  # served on every connection, even above the limit
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """head_s: seconds for a complete head. retry_after_s: of a 503. on_refused: receives each error that the connection sends
-    without the application."""
+    """Limits that all connections of a server share."""
 
-    head_s: float
-    retry_after_s: int
-    on_refused: Callable[[ApiError], None]
+    head_s: float  # seconds for a complete request head
+    retry_after_s: int  # seconds in the Retry-After header of a 503
+    on_refused: Callable[[ApiError], None]  # receives each error that a connection sends without the application
 
 
-class AnswerTransport(asyncio.Transport):
-    """What answers are written to. How a connection ends is for `end` to say: it knows what is on its way."""
+class ResponseTransport(asyncio.Transport):
+    """The transport that uvicorn writes a response to.
+
+    `close` calls `end` instead of closing the socket, because only the connection knows whether the client is still sending.
+    """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
         super().__init__()
@@ -67,19 +75,22 @@ class AnswerTransport(asyncio.Transport):
 
 
 class ReadingFlow(FlowControl):
-    """Whoever wants more to be read may say so; it is not while there is no room for it."""
+    """uvicorn's flow control, which does not resume reading while `may_read` returns False."""
 
-    def __init__(self, transport: asyncio.Transport, has_room: Callable[[], bool]) -> None:
+    def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
         super().__init__(transport)
-        self._has_room = has_room
+        self._may_read = may_read
 
     def resume_reading(self) -> None:
-        if self._has_room():
+        if self._may_read():
             super().resume_reading()
 
 
 class Connection(HttpToolsProtocol):
-    """Registers itself in `table`. Not thread-safe: its event loop's alone."""
+    """The connection of a client, from its acceptance until it is lost. Registers itself in `table`.
+
+    All methods run on the connection's event loop.
+    """
 
     def __init__(
         self,
@@ -96,28 +107,28 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._served = self.app
         self._lost = False
-        self._unparsed = 0  # bytes since the parser last got anywhere
-        self._in_head = True
-        self._head_begun = False
-        self._body_left: int | None = 0  # bytes of the body that is coming; None: it does not say
-        self._held = bytearray()  # not parsed yet, from _held_at on
+        self._unparsed = 0  # bytes fed to the parser since the end of the last head or piece of a body
+        self._in_head = True  # the next bytes belong to a request head
+        self._head_begun = False  # the parser has seen the first byte of the head
+        self._body_left: int | None = 0  # remaining bytes of the body, or None if it is chunked
+        self._held = bytearray()  # received bytes; those from _held_at on are not parsed yet
         self._held_at = 0
-        self._running: RequestResponseCycle | None = None
-        self._next_is_last = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._refused = False
-        self._has_room = True
+        self._running: RequestResponseCycle | None = None  # the newest cycle whose application has been started
+        self._next_is_last = False  # the next response closes the connection
+        self._timer: asyncio.TimerHandle | None = None  # deadline of a head, or of a connection that is about to close
+        self._refused = False  # all further input is discarded
+        self._admitted = True  # the table is not full; otherwise only HEALTH_PATHS are served
         self._watchers: dict[object, Callable[[], None]] = {}
         self._extensions: dict[str, Any] = {GONE: self._gone, WATCH: self._watch, CUT: self._cut}
 
-    # Of the transport
+    # Calls of the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = ReadingFlow(transport, lambda: self._held_bytes <= MAX_HEAD_BYTES)
-        self._answer_transport = AnswerTransport(transport, self._end)
+        self._response_transport = ResponseTransport(transport, self._end)
         self._expect_head()
-        self._has_room = self._table.add(self)
+        self._admitted = self._table.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.remove(self)
@@ -125,7 +136,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._lost = True
         self._let_go()
-        if self._running is not None and not self._running.response_complete:  # it need not be the newest
+        # uvicorn notifies only the newest cycle, and pipelined requests may have made newer ones.
+        if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         for on_gone in list(self._watchers.values()):
@@ -141,7 +153,11 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _parse(self, data: bytes | bytearray, at: int) -> int:
-        """From there up to the end of a request that has to be answered first, or of the data. Returns where that is."""
+        """Parses the data from index `at` on.
+
+        Returns:
+            The index behind the parsed bytes. It is less than the length if a request must be answered first.
+        """
         while at < len(data) and not self._over and not (self._in_head and self._answers()):
             if self._in_head and self._timer is None:
                 self._expect_head()
@@ -154,7 +170,10 @@ class Connection(HttpToolsProtocol):
         return len(data) if self._over else at
 
     def _piece_end(self, data: bytes | bytearray, at: int) -> int:
-        """What is parsed at once ends with a request where that can be told."""
+        """Returns the end of the piece to parse next.
+
+        A piece ends with a head or a body if that end can be found, so that it rarely has parts of two requests.
+        """
         most = min(len(data), at + MAX_HEAD_BYTES - self._unparsed)
         if self._in_head:
             for mark in HEAD_ENDS:
@@ -165,7 +184,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _over(self) -> bool:
-        """What comes is thrown away."""
+        """Whether all further input is discarded."""
         return self._refused or self.transport.is_closing()
 
     @property
@@ -173,7 +192,7 @@ class Connection(HttpToolsProtocol):
         return len(self._held) - self._held_at
 
     def _go_on(self) -> None:
-        """With what was held, for an answer has gone out."""
+        """Parses the buffered input after a response has been sent."""
         self._held_at = self._parse(self._held, self._held_at)
         if not self._held_bytes:
             self._let_go()
@@ -189,11 +208,11 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            return  # none is offered, and the request has begun as any other
+            return  # the gateway offers no upgrade, and serves the request as any other
         except httptools.HttpParserError as error:
             self._refuse(ApiError(400, f"This is not HTTP/1.1: {error}.", code="bad_http"))
 
-    # Of the parser
+    # Calls of the parser
 
     def on_message_begin(self) -> None:
         self._head_begun = True
@@ -212,13 +231,13 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         self._table.busy(self)
-        health = self.url.partition(b"?")[0] in OF_HEALTH
-        self._has_room = self._has_room or not self._table.full
+        health = self.url.partition(b"?")[0] in HEALTH_PATHS
+        self._admitted = self._admitted or not self._table.full
         if self.parser.get_http_version() in WITHOUT_CHUNKS:
             self.expect_100_continue = False  # RFC 9110, section 10.1.1
-        self.app = self._served if self._has_room or health else self._overloaded
+        self.app = self._served if self._admitted or health else self._overloaded
         super().on_headers_complete()
-        self.cycle.transport = self._answer_transport
+        self.cycle.transport = self._response_transport
         self.cycle.keep_alive = self.cycle.keep_alive and not (self._table.last_answers or self._next_is_last)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -246,28 +265,33 @@ class Connection(HttpToolsProtocol):
             self._table.idle(self)
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    # Of requests
+    # Requests and their responses
 
     def shutdown(self) -> None:
-        """Where an answer has begun that does not say that it is the last one, what is held behind it is answered and says so."""
+        """Closes the connection after its current response.
+
+        If the head of that response is sent already, it does not announce the end. A buffered request behind it is then answered
+        too, and its response announces the end.
+        """
         if self._held_bytes and self._answers() and self.cycle.response_started:
             self._next_is_last = True
         else:
             super().shutdown()
 
     def close_after_answer(self) -> None:
+        """Closes the connection after the response to its newest request, unless the head of that response is sent already."""
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         if self._refused:
-            self.pipeline.clear()  # behind the last answer there is none
+            self.pipeline.clear()  # no response follows the last one
         super().on_response_complete()
         if self._refused:
             self._unset_keepalive_if_required()
             return
         if self.transport.is_closing() or self._answers():
-            return  # the next one in the pipeline is being answered
+            return  # the next request of the pipeline is being answered
         if self._in_head and self._held_bytes:
             self._unset_keepalive_if_required()
             self._go_on()
@@ -276,24 +300,24 @@ class Connection(HttpToolsProtocol):
         if self._in_head:
             self._table.idle(self)
         elif self.expect_100_continue:
-            self._linger()  # what comes may be the body, or the next request of a client that does not send it any more
+            self._linger()  # the next bytes are the body or, if the client skips the body, the next request
         else:
             self._drain()
 
     def _end(self) -> None:
-        """Behind an answer that is the last one. Its client may be sending still."""
+        """Ends the connection after the last response. The client may still be sending."""
         if self._in_head or self._refused:
             self.transport.close()
         else:
             self._linger()
 
     def _drain(self) -> None:
-        """Answered before its body was there. Who has it under way goes on with the connection; nobody waits for it for long."""
+        """Discards the rest of a body whose request has been answered already, and closes the connection if it takes too long."""
         self._unset_keepalive_if_required()
         self._timer = self.loop.call_later(LINGER_S, self.close_idle)
 
     def close_idle(self) -> None:
-        """At once, also where its client has not read the end of its answer: that would keep it for as long as it likes."""
+        """Closes the connection at once. A client that does not read the rest of its response cannot delay that."""
         self._refused = True
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -301,13 +325,14 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     async def _overloaded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves as the application of a connection above the limit: answers 503 and ends the connection."""
         error = unavailable("The server has as many connections as it can.", self._limits.retry_after_s, "too_many_connections")
         self._limits.on_refused(error)
         headers = [*error.headers(), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": error.json()})
 
-    # Time and refusal
+    # Time limits and refusals
 
     def _expect_head(self) -> None:
         self._timer = self.loop.call_later(self._limits.head_s, self._head_is_late)
@@ -319,20 +344,22 @@ class Connection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._answers():
-            self._expect_head()  # of a request that is pipelined behind the one being answered
+            self._expect_head()  # the head of a pipelined request waits for the current response
         elif not self._head_begun:
             self.close_idle()
         else:
             self._refuse(ApiError(408, "The request's head did not arrive in time.", code="timeout"))
 
     async def _gone(self) -> None:
-        while not self.transport.is_closing() and not _peer_has_closed(self.transport):
+        """Returns when the client has closed its connection. Implements the extension GONE."""
+        while not self.transport.is_closing() and not _client_has_closed(self.transport):
             await asyncio.sleep(GONE_POLL_S)
 
     def _watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        """Calls `on_gone` when the connection is lost. Returns a function that removes it. Implements the extension WATCH."""
         if self._lost:
             return self.loop.call_soon(on_gone).cancel
-        self.flow.resume_reading()  # a large body has stopped it, and only who reads learns that a client has gone
+        self.flow.resume_reading()  # a large body has paused reading, and only a read reports that a client has left
         watcher = object()
         self._watchers[watcher] = on_gone
         return lambda: self._unwatch(watcher)
@@ -341,21 +368,25 @@ class Connection(HttpToolsProtocol):
         del self._watchers[watcher]
 
     def _cut(self) -> None:
+        """Aborts the connection. Implements the extension CUT."""
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
         self.close_idle()
 
     def _answers(self) -> bool:
+        """Returns whether the response to the newest request is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _drains(self) -> bool:
-        """The rest of a body comes in whose request has been answered."""
+        """Returns whether the rest of a body is arriving whose request has been answered."""
         return not self._in_head and self.cycle is not None and self.cycle.response_complete
 
     def _refuse(self, error: ApiError) -> None:
-        """The last thing that the connection says, unless an answer to an earlier request is under way, or this one's has been
-        given: then nothing is said."""
+        """Sends the error as the last response of the connection.
+
+        Sends nothing if the response to an earlier request is incomplete, or if this request has its response already.
+        """
         if self._answers():
             self.close_idle()
             return
@@ -369,6 +400,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
+        """Ends the output, discards input for LINGER_S, and then closes the connection."""
         self._refused = True
         self._stop_timer()
         self._table.busy(self)
@@ -404,18 +436,20 @@ def _ended_by_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
 
 
 def _length_of(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """Of a body, by what the parser has found to be right; None: it comes in chunks."""
+    """Returns the length of the body in bytes, or None if it is chunked. The parser has validated the headers."""
     found = dict(headers)  # names are lower case here
     return None if b"transfer-encoding" in found else int(found.get(b"content-length", b"0"))
 
 
-def _peer_has_closed(transport: asyncio.BaseTransport) -> bool:
-    """By what the kernel knows of a connection that is not being read. False also where it does not say. An end that waits behind
-    bytes for which there is no window is not known yet."""
+def _client_has_closed(transport: asyncio.BaseTransport) -> bool:
+    """Returns whether the client has closed the connection, by the kernel's TCP state. Works while nothing is read.
+
+    Returns False on other systems than Linux, and while the client's FIN waits behind bytes that exceed the receive window.
+    """
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None or not sys.platform.startswith("linux"):
         return False
     try:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in CLOSED
     except OSError:
-        return True  # its descriptor is closed
+        return True  # the descriptor is closed

@@ -1,6 +1,7 @@
-"""Which connections a server has, and which of them has been idle longest: under pressure that one makes room.
+"""The open connections of a server, in the order in which they became idle.
 
-A connection is idle from its begin to its first complete head, and from each answer to the next one.
+If a connection exceeds the limit, the connection that has been idle longest is closed for it. A connection is idle until its
+first complete request head, and between a response and the next complete head.
 """
 
 from __future__ import annotations
@@ -8,21 +9,21 @@ from __future__ import annotations
 import resource
 from typing import Protocol
 
-WANTED_DESCRIPTORS = 1 << 16
-OTHER_DESCRIPTORS = 128  # of a gateway: peers, Redis, logs, the event loop
-RESERVE = 32  # of connections for who asks for the server's health alone, when all others are taken
+WANTED_DESCRIPTORS = 1 << 16  # open files that a gateway asks for
+OTHER_DESCRIPTORS = 128  # open files of a gateway that are no client's connection: remote services, Redis, logs, the event loop
+RESERVE = 32  # connections above the limit, for health checks only
 
 
 class Closable(Protocol):
     def close_idle(self) -> None:
-        """Closes the connection, which has no request."""
+        """Closes the connection, which has no unanswered request."""
 
     def close_after_answer(self) -> None:
-        """Its newest request is its last one, if its answer has not begun: that says so."""
+        """Makes the response to the newest request the last one, and announces it in its head, unless that has been sent."""
 
 
 def connections_allowed(descriptors: int) -> int:
-    """How many connections a process may serve that may open so many files. At least one."""
+    """Returns how many connections a process with this limit of open files serves. At least 1."""
     return max(descriptors - OTHER_DESCRIPTORS - RESERVE, 1)
 
 
@@ -31,8 +32,10 @@ def open_files_allowed() -> int:
 
 
 def want_open_files() -> None:
-    """As many as this process may have, up to WANTED_DESCRIPTORS: it is often begun with 1,024, for the sake of programs that
-    know no more."""
+    """Lifts the soft limit of open files to the hard limit, at most to WANTED_DESCRIPTORS.
+
+    The soft limit is often 1,024, for programs that use select().
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -40,30 +43,37 @@ def want_open_files() -> None:
 
 
 class ConnectionTable:
-    """allowed: connections at once; one more closes the one that has been idle longest. Where none is idle, it may ask for the
-    server's health and gets 503 for all else. last_answers: whether each connection ends with its next answer."""
+    """The connections of one server, with a limit. Used by its event loop only.
+
+    If no connection is idle, a connection above the limit is not admitted: it gets health checks answered, and 503 for all else.
+    """
 
     def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
-        self.last_answers = False
+        self._allowed = allowed  # connections at once
+        self.last_answers = False  # each connection ends with its next response
         self._open: set[Closable] = set()
-        self._idle: dict[Closable, None] = {}  # in the order in which they became so
+        self._idle: dict[Closable, None] = {}  # in the order in which they became idle
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def full(self) -> bool:
-        """Whether more connections are open than are served."""
+        """Whether more connections are open than the limit allows."""
         return len(self._open) > self._allowed
 
     def close_after_answers(self) -> None:
+        """Ends each connection, also each later one, with its next response."""
         self.last_answers = True
         for connection in self._open:
             connection.close_after_answer()
 
     def add(self, connection: Closable) -> bool:
-        """It has begun, and is idle. False: there was no room for it, and none could be made."""
+        """Adds a new connection, which is idle, and closes another idle one if the table is full.
+
+        Returns:
+            False if the table is still full.
+        """
         self._open.add(connection)
         if self.full and self._idle:
             oldest = next(iter(self._idle))
@@ -73,15 +83,15 @@ class ConnectionTable:
         return not self.full
 
     def busy(self, connection: Closable) -> None:
-        """It has a request."""
+        """Marks the connection as busy with a request."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: Closable) -> None:
-        """Its request has been answered."""
+        """Marks the connection as idle, because its request has been answered."""
         if connection in self._open:
             self._idle[connection] = None
 
     def remove(self, connection: Closable) -> None:
-        """It is closed. Twice does no harm."""
+        """Removes a closed connection. Does nothing if it is not in the table."""
         self._open.discard(connection)
         self._idle.pop(connection, None)

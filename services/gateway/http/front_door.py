@@ -1,4 +1,8 @@
-"""The outermost ASGI layer: request ids, API keys, the last resort for faults, and the count and log of responses by route."""
+"""The outermost ASGI layer of the gateway's HTTP port.
+
+It gives each request an id, checks the API key, adds headers to responses, answers unexpected exceptions with 500, and counts and
+logs the responses by route.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,29 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-_CHOICE_SUFFIX_CHARS = 8  # what a choice's number adds to the id on its way to the worker, at most
+_CHOICE_SUFFIX_CHARS = 8  # longest suffix that the index of a choice adds to the request id in a message to a worker
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,%d}" % (MAX_REQUEST_ID_CHARS - _CHOICE_SUFFIX_CHARS))
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/ping", "/readiness", "/ready", "/metrics", "/docs", "/openapi.json"))
 MOST_NAMED_TOOLS = 24  # so that a header stays below the 4 KiB that proxies take
-_NO_ROOM = frozenset((503, 529))
+_OVERLOADED = frozenset((503, 529))  # statuses whose Retry-After follows the length of the queue
 _MODEL_PATH = "/v1/models/"
 
 
 class FrontDoor:
-    """scope["state"] carries `request_id`, `caller`, the name of its `key` and the API's `form` inwards,
-    and `model`, `code` (instead of the HTTP status), the omitted tools and the access log's keys outwards."""
+    """The ASGI application around all routes. Each process has one.
+
+    It exchanges facts with the routes by scope["state"]:
+
+    | entry | direction | meaning |
+    | --- | --- | --- |
+    | `request_id` | to the routes | the client's id if it is valid, else a random one |
+    | `caller`, `key` | to the routes | the caller, and the name of its API key |
+    | `form` | to the routes | the form of errors of the path's API |
+    | `model` | from the routes | the model's id, for metrics |
+    | `code` | from the routes | replaces the HTTP status in metrics |
+    | `OMITTED_TOOLS` | from the routes | names of the hosted tools that the request is served without |
+    | `ERROR_CODE`, `CUT`, `WORK` | from the routes | facts for the access log |
+    """
 
     def __init__(
         self,
@@ -45,8 +61,14 @@ class FrontDoor:
         access: AccessLog,
         pages: Collection[str] = (),
     ) -> None:
-        """retry_after_s: of a 503, by what waits; the answer's own where that is longer. forms: by path, where they are not
-        OpenAI's. pages: paths that a browser opens, which shows no key."""
+        """Wraps an application.
+
+        Args:
+            routes: Paths of the OpenAPI document, by which responses are counted.
+            retry_after_s: Returns the least Retry-After of a 503 in seconds, by the length of the queue.
+            forms: Form of errors by path, where it differs from OpenAI's.
+            pages: Paths of HTML pages. They need no API key, because a browser sends none.
+        """
         self._app = app
         self._routes = frozenset(routes)
         self._templates = {route: _matching(route) for route in routes if "{" in route}
@@ -77,7 +99,7 @@ class FrontDoor:
                 ids = [(name, request_id.encode()) for name in (b"x-request-id", form.id_header) if name]
                 omitted = _omitted(state[OMITTED_TOOLS]) if status == 200 else ()
                 message["headers"] = [*message.get("headers", ()), *ids, *limits, *omitted]
-                if status in _NO_ROOM:
+                if status in _OVERLOADED:
                     message["headers"] = _with_retry_after(message["headers"], self._retry_after_s())
             else:
                 num_bytes += len(message.get("body", b""))
@@ -91,7 +113,7 @@ class FrontDoor:
             state[ERROR_CODE] = error.code
             await _answer(form.answer(error, request_id), send_with_id)
         except Exception:
-            logger.exception("fault while answering", extra=fields(request_id=request_id))
+            logger.exception("unexpected exception while serving a request", extra=fields(request_id=request_id))
             state[ERROR_CODE] = internal().code
             if not status:
                 await _answer(form.answer(internal(), request_id), send_with_id)
@@ -101,10 +123,11 @@ class FrontDoor:
             self._access.ended("http", scope["method"], route, state, status, num_bytes, time.monotonic() - began)
 
     def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
-        """Raises ApiError."""
+        """Returns the caller, by its API key. Raises ApiError if the key is missing or unknown."""
         return NOBODY if path in self._open_paths else self._keys.caller(headers)
 
     def _route(self, path: str) -> str:
+        """Returns the route that metrics and the access log name for the path."""
         if path in self._routes:
             return path
         if path.startswith(_MODEL_PATH):
@@ -130,7 +153,7 @@ def _request_id(given: bytes) -> str:
 
 
 def _omitted(tools: Sequence[str]) -> Headers:
-    """Returns the header that names hosted tools which the request is served without. A long list is cut."""
+    """Returns the header that names the hosted tools without which the request is served. A long list is truncated."""
     if not tools:
         return []
     more = [f"and {len(tools) - MOST_NAMED_TOOLS} more"] if len(tools) > MOST_NAMED_TOOLS else []

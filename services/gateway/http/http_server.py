@@ -1,4 +1,4 @@
-"""uvicorn, run by us: our signals, our socket, uvloop and httptools, no access log."""
+"""The HTTP server: uvicorn with uvloop and httptools, on the gateway's sockets, without signal handlers or access log."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ from services.gateway.request.errors import ApiError
 from services.shared.limits import MAX_HEAD_SECONDS
 
 BACKLOG = 2048
-TURNS = 2  # of the event loop: each accepts all that wait
-TICK_S = 1.0  # the Date header's age at most
-POLL_S = 0.01  # at connections that are to close
+TURNS = 2  # turns of the event loop before a listener closes; each turn accepts all waiting connections
+TICK_S = 1.0  # greatest age of the Date header in seconds
+POLL_S = 0.01  # seconds between two checks for open connections at the end
 CLOSE_S = 0.4  # seconds in which the connections of a second server may close, and then again after they are cut
 
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Seconds that a connection has: first_request_s for its first request once the server stops, head_s for each head,
-    keep_alive_s for the next request after an answer (longer than a client's pool usually keeps one). retry_after_s: of a 503.
-    connections: at once, 0 for as many as the process may open files for. on_refused: receives each error that a connection
-    sends without the application. tls: of its connections, None for plain ones; a handshake has head_s."""
+    """Options of one HTTP server."""
 
-    first_request_s: float = 0.5
-    head_s: float = MAX_HEAD_SECONDS
-    keep_alive_s: int = 75
-    retry_after_s: int = 1
-    connections: int = 0
-    on_refused: Callable[[ApiError], None] = lambda error: None
-    tls: ssl.SSLContext | None = None
+    first_request_s: float = 0.5  # seconds that a new connection has for its first request while the server stops
+    head_s: float = MAX_HEAD_SECONDS  # seconds for each request head, and for a TLS handshake
+    keep_alive_s: int = 75  # seconds to the next request; longer than the pools of most clients keep a connection
+    retry_after_s: int = 1  # seconds in the Retry-After header of a 503
+    connections: int = 0  # connections at once; 0 for as many as the limit of open files allows
+    on_refused: Callable[[ApiError], None] = lambda error: None  # receives each error sent without the application
+    tls: ssl.SSLContext | None = None  # TLS of the connections, or None for plain HTTP
 
 
 class CannotListen(Exception):
-    """A port that is taken, or an address that is not ours. The text names both."""
+    """The gateway cannot start, because a port is taken, an address is not local, or a setting is invalid.
+
+    The text names the port or the setting. The process exits, and an operator corrects it.
+    """
 
 
 class HttpServer(uvicorn.Server):
-    """Stops by stop(), not by signal: the process has one owner of signals.
+    """A server with its sockets and connections. It stops by stop(), because the gateway handles signals itself.
 
-    Who has connected before that is answered: closing a listener would reset whoever waits to be accepted, and uvicorn closes
-    a connection whose first request is still on its way. Neither the stop nor the end of the last connection waits for a tick of
-    uvicorn's.
+    It differs from uvicorn's server in three points:
+
+    - At the end, it accepts the connections that wait in the backlog, because closing the listener would reset them.
+    - A new connection whose first request has not arrived gets first_request_s instead of being closed.
+    - Neither stop() nor the end of the last connection waits for uvicorn's tick of 0.1 s.
     """
 
     def __init__(self, config: uvicorn.Config, options: HttpOptions, table: ConnectionTable) -> None:
@@ -64,11 +66,12 @@ class HttpServer(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
+        """Ends serve() after the responses in flight."""
         self.should_exit = True
         self._stopping.set()
 
     def close_after_answers(self) -> None:
-        """Each answer that begins from now on says that its connection ends with it."""
+        """Ends each connection with the next response, whose head announces the end."""
         self._table.close_after_answers()
 
     @contextlib.contextmanager
@@ -76,8 +79,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """On sockets that listen. uvicorn's own knows no limit for a handshake."""
-        assert sockets, "they are made by bind()"
+        """Listens on the given sockets, with a time limit for TLS handshakes, which uvicorn does not have."""
+        assert sockets, "the caller makes the sockets by bind()"
         loop, make = asyncio.get_running_loop(), self._make_connection
         handshake_s = None if self._tls is None else self._handshake_s
         self.servers = [
@@ -119,7 +122,14 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. host: "::" is every address, IPv4 too where that can be. Raises CannotListen."""
+    """Returns a listening socket.
+
+    Args:
+        host: "::" stands for all addresses, those of IPv4 included if the system allows it.
+
+    Raises:
+        CannotListen: The port is taken, or the address is not local.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_any = host == "::" and socket.has_dualstack_ipv6()
     try:
@@ -129,6 +139,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def build(app: ASGIApp, options: HttpOptions) -> HttpServer:
+    """Returns a server for the application. serve() runs it."""
     table = ConnectionTable(options.connections or connections_allowed(open_files_allowed()))
     limits = ConnectionLimits(options.head_s, options.retry_after_s, options.on_refused)
     protocol = cast(type[asyncio.Protocol], partial(Connection, table=table, limits=limits))

@@ -1,4 +1,7 @@
-"""GET /metrics on a port of its own, rendered on the event loop whose thread writes what is counted."""
+"""Serves GET /metrics on a port of its own.
+
+The metrics are rendered on the gateway's event loop, whose thread also writes them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from services.gateway.request.errors import ApiError
 
 
 class MetricsApi:
-    """An ASGI application."""
+    """The ASGI application that serves a registry's metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,7 +1,13 @@
-"""Whether this gateway takes requests, for kubelets and balancers, and whether it can answer them at once, for people.
+"""Reports whether this gateway accepts requests, and whether it can serve them at once.
 
-It takes them while it listens and does not stop: what is missing, they wait for. A gateway without workers that left its Service
-would turn away the very requests that bring workers back. What it cannot wait for is a model that nobody has named.
+| reader | question | method |
+| --- | --- | --- |
+| kubelet | Does the gateway listen, and is it not stopping? | `publish` |
+| balancer | Does the gateway accept requests? | `refused_for` |
+| operator | Would a request wait for a service? | `missing` |
+
+A gateway without workers still accepts requests, which then wait. If it left its Service, it would refuse the very requests that
+make an autoscaler start workers. Only without any known model does it refuse, because no request could name one.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ from services.shared.rpc.grpc_server import HealthService
 
 
 class Readiness:
+    """The readiness of one gateway. Lives as long as the process, on its event loop."""
+
     def __init__(self) -> None:
         self._connected: Mapping[str, Callable[[], int]] = {}
         self._knows_models: Callable[[], bool] = lambda: False
@@ -20,33 +28,39 @@ class Readiness:
         self._changed = asyncio.Event()
 
     def watch(self, connected: Mapping[str, Callable[[], int]], knows_models: Callable[[], bool]) -> None:
-        """`connected` counts the replicas of each service that must have one; `knows_models`: whether any model is listed."""
+        """Sets the sources of the readiness.
+
+        Args:
+            connected: Counts the connected replicas of each service that generation needs.
+            knows_models: Returns whether any model is listed.
+        """
         self._connected = connected
         self._knows_models = knows_models
         self.changed()
 
     def changed(self) -> None:
+        """Wakes `publish`, because a service has connected or disconnected."""
         self._changed.set()
 
     def stop(self) -> None:
+        """Marks the gateway as stopping, for good."""
         self._stopping = True
         self._changed.set()
 
     def missing(self) -> list[str]:
-        """What a request would wait for: of worker, tokenizer and detokenizer those of which none is connected. Or that this
-        gateway is stopping."""
+        """Returns the services that a request would wait for, because no replica is connected; ["stopping"] during a drain."""
         if self._stopping:
             return ["stopping"]
         return [service for service, count in self._connected.items() if not count()]
 
     def refused_for(self) -> list[str]:
-        """Why a balancer is to send nothing here: this gateway is stopping, or there is no model that a request could be for."""
+        """Returns the reasons for which a balancer must send no requests: "stopping", or "model" if no model is known."""
         if self._stopping:
             return ["stopping"]
         return [] if self._knows_models() else ["model"]
 
     async def publish(self, health: HealthService) -> None:
-        """Keeps the gRPC health service's readiness up to date, from when the gateway listens until cancelled."""
+        """Updates the readiness of the gRPC health service until cancelled. Called when the gateway listens."""
         while True:
             await health.set_ready(not self._stopping)
             await self._changed.wait()

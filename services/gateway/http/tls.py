@@ -1,6 +1,7 @@
-"""TLS of the HTTP port: a certificate and its key from files, which may be replaced while the server runs.
+"""Loads the certificate and the private key of the HTTP port, and reloads them when their files change.
 
-New connections get the new certificate, open ones stay as they are. A pair that cannot be used is logged and not taken.
+New connections get the new certificate, and open ones keep theirs. If the new files are invalid, an error is logged and the old
+certificate stays in use.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks at the files
+LOOK_S = 1.0  # seconds between two checks of the files
 
 
 class TlsFiles:
-    """context: of all connections to come. Raises OSError or ssl.SSLError for files that cannot be used."""
+    """The TLS context of the HTTP port, and the files that it was loaded from.
+
+    `context` is used by every new connection. The constructor raises OSError or ssl.SSLError if a file is unreadable or invalid.
+    """
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._files = (certificate, key)
@@ -29,24 +33,26 @@ class TlsFiles:
         self.context.load_cert_chain(*self._files)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Reloads changed files until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Takes what the files hold if they have changed: a Secret's are changed by a link's new target."""
+        """Reloads the files if they have changed. Kubernetes changes a Secret's files by the target of a symbolic link."""
         try:
             seen = self._signature()
             if seen == self._seen:
                 return
             self._seen = seen
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self._files)  # a wrong pair would spoil the one in use
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                *self._files
+            )  # an invalid pair would break the context in use
             self.context.load_cert_chain(*self._files)
         except (OSError, ssl.SSLError) as error:
-            logger.error("the new TLS files cannot be used, the old ones are", extra=fields(error=str(error)))
+            logger.error("could not load the new TLS files; the old ones stay in use", extra=fields(error=str(error)))
         else:
-            logger.info("TLS files are reloaded")
+            logger.info("reloaded the TLS files")
 
     def _signature(self) -> list[tuple[int, int, int]]:
         stats = [path.stat() for path in self._files]
