@@ -1,4 +1,9 @@
-"""The whole gateway in one event loop: built from settings, started on its ports, drained and stopped."""
+"""Wires the gateway from its settings, runs it on one event loop, and drains it at the end.
+
+1. The constructor makes all parts. It opens no port.
+2. `run` starts the ports and the tasks that follow discovery, and serves until the stop event is set.
+3. The drain rejects new connections, moves batches and background responses to other gateways, and waits for the rest.
+"""
 
 from __future__ import annotations
 
@@ -74,15 +79,21 @@ from services.shared.tls.roles import Role
 logger = logging.getLogger(__name__)
 
 SERVICE = "gateway"
-CLOSE_S = 0.4  # for sending the last errors, of the second after the grace period
+CLOSE_S = 0.4  # seconds after the grace period in which clients receive their last errors, and then again to close
 
 
 class Gateway:
-    """Built inside the running loop that serves it. token: of operators and peers, "" for none. dialer, directory, aborter,
-    bodies: what the operators' API works with. Raises CannotListen if the token or TLS files cannot be used, or the file of API
-    keys is wrong."""
+    """The gateway of a process.
+
+    `token`, `dialer`, `directory`, `aborter`, `bodies` and `access` are the parts that the admin API uses.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
+        """Makes all parts. Must be called inside the event loop that will run the gateway.
+
+        Raises:
+            CannotListen: The token, a TLS file, the access log or the file of API keys is unusable.
+        """
         self._settings = settings
         self.token = _token(settings)
         metrics = GatewayMetrics(CollectorRegistry())
@@ -155,14 +166,14 @@ class Gateway:
         self._http = http_server.build(self.app, _http_options(settings, metrics, self.access, self._tls))
 
     def _batch_work(self, operations: Mapping[str, MakeOperation], metrics: GatewayMetrics) -> BatchWork | None:
-        """None without a store. Its URL has been looked at."""
+        """Returns the work on batches, or None without a store, whose URL _store() has checked."""
         if self._store is None:
             return None
         waiting, attendance = self.dispatcher.num_waiting_anywhere, self.service.attendance
         return BatchWork(self._settings, self.service.run, operations, self.keys.named, waiting, attendance, metrics, self.access)
 
     def _background_work(self, answers: BackgroundAnswers, metrics: GatewayMetrics) -> BackgroundWork | None:
-        """As _batch_work()."""
+        """Returns the work on background responses, or None without a store."""
         if self._store is None:
             return None
         computed_by = self.dispatcher.computed_by
@@ -192,7 +203,11 @@ class Gateway:
         )
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains for at most grace_s. Raises CannotListen if a port is taken."""
+        """Serves until `stop` is set, and then drains for at most grace_s.
+
+        Raises:
+            CannotListen: A port is taken, or its address is not local.
+        """
         async with AsyncExitStack() as beside:
             if self._settings.metrics_port:
                 metrics = MetricsApi(self._registry)
@@ -233,7 +248,10 @@ class Gateway:
             self.access.close()
 
     async def _start_peer(self) -> list[grpc.aio.Server]:
-        """None where settings switch it off. Operators' aborts come from loopback, or with a token."""
+        """Starts the port for other gateways, unless it is 0.
+
+        The port takes operators' aborts only on loopback or with a token.
+        """
         host, port = self._settings.peer_host, self._settings.peer_port
         if not port:
             return []
@@ -259,7 +277,7 @@ class Gateway:
 
     @staticmethod
     async def _until(stop: asyncio.Event, endless: list[asyncio.Task[None]]) -> None:
-        """Returns when `stop` is set. A task that ends before that is a fault, and is raised: the process must be restarted."""
+        """Returns when `stop` is set. Raises the exception of a task that ends before, so that the process is restarted."""
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([stopped, *endless], return_when=asyncio.FIRST_COMPLETED)
         if not stopped.done():
@@ -267,25 +285,31 @@ class Gateway:
             for task in endless:
                 if task.done():
                     task.result()
-                    raise RuntimeError("a task of the gateway has ended by itself")
+                    raise RuntimeError("a task of the gateway has ended before the stop")
 
     async def _take_leave(self, serving: asyncio.Task[None]) -> None:
-        """Balancers that ask a gateway itself learn from its refusals that it goes, and until then it takes what they send. Each
-        answer is its connection's last, so that none is left that a balancer would send its next request on."""
+        """Serves for stop_delay_s more, in which balancers learn from /ready that the gateway stops.
+
+        Each response ends its connection, so that no balancer sends another request on it.
+        """
         self._http.close_after_answers()
         if self._settings.stop_delay_s:
             await asyncio.wait((serving,), timeout=self._settings.stop_delay_s)
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
-        """No new connections; responses in the background go on elsewhere; requests in flight get grace_s; what is left then ends
-        with an error, and lines of batches go on elsewhere."""
+        """Ends all requests.
+
+        1. The gateway accepts no new connections, and other gateways continue its background responses.
+        2. Requests in flight and batch lines have grace_s to end.
+        3. The remaining requests end with an error. Other gateways continue the remaining batch lines.
+        """
         self._http.stop()
         works = [work.drain() for work in (self._background, self._work) if work is not None]
         lines = asyncio.ensure_future(asyncio.gather(*works))
         await asyncio.wait((serving, lines), timeout=self._settings.grace_s)
         lines.cancel()
         if not serving.done():
-            logger.warning("grace period is over, ending what is left")
+            logger.warning("the grace period has passed; ending the remaining requests")
             self.service.end_all(unavailable("The server is shutting down.", self._settings.retry_after_s, "shutting_down"))
             await asyncio.wait((serving,), timeout=CLOSE_S)
         if not serving.done():
@@ -342,7 +366,7 @@ def _keys(settings: GatewaySettings, token: str, peers: PeerGateways, metrics: G
 
 
 def _store(settings: GatewaySettings) -> RedisStore | None:
-    """Raises CannotListen."""
+    """Returns the store of clients' records, or None without its URL. Raises CannotListen if the URL is invalid."""
     if not settings.state_redis_url:
         return None
     try:

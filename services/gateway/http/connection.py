@@ -270,7 +270,7 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Closes the connection after its current response.
 
-        If the head of that response is sent already, it does not announce the end. A buffered request behind it is then answered
+        If the head of that response is sent already, it does not announce the end. The next buffered request is then answered
         too, and its response announces the end.
         """
         if self._held_bytes and self._answers() and self.cycle.response_started:

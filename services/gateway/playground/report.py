@@ -1,6 +1,7 @@
-"""What became of a request on its way, for a client that asks by header where the playground is served.
+"""Reports a request's path through the fleet to its client: waiting times, workers, cached and drafted tokens.
 
-Written on the event loop by whoever places its choices; nobody else's request has one.
+A request has a report if the playground is served and the client sends REPORT_HEADER. The dispatcher writes the report on the
+event loop when it places a choice.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ REPORT_HEADER = b"x-rootstock-report"
 
 
 def report_for(scope: Scope) -> Report | None:
-    """None: it does not ask for one."""
+    """Returns an empty report, or None if the client does not ask for one."""
     return Report() if (REPORT_HEADER, b"1") in scope["headers"] else None
 
 
 class Report:
+    """The report of a request, with the same lifetime."""
+
     def __init__(self) -> None:
         self._workers: list[str] = []
 
     def placed(self, worker_id: str) -> None:
+        """Records that a choice has been submitted to this worker."""
         if worker_id not in self._workers:
             self._workers.append(worker_id)
 
     def told(self, request: RunningRequest) -> dict[str, Any]:
-        """Of all that it says, times are those of the choice that waited longest, and counts are those of all together."""
+        """Returns the report as JSON. Times are the longest of all choices, and counts are sums over all choices."""
         endings = [choice.ending for choice in request.choices if choice.ending is not None]
         return {
             "gateway_queue_s": round(request.longest_wait_s, 6),

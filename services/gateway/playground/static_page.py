@@ -1,6 +1,6 @@
-"""A page for people: one file of this folder, which asks nobody but the gateway that it came from.
+"""Serves an HTML file of this folder with a Content-Security-Policy that allows requests to its own gateway only.
 
-Its one script and its one style go by their hashes, taken of the file itself: whatever else ends up in the page is not run.
+The policy allows the file's script and its style by their hashes. A browser runs no other script, even if one is injected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _SENDS_NOTHING = {"x-content-type-options": "nosniff", "referrer-policy": "no-re
 
 
 def static_page(name: str) -> Response:
-    """May be sent any number of times. Raises ValueError for a file without exactly one script and one style."""
+    """Returns the response with the page, which can be sent any number of times.
+
+    Raises:
+        ValueError: The file does not have exactly one script and one style.
+    """
     text = (_FOLDER / name).read_text()
     return Response(text, headers={"content-security-policy": _policy(text), **_SENDS_NOTHING}, media_type="text/html")
 

@@ -1,4 +1,4 @@
-"""Routes of files and batches. None of them generates: the lines of a batch are generated outside of HTTP requests."""
+"""Routes of files and batches. They do not generate, because the lines of a batch run outside of HTTP requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BatchesApi:
         self._limits = UploadLimits(settings.max_file_bytes, settings.body_timeout_s, kept.lives_s)
 
     def generating(self) -> Mapping[str, MakeOperation]:
-        """Returns nothing: a batch's lines are generated outside of HTTP requests."""
+        """Returns an empty mapping, because the lines of a batch run outside of HTTP requests."""
         return {}
 
     def routes(self) -> list[Route]:

@@ -1,4 +1,4 @@
-"""Types of answers' bodies. They document; renderers write the bytes themselves."""
+"""Base class and shared types of response bodies, for the OpenAPI document. Renderers write the bytes without these types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ResponseModel(BaseModel):
 
 
 def absent(description: str) -> Any:
-    """A pydantic field that an answer may leave out."""
+    """Returns a pydantic field that a response may leave out."""
     return Field(default_factory=lambda: None, description=description)
 
 

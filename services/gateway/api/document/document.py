@@ -1,6 +1,6 @@
-"""The OpenAPI document of what a gateway serves. Pure.
+"""Makes the OpenAPI document of a gateway, without I/O.
 
-Methods and paths that are not in it have answers too: those of `x-other-methods` and `x-other-paths`.
+`x-other-methods` and `x-other-paths` describe the responses to methods and paths that the document does not list.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REPORT = {
     "schema": {"type": "string"},
 }
 
-# Ids as the paths of examples have them.
+# Example values of path parameters
 _IDS = {
     "model_id": "demo",
     "response_id": f"resp_{'0' * 32}",
@@ -46,7 +46,7 @@ _IDS = {
     "file_id": f"file-{'0' * 32}",
     "batch_id": f"batch_{'0' * 32}",
 }
-# Fields of bodies that most requests have. They come behind the required ones and before all others.
+# Common fields of request bodies. The document lists them after the required fields and before all others.
 _COMMON = (
     *("model", "messages", "input", "prompt", "text", "input_ids", "instructions", "system", "sampling_params"),
     *("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "stream", "stream_options"),
@@ -59,7 +59,12 @@ Schemas = Mapping[Any, Any]  # JSON schema by type
 
 
 def document(info: Mapping[str, str], operations: Sequence[ApiOperation], keys: bool, origins: bool) -> dict[str, Any]:
-    """keys: whether there are API keys. origins: whether pages of other origins may ask."""
+    """Returns the OpenAPI document.
+
+    Args:
+        keys: Whether the gateway checks API keys.
+        origins: Whether pages of other origins may send requests.
+    """
     schemas, definitions = _schemas_of(operations)
     paths: dict[str, Any] = {}
     for operation in operations:
@@ -170,7 +175,7 @@ def _security(operation: ApiOperation, keys: bool) -> dict[str, Any]:
 
 
 def _options(operation: ApiOperation, keys: bool, origins: bool) -> dict[str, Any]:
-    """A browser asks beforehand without a key, and is told in plain text."""
+    """Describes OPTIONS of a path. A browser's preflight request has no API key and gets plain text."""
     statuses = {*OF_ANY, 401, 503}.intersection(operation.answers(keys)) - operation.others.keys()
     answers: dict[str, Any] = {str(status): reference(status, operation.errors) for status in sorted(statuses)}
     always = ("allow", *(operation.errors.headers if operation.errors is not None else ()))

@@ -1,4 +1,4 @@
-"""What can be asked over HTTP: a method of a path, what it takes, and with which statuses it answers."""
+"""Describes the operations of the HTTP APIs: method and path, request body, and responses by status."""
 
 from __future__ import annotations
 
@@ -10,59 +10,54 @@ from pydantic import BaseModel
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 FORM, BINARY = "multipart/form-data", "application/octet-stream"
-OF_ANY = (400, 408, 431, 500)  # a head that is none, is late or too large, and a fault
+OF_ANY = (400, 408, 431, 500)  # statuses of every operation: an invalid, late or too large head, and an unexpected exception
 OF_BODIES = (413, 503)
 OF_MODELS = (404, 503)
 
-Content = Mapping[str, Any]  # type of a body, by media type; of an event's data where it is a stream; empty for no body
+Content = Mapping[str, Any]  # type of a body by media type; the type of an event's data for a stream; empty for no body
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFamily:
-    """Errors of an API that writes them in its own way. name: goes before those of its answers. schema: of their bodies.
-    statuses: that it has besides. headers: that its answers have besides. What a connection refuses before it has a path is
-    written as everywhere."""
+    """The errors of an API whose error bodies differ from OpenAI's.
 
-    name: str
-    schema: type[BaseModel]
-    statuses: Sequence[int]
-    headers: Sequence[str]
+    Errors that a connection sends before it knows the path have OpenAI's form in all APIs.
+    """
+
+    name: str  # prefix of the names of its responses in the document
+    schema: type[BaseModel]  # type of the error bodies
+    statuses: Sequence[int]  # statuses that OpenAI's errors do not have
+    headers: Sequence[str]  # headers that OpenAI's responses do not have
 
 
 @dataclass(frozen=True, slots=True)
 class ApiOperation:
-    """body: of the request, None for none; media: its type. content: of the answer with 200. statuses: others than 200 and those
-    of every operation. others: of those the ones whose body is no error. keyed: it takes an API key where there are any.
-    generates: it counts against a key's limits, and has a deadline. parameters: of the path, with what they are. within: types
-    that the body's schema refers to by name alone. named: its stream's events have their types as names, and the last one is no
-    [DONE]. errors: where they are not as OpenAI's. headers: that its answers have. reports: it says what became of a request,
-    where asked to. served: it has answers of its own, and is not refused whatever is asked. takes_tools: its body may have tools,
-    of which hosted ones are left out. example: a body that any model of this kind can serve; its ids stand for real ones."""
+    """A method of a path, as the OpenAPI document describes it."""
 
-    method: str
+    method: str  # in lower case
     path: str
     tag: str
     summary: str
-    content: Content
-    body: type[BaseModel] | None = None
-    statuses: Sequence[int] = ()
-    others: Mapping[int, Content] = field(default_factory=dict)
-    keyed: bool = True
-    generates: bool = False
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    within: Sequence[type[BaseModel]] = ()
-    named: bool = False
-    errors: ErrorFamily | None = None
-    headers: Sequence[str] = ()
-    sometimes: Sequence[str] = ()  # headers that some of its 200 responses have
-    reports: bool = False
-    served: bool = True
-    takes_tools: bool = False
-    example: Mapping[str, Any] | None = None
-    media: str = JSON
+    content: Content  # body of the 200 response
+    body: type[BaseModel] | None = None  # type of the request body, or None for an operation without a body
+    statuses: Sequence[int] = ()  # statuses besides 200 and the ones that every operation has
+    others: Mapping[int, Content] = field(default_factory=dict)  # further statuses whose body is not an error
+    keyed: bool = True  # an API key is required if the gateway checks keys
+    generates: bool = False  # counts against the limits of the API key, and has a deadline
+    parameters: Mapping[str, str] = field(default_factory=dict)  # descriptions of the path's parameters, by name
+    within: Sequence[type[BaseModel]] = ()  # types that the body's schema refers to only by their names
+    named: bool = False  # events of its stream are named by their types, and no [DONE] follows them
+    errors: ErrorFamily | None = None  # the API's own form of errors, or None for OpenAI's
+    headers: Sequence[str] = ()  # headers of every 200 response
+    sometimes: Sequence[str] = ()  # headers of some 200 responses
+    reports: bool = False  # reports the path of the request through the gateway, if the client asks for it
+    served: bool = True  # False if every request is refused
+    takes_tools: bool = False  # the body may name tools, of which hosted ones can be omitted
+    example: Mapping[str, Any] | None = None  # a body that any model of this kind can serve, with ids that do not exist
+    media: str = JSON  # media type of the request body
 
     def answers(self, keys: bool) -> list[int]:
-        """Statuses of its answers. keys: whether there are API keys."""
+        """Returns the statuses of all responses. `keys` is True if the gateway checks API keys."""
         found = {*((200,) if self.served else ()), *OF_ANY, *self.statuses, *self.others}
         if self.body is not None:
             found.update(OF_BODIES)

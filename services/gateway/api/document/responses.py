@@ -1,4 +1,4 @@
-"""Answers that have no content of their own operation: errors by status, and the headers that come with a status."""
+"""Describes the responses that operations share: errors by status, and the headers of each status."""
 
 from __future__ import annotations
 
@@ -65,15 +65,20 @@ _STATUSES = {
     529: ("Overloaded", "There is no room, or nobody to serve it, for now."),
 }
 ERRORS = {status: (name, f"{said} {_codes_of(status)}".strip()) for status, (name, said) in _STATUSES.items()}
-_OF_FAMILIES = frozenset((529,))  # of APIs that say so
-# A connection refuses what it cannot read, or has no room for, before the request has an id.
+_OF_FAMILIES = frozenset((529,))  # statuses that only APIs with an ErrorFamily have
+# The connection itself sends these statuses, before the request has an id: invalid input, or too many connections.
 _WITHOUT_ID = frozenset((400, 408, 431, 503))
 _ALWAYS = {401: ("www-authenticate",), 405: ("allow",), 503: ("retry-after",), 529: ("retry-after",)}
 
 
 def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequence[str] = ()) -> dict[str, Any]:
-    """Header objects of an answer with this status. always, sometimes: further names of HEADERS. keys: whether there are API
-    keys, whose limits are told."""
+    """Returns the header objects of a response.
+
+    Args:
+        keys: Whether the gateway checks API keys, whose limits each response then reports.
+        always: Further names in HEADERS that every such response has.
+        sometimes: Further names in HEADERS that some such responses have.
+    """
     found = {"x-request-id": {**HEADERS["x-request-id"], "required": status not in _WITHOUT_ID}}
     for name in (*_ALWAYS.get(status, ()), *always):
         found[name] = {**HEADERS[name], "required": True}
@@ -83,8 +88,14 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
 
 
 def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None, plain: Any = None) -> dict[str, Any]:
-    """The answers that operations refer to. schema: of an error's body. family: of whose errors. plain: the schema of what a
-    connection refuses, where that is another."""
+    """Returns the response objects that operations refer to.
+
+    Args:
+        keys: Whether the gateway checks API keys.
+        schema: Schema of an error body.
+        family: The API's own form of errors, or None for OpenAI's.
+        plain: Schema of an error that the connection itself sends, if it differs from `schema`.
+    """
     either = schema if family is None else {"anyOf": [schema, plain]}
     return {
         _name(status, family): {
@@ -98,6 +109,7 @@ def shared(keys: bool, schema: dict[str, Any], family: ErrorFamily | None = None
 
 
 def reference(status: int, family: ErrorFamily | None = None) -> dict[str, str]:
+    """Returns a reference to the shared response of a status."""
     return {"$ref": f"#/components/responses/{_name(status, family)}"}
 
 

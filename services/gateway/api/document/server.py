@@ -1,4 +1,4 @@
-"""What a gateway says of itself, as the OpenAPI document has it."""
+"""Describes the operations of the gateway's own state and pages: health, readiness, metrics, documentation, playground."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ OPERATIONS = (
 
 
 def operations(metrics: bool, playground: bool) -> tuple[ApiOperation, ...]:
-    """metrics, playground: whether they are served on this port."""
+    """Returns the operations. `metrics` and `playground` are True if the gateway serves them on its HTTP port."""
     return (*OPERATIONS, *([_METRICS] if metrics else []), *([_PLAYGROUND] if playground else []))

@@ -135,8 +135,8 @@ class ResponsesApi:
         status = await self._background.status(owner, response_id)
         if status in OPEN:
             return {**found, "status": status}
-        found = await self._records.response(owner, response_id)  # it may have ended since the first read
-        if status is None and found["status"] in OPEN:  # its background record has expired
+        found = await self._records.response(owner, response_id)  # the response may have ended since the first read
+        if status is None and found["status"] in OPEN:  # the background record has expired
             return found | failure(timed_out("The response was not made in time."))
         return found
 
@@ -179,7 +179,7 @@ class ResponsesApi:
         return json_response(_card(await self._records.remove_item(owner, conversation_id, item_id)))
 
     async def _conversation(self, request: Request) -> Json:
-        """Returns the conversation that the path names. Raises ApiError if there is none."""
+        """Returns the conversation that the path names. Raises ApiError if it does not exist."""
         return await self._records.conversation(_owner(request), request.path_params["conversation_id"])
 
     async def _read(self, request: Request, model: type[B]) -> B:

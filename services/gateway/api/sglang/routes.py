@@ -103,7 +103,7 @@ class NativeApi:
     async def _open_session(self, request: Request) -> Response:
         given = await self._read(request, OpenSessionRequest)
         model = await self._models.wait_for(given.model, request.scope["state"]["caller"])
-        # A text has at most about as many tokens as characters.
+        # The number of characters is about the largest number of tokens.
         key, most = request.scope["state"]["key"], given.capacity_of_str_len
         return json_response(await self._sessions.open(model.name, key, given.session_id, most, given.timeout))
 

@@ -1,4 +1,4 @@
-"""Routes that work on texts, and routes that report the state of the service. None of them generates."""
+"""Routes that work on texts without generating, and routes that report the state of the service."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TextsApi:
         self._status = status
 
     def generating(self) -> Mapping[str, MakeOperation]:
-        """Returns nothing: none of the routes generates."""
+        """Returns an empty mapping, because no route generates."""
         return {}
 
     def routes(self) -> list[Route]:
