@@ -1,4 +1,4 @@
-"""The operators' HTTP API over real sockets, in front of control services that do what a test tells them."""
+"""The admin API over real sockets, with fake control services."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ ANSWERS: dict[str, Message] = {
 
 @dataclass
 class FakeControl:
-    """refusal: status and message of every answer. calls: (method, request, seconds left, authorization)."""
+    """A control service that records its calls."""
 
-    refusal: tuple[grpc.StatusCode, str] | None = None
-    calls: list[tuple[str, Message, float, str]] = field(default_factory=list)
+    refusal: tuple[grpc.StatusCode, str] | None = None  # status and message of every response, or None for success
+    calls: list[tuple[str, Message, float, str]] = field(default_factory=list)  # method, request, seconds left, authorization
 
     def method(self, name: str) -> Callable[[Message, grpc.aio.ServicerContext], Awaitable[Message]]:
         async def answer(request: Message, context: grpc.aio.ServicerContext) -> Message:
@@ -89,7 +89,7 @@ class FakeControl:
 
 @dataclass
 class FakeRequests:
-    """What is open at this gateway, and at others: a number of answers that an abort ends. scopes: of the aborts."""
+    """The open requests of this gateway and of other gateways. `scopes` records the aborts."""
 
     here: int = 2
     others: tuple[PeerAnswer, ...] = ()
@@ -108,7 +108,7 @@ class FakeRequests:
 
 
 class NoWorkers:
-    """Discovery knows none."""
+    """A fleet without workers."""
 
     def __init__(self) -> None:
         self.links: Mapping[str, WorkerLink[Any]] = {}
@@ -119,7 +119,7 @@ class NoWorkers:
 
 @asynccontextmanager
 async def listening(config: GatewaySettings, requests: FakeRequests | None = None) -> AsyncIterator[None]:
-    """Runs the admin API over the workers that the settings name. The access log is complete when it has ended."""
+    """Runs the admin API for the workers in the settings. The access log is complete when the block has ended."""
     token = read_token(config.control_token, config.control_token_file)
     directory = WorkerDirectory(NoWorkers(), config.worker_control_addresses)
     bodies = BodyBudget(1 << 26, 1.0, 1, GatewayMetrics(CollectorRegistry()))
@@ -133,7 +133,7 @@ async def listening(config: GatewaySettings, requests: FakeRequests | None = Non
 async def admin(
     *workers: FakeControl, down: int = 0, requests: FakeRequests | None = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """`down` more addresses are configured at which nothing listens."""
+    """Runs the admin API with fake workers, and with `down` further addresses at which nothing listens."""
     started = [await worker.start() for worker in workers]
     port, *unused = free_ports(1 + down)
     addresses = [address for _, address in started] + [f"127.0.0.1:{number}" for number in unused]
@@ -147,7 +147,7 @@ async def admin(
 
 
 def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[httpx.Response, FakeControl]:
-    """One request to an admin API with one worker that does everything."""
+    """Sends a request to an admin API with one worker on which each operation succeeds."""
 
     async def run() -> tuple[httpx.Response, FakeControl]:
         worker = FakeControl()
@@ -212,7 +212,7 @@ def one(method: str, path: str, content: bytes = b"", **kwargs: Any) -> tuple[ht
         ("POST", "/trace_request", '{"request_id": "r"}', "TraceRequest", pb.TraceRequestRequest(request_id="r")),
     ],
 )
-def test_a_route_is_an_operation(method: str, path: str, body: str, rpc: str, request_: Message) -> None:
+def test_route_calls_an_operation(method: str, path: str, body: str, rpc: str, request_: Message) -> None:
     response, worker = one(method, path, body.encode())
     assert response.status_code == 200, response.text
     ((called, sent, _, _),) = worker.calls
@@ -221,7 +221,7 @@ def test_a_route_is_an_operation(method: str, path: str, body: str, rpc: str, re
 
 
 @pytest.mark.parametrize(("body", "asked"), [({}, ""), ({"cache_salt": "a"}, "a"), ({"cache_salt": "a", "extra_key": "b"}, None)])
-def test_a_key_names_the_salt_that_its_requests_have(body: dict[str, str], asked: str | None) -> None:
+def test_flush_salts_by_api_key(body: dict[str, str], asked: str | None) -> None:
     salted = cache_key("a", "b") if asked is None else asked
     content = json.dumps({"api_key": "team-a", **body}).encode()
     _, worker = one("POST", "/flush_cache", content, settings={"salt_cache_by_key": True})
@@ -232,7 +232,7 @@ def test_a_key_names_the_salt_that_its_requests_have(body: dict[str, str], asked
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
-def test_where_keys_are_parted_a_salt_alone_is_nobodys(name: str) -> None:
+def test_flush_refuses_a_salt_without_a_key_when_keys_are_salted(name: str) -> None:
     refused, worker = one("POST", "/flush_cache", json.dumps({name: "a"}).encode(), settings={"salt_cache_by_key": True})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "api_key" and not worker.calls
 
@@ -242,7 +242,7 @@ def test_every_operation_has_a_route() -> None:
     assert {operation.rpc for operation in CONTROL.values()} == {method.name for method in methods}
 
 
-def test_the_page_shows_every_route() -> None:
+def test_control_page_lists_every_route() -> None:
     page = (Path(__file__).parents[4] / "docs/reference/control.md").read_text()
     rows = [row for row in page.splitlines() if row.startswith("| ")]
     for (method, path), operation in ROUTES.items():
@@ -250,7 +250,7 @@ def test_the_page_shows_every_route() -> None:
         assert row.startswith(f"| `{operation.rpc}`") or not operation.rpc
 
 
-def test_what_the_worker_says_is_plain_json() -> None:
+def test_worker_response_is_plain_json() -> None:
     response, _ = one("GET", "/server_info")
     (worker,) = response.json()["workers"]
     assert worker["result"]["tunables"] == {"policy": "lpm", "chunk": 1 << 40}
@@ -278,9 +278,7 @@ STRANGER = FakeControl((grpc.StatusCode.UNAUTHENTICATED, "a valid token is requi
         ([FakeControl()], 1, 502, [None, "UNAVAILABLE"]),
     ],
 )
-def test_each_worker_is_asked_and_answers_for_itself(
-    workers: list[FakeControl], down: int, status: int, codes: list[str | None]
-) -> None:
+def test_each_worker_has_a_result(workers: list[FakeControl], down: int, status: int, codes: list[str | None]) -> None:
     async def run() -> httpx.Response:
         async with admin(*workers, down=down) as client:
             return await client.post("/flush_cache")
@@ -315,7 +313,7 @@ def test_each_worker_is_asked_and_answers_for_itself(
         ("/flush_cache", '{"timeout_s": 3601}', "timeout_s"),
     ],
 )
-def test_a_wrong_body_is_400_and_reaches_no_worker(path: str, body: str, param: str | None) -> None:
+def test_invalid_body_is_400_and_reaches_no_worker(path: str, body: str, param: str | None) -> None:
     response, worker = one("POST", path, body.encode())
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
@@ -328,21 +326,21 @@ def test_a_wrong_body_is_400_and_reaches_no_worker(path: str, body: str, param: 
     ("method", "path", "status"),
     [("GET", "/flush_cache", 405), ("POST", "/server_info", 405), ("GET", "/", 404), ("POST", "/v1/chat/completions", 404)],
 )
-def test_other_routes_are_no_routes(method: str, path: str, status: int) -> None:
+def test_unknown_route_is_refused(method: str, path: str, status: int) -> None:
     response, worker = one(method, path)
     assert response.status_code == status and response.json()["error"]["code"] and not worker.calls
     assert response.headers.get("allow") == {"/flush_cache": "POST", "/server_info": "GET"}.get(path)
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", TOKEN, f"Basic {TOKEN}", "Bearer", f"Bearer {TOKEN} x"])
-def test_without_the_token_nothing_is_asked(given: str | None) -> None:
+def test_request_without_the_token_reaches_no_worker(given: str | None) -> None:
     headers = {} if given is None else {"authorization": given}
     response, worker = one("POST", "/flush_cache", headers=headers, settings={"control_token": TOKEN})
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
     assert not worker.calls
 
 
-def test_the_token_goes_on_to_the_workers(tmp_path: Path) -> None:
+def test_token_is_sent_to_the_workers(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     for settings in ({"control_token": TOKEN}, {"control_token_file": str(tmp_path / "token")}):
         response, worker = one("POST", "/flush_cache", headers={"authorization": f"Bearer {TOKEN}"}, settings=settings)
@@ -351,7 +349,7 @@ def test_the_token_goes_on_to_the_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["body", "url"])
-def test_one_worker_can_be_named(by: str) -> None:
+def test_operation_reaches_the_named_worker_only(by: str) -> None:
     workers = [FakeControl(), FakeControl()]
 
     async def run() -> list[httpx.Response]:
@@ -371,7 +369,7 @@ def test_one_worker_can_be_named(by: str) -> None:
     assert [(each.status_code, each.json()["error"]["param"]) for each in (twice, other)] == [(400, "worker"), (400, "wroker")]
 
 
-def test_aborts_are_over_all_gateways() -> None:
+def test_abort_reaches_all_gateways() -> None:
     down = PeerAnswer("10.0.0.9:7005", message="UNAVAILABLE: no")
     peers = (PeerAnswer("10.0.0.7:7005", b"x", 3), PeerAnswer("10.0.0.8:7005", b"y", 0))
 
@@ -391,8 +389,8 @@ def test_aborts_are_over_all_gateways() -> None:
         assert asyncio.run(run(requests, wrong)).status_code == 400
 
 
-def test_an_abort_on_a_worker_that_nobody_has_met_is_refused() -> None:
-    """Requests are known by their worker's id, of which nothing is known here: none would be found."""
+def test_abort_is_refused_when_the_worker_was_never_connected() -> None:
+    """Requests are found by the id of their worker, which this gateway does not know."""
 
     async def run() -> httpx.Response:
         async with admin(FakeControl(), requests=requests) as client:
@@ -404,19 +402,19 @@ def test_an_abort_on_a_worker_that_nobody_has_met_is_refused() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_unknown") and not requests.scopes
 
 
-def test_a_web_page_is_refused() -> None:
+def test_request_of_a_web_page_is_refused() -> None:
     response, worker = one("POST", "/flush_cache", headers={"origin": "http://example.com"})
     assert response.status_code == 403 and not worker.calls
 
 
-def test_the_time_that_a_worker_gets_is_the_bodys_or_the_settings() -> None:
+def test_operation_timeout_is_of_the_body_or_the_settings() -> None:
     _, worker = one("POST", "/flush_cache", settings={"control_timeout_s": 30})
-    assert 20 < worker.calls[0][2] <= 31  # gRPC rounds up what it sends
+    assert 20 < worker.calls[0][2] <= 31  # gRPC rounds the deadline up
     _, worker = one("POST", "/flush_cache", b'{"timeout_s": 300}', settings={"control_timeout_s": 30})
     assert 200 < worker.calls[0][2] <= 302
 
 
-def test_a_body_beyond_the_limit_is_413() -> None:
+def test_large_body_is_413() -> None:
     response, worker = one("POST", "/set_internal_state", json.dumps({"server_args": {"a": "x" * (1 << 20)}}).encode())
     assert response.status_code == 413 and not worker.calls
 
@@ -429,7 +427,7 @@ def test_a_body_beyond_the_limit_is_413() -> None:
         ({"control_token": "a", "control_token_file": "b"}, "set only one"),
     ],
 )
-def test_settings_that_would_let_strangers_in_are_refused_at_the_start(settings: dict[str, Any], message: str) -> None:
+def test_admin_listener_refuses_settings_that_admit_strangers(settings: dict[str, Any], message: str) -> None:
     config = GatewaySettings(**{"admin_port": 1, "worker_control_addresses": "127.0.0.1:1", **settings})
 
     async def run() -> None:
@@ -469,7 +467,7 @@ def test_admin_request_leaves_a_line_in_the_access_log(
     assert "secret" not in log.read_text() and "host" not in log.read_text()
 
 
-def test_without_a_port_there_is_no_admin_api() -> None:
+def test_admin_api_is_off_without_a_port() -> None:
     async def run() -> None:
         async with listening(GatewaySettings()):
             assert len(asyncio.all_tasks()) == 1
@@ -477,7 +475,7 @@ def test_without_a_port_there_is_no_admin_api() -> None:
     asyncio.run(run())
 
 
-def test_the_gateways_process_serves_it_beside_the_api(system: System) -> None:
+def test_gateway_process_serves_the_admin_port(system: System) -> None:
     async def start() -> tuple[grpc.aio.Server, str]:
         return await FakeControl().start()
 
@@ -501,7 +499,7 @@ def test_the_gateways_process_serves_it_beside_the_api(system: System) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--admin-host", "0.0.0.0"], ["--control-token-file", "/nowhere"]])
-def test_a_gateway_that_strangers_could_operate_does_not_start(system: System, flags: list[str]) -> None:
+def test_gateway_does_not_start_when_settings_admit_strangers(system: System, flags: list[str]) -> None:
     process = Process(system, "--admin-port", str(free_ports(1)[0]), "--worker-control-addresses", "127.0.0.1:1", *flags)
     code, log = process.wait()
     problems = [line for line in log if line["level"] == "error"]

@@ -1,4 +1,4 @@
-"""Operating the workers that discovery finds: two real workers with their control services behind a real gateway."""
+"""The admin API with two real workers that a real gateway finds by discovery."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at
 
 GUARD_S = 180.0
-SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # so that their limit is the least that there is
+SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # for the lowest limit of the duration of a step
 
 
 class Operated:
-    """clients: of the admin port and of the port of the traffic."""
+    """A running fleet, with one HTTP client for the admin port and one for the port of the traffic."""
 
     def __init__(self, admin: httpx.AsyncClient, api: httpx.AsyncClient, workers: list[Serving], gateway: Gateway) -> None:
         self.admin, self.api, self.workers, self.gateway = admin, api, workers, gateway
@@ -100,7 +100,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(guarded())
 
 
-def test_workers_are_found_by_discovery_and_each_can_be_meant() -> None:
+def test_discovered_workers_can_be_named() -> None:
     async def check() -> None:
         async with operated() as at:
             everybody = (await at.admin.post("/flush_cache")).json()
@@ -118,7 +118,7 @@ def test_workers_are_found_by_discovery_and_each_can_be_meant() -> None:
     run(check)
 
 
-def test_a_worker_that_is_paused_gets_nothing_new_and_an_abort_of_all_ends_what_is_there() -> None:
+def test_paused_worker_gets_no_requests_and_abort_all_ends_the_rest() -> None:
     async def check() -> None:
         async with operated(step_s=0.03) as at:
             first = [at.start(f"a{number}") for number in range(2)]
@@ -191,7 +191,7 @@ async def told(at: Operated, worker: str, **fields: Any) -> bool:
     return all(load[name] == value for name, value in fields.items())
 
 
-def test_an_executor_that_never_returns_is_noticed_within_the_limit_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_executor_is_reported_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_limit, "FLOOR_S", 2.5)
 
     async def check() -> None:
@@ -221,7 +221,7 @@ def test_an_executor_that_never_returns_is_noticed_within_the_limit_and_not_befo
     run(check)
 
 
-def test_a_worker_that_is_away_or_has_no_control_service_is_told_of() -> None:
+def test_unreachable_worker_is_reported() -> None:
     async def check() -> None:
         async with operated() as at, bare_worker() as address:
             appeared = dict.fromkeys([*(worker.address for worker in at.workers), address, "127.0.0.1:1"], True)
@@ -244,7 +244,7 @@ async def told_of(at: Operated, worker: str) -> bool:
 
 @asynccontextmanager
 async def bare_worker() -> AsyncIterator[str]:
-    """Says hello, and has no control service."""
+    """A worker that greets the gateway and has no control service."""
 
     class Servicer(worker_pb2_grpc.WorkerServicer):
         async def Generate(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:

@@ -1,4 +1,4 @@
-"""In which order workers are asked."""
+"""The order in which an operation reaches the workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.gateway.admin.workers import KnownWorker, WorkerResult
 
 
 class Workers:
-    """The directory of three, and who asks them."""
+    """A directory of three workers, which records the calls to them."""
 
     def __init__(self) -> None:
         roles = {"a": "decode", "b": "prefill", "c": ""}
@@ -37,7 +37,7 @@ class Workers:
     [(FlushCache(cache_salt="s"), [["b"], ["a", "c"]]), (ClearStorage(), [["b"], ["a", "c"]]), (Pause(), [["a", "b", "c"]])],
     ids=["flush", "clear", "another"],
 )
-def test_whoever_others_read_forgets_before_them(body: AdminBody, turns: list[list[str]]) -> None:
+def test_flush_reaches_prefill_workers_first(body: AdminBody, turns: list[list[str]]) -> None:
     workers = Workers()
     operations = AdminOperations(cast(Any, workers), cast(Any, workers), cast(Any, None), 1.0)
     status, answer = asyncio.run(operations.run(AdminOperation("FlushCache", type(body)), body))

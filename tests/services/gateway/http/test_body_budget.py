@@ -1,4 +1,4 @@
-"""Bodies' bytes over all requests: who waits, unread, who is refused, and what the process needs for them."""
+"""The budget for the bodies of all requests: waiting bodies, refusals, and the memory of the process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SMALL = {"model": MODEL, "prompt": [72, 105]}  # needs no tokenizer
 
 
 def chat_of(size: int) -> bytes:
-    """A body of so many bytes."""
+    """Returns a body of the given size in bytes."""
     empty = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": ""}]})
     return empty.replace(b'""', b'"' + b"x" * (size - len(empty)) + b'"')
 
 
 class Sender:
-    """Sends a request's head, which says `size` bytes, and as much of its body as is taken without waiting."""
+    """Sends a request's head with a Content-Length of `size`, and as much of its body as the socket takes without waiting."""
 
     def __init__(self, port: int, body: bytes, size: int = 0) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
@@ -52,7 +52,7 @@ class Sender:
         return self._socket.recv(65536)
 
     def reset(self) -> None:
-        """As a process that is killed with something unread."""
+        """Resets the connection, as the kernel does for a killed process with unread input."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
@@ -70,7 +70,7 @@ def held(system: System, pool: str = "large") -> float:
 
 @contextmanager
 def held_up(system: System) -> Iterator[Sender]:
-    """A large chat that stays in its preparation, and so keeps its bytes."""
+    """Sends a large chat whose preparation does not end, so that the bytes stay reserved."""
     system.do(system.tokenizer.gate.clear)
     calls = len(system.tokenizer.calls)
     first = Sender(system.port, chat_of(600_000))
@@ -90,19 +90,19 @@ def tight() -> Iterator[System]:
         yield system
 
 
-def test_the_second_large_one_waits_and_small_ones_pass(tight: System) -> None:
+def test_body_budget_lets_small_bodies_pass_a_waiting_large_one(tight: System) -> None:
     with held_up(tight):
         assert held(tight) == 600_000
         second = Sender(tight.port, chat_of(700_000))
         wait_until(lambda: waiting(tight) == 1, "the second chat in line")
         assert tight.post("/v1/completions", SMALL).status_code == 200
         assert waiting(tight) == 1
-    assert second.answer().startswith(b"HTTP/1.1 400 ")  # its prompt is longer than the context
+    assert second.answer().startswith(b"HTTP/1.1 400 ")  # the prompt exceeds the context
     second.close()
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_goes_while_it_waits_frees_its_place(tight: System, how: str) -> None:
+def test_body_budget_frees_the_place_when_a_waiting_client_leaves(tight: System, how: str) -> None:
     with held_up(tight):
         second = Sender(tight.port, b" " * 100_000, size=700_000)  # more than is read ahead, less than the kernel takes
         wait_until(lambda: waiting(tight) == 1, "the second in line")
@@ -115,8 +115,8 @@ def test_a_client_that_goes_while_it_waits_frees_its_place(tight: System, how: s
     third.close()
 
 
-def test_a_body_that_does_not_say_its_size_is_held_in_steps(tight: System) -> None:
-    """Of 64 KiB, and from there on of a MiB."""
+def test_body_budget_grows_in_steps_when_the_size_is_unknown(tight: System) -> None:
+    """The first step has 64 KiB. All further steps have 1 MiB."""
     tight.do(tight.tokenizer.gate.clear)
     body, sizes = chat_of(100_000), []
     client = socket.create_connection(("127.0.0.1", tight.port), timeout=WAIT_S)
@@ -133,8 +133,8 @@ def test_a_body_that_does_not_say_its_size_is_held_in_steps(tight: System) -> No
     wait_until(lambda: held(tight) == 0, "the bytes given back")
 
 
-def test_a_body_holds_what_its_values_will_take(tight: System) -> None:
-    """A prompt of ids that waits for its model, at 40 bytes an id."""
+def test_body_budget_reserves_the_size_of_parsed_values(tight: System) -> None:
+    """The prompt has token ids of 40 bytes each, and waits for its model."""
     ids = b"[" + b"1," * 19_999 + b"1]"
     body = b'{"model": "%b", "prompt": [%b]}' % (MODEL.encode(), b",".join([ids] * 2))
     with held_up(tight):
@@ -145,7 +145,7 @@ def test_a_body_holds_what_its_values_will_take(tight: System) -> None:
     second.close()
 
 
-def test_a_body_of_too_many_values_is_not_parsed() -> None:
+def test_body_is_refused_when_parsed_values_exceed_the_budget() -> None:
     with System(max_body_bytes=8 * MIB, body_budget_bytes=8 * MIB) as system:
         body = b'{"model": "%b", "prompt": [%b0]}' % (MODEL.encode(), b"0," * (MAX_JSON_VALUES - 4))
         assert system.post("/v1/completions", body).json()["error"]["code"] == "context_length_exceeded"
@@ -153,7 +153,7 @@ def test_a_body_of_too_many_values_is_not_parsed() -> None:
         assert refused.status_code == 413 and "values" in refused.json()["error"]["message"]
 
 
-def test_who_waits_too_long_is_refused() -> None:
+def test_body_is_refused_after_the_longest_wait() -> None:
     with System(**SETTINGS, body_wait_s=0.1, tokenize_timeout_s=60.0) as system, held_up(system):
         answer = system.post(CHAT, chat_of(700_000))
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
@@ -163,14 +163,14 @@ def test_who_waits_too_long_is_refused() -> None:
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Bytes: the most since it was last reset, and what it has."""
+    """Returns the peak since the last reset and the present size, in bytes."""
     with open(f"/proc/{pid}/status") as file:
         fields = dict(line.split(":", 1) for line in file)
     return int(fields["VmHWM"].split()[0]) << 10, int(fields["VmRSS"].split()[0]) << 10
 
 
 def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int]:
-    """So many chats of that size at once; their statuses."""
+    """Sends the given number of chats of one size at once. Returns their statuses."""
     body, statuses = chat_of(size), []
 
     def one() -> None:
@@ -191,7 +191,7 @@ def burst(process: Process, count: int, size: int, timeout_s: float) -> list[int
         pytest.param(16, 60_000_000, 64 * MIB, 300, 50, 120, id="at night", marks=AT_NIGHT),
     ],
 )
-def test_memory_is_bounded_and_given_back(
+def test_body_budget_bounds_and_returns_memory(
     system: System, count: int, size: int, budget: int, peak_mib: int, after_mib: int, after_s: int
 ) -> None:
     flags = ("--max-body-bytes", str(budget), "--body-budget-bytes", str(budget), "--body-wait-s", "100")

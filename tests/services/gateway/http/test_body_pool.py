@@ -1,4 +1,4 @@
-"""Who gets bytes of a pool, and in which order."""
+"""The order in which bodies get bytes of the budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def granted(*places: BodyReservation) -> list[bool]:
     return [place.room.done() for place in places]
 
 
-def test_first_come_first_served_also_where_a_later_one_would_fit() -> None:
+def test_budget_serves_in_order_even_when_a_later_request_fits() -> None:
     def use(pool: BodyPool) -> None:
         assert pool.take(60)
         large, small = pool.join(90), pool.join(10)
@@ -32,7 +32,7 @@ def test_first_come_first_served_also_where_a_later_one_would_fit() -> None:
     looping(use)
 
 
-def test_one_that_has_begun_goes_before_those_that_have_nothing() -> None:
+def test_budget_prefers_bodies_that_hold_bytes() -> None:
     def use(pool: BodyPool) -> None:
         assert pool.take(50) and pool.take(50)
         new, growing = pool.join(20), pool.join(40, holds=50)
@@ -44,7 +44,7 @@ def test_one_that_has_begun_goes_before_those_that_have_nothing() -> None:
     looping(use)
 
 
-def test_nobody_waits_for_those_that_wait_themselves() -> None:
+def test_budget_does_not_wait_for_waiting_bodies() -> None:
     def use(pool: BodyPool) -> None:
         assert pool.take(50) and pool.take(50)
         first = pool.join(10, holds=50)
@@ -56,7 +56,7 @@ def test_nobody_waits_for_those_that_wait_themselves() -> None:
     looping(use)
 
 
-def test_a_body_that_alone_holds_all_and_needs_more_is_told_at_once() -> None:
+def test_budget_refuses_at_once_when_one_body_holds_all() -> None:
     def use(pool: BodyPool) -> None:
         assert pool.take(100)
         with pytest.raises(Stuck):
@@ -66,7 +66,7 @@ def test_a_body_that_alone_holds_all_and_needs_more_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["waiting", "given"])
-def test_who_leaves_the_line_makes_room_for_the_next(given: bool) -> None:
+def test_budget_serves_the_next_body_when_a_waiting_one_leaves(given: bool) -> None:
     def use(pool: BodyPool) -> None:
         assert pool.take(60)
         first, second = pool.join(90), pool.join(40)

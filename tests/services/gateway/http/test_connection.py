@@ -1,4 +1,4 @@
-"""What a stranger can do to a connection before there is a request: heads, trailers and silence have their limits."""
+"""The limits of a connection outside of requests: heads, trailers, silence, pipelining, and the number of connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 
 class App:
-    """Answers with the number of bytes of the body; `/hold` once it is let go, `/early` before the body has come."""
+    """Responds with the size of the body. `/hold` waits for `go`, and `/early` responds before the body has arrived."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -48,7 +48,7 @@ class Client:
         self._reader, self._writer = reader, writer
 
     async def send(self, data: bytes) -> None:
-        """All of it, or until the other side takes no more."""
+        """Sends all data, or as much as the server accepts before it closes the connection."""
         try:
             self._writer.write(data)
             await self._writer.drain()
@@ -139,8 +139,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
-def test_nothing_without_an_end_is_read_to_its_end(begin: bytes) -> None:
-    """16 MiB without a line's end: at most a head's bytes are kept, and the others are answered meanwhile."""
+def test_connection_ends_input_without_an_end(begin: bytes) -> None:
+    """The client sends 16 MiB without an end of line. Other clients are answered in the meantime."""
 
     async def use(server: Server) -> None:
         client, other = await server.connect(), await server.connect()
@@ -153,7 +153,7 @@ def test_nothing_without_an_end_is_read_to_its_end(begin: bytes) -> None:
     serving(use)
 
 
-def test_a_head_that_is_too_large_is_told_so() -> None:
+def test_connection_answers_431_to_a_large_head() -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         await client.send(b"GET /health HTTP/1.1\r\nHost: here\r\nX: " + b"a" * (50 << 20) + b"\r\n\r\n")
@@ -173,7 +173,7 @@ def test_a_head_that_is_too_large_is_told_so() -> None:
 
 @pytest.mark.parametrize(("size", "status"), [(MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 431)])
 @pytest.mark.parametrize("piece", [1000, 1 << 20])
-def test_the_limit_is_exact_however_it_arrives(size: int, status: int, piece: int) -> None:
+def test_head_limit_is_exact_for_any_pieces(size: int, status: int, piece: int) -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         begin, end = b"GET / HTTP/1.1\r\nHost: here\r\nX: ", b"\r\n\r\n"
@@ -186,7 +186,7 @@ def test_the_limit_is_exact_however_it_arrives(size: int, status: int, piece: in
     serving(use)
 
 
-def test_a_large_body_is_no_head() -> None:
+def test_head_limit_does_not_count_bodies() -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5000000\r\n\r\n" + b"x" * 5_000_000)
@@ -210,7 +210,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 @pytest.mark.parametrize(
     "sent", [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n", b"\x16\x03\x01\x02\x00"]
 )
-def test_what_is_no_http_is_refused_in_the_apis_shape(sent: bytes) -> None:
+def test_connection_refuses_invalid_http_in_the_form_of_the_api(sent: bytes) -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         await client.send(sent)
@@ -221,8 +221,8 @@ def test_what_is_no_http_is_refused_in_the_apis_shape(sent: bytes) -> None:
     serving(use)
 
 
-def test_the_next_in_a_pipeline_is_neither_idle_nor_cut_off() -> None:
-    """Its body is still on its way when the answer before it has gone out, and there is no room for more connections."""
+def test_pipelined_request_is_neither_idle_nor_cut() -> None:
+    """The body of the second request is incomplete when the first response ends, and the server is full."""
 
     async def use(server: Server) -> None:
         client = await server.connect()
@@ -236,7 +236,7 @@ def test_the_next_in_a_pipeline_is_neither_idle_nor_cut_off() -> None:
 
 
 @pytest.mark.parametrize(("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * MAX_HEAD_BYTES, 431)])
-def test_what_no_route_answers_is_counted(sent: bytes, status: int) -> None:
+def test_refusals_of_the_connection_are_counted(sent: bytes, status: int) -> None:
     told: list[int] = []
 
     async def use(server: Server) -> None:
@@ -250,7 +250,7 @@ def test_what_no_route_answers_is_counted(sent: bytes, status: int) -> None:
 
 class TestTime:
     @pytest.mark.parametrize("sent", [b"", GET[:9]], ids=["nothing", "a part"])
-    def test_a_connection_without_a_complete_head_is_closed(self, sent: bytes) -> None:
+    def test_connection_closes_without_a_complete_head(self, sent: bytes) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(sent)
@@ -261,7 +261,7 @@ class TestTime:
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
 
     @pytest.mark.parametrize("drip", [b"\r\n", b"a"], ids=["blank lines", "a head"])
-    def test_dripping_does_not_help(self, drip: bytes) -> None:
+    def test_head_timeout_holds_when_bytes_drip(self, drip: bytes) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(GET)
@@ -277,7 +277,7 @@ class TestTime:
 
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.2))
 
-    def test_keep_alive_ends_after_its_time(self) -> None:
+    def test_keep_alive_ends_after_the_timeout(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(GET)
@@ -286,7 +286,7 @@ class TestTime:
 
         serving(use, HttpOptions(first_request_s=0.05, head_s=30, keep_alive_s=1))
 
-    def test_a_slow_answer_is_not_cut_by_what_is_pipelined_behind_it(self) -> None:
+    def test_head_timeout_does_not_cut_a_slow_response_before_pipelined_requests(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n" + GET[:9])
@@ -298,7 +298,7 @@ class TestTime:
         serving(use, HttpOptions(first_request_s=0.05, head_s=0.1))
 
     @pytest.mark.parametrize("framing", ["Content-Length: 5", "Transfer-Encoding: chunked"])
-    def test_an_answer_before_the_body_leaves_the_connection_to_whoever_sends_the_rest(self, framing: str) -> None:
+    def test_connection_stays_open_when_the_body_follows_the_response(self, framing: str) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             rest = b"lo" if "5" in framing else b"2\r\nlo\r\n0\r\n\r\n"
@@ -312,7 +312,7 @@ class TestTime:
         serving(use)
 
     @pytest.mark.parametrize("then", ["no chunk", "the next request, for the body was not asked for"])
-    def test_what_comes_behind_an_answer_in_place_of_its_body_is_no_request(self, then: str) -> None:
+    def test_connection_reads_no_request_when_the_body_is_missing(self, then: str) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             expect = b"" if then == "no chunk" else b"Expect: 100-continue\r\n"
@@ -324,7 +324,7 @@ class TestTime:
 
         serving(use)
 
-    def test_the_last_answer_reaches_a_client_that_sends_its_body_first(self) -> None:
+    def test_last_response_reaches_a_client_that_is_still_sending(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"POST /early HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n")
@@ -334,7 +334,7 @@ class TestTime:
 
         serving(use)
 
-    def test_a_body_is_asked_for(self) -> None:
+    def test_connection_sends_100_continue(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"POST / HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n")
@@ -344,8 +344,8 @@ class TestTime:
 
         serving(use)
 
-    def test_an_answer_before_the_body_ends_the_connection(self) -> None:
-        """Or a client could keep it for ever by never sending the rest."""
+    def test_connection_closes_when_the_body_of_an_answered_request_never_arrives(self) -> None:
+        """A client cannot keep the connection open by sending no more of the body."""
 
         async def use(server: Server) -> None:
             client = await server.connect()
@@ -357,7 +357,7 @@ class TestTime:
 
 
 class TestPressure:
-    def test_the_longest_idle_one_makes_room(self) -> None:
+    def test_full_server_closes_the_longest_idle_connection(self) -> None:
         async def use(server: Server) -> None:
             first, second = await server.connect(), await server.connect()
             for client in (second, first):  # now it is the second that has been idle longer
@@ -371,7 +371,7 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, connections=2))
 
-    def test_where_all_are_busy_health_is_still_answered(self) -> None:
+    def test_full_server_answers_health_when_all_connections_are_busy(self) -> None:
         async def use(server: Server) -> None:
             busy = [await server.connect() for _ in range(2)]
             for client in busy:
@@ -390,7 +390,7 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, retry_after_s=7, connections=2))
 
-    def test_a_probe_that_stays_takes_nobodys_place(self) -> None:
+    def test_probe_connection_does_not_take_a_place(self) -> None:
         async def use(server: Server) -> None:
             client = await server.connect()
             await client.send(b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n")
@@ -405,7 +405,7 @@ class TestPressure:
 
         serving(use, HttpOptions(first_request_s=0.05, connections=1))
 
-    def test_a_hundred_that_say_nothing_keep_nobody_out(self) -> None:
+    def test_silent_connections_do_not_block_a_request(self) -> None:
         async def use(server: Server) -> None:
             silent = [socket.create_connection((HOST, server.port)) for _ in range(100)]
             await server.until(lambda: len(server.server.server_state.connections) <= 10)

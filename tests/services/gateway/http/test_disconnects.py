@@ -1,4 +1,4 @@
-"""A client that goes away, in each phase: the abort reaches every service at once, and nothing stays behind."""
+"""Clients that leave, in each phase of a request: the abort reaches every service at once, and everything is released."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 
 
 def idle(system: System) -> bool:
-    """Nothing of any request is left in the gateway."""
+    """Returns whether the gateway has released all requests."""
     gateway = system.gateway
     if any(link.open for link in gateway.dispatcher.fleet.links.values()) or any(link.busy for link in gateway.detoks.links):
         return False
@@ -23,7 +23,7 @@ def idle(system: System) -> bool:
 
 
 def has_ended(system: System, phase: str) -> bool:
-    """Within the usual wait, the request's end is counted in this phase, and idle()."""
+    """Waits until the end of the request is counted in this phase, and until the gateway is idle."""
     wait_until(lambda: gone_in(system, phase), "the end")
     return True
 
@@ -32,7 +32,7 @@ def gone_in(system: System, phase: str) -> bool:
     return system.metric("rootstock_gateway_aborts_total", phase=phase) == 1.0 and idle(system)
 
 
-def test_while_sending_the_body(system: System) -> None:
+def test_request_is_released_when_the_client_leaves_while_sending_the_body(system: System) -> None:
     raw = socket.create_connection(("127.0.0.1", system.port))
     raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     wait_until(lambda: not system.gateway.service.idle, "arrival")
@@ -43,7 +43,7 @@ def test_while_sending_the_body(system: System) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_while_tokenizing(system: System, stream: bool) -> None:
+def test_request_is_released_when_the_client_leaves_during_tokenization(system: System, stream: bool) -> None:
     system.do(system.tokenizer.gate.clear)
     client = RawClient(system, CHAT, chat_body(stream=stream))
     wait_until(lambda: len(system.tokenizer.calls) == 1, "the tokenizer's call")
@@ -60,8 +60,8 @@ def test_while_tokenizing(system: System, stream: bool) -> None:
         ("/v1/messages/count_tokens", {"model": "test-model", "messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-def test_where_nothing_is_generated(path: str, body: dict[str, Any]) -> None:
-    """Its bytes count as long as it waits, and as many wait at once as may be open."""
+def test_request_without_generation_is_cancelled_when_the_client_leaves(path: str, body: dict[str, Any]) -> None:
+    """A waiting request keeps its bytes reserved, and counts against max_concurrent_requests."""
     with System(max_concurrent_requests=2, tokenize_timeout_s=600.0) as system:
         system.do(system.tokenizer.gate.clear)
         clients = [RawClient(system, path, {**body, "user": "x" * 100}) for _ in range(2)]
@@ -77,7 +77,7 @@ def test_where_nothing_is_generated(path: str, body: dict[str, Any]) -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_while_waiting_for_a_worker(system: System, stream: bool) -> None:
+def test_request_is_released_when_the_client_leaves_the_queue(system: System, stream: bool) -> None:
     system.call(system.workers[0].stop())
     wait_until(lambda: system.gateway.dispatcher.connected() == 0, "the worker's end")
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
@@ -90,7 +90,7 @@ def test_while_waiting_for_a_worker(system: System, stream: bool) -> None:
     assert len(system.worker.submits) == 1
 
 
-def test_while_waiting_for_the_first_worker() -> None:
+def test_request_is_released_when_the_client_leaves_before_the_first_worker() -> None:
     with System(down=("worker",)) as system:
         client = RawClient(system, CHAT, chat_body())
         wait_until(lambda: system.total("rootstock_gateway_queue_length") == 1, "the queue")
@@ -100,8 +100,8 @@ def test_while_waiting_for_the_first_worker() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_before_the_first_token(system: System, stream: bool) -> None:
-    """Of more than is read ahead of who takes it."""
+def test_request_is_released_when_the_client_leaves_before_the_first_token(system: System, stream: bool) -> None:
+    """The body is larger than the server's read-ahead buffer."""
     system.do(lambda: system.worker.allow(0))
     client = RawClient(system, CHAT, chat_body(stream=stream, n=3, user="x" * 300_000))
     wait_until(lambda: len(system.worker.running) == 3, "the submits")
@@ -113,11 +113,11 @@ def test_before_the_first_token(system: System, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_in_the_middle(system: System, stream: bool) -> None:
+def test_request_is_released_when_the_client_leaves_during_decoding(system: System, stream: bool) -> None:
     system.do(lambda: system.worker.allow(4))
     client = RawClient(system, CHAT, chat_body(stream=stream, n=2))
     if stream:
-        client.read_until(b'l"}')  # alone, or with letters before it where the detokenizer was behind
+        client.read_until(b'l"}')  # the end of an event, with further letters if the detokenizer was late
         wait_until(lambda: len(system.detokenizer.open) == 2, "the decoding")
     wait_until(lambda: system.has_tokens(4), "the steps")
     client.vanish()
@@ -126,7 +126,7 @@ def test_in_the_middle(system: System, stream: bool) -> None:
     assert len(system.worker.aborted) == 2
 
 
-def test_while_decoding_an_echo(system: System) -> None:
+def test_request_is_released_when_the_client_leaves_during_an_echo(system: System) -> None:
     system.do(system.detokenizer.gate.clear)
     client = RawClient(system, "/v1/completions", {"prompt": [65, 66], "echo": True})
     wait_until(lambda: len(system.detokenizer.batches) == 1, "the decoding")
@@ -145,7 +145,7 @@ def test_aborts_of_one_request_share_a_message(system: System) -> None:
     assert [(len(m.submits), len(m.aborts)) for m in system.worker.messages] == [(8, 0), (0, 8)]
 
 
-def test_others_go_on(system: System) -> None:
+def test_other_requests_continue_when_a_client_leaves(system: System) -> None:
     system.do(lambda: system.worker.allow(0))
     leaving, staying = (RawClient(system, CHAT, chat_body(stream=True)) for _ in range(2))
     wait_until(lambda: len(system.worker.running) == 2, "the submits")

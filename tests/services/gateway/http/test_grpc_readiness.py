@@ -1,4 +1,4 @@
-"""What a kubelet is told: a gateway takes requests though it has nobody to give them to, and none once it stops."""
+"""Readiness for kubelets and balancers: a gateway is ready without any other service, and not ready while it stops."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def a_request_that_waits(port: int) -> Iterator[socket.socket]:
         yield client
 
 
-def test_ready_without_peers_and_not_while_it_stops() -> None:
+def test_grpc_readiness_needs_no_services_and_ends_with_the_stop() -> None:
     port, health_port = free_ports(2)
     with gateway_alone(port, health_port, *LISTED) as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
@@ -61,19 +61,19 @@ def test_ready_without_peers_and_not_while_it_stops() -> None:
         answer = httpx.get(f"http://{HOST}:{port}/readiness")
         assert answer.status_code == 503
         assert sorted(answer.json()["missing"]) == ["detokenizer", "tokenizer", "worker"]
-        with a_request_that_waits(port):  # it holds the drain open
+        with a_request_that_waits(port):  # the open request prolongs the drain
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: state(health_port, "gateway") == NOT_SERVING, "the end of readiness")
             assert state(health_port, "") == SERVING
 
 
 def told(client: httpx.Client) -> tuple[int, list[str], str | None]:
-    """What a balancer hears: status, reasons, and whether its connection ends with the answer."""
+    """Returns the status and the reasons of /ready, and whether the connection ends with the response."""
     answer = client.get("/ready")
     return answer.status_code, answer.json()["missing"], answer.headers.get("connection")
 
 
-def test_a_balancer_is_told_before_the_port_closes() -> None:
+def test_readiness_ends_before_the_port_closes() -> None:
     port, health_port = free_ports(2)
     with gateway_alone(port, health_port, *LISTED, "--stop-delay-s", "7", "--queue-timeout-s", "5") as process:
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")
@@ -83,13 +83,13 @@ def test_a_balancer_is_told_before_the_port_closes() -> None:
                 process.send_signal(signal.SIGTERM)
                 wait_until(lambda: told(client) == (503, ["stopping"], "close"), "the refusal")
                 assert state(health_port, "gateway") == NOT_SERVING
-                assert client.get("/v1/models").status_code == 200  # who has not noticed is served
-                answer = waiting.recv(65536).lower()  # who had asked before is told as well
+                assert client.get("/v1/models").status_code == 200  # a client that has not noticed the stop is served
+                answer = waiting.recv(65536).lower()  # an earlier request closes its connection as well
             assert answer.startswith(b"http/1.1 503") and b"\r\nconnection: close\r\n" in answer
         assert process.wait(60) == 0
 
 
-def test_a_gateway_that_knows_no_model_is_not_for_balancers() -> None:
+def test_ready_answers_503_when_no_model_is_known() -> None:
     port, health_port = free_ports(2)
     with gateway_alone(port, health_port):
         wait_until(lambda: state(health_port, "gateway") == SERVING, "readiness")

@@ -1,4 +1,4 @@
-"""/health_generate while the fleet is busy, hangs or is paused: judged by what workers tell, without waiting behind traffic."""
+"""/health_generate while workers are busy, hung or paused. The gateway judges them by their load reports if they are busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GENERATE = "/generate"
 
 
 def tell(system: System, worker: int = 0, **load: Any) -> None:
-    """The worker's load, and waits until the gateway knows it."""
+    """Sends a load report of the worker, and waits until the gateway has it."""
     told = system.workers[worker].servicer
     system.do(lambda: told.tell(**load))
     wait_until(lambda: system.links[worker].load == told.load, "the load")
@@ -23,7 +23,7 @@ PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
 
 @contextmanager
 def busy(**settings: Any) -> Iterator[System]:
-    """A worker in the middle of a long step of somebody's request, of which this gateway has heard nothing lately."""
+    """A worker within a long step of another gateway's request, which has sent nothing to this gateway lately."""
     with System(**settings) as system:
         system.allow(0)
         RawClient(system, GENERATE, PROMPT)
@@ -32,14 +32,14 @@ def busy(**settings: Any) -> Iterator[System]:
 
 
 class TestHealthOfABusyFleet:
-    def test_a_worker_in_a_long_step_is_healthy_and_is_asked_for_nothing(self) -> None:
+    def test_health_generate_asks_no_token_of_a_worker_in_a_long_step(self) -> None:
         with busy() as system:
             for age in (2_500, 11_000, 29_000):
                 tell(system, num_open=1, num_running=1, step_age_ms=age, step_limit_ms=30_000)
                 assert system.get("/health_generate").status_code == 200
             assert system.submits() == [1]
 
-    def test_a_step_past_its_limit_is_a_hang_and_is_told_at_once(self) -> None:
+    def test_health_generate_reports_a_hung_worker_at_once(self) -> None:
         with busy() as system:
             tell(system, num_open=1, num_running=1, step_age_ms=10_400, step_limit_ms=10_000)
             answer = system.get("/health_generate")
@@ -48,7 +48,7 @@ class TestHealthOfABusyFleet:
             tell(system, num_open=1, num_running=1, step_age_ms=0, step_limit_ms=10_000)
             assert system.get("/health_generate").status_code == 200
 
-    def test_one_fit_worker_suffices_and_the_token_is_asked_of_that_one(self) -> None:
+    def test_health_generate_asks_a_token_of_a_ready_worker(self) -> None:
         with System(workers=2, routing_policy="round_robin") as system:
             tell(system, 0, num_open=1, num_running=1, step_age_ms=60_000, step_limit_ms=10_000)
             tell(system, 1, step_limit_ms=10_000)
@@ -58,7 +58,7 @@ class TestHealthOfABusyFleet:
             assert system.submits() == [0, 3]
             assert "rootstock_gateway_time_to_first_token_seconds_count" not in system.get("/metrics").text, "nobody's request"
 
-    def test_paused_workers_make_no_token(self) -> None:
+    def test_health_generate_fails_when_all_workers_are_paused(self) -> None:
         with System() as system:
             tell(system, paused=True, step_limit_ms=10_000)
             answer = system.get("/health_generate")

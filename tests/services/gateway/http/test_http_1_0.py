@@ -63,7 +63,7 @@ def test_plain_routes_answer_http_1_0(shared: System, path: str, method: str) ->
     assert bool(content) == bool(newer.content)
 
 
-def test_failed_stream_ends_with_its_error_when_the_request_is_http_1_0(system: System) -> None:
+def test_failed_stream_ends_with_an_error_when_the_request_is_http_1_0(system: System) -> None:
     system.allow(1)
     body = orjson.dumps({"model": MODEL, **REQUESTS["/v1/completions"], "stream": True})
     with socket.create_connection(("127.0.0.1", system.port), timeout=WAIT_S) as connection:

@@ -1,4 +1,4 @@
-"""What HTTP clients may take for granted: HEAD, OPTIONS, Allow, CORS, Retry-After, and where a body is wrong."""
+"""HTTP conventions on all routes: HEAD, OPTIONS, Allow, CORS, Retry-After, and the position of an error in JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def guarded() -> Iterator[System]:
 
 @pytest.mark.by_day(one_in=3, seed=4)
 @pytest.mark.parametrize("path", ["/health", f"/v1/models/{MODEL}", "/metrics"])
-def test_head_is_get_without_its_body(shared: System, path: str) -> None:
+def test_head_equals_get_without_a_body(shared: System, path: str) -> None:
     head, get = httpx.head(shared.url(path)), shared.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
 
 
 @pytest.mark.parametrize(("path", "shape"), [("/v1/messages/count_tokens", {"type"}), ("/v1/responses/input_tokens", set())])
-def test_a_fault_is_told_in_the_form_of_its_path(
+def test_unexpected_exception_has_the_error_form_of_the_path(
     shared: System, path: str, shape: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def count_of(*_: object) -> int:
@@ -56,7 +56,7 @@ def test_a_fault_is_told_in_the_form_of_its_path(
         ("/health", "GET, HEAD, OPTIONS"),
     ],
 )
-def test_what_a_path_takes_is_told(shared: System, path: str, allowed: str) -> None:
+def test_options_and_405_list_the_methods_of_the_path(shared: System, path: str, allowed: str) -> None:
     options = httpx.options(shared.url(path))
     assert (options.status_code, options.headers["allow"], options.content) == (204, allowed, b"")
     wrong = httpx.delete(shared.url(path))
@@ -64,7 +64,7 @@ def test_what_a_path_takes_is_told(shared: System, path: str, allowed: str) -> N
     assert wrong.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_an_unknown_path_takes_nothing(shared: System) -> None:
+def test_options_of_an_unknown_path_answers_404(shared: System) -> None:
     answer = httpx.options(shared.url("/nowhere"))
     assert answer.status_code == 404 and "allow" not in answer.headers
 
@@ -79,7 +79,7 @@ def test_an_unknown_path_takes_nothing(shared: System) -> None:
     ],
     ids=["nothing", "a bare word", "cut off", "half a character"],
 )
-def test_json_that_is_none_says_where_and_why(shared: System, body: bytes, line: int, column: int) -> None:
+def test_invalid_json_error_names_line_and_column(shared: System, body: bytes, line: int, column: int) -> None:
     error = shared.post(CHAT, body).json()["error"]
     assert error["code"] == "invalid_json" and "SECRET" not in str(error)
     begin, end = "The body is not valid JSON: ", f", at line {line}, column {column}."
@@ -88,33 +88,33 @@ def test_json_that_is_none_says_where_and_why(shared: System, body: bytes, line:
 
 
 class TestOrigins:
-    def test_a_page_asks_beforehand_without_a_key(self, guarded: System) -> None:
+    def test_preflight_needs_no_api_key(self, guarded: System) -> None:
         asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-a"}
         answer = httpx.options(guarded.url(CHAT), headers=asked)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert "authorization" in answer.headers["access-control-allow-headers"].lower()
 
-    def test_its_answers_may_be_read(self, guarded: System) -> None:
+    def test_cors_exposes_responses_to_the_allowed_origin(self, guarded: System) -> None:
         answer = guarded.get("/v1/models", headers={"origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == PAGE
         exposed = answer.headers["access-control-expose-headers"]
         assert {"x-request-id", "retry-after", "x-ratelimit-remaining-requests"} <= set(exposed.split(", "))
 
-    def test_another_page_may_not(self, guarded: System) -> None:
+    def test_cors_refuses_other_origins(self, guarded: System) -> None:
         assert "access-control-allow-origin" not in guarded.get("/v1/models", headers={"origin": "https://other.test"}).headers
 
-    def test_nobody_may_unless_it_is_set(self, shared: System) -> None:
+    def test_cors_is_off_by_default(self, shared: System) -> None:
         assert "access-control-allow-origin" not in shared.get("/v1/models", headers={"origin": PAGE}).headers
 
 
 class TestSwitches:
     @pytest.mark.by_day(one_in=2, seed=4)
     @pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
-    def test_what_is_off_is_not_there(self, guarded: System, path: str) -> None:
+    def test_disabled_route_answers_404(self, guarded: System, path: str) -> None:
         assert guarded.get(path).status_code == 404
 
-    def test_metrics_have_a_port_of_their_own(self, guarded: System) -> None:
+    def test_metrics_port_serves_metrics(self, guarded: System) -> None:
         port = guarded.gateway._settings.metrics_port
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
         assert answer.status_code == 200 and "rootstock_gateway_requests_total" in answer.text
@@ -123,7 +123,7 @@ class TestSwitches:
         assert httpx.post(f"http://127.0.0.1:{port}/metrics").headers["allow"] == "GET, HEAD"
 
 
-def test_each_503_says_when_to_come_again() -> None:
+def test_503_has_retry_after() -> None:
     with System(down=("worker",), queue_timeout_s=0.1, models=MODEL, retry_after_s=3) as system:
         wait_until(lambda: system.get("/health").status_code == 200)
         for answer in (system.chat(), system.get("/readiness"), system.get("/health_generate")):

@@ -1,4 +1,4 @@
-"""What a client sends behind a request that is not answered yet."""
+"""Input behind a request that is not answered yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.shared.limits import MAX_HEAD_BYTES
 from tests.services.gateway.http.test_connection import GET, PATIENT, Server, running, serving
 
 HOLD = b"GET /hold HTTP/1.1\r\nHost: here\r\n\r\n"
-ONE_READ = 256 << 10  # of the event loop
+ONE_READ = 256 << 10  # largest read of the event loop
 
 
 def the_connection(server: Server) -> Connection:
@@ -24,7 +24,7 @@ def the_connection(server: Server) -> Connection:
 
 
 def sized(size: int, chunked: bool) -> bytes:
-    """A request that is answered with that size. Its body has what heads end with."""
+    """Returns a request with a body of the given size, in which the end mark of heads occurs."""
     body = (b"\n\r\n\n0\r\n\r\n" * size)[:size]
     if not chunked:
         return b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (size, body)
@@ -34,7 +34,7 @@ def sized(size: int, chunked: bool) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_however_requests_are_cut_each_has_its_answer_in_order(seed: int) -> None:
+def test_pipelined_requests_are_answered_in_order_for_any_pieces(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.choice([0, 1, 17, 2000, 9000, 70_000]) for _ in range(40)]
     sent = b"".join(sized(size, chunked=draw.random() < 0.5) for size in sizes)
@@ -58,7 +58,7 @@ def test_however_requests_are_cut_each_has_its_answer_in_order(seed: int) -> Non
     serving(use)
 
 
-def test_a_flood_is_kept_as_it_came_up_to_a_limit() -> None:
+def test_pipelined_input_is_buffered_up_to_a_limit() -> None:
     async def use(server: Server) -> None:
         client = await server.connect()
         sending = asyncio.create_task(client.send(HOLD + GET * 200_000))
@@ -74,7 +74,7 @@ def test_a_flood_is_kept_as_it_came_up_to_a_limit() -> None:
     serving(use)
 
 
-def test_a_crowd_behind_a_body_that_says_its_size_waits_for_its_turn() -> None:
+def test_requests_behind_a_sized_body_are_parsed_in_turn() -> None:
     post = sized(70_000, chunked=False)
 
     async def use(server: Server) -> None:
@@ -87,7 +87,7 @@ def test_a_crowd_behind_a_body_that_says_its_size_waits_for_its_turn() -> None:
     serving(use)
 
 
-def test_no_crowd_hides_behind_a_body_that_does_not_say_its_size() -> None:
+def test_requests_behind_a_chunked_body_are_limited() -> None:
     few, crowd = sized(10, chunked=True) + GET * 10, sized(10, chunked=True) + b"GET / HTTP/1.1\r\n\r\n" * 200
     head, body = few.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", few.partition(b"\r\n\r\n")[2]
 
@@ -103,7 +103,7 @@ def test_no_crowd_hides_behind_a_body_that_does_not_say_its_size() -> None:
     serving(use)
 
 
-def test_who_leaves_is_noticed_whatever_is_behind_its_request() -> None:
+def test_disconnect_is_noticed_behind_pipelined_requests() -> None:
     async def run(behind: bytes) -> None:
         async with running(PATIENT) as server:
             gone = asyncio.Event()
@@ -127,8 +127,8 @@ def test_who_leaves_is_noticed_whatever_is_behind_its_request() -> None:
         asyncio.run(run(behind))
 
 
-def test_what_is_held_behind_an_answer_that_has_begun_is_answered_at_a_stop() -> None:
-    """The answer does not say that it is the last one."""
+def test_stop_answers_requests_behind_a_started_response() -> None:
+    """The head of the first response does not announce the end of the connection."""
 
     async def run() -> None:
         async with running(PATIENT) as server:
@@ -159,8 +159,8 @@ def test_what_is_held_behind_an_answer_that_has_begun_is_answered_at_a_stop() ->
     asyncio.run(run())
 
 
-def test_the_time_between_requests_is_over_when_the_next_one_begins() -> None:
-    """Which may come in one piece with the rest of a body that was answered before."""
+def test_keep_alive_timeout_ends_when_the_next_request_begins() -> None:
+    """The request may arrive in one piece with the rest of a body whose request was answered before."""
 
     async def use(server: Server) -> None:
         client = await server.connect()

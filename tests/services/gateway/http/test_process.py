@@ -1,4 +1,4 @@
-"""python -m services.gateway as an operator sees it: signals, ports, exit codes, logs."""
+"""The process python -m services.gateway: signals, ports, exit codes, logs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def launch(system: System) -> Iterator[Callable[..., Process]]:
         process.kill()
 
 
-def test_serves_and_stops_cleanly(launch: Callable[..., Process]) -> None:
+def test_process_serves_and_stops_cleanly(launch: Callable[..., Process]) -> None:
     process = launch("--host", EVERYWHERE)
     process.wait_ready()
     for host in LOOPBACKS:
@@ -66,7 +66,7 @@ def test_requests_in_flight_finish_within_the_grace_period(system: System, launc
     process.wait_ready()
     system.do(lambda: system.worker.allow(3))
     client = RawClient(process, CHAT, chat_body(stream=True))
-    client.read_until(b'l"}')  # alone, or with letters before it where the detokenizer was behind
+    client.read_until(b'l"}')  # the end of an event, with further letters if the detokenizer was late
     process.terminate()
     wait_until(lambda: process._status("/health") == 0, "the listener's end")
     system.do(lambda: system.worker.allow(None))
@@ -74,7 +74,7 @@ def test_requests_in_flight_finish_within_the_grace_period(system: System, launc
     assert process.wait()[0] == 0
 
 
-def test_what_outlives_the_grace_period_ends_with_an_error(system: System, launch: Callable[..., Process]) -> None:
+def test_stream_ends_with_an_error_after_the_grace_period(system: System, launch: Callable[..., Process]) -> None:
     process = launch("--grace-s", "0.5")
     process.wait_ready()
     system.do(lambda: system.worker.allow(3))
@@ -96,7 +96,7 @@ def test_what_outlives_the_grace_period_ends_with_an_error(system: System, launc
 
 
 @pytest.mark.parametrize("which", ["port", "health_port"])
-def test_a_taken_port_is_one_clear_line(launch: Callable[..., Process], which: str) -> None:
+def test_taken_port_is_reported_in_one_line(launch: Callable[..., Process], which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, log = launch(**{which: port}).wait()
@@ -105,7 +105,7 @@ def test_a_taken_port_is_one_clear_line(launch: Callable[..., Process], which: s
     assert len(problems) == 1 and str(port) in problems[0]["msg"] and "exception" not in problems[0]
 
 
-def test_a_wrong_flag_is_one_line() -> None:
+def test_unknown_flag_is_reported_in_one_line() -> None:
     command = [sys.executable, "-m", "services.gateway", "--port", "99999"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""A server that stops: who had connected by then is answered, whoever comes later is refused and may go elsewhere."""
+"""The stop of a server: it answers clients that had connected before, and refuses later connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Use = Callable[[http_server.HttpServer, socket.socket, tuple[str, int]], Awaitab
 
 
 def serving(use: Use, first_request_s: float = 30.0) -> None:
-    """Runs `use` with a server that answers hello; ends when both have ended."""
+    """Runs `use` with a server that responds with hello. Returns when both have ended."""
 
     async def run() -> None:
         listener = http_server.bind(HOST, 0)
@@ -37,7 +37,7 @@ def serving(use: Use, first_request_s: float = 30.0) -> None:
 
 
 async def answer_of(client: socket.socket) -> bytes:
-    """Until the server closes the connection."""
+    """Reads until the server closes the connection."""
     parts = [await asyncio.to_thread(client.recv, 65536)]
     while parts[-1]:
         parts.append(await asyncio.to_thread(client.recv, 65536))
@@ -46,9 +46,9 @@ async def answer_of(client: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("sent", [0, 7, len(REQUEST)], ids=["nothing sent", "a part of its request", "its request"])
 @pytest.mark.parametrize("accepted", [True, False])
-def test_who_had_connected_is_answered(sent: int, accepted: bool) -> None:
+def test_stopping_server_answers_earlier_connections(sent: int, accepted: bool) -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
-        client = socket.create_connection(address)  # by the kernel: the server's loop does not run meanwhile
+        client = socket.create_connection(address)  # the kernel accepts the connection, because the server's loop is blocked
         client.sendall(REQUEST[:sent])
         if accepted:
             await asyncio.sleep(0.05)
@@ -62,7 +62,7 @@ def test_who_had_connected_is_answered(sent: int, accepted: bool) -> None:
     serving(use)
 
 
-def test_who_comes_later_is_refused() -> None:
+def test_stopping_server_refuses_later_connections() -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
         await server.shutdown([listener])
         with pytest.raises(ConnectionRefusedError):
@@ -71,7 +71,7 @@ def test_who_comes_later_is_refused() -> None:
     serving(use)
 
 
-def test_who_says_nothing_does_not_keep_it() -> None:
+def test_silent_connection_does_not_delay_the_stop() -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
         client = socket.create_connection(address)
         await server.shutdown([listener])

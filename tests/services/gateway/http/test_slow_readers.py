@@ -1,4 +1,4 @@
-"""Clients that do not read: they keep nobody waiting, hold little, and end at their deadline."""
+"""Clients that do not read their response: they delay no other request, hold little memory, and are cut at the deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = {"max_tokens": 500, "n": 2, "logprobs": True, "top_logprobs": 20, "ignor
 
 
 class Deaf:
-    """Asks, and reads a byte now and then."""
+    """Sends a request and reads its response byte by byte, with pauses."""
 
     def __init__(self, system: System, body: dict[str, Any]) -> None:
         self._socket = socket.socket()
@@ -38,7 +38,7 @@ class Deaf:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "document"])
-def test_a_reader_of_a_byte_now_and_then_ends_at_its_deadline(stream: bool) -> None:
+def test_slow_reader_is_cut_at_the_deadline(stream: bool) -> None:
     with System(request_timeout_s=4.0 if stream else 10.0, sse_comment_s=0.05) as system:  # the document is to be whole by then
         server = system.gateway._http
         system.do(lambda: server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096))
@@ -58,5 +58,5 @@ def test_a_reader_of_a_byte_now_and_then_ends_at_its_deadline(stream: bool) -> N
         wait_until(gone, "its end", 60)
         assert system.chat().status_code == 200
         if stream:
-            assert held < 1 << 18  # what is to come waits with the request, merged
+            assert held < 1 << 18  # the request holds the rest of the output in merged form
         deaf.close()

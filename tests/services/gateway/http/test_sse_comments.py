@@ -1,4 +1,4 @@
-"""Comments in streams that are silent: clients do not see them, idle timeouts do, and what fails after one is an event."""
+"""Comments in silent streams: they reset idle timeouts, clients ignore them, and a later error is an event of the stream."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def system() -> Iterator[System]:
 
 
 def streamed(system: System, path: str, body: dict[str, Any], on_line: Callable[[list[str]], None], idle_s: float = 15) -> str:
-    """The whole answer. on_line: given all lines so far, with each."""
+    """Returns the whole response. `on_line` is called for each line with all lines so far."""
     lines: list[str] = []
     with httpx.stream("POST", system.url(path), json={"model": MODEL, **body, "stream": True}, timeout=idle_s) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
@@ -41,7 +41,7 @@ def streamed(system: System, path: str, body: dict[str, Any], on_line: Callable[
 
 
 def read_comments(client: RawClient, number: int) -> None:
-    """So many more."""
+    """Waits for the given number of further comments."""
     client.received = b""
     for _ in range(number):
         client.read_until(b": waiting")
@@ -50,7 +50,7 @@ def read_comments(client: RawClient, number: int) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body()), ("/generate", {"text": "Hi"})], ids=["openai", "sglang"])
-def test_before_the_first_event_and_between_events(system: System, path: str, body: dict[str, Any]) -> None:
+def test_stream_has_comments_before_and_between_events(system: System, path: str, body: dict[str, Any]) -> None:
     system.allow(0)
 
     def on_line(lines: list[str]) -> None:
@@ -68,7 +68,7 @@ def test_before_the_first_event_and_between_events(system: System, path: str, bo
         assert events(text)[-1]["text"] == ANSWER
 
 
-def test_openais_client_reads_such_a_stream_and_a_whole_answer_has_none(system: System) -> None:
+def test_openai_client_reads_comments_and_a_whole_response_has_none(system: System) -> None:
     system.allow(0)
     watching = RawClient(system, CHAT, chat_body(stream=True))
     whole = RawClient(system, CHAT, chat_body())
@@ -88,7 +88,7 @@ def test_openais_client_reads_such_a_stream_and_a_whole_answer_has_none(system: 
     assert events(watching.read_to_end_of_stream().decode().replace("\r\n", "\n\n"))
 
 
-def test_an_idle_timeout_passes_it_by(system: System) -> None:
+def test_comments_reset_the_idle_timeout_of_a_client(system: System) -> None:
     idle_s = 1.5
     begun = time.monotonic()
     system.allow(0)
@@ -104,7 +104,7 @@ def test_an_idle_timeout_passes_it_by(system: System) -> None:
             streamed(silent, CHAT, chat_body(), on_line, idle_s)
 
 
-def test_an_error_before_the_first_comment_is_plain(system: System) -> None:
+def test_error_before_the_first_comment_is_a_plain_response(system: System) -> None:
     assert system.chat(stream=True, temperature=-1).status_code == 400
     assert system.post(CHAT, chat_body(model="nobody", stream=True)).status_code == 404
 
@@ -127,7 +127,7 @@ FAILURES: dict[str, tuple[dict[str, Any], Callable[[System], None], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_what_fails_after_a_comment_is_the_streams_last_event(name: str) -> None:
+def test_error_after_a_comment_is_the_last_event(name: str) -> None:
     settings, fail, kind = FAILURES[name]
     with System(sse_comment_s=SILENCE_S, **settings) as system:
         if "worker" not in system._down:
@@ -144,7 +144,7 @@ def test_what_fails_after_a_comment_is_the_streams_last_event(name: str) -> None
         wait_until(lambda: idle(system), "its end")
 
 
-def test_openais_client_raises_what_fails_after_a_comment(system: System) -> None:
+def test_openai_client_raises_an_error_after_a_comment(system: System) -> None:
     system.allow(0)
     watching = RawClient(system, CHAT, chat_body(stream=True))
 
@@ -161,7 +161,7 @@ def test_openais_client_raises_what_fails_after_a_comment(system: System) -> Non
     system.allow(None)
 
 
-def test_a_client_that_leaves_meanwhile(system: System) -> None:
+def test_request_is_released_when_the_client_leaves_between_comments(system: System) -> None:
     system.allow(0)
     before = system.metric("rootstock_gateway_aborts_total", phase="submitted")
     client = RawClient(system, CHAT, chat_body(stream=True))

@@ -1,4 +1,4 @@
-"""TLS of the HTTP port: certificates from files, replaced while it serves."""
+"""TLS of the HTTP port, with certificate files that are replaced while it serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
 def make_pair(folder: Path, name: str) -> None:
-    """cert.pem and key.pem, of that common name, in place of those that are there."""
+    """Replaces cert.pem and key.pem by a pair with this common name."""
     made = ["-keyout", str(folder / "new.key"), "-out", str(folder / "new.cert")]
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
     subprocess.run(["openssl", "req", "-x509", *kind, *made], check=True, capture_output=True)
@@ -32,7 +32,7 @@ def make_pair(folder: Path, name: str) -> None:
 
 
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-    """The last: the server's certificate."""
+    """Connects by TLS. The last item is the server's certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(HOST, port, ssl=context)
@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_new_pair_is_served_and_open_connections_stay(folder: Path) -> None:
+def test_new_certificate_serves_new_connections_only(folder: Path) -> None:
     files = TlsFiles(folder / "cert.pem", folder / "key.pem")
 
     async def use(port: int) -> None:
@@ -87,7 +87,7 @@ def test_a_new_pair_is_served_and_open_connections_stay(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["a key of another", "no certificate", "gone"])
-def test_a_pair_that_cannot_be_used_leaves_the_old_one(folder: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_certificate_leaves_the_old_one_in_use(folder: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
     files = TlsFiles(folder / "cert.pem", folder / "key.pem")
     certificate = (folder / "cert.pem").read_bytes()
     if spoil == "a key of another":
@@ -108,7 +108,7 @@ def test_a_pair_that_cannot_be_used_leaves_the_old_one(folder: Path, spoil: str,
     serving(files, use)
 
 
-def test_a_handshake_has_the_time_of_a_head(folder: Path) -> None:
+def test_handshake_has_the_timeout_of_a_head(folder: Path) -> None:
     async def use(port: int) -> None:
         with socket.create_connection((HOST, port)) as silent:
             silent.setblocking(False)
