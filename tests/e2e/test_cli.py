@@ -52,7 +52,7 @@ def test_the_examples_of_help_do_what_they_say(system: System, capsys: pytest.Ca
 def test_keys_new_and_list_run_as_their_help_says(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new, listed = examples("keys", capsys)
     entry = typed(new, system, tmp_path)
-    assert entry.returncode == 0 and entry.stderr.startswith("key, for its owner alone: rsk-")
+    assert entry.returncode == 0 and entry.stderr.startswith("key, only for its owner: rsk-")
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [json.loads(entry.stdout)]}))
     header, row = typed(listed, system, tmp_path).stdout.splitlines()
     assert header.split()[:3] == ["name", "state", "expires"]

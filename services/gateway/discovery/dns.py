@@ -71,10 +71,10 @@ class DnsWatch:
             self._failures += 1
             self.trouble = str(error) or type(error).__name__
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            logger.log(level, "a name cannot be looked up, its last addresses stay: %s", error, extra=fields(name_=name))
+            logger.log(level, "a DNS name cannot be looked up, its last addresses stay: %s", error, extra=fields(name_=name))
             return
         if self._failures:
-            logger.info("a name can be looked up again", extra=fields(name_=name))
+            logger.info("a DNS name can be looked up again", extra=fields(name_=name))
         self._failures, self.trouble = 0, ""
         self._empty = 0 if hosts else self._empty + 1
         if hosts or self._empty >= EMPTY_ANSWERS:

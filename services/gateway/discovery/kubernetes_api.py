@@ -157,4 +157,4 @@ def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line for line in whole if line.strip())
         if len(rest) > MAX_LINE_BYTES:
-            raise ValueError("a watch event without an end")
+            raise ValueError("a watch event is too large")

@@ -118,7 +118,7 @@ class KubernetesWatch:
             self._follow(self._api, tell)
         except KubernetesApiError as error:
             if error.status == GONE:
-                logger.info("the versions of the EndpointSlices are gone, listing again", extra=self._fields())
+                logger.info("the watched version of the EndpointSlices is gone, listing again", extra=self._fields())
                 self._failures = min(self._failures, 1)
             else:
                 self._failed(error, tell)
@@ -174,7 +174,7 @@ class KubernetesWatch:
         before = self._name
         if self._name is None and (denied or now - self._failing_since >= PATIENCE_S):
             self._name = self._name_of_the_pods()
-        rest = "the last ones stay" if self._name is None else f"{self._name.name} is looked up meanwhile"
+        rest = "the last endpoints stay" if self._name is None else f"{self._name.name} is looked up instead"
         hint = "; the service account needs list and watch on endpointslices (discovery.k8s.io)" if denied else ""
         level = logging.ERROR if denied and self._failures == 1 else logging.WARNING
         logger.log(level, "EndpointSlices cannot be read, %s: %s%s", rest, error, hint, extra=self._fields())

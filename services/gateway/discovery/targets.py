@@ -49,13 +49,13 @@ def parse(target: str) -> Target:
     if target.startswith(DNS):
         name, port = _split(target, target.removeprefix(DNS))
         if not _HOST.fullmatch(name):
-            raise ValueError(f"'{target}' has no DNS name: dns:///name:port is wanted.")
+            raise ValueError(f"'{target}' has no valid DNS name. Write dns:///name:port.")
         return DnsTarget(name, _port(target, port))
     if "/" in target:
-        raise ValueError(f"'{target}' is none of host:port, dns:///name:port and k8s:///service.namespace:port.")
+        raise ValueError(f"'{target}' is not a target. Write host:port, dns:///name:port or k8s:///service.namespace:port.")
     host, port = _split(target, target)
     if not (_HOST.fullmatch(host) or _IPV6.fullmatch(host)):
-        raise ValueError(f"'{target}' has no host: host:port is wanted, an IPv6 address in brackets.")
+        raise ValueError(f"'{target}' has no valid host. Write host:port, with an IPv6 address in brackets.")
     _port(target, port)
     return StaticTarget(target)
 
@@ -70,10 +70,10 @@ def _kubernetes(target: str) -> KubernetesTarget:
     name, port = _split(target, target.removeprefix(KUBERNETES))
     match = _SERVICE.fullmatch(name)
     if match is None:
-        raise ValueError(f"'{target}' names no Service: k8s:///service.namespace:port or k8s:///service:port is wanted.")
+        raise ValueError(f"'{target}' names no Service. Write k8s:///service.namespace:port or k8s:///service:port.")
     named = not port.isdecimal()
     if named and not (_PORT_NAME.fullmatch(port) and len(port) <= 15):
-        raise ValueError(f"'{target}' has no port: a number or the name of one of the Service's ports is wanted.")
+        raise ValueError(f"'{target}' has no valid port. Write a number or the name of one of the Service's ports.")
     return KubernetesTarget(match["service"], match["namespace"] or "", port if named else _port(target, port))
 
 

@@ -162,7 +162,7 @@ class IndexMirror:
 
     def _lost(self, error: Exception) -> None:
         if self.available or not self._told:
-            logger.warning("redis is away, routing goes on without it: %s", error)
+            logger.warning("redis is unreachable, routing continues without it: %s", error)
         was, self.available, self._told = self.available, False, True
         if was:
             self._changed()
@@ -170,7 +170,7 @@ class IndexMirror:
     def _answered(self) -> None:
         self._polled_at, self._pause = self._clock(), FIRST_PAUSE_S
         if not self.available:
-            logger.info("redis is there: the prefix index is mirrored")
+            logger.info("redis responds, the prefix index is mirrored")
             self.available = True
             self._changed()
 
@@ -189,7 +189,7 @@ class IndexMirror:
     def _same_server(self, run_id: str) -> None:
         """Begins again if the run id shows another or a restarted server, which may have other streams and blocks."""
         if self._run_id not in (None, run_id):
-            logger.warning("redis has been restarted: reading the whole prefix index again")
+            logger.warning("redis was restarted, reading the whole prefix index again")
             self._leases.came_back(self._clock())
             self._cursors = dict.fromkeys(self._cursors)
             self._wanted.clear()
@@ -255,7 +255,7 @@ class IndexMirror:
     async def _check_trim(self, model: str, after: bytes) -> None:
         """Plans the reading of all blocks if the stream was trimmed after the last read event, so that events may be lost."""
         if await self._reader.is_trimmed(model, after):
-            logger.warning("events were trimmed before they were read: reading all blocks again", extra=fields(model=model))
+            logger.warning("events were trimmed before they were read, reading all blocks again", extra=fields(model=model))
             self.counts.gaps += 1
             mirrored = self._owners.generations().items()
             self._wanted |= {worker: number for worker, number in mirrored if self._leases.current.get(worker) == number}
@@ -292,6 +292,6 @@ class IndexMirror:
             else:
                 self._wanted[event.worker] = event.generation
         elif applied is Applied.GAP:
-            logger.warning("events are missing: reading the worker's blocks again", extra=fields(worker=event.worker))
+            logger.warning("events are missing, reading the worker's blocks again", extra=fields(worker=event.worker))
             self.counts.gaps += 1
             self._wanted[event.worker] = event.generation

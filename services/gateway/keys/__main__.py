@@ -42,7 +42,7 @@ def _new(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     given["models"] = None if args.models is None else [name.strip() for name in args.models.split(",")]
     entry = entry_of(args.name, secret, given)
-    print(f"key, for its owner alone: {secret}", file=sys.stderr)
+    print(f"key, only for its owner: {secret}", file=sys.stderr)
     print(entry.decode())
     return 0
 

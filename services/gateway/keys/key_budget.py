@@ -16,7 +16,7 @@ from services.gateway.keys.usage import Concurrent, PerMinute, Usage
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrency"
 KINDS = (REQUESTS, TOKENS, CONCURRENT)
 SIZES = {REQUESTS: BUCKETS, TOKENS: BUCKETS, CONCURRENT: 1}
-_SAID = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURRENT: "requests at once"}
+_SAID = {REQUESTS: "requests per minute", TOKENS: "tokens per minute", CONCURRENT: "concurrent requests"}
 
 
 @dataclass(eq=False)
@@ -33,11 +33,11 @@ class OverLimit(Exception):
     def message(self) -> str:
         if self.retry_s is None:
             return (
-                f"Request too large for this API key's limit of {self.limit} {_SAID[self.kind]}: it asks for {self.asked}, "
-                "prompt and longest answer together."
+                f"Request too large for this API key's limit of {self.limit} {_SAID[self.kind]}: it needs {self.asked}, "
+                "prompt and longest completion together. Ask for fewer tokens."
             )
         return (
-            f"Rate limit reached for this API key: {_SAID[self.kind]}: limit {self.limit}, used {self.used}, asked for "
+            f"Rate limit reached for this API key: {_SAID[self.kind]}: limit {self.limit}, used {self.used}, requested "
             f"{self.asked}. Try again in {self.retry_s} s."
         )
 

@@ -79,13 +79,13 @@ class KeyFile:
             table = await asyncio.to_thread(self._changed, whole)
         except BadKeys as error:
             if self._complaint != str(error):
-                logger.error("API keys stay as they were: %s", error)
+                logger.error("the file of API keys is invalid, the previous keys stay valid: %s", error)
             self._complaint = str(error)
             return
         self._complaint = ""
         if table is not None:
             self.table = table
-            logger.info("API keys", extra=fields(path=str(self._path), keys=len(table)))
+            logger.info("read API keys", extra=fields(path=str(self._path), keys=len(table)))
             for changed in self._listeners:
                 changed(table)
 
@@ -110,7 +110,7 @@ class KeyFile:
                 raise BadKeys(f"{path}: {error.strerror}") from None
             left -= len(content)
             if left < 0:
-                raise BadKeys(f"{path}: is larger than {MAX_KEYS_FILE_BYTES} bytes, or all files together are")
+                raise BadKeys(f"{path}: with this file, the API keys are larger than {MAX_KEYS_FILE_BYTES} bytes")
             contents.append(content)
             digest.update(b"%d:" % len(content) + content)
         return contents, _Read(stamp, digest.digest())
@@ -126,7 +126,7 @@ class KeyFile:
             return [self._path]
         found = sorted(self._path.glob("*.json"))
         if not found:
-            raise BadKeys(f"{self._path}: has no *.json")
+            raise BadKeys(f"{self._path}: the folder has no *.json file")
         return found
 
     def _stamp(self) -> tuple[tuple[int, ...], ...]:

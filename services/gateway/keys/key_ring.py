@@ -90,7 +90,7 @@ class KeyRing:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         shown = [secret for secret in (_secret(scheme, bearer), headers.get(b"x-api-key", b"").strip()) if secret]
         if len(shown) == 2 and not hmac.compare_digest(*shown):
-            raise _invalid("'Authorization' and 'x-api-key' hold different keys.")
+            raise _invalid("'Authorization' and 'x-api-key' have different API keys. Send one of them.")
         key = table.of_secret(shown[0]) if shown else None
         if key is None:
             raise _invalid("A valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
@@ -119,7 +119,7 @@ class KeyRing:
             return NOBODY
         if time.time() < asked_at + COMES_S:
             raise key_not_here()
-        raise _invalid("There are no API keys any more." if table is None else "The API key is not valid any more.")
+        raise _invalid("This gateway no longer has API keys." if table is None else "The API key is no longer valid.")
 
     def _caller(self, key: ApiKey) -> Caller:
         options = self._options

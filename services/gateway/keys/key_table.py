@@ -86,7 +86,7 @@ def parse_keys(contents: Iterable[bytes], foreign: Mapping[bytes, str] | None = 
     """
     keys = [key for content in contents for key in _keys(content)]
     if len(keys) > limits.MAX_KEYS:
-        raise BadKeys(f"keys: has {len(keys)} entries; at most {limits.MAX_KEYS} are taken")
+        raise BadKeys(f"keys: has {len(keys)} entries; at most {limits.MAX_KEYS} are allowed")
     _check_unique(keys, foreign or {})
     return KeyTable(keys)
 
@@ -102,7 +102,7 @@ def _keys(content: bytes) -> list[ApiKey]:
     if not isinstance(entries, list):
         raise BadKeys("keys: must be a list")
     if len(entries) > limits.MAX_KEYS:
-        raise BadKeys(f"keys: has {len(entries)} entries; at most {limits.MAX_KEYS} are taken")
+        raise BadKeys(f"keys: has {len(entries)} entries; at most {limits.MAX_KEYS} are allowed")
     return [_key(entry, f"keys[{index}]") for index, entry in enumerate(entries)]
 
 
@@ -115,7 +115,7 @@ def _check_unique(keys: Iterable[ApiKey], foreign: Mapping[bytes, str]) -> None:
         names.add(key.name)
         for digest in key.digests:
             if digest in foreign:
-                raise BadKeys(f"{key.name}: {foreign[digest]} is no API key")
+                raise BadKeys(f"{key.name}: {foreign[digest]} must not be an API key")
             if digest in owners:
                 raise BadKeys(f"{key.name}: {owners[digest]} has the same key")
             owners[digest] = key.name
@@ -125,7 +125,7 @@ def _key(entry: Any, where: str) -> ApiKey:
     if not isinstance(entry, dict):
         raise BadKeys(f"{where}: must be an object")
     if unknown := sorted(entry.keys() - FIELDS):
-        raise BadKeys(f"{where}: unknown field {unknown[0][:64]!r}; known are {', '.join(sorted(FIELDS))}")
+        raise BadKeys(f"{where}: unknown field {unknown[0][:64]!r}; known fields are {', '.join(sorted(FIELDS))}")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise BadKeys(f"{where}.name: must be 1 to {limits.MAX_KEY_NAME_CHARS} of A-Z, a-z, 0-9, '.', '_' and '-'")

@@ -85,7 +85,7 @@ class ShareRefill:
             self._down(error)
             return
         if not self.is_up:
-            logger.info("shares of API keys' limits are kept in Redis")
+            logger.info("gateways share the limits of API keys in Redis")
             self.is_up = True
         self._count(exchanged.gateways, now)
         self._called = set(exchanged.in_need)
@@ -122,7 +122,7 @@ class ShareRefill:
 
     def _down(self, error: Exception) -> None:
         if self.is_up:
-            logger.warning("shares of API keys' limits: Redis is away, each gateway keeps to its part: %s", error)
+            logger.warning("redis is unreachable, each gateway applies its part of the limits of API keys: %s", error)
         self.is_up = False
         now = self._clock()
         for budget in self._budgets.values():

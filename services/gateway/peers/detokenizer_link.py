@@ -137,7 +137,7 @@ class DetokLink:
     async def _receive(self, call: Call) -> None:
         batch = await call.read()
         if not isinstance(batch, detokenizer_pb2.TextBatch):
-            raise StreamBroken("ended by peer")
+            raise StreamBroken("ended by the detokenizer")
         self.window.answered(batch)
 
     async def _write(self, call: Call) -> None:
@@ -276,4 +276,4 @@ class DetokPool:
                 self._house(decoding)
         for decoding in orphans:
             if decoding.lost > MAX_LOST or decoding.breaks > MAX_BREAKS:
-                decoding.sink.on_decode_failed(internal("The detokenizer cannot decode this answer."))
+                decoding.sink.on_decode_failed(internal("The detokenizer cannot decode this completion."))

@@ -113,7 +113,7 @@ class DecodeWindow:
             StreamBroken: The reply does not match the batch.
         """
         if not self._in_flight:
-            raise StreamBroken("an answer to no batch")
+            raise StreamBroken("a reply without a batch")
         seq, rows = self._in_flight[0]
         if batch.unknown:
             unknown = frozenset(batch.unknown)
@@ -122,7 +122,7 @@ class DecodeWindow:
         else:
             lost = []
         if batch.seq != seq or len(batch.texts) != len(rows) or list(batch.handles) != [row[0] for row in rows]:
-            raise StreamBroken("an answer that does not fit its batch")
+            raise StreamBroken("a reply that does not match its batch")
         self._in_flight.popleft()
         self.answers += 1
         # The lost decodings come first, because a sink that gets a text may touch or drop them.

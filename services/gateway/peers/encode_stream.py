@@ -112,7 +112,7 @@ class EncodeStream:
             kind = NotServed if error.code() is grpc.StatusCode.UNIMPLEMENTED else StreamBroken
             raise kind(f"{error.code().name}: {error.details()}") from None
         except asyncio.InvalidStateError:
-            raise StreamBroken("ended before it was written to") from None
+            raise StreamBroken("ended before the first write") from None
         except asyncio.CancelledError:
             # grpc.aio also raises CancelledError if either side has cancelled the call.
             task = asyncio.current_task()
@@ -146,7 +146,7 @@ class EncodeStream:
     async def _receive(self) -> None:
         message = await self._call.read()
         if not isinstance(message, tokenizer_pb2.EncodedBatch):
-            raise StreamBroken("ended by peer")
+            raise StreamBroken("ended by the tokenizer")
         self._answered += 1
         for row in message.rows:
             answer = self._unanswered.pop(row.handle, None)
@@ -178,4 +178,4 @@ class EncodeStream:
                     await self._call.write(self._next_message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The reading task gets the reason.
-            logger.debug("the stream ended while written to", extra=fields(address=self._address))
+            logger.debug("the stream ended during a write", extra=fields(address=self._address))

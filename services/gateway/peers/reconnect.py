@@ -80,7 +80,7 @@ async def _reason_of_end(session: Callable[[], Awaitable[None]]) -> str:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        return "cancelled by peer"
+        return "cancelled by the remote service"
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
     except (StreamBroken, StaleChannel) as error:
@@ -88,4 +88,4 @@ async def _reason_of_end(session: Callable[[], Awaitable[None]]) -> str:
     except Exception:
         logger.exception("fault in a stream's session")
         return "fault"
-    return "ended by peer"
+    return "ended by the remote service"

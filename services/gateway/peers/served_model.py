@@ -52,9 +52,9 @@ async def ask(info: Callable[[], Awaitable[Said]], address: str) -> Said | None:
         return await answer_of(info)
     except grpc.aio.AioRpcError as error:
         if error.code() in _PASSING:
-            raise StreamBroken(f"no answer to Info: {error.code().name}: {error.details()}") from None
+            raise StreamBroken(f"no response to Info: {error.code().name}: {error.details()}") from None
         if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-            logger.warning("a replica does not say its model", extra=fields(address=address, code=error.code().name))
+            logger.warning("a replica does not report its model", extra=fields(address=address, code=error.code().name))
         return None
 
 

@@ -73,7 +73,7 @@ class TokenTexts:
                 try:
                     response = await answer_of(partial(stub.TokenTexts, request, timeout=CALL_S))
                 except grpc.aio.AioRpcError as error:
-                    logger.warning("a detokenizer gave no token texts", extra=fields(code=error.code().name))
+                    logger.warning("a detokenizer did not return token texts", extra=fields(code=error.code().name))
                     continue  # with the next detokenizer, or again with this one
                 except StreamBroken:  # discovery has dropped the detokenizer
                     continue

@@ -200,7 +200,7 @@ class TokenizerClient:
             message = details if details and own_words else "The request is too large to be tokenized."
             return ApiError(413, message, param=param, code="request_too_large")
         if code is grpc.StatusCode.ABORTED:
-            return unavailable("The tokenizer has as much text as it can take.", self._retry_after_s)
+            return unavailable("The tokenizer is busy with other texts.", self._retry_after_s)
         logger.error(
             "tokenizer failed", extra=fields(request_id=request.request_id, **trace_fields(request.traceparent), code=code.name)
         )
@@ -216,4 +216,4 @@ def _refused(request: EncodeCall, param: str, details: str) -> ApiError:
             return ApiError(400, message, param=name, code="unsupported_parameter")
         found = _MESSAGE.match(details)
         param = found[0] if found else param
-    return bad_request(param, details or f"'{param}' was refused by the tokenizer.")
+    return bad_request(param, details or f"The tokenizer has refused '{param}'.")

@@ -101,7 +101,7 @@ class Replica:
     async def _call(self, request: EncodeCall, limit_s: float) -> tokenizer_pb2.EncodeResponse:
         is_chat = isinstance(request, tokenizer_pb2.EncodeChatRequest)
         if not self._kept.may_connect:
-            raise EncodeFailed(grpc.StatusCode.UNAVAILABLE, "the connection is about to be made anew")
+            raise EncodeFailed(grpc.StatusCode.UNAVAILABLE, "the connection is about to be renewed")
         try:
             response: tokenizer_pb2.EncodeResponse
             encode = self._stub.EncodeChat if is_chat else self._stub.Encode
@@ -165,7 +165,7 @@ class Replica:
         except StreamBroken as error:
             self._set_connected(False)
             if self._told.is_news(str(error), asyncio.get_running_loop().time()):
-                logger.warning("tokenizer does not answer: %s", error, extra=fields(address=self.address))
+                logger.warning("tokenizer does not respond: %s", error, extra=fields(address=self.address))
             await asyncio.sleep(PAUSE_S)
             return
         self._set_connected(True)
@@ -187,7 +187,7 @@ class Replica:
         try:
             await stream.run()
         except NotServed:
-            logger.info("tokenizer takes single requests only", extra=fields(address=self.address))
+            logger.info("the tokenizer accepts only unary requests", extra=fields(address=self.address))
         except StreamBroken as error:
             logger.warning("stream ended: %s", error, extra=fields(peer="tokenizer", address=self.address))
             await asyncio.sleep(PAUSE_S)

@@ -241,7 +241,7 @@ class WorkerLink(Generic[Open]):
             async with kept.opening():
                 first = await self._read(call)
             if not first.HasField("hello"):
-                raise StreamBroken("the first message is no hello")
+                raise StreamBroken("the first message is not a hello")
             self.info = self.last_info = first.hello
             self.model_version = _version_of(self.info)
             self.load, self.met = None, True
@@ -277,7 +277,10 @@ class WorkerLink(Generic[Open]):
         if (info.worker_id, info.model) != (before.worker_id, before.model):
             raise StreamBroken("a second hello that names another worker or model")
         self.info, self.model_version = info, _version_of(info)
-        logger.info("worker has other weights", extra=fields(address=self.address, worker=info.worker_id, revision=info.revision))
+        logger.info(
+            "the weights of the worker have changed",
+            extra=fields(address=self.address, worker=info.worker_id, revision=info.revision),
+        )
         self._events.on_hello(self)
 
     def _reset(self) -> None:
@@ -308,7 +311,7 @@ class WorkerLink(Generic[Open]):
     async def _read(call: Call) -> worker_pb2.GenerateResponse:
         message = await call.read()
         if not isinstance(message, worker_pb2.GenerateResponse):
-            raise StreamBroken("ended by peer")
+            raise StreamBroken("ended by the worker")
         return message
 
     def _next_message(self) -> worker_pb2.GenerateRequest:

@@ -110,7 +110,7 @@ class FairQueue(Generic[T]):
             ValueError: An item is in the queue already.
         """
         if any(id(item) in self._places for item, _, _ in items):
-            raise ValueError("the item waits already")
+            raise ValueError("the item is in the queue already")
         before, displaced = self._tickets, list[_Place[T]]()
         floor, counters = self._floor, {key: self.counter(key) for _, key, _ in items}
         try:

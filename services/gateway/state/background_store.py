@@ -167,7 +167,7 @@ class BackgroundStore:
             keys.append(f"state:of:{order.owner}:{talk.name}")
         found = await self._leases.write(lease, scripts.FINISH, keys, *about, *said, limits.record_bytes, *events, frees=True)
         if found == _WITHOUT_TALK:
-            logger.warning("a conversation is not extended: its API key has no room", extra=fields(response=order.id))
+            logger.warning("a conversation is not extended: the quota of its API key is full", extra=fields(response=order.id))
         return bool(found)
 
     async def take(self, owner: str, response_id: str) -> Lease | None:

@@ -17,6 +17,6 @@ def check_metadata(given: Any) -> dict[str, str]:
         len(name) > limits.MAX_METADATA_NAME_CHARS or len(value) > limits.MAX_METADATA_CHARS for name, value in found.items()
     )
     if len(found) > limits.MAX_METADATA or too_long:
-        most = f"{limits.MAX_METADATA} names of {limits.MAX_METADATA_NAME_CHARS} characters"
-        raise bad_request("metadata", f"'metadata' may have {most}, with texts of {limits.MAX_METADATA_CHARS}.")
+        most = f"{limits.MAX_METADATA} names of up to {limits.MAX_METADATA_NAME_CHARS} characters"
+        raise bad_request("metadata", f"'metadata' may have {most}, with values of up to {limits.MAX_METADATA_CHARS}.")
     return found

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "a flag is no number": (content({**A, "requests_per_minute": True}), "keys[0].requests_per_minute"),
     "a limit of none": (content({**A, "max_concurrent": 0}), "keys[0].max_concurrent"),
     "priority": (content({**A, "priority": 1 << 31}), "keys[0].priority"),
-    "the operators' token": (content({"name": "a", "key": "admin"}), "a: control_token is no API key"),
+    "the operators' token": (content({"name": "a", "key": "admin"}), "a: control_token must not be an API key"),
 }
 
 

@@ -206,7 +206,7 @@ class TestLimits:
         wait_until(lambda: shared.running() == [1], "the first")
         answer = shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert "requests at once: limit 1, used 1" in answer.json()["error"]["message"]
+        assert "concurrent requests: limit 1, used 1" in answer.json()["error"]["message"]
         shared.allow(None)
         first.read_until(b"}]")
         wait_until(lambda: shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"}).status_code == 200, "room")
