@@ -1,4 +1,4 @@
-"""Responses in the background in a real server: who may write, what is written once, what counts, and what a kill leaves."""
+"""Background responses in a real Redis: leases, repeated writes, quotas and restarts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def events(first: int, count: int) -> list[bytes]:
 
 
 def piece(number: int, ids: range, **fields: Any) -> Piece:
-    """One event for it, as of a response that began with two."""
+    """Returns a piece with one event, for a response that began with two events."""
     content = array("I", ids).tobytes()
     return Piece(
         number,
@@ -89,7 +89,7 @@ async def whole(page: Callable[[int], Awaitable[Sequence[Any]]]) -> list[Any]:
 
 
 def run_out(server: RedisServer, lease: Lease) -> None:
-    """As if its time were over."""
+    """Makes a lease expire."""
     server.client.delete(lease.key)
 
 
@@ -98,9 +98,9 @@ def used(server: RedisServer) -> int:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call whose answer was lost comes again."""
-
+def test_background_store_returns_each_write_once_when_calls_are_repeated(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease = await begin(store)
         assert await store.begin(lease, ORDER, RECORD, b"prompt", events(0, 2)) is Begun.YES
@@ -134,8 +134,8 @@ def test_what_is_written_is_read_in_order_and_once(server: RedisServer, monkeypa
 
 
 @pytest.mark.by_day(one_in=2)
-def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is larger than a page may be, but for a single item; and nobody goes on from half of it."""
+def test_background_past_limits_the_size_of_pages(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a page of a single item may be larger. Pages of an ended response raise LeaseLost."""
     monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
@@ -170,8 +170,8 @@ def test_what_has_come_is_read_a_page_at_a_time(server: RedisServer, monkeypatch
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
-    """Neither while another one has it, nor once it is over or gone; and a piece that is not the next one is nobody's."""
+def test_background_store_refuses_writes_without_the_lease(server: RedisServer) -> None:
+    """A write also fails after the end of the response, or if the piece is not the next one."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
@@ -202,8 +202,8 @@ def test_who_has_lost_it_writes_nothing(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
-    """Who leaves it to others is well, and one who had it for long has not died of it."""
+def test_take_counts_gateways_that_have_lost_the_response(server: RedisServer) -> None:
+    """leave() takes its count back, and a long run restarts the count."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         takes, lease = [], await begin(store)
@@ -226,7 +226,7 @@ def test_it_is_taken_a_number_of_times(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
+def test_seize_takes_the_lease_from_the_holder(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         seized = await store.seize(ALICE, ORDER.id)
@@ -236,7 +236,7 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
         run_out(server, seized)
         next_one = await store.take(ALICE, ORDER.id)
         found = await store.read(ALICE, ORDER.id)
-        assert next_one is not None and found is not None and found.cancelled, "whoever comes next ends it"
+        assert next_one is not None and found is not None and found.cancelled, "the next gateway ends it"
         await store.finish(next_one, ORDER, 1, BackgroundStatus.CANCELLED, Kept(b"cancelled"), [])
         assert await store.seize(ALICE, ORDER.id) is None and await store.status(ALICE, ORDER.id) is BackgroundStatus.CANCELLED
         assert await store.seize(ALICE, "resp_none") is None
@@ -245,8 +245,8 @@ def test_who_cancels_takes_it_from_whoever_has_it(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) -> None:
-    """What nobody can read, and what has lost its record, which lives as long as the rest although somebody reads it."""
+def test_give_up_ends_an_unreadable_response(server: RedisServer) -> None:
+    """A response without a record ends too. Reading a record does not shorten its lifetime."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease, other = await begin(store), await begin(store, order("resp_b"))
@@ -280,7 +280,7 @@ def test_what_cannot_be_gone_on_from_is_not_taken_for_ever(server: RedisServer) 
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None:
+def test_finish_writes_the_end_when_memory_is_full(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         server.client.config_set("maxmemory", 1)
@@ -296,8 +296,8 @@ def test_an_end_is_written_where_there_is_no_memory(server: RedisServer) -> None
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) -> None:
-    """Not by who has lost the response, nor over what somebody else has said meanwhile, nor where there is no room."""
+def test_finish_extends_the_conversation_in_the_same_write(server: RedisServer) -> None:
+    """The conversation is not extended if the lease is lost, its version has changed or the quota is full."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         async def kept() -> tuple[bytes, int] | None:
@@ -328,7 +328,7 @@ def test_a_conversation_goes_on_with_the_end_or_not_at_all(server: RedisServer) 
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
+def test_background_store_counts_and_frees_bytes_of_quotas(server: RedisServer) -> None:
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease, other = await begin(store), await begin(store, order("resp_b"))
         assert await store.begin(new_lease(ALICE, "c"), order("resp_c"), RECORD, b"", []) is Begun.TOO_MANY
@@ -352,7 +352,7 @@ def test_quotas_hold_and_nothing_is_left(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
+def test_background_store_has_acknowledged_writes_after_a_kill(server: RedisServer) -> None:
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         lease = await begin(store)
         for number in range(1, 20):

@@ -1,4 +1,4 @@
-"""Files and batches in a real server with its files on disk: results once, quotas, and what a kill leaves."""
+"""Files and batches in a real Redis with files on disk: results, quotas and restarts."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ async def upload(stores: Stores, file_id: str, *chunks: bytes) -> bool:
 
 
 async def begin(stores: Stores, total: int = 3) -> Lease:
-    """Its lines are being executed."""
+    """Begins the batch and takes its lease. The batch is in progress."""
     assert await stores.batches.begin(ORDER)
     lease = await stores.leases.take(batch_lease(ALICE, ORDER.id))
     assert lease is not None
     known = {"total": total, "last": total, "model": "demo"}
-    for _ in range(2):  # a call whose answer was lost comes again
+    for _ in range(2):  # a call is repeated after a lost reply
         assert await stores.batches.advance(lease, ORDER, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, **known)
     return lease
 
@@ -86,7 +86,7 @@ def results_of(lease_id: str, *numbers: int) -> list[LineResult]:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_line_has_the_result_that_came_first(server: RedisServer) -> None:
+def test_record_stores_only_the_first_result_of_a_line(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         lease = await begin(stores)
         batches = stores.batches
@@ -114,7 +114,7 @@ def test_a_line_has_the_result_that_came_first(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_result_that_has_no_room_is_said_to_have_none(server: RedisServer) -> None:
+def test_record_returns_results_beyond_the_quota(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"x" * 90)
         lease = await begin(stores)
@@ -128,12 +128,12 @@ def test_a_result_that_has_no_room_is_said_to_have_none(server: RedisServer) -> 
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_file_is_there_once_it_is_whole(server: RedisServer) -> None:
+def test_file_store_shows_a_file_after_the_seal(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         files, whole = stores.files, file_of("file-a", b"one", b"two")
         assert await files.add(ALICE, "file-a", 0, b"one") and await files.get(ALICE, "file-a") is None
         assert not await files.seal(ALICE, whole), "a chunk is missing"
-        for _ in range(2):  # a call whose answer was lost comes again
+        for _ in range(2):  # a call is repeated after a lost reply
             assert await files.add(ALICE, "file-a", 1, b"two")
         assert await files.seal(ALICE, whole) and await files.seal(ALICE, whole)
         assert await read(stores, whole) == b"onetwo" and server.client.hget(f"state:filebytes:{ALICE}", "!") == b"6"
@@ -150,7 +150,7 @@ def test_a_file_is_there_once_it_is_whole(server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_what_was_acknowledged_outlives_a_kill(server: RedisServer) -> None:
+def test_batch_store_has_acknowledged_writes_after_a_kill(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         assert await upload(stores, "file-in", b"one", b"two")
         lease = await begin(stores)

@@ -1,4 +1,4 @@
-"""Leases in a real server: one holder at a time, and nobody writes after it was one."""
+"""Leases in a real Redis: one holder at a time, which writes only while it has the lease."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server() -> Iterator[RedisServer]:
 
 
 def with_leases(server: RedisServer, use: Callable[[Leases, Leases], Awaitable[None]]) -> None:
-    """Of two gateways."""
+    """Runs a test with the leases of two gateways."""
 
     async def run() -> None:
         server.client.flushall()
@@ -36,11 +36,11 @@ def with_leases(server: RedisServer, use: Callable[[Leases, Leases], Awaitable[N
 
 
 def run_out(server: RedisServer, lease: Lease) -> None:
-    """As if its time were over."""
+    """Makes a lease expire."""
     server.client.delete(lease.key)
 
 
-def test_one_has_it_until_it_gives_it_back(server: RedisServer) -> None:
+def test_lease_has_one_holder_until_give_back(server: RedisServer) -> None:
     async def use(ours: Leases, theirs: Leases) -> None:
         lease = await ours.take("work")
         assert lease is not None and await theirs.take("work") is None and await theirs.take("other") is not None
@@ -52,7 +52,7 @@ def test_one_has_it_until_it_gives_it_back(server: RedisServer) -> None:
     with_leases(server, use)
 
 
-def test_what_a_late_holder_writes_is_not_written(server: RedisServer) -> None:
+def test_write_raises_when_the_lease_is_lost(server: RedisServer) -> None:
     async def use(ours: Leases, theirs: Leases) -> None:
         lease = await ours.take("work")
         assert lease is not None
@@ -70,8 +70,8 @@ def test_what_a_late_holder_writes_is_not_written(server: RedisServer) -> None:
     with_leases(server, use)
 
 
-def test_what_has_run_out_is_kept_where_nobody_has_taken_it(server: RedisServer) -> None:
-    """As of a store that was away for longer than leases last."""
+def test_keep_renews_an_expired_lease_without_a_new_holder(server: RedisServer) -> None:
+    """This happens if the store was unreachable for longer than a lease lasts."""
 
     async def use(ours: Leases, theirs: Leases) -> None:
         lease = await ours.take("work")

@@ -1,4 +1,4 @@
-"""Records in a real server with its files on disk: quotas, versions, lives, and what a kill leaves."""
+"""Records in a real Redis with files on disk: quotas, versions, lifetimes and restarts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def with_store(server: RedisServer, use: Callable[[RedisStore], Awaitable[T]], t
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_each_owner_has_records_of_its_own(empty: RedisServer) -> None:
+def test_redis_store_separates_records_by_owner(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"one") and await store.put(ALICE, "b", b"two")
         assert await store.get(ALICE, ["b", "none", "a"]) == [Record(b"two", 1), None, Record(b"one", 1)]
@@ -58,7 +58,7 @@ def test_each_owner_has_records_of_its_own(empty: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_version_that_is_not_there_any_more_is_not_overwritten(empty: RedisServer) -> None:
+def test_put_raises_when_the_version_has_changed(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"1", version=0)
         assert await store.put(ALICE, "a", b"2", version=1)
@@ -71,9 +71,9 @@ def test_a_version_that_is_not_there_any_more_is_not_overwritten(empty: RedisSer
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_a_try_whose_answer_is_lost_has_happened(empty: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one comes to the same end."""
-
+def test_redis_store_repeats_calls_without_effect_when_replies_are_lost(
+    empty: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def use(store: RedisStore) -> None:
         evaluate, tries = store._redis._client.eval, list[str]()
 
@@ -94,7 +94,7 @@ def test_a_try_whose_answer_is_lost_has_happened(empty: RedisServer, monkeypatch
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_what_is_beyond_a_quota_is_not_kept(empty: RedisServer) -> None:
+def test_put_refuses_records_beyond_the_quota(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "a", b"x" * 60) and await store.put(ALICE, "b", b"x" * 30)
         assert not await store.put(ALICE, "c", b"x"), "three records"
@@ -107,7 +107,7 @@ def test_what_is_beyond_a_quota_is_not_kept(empty: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_what_nobody_uses_ends_and_is_counted_no_more(empty: RedisServer) -> None:
+def test_redis_store_drops_unused_records_and_counts(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "used", b"x") and await store.put(ALICE, "unused", b"x")
         deadline = time.monotonic() + 30
@@ -123,7 +123,7 @@ def test_what_nobody_uses_ends_and_is_counted_no_more(empty: RedisServer) -> Non
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_what_was_acknowledged_outlives_a_kill(empty: RedisServer) -> None:
+def test_redis_store_has_acknowledged_writes_after_a_kill(empty: RedisServer) -> None:
     async def fill(store: RedisStore) -> None:
         assert all([await store.put(ALICE, str(number), b"%d" % number) for number in range(50)])
         await asyncio.to_thread(empty.wait_until_written)
@@ -142,7 +142,7 @@ def test_what_was_acknowledged_outlives_a_kill(empty: RedisServer) -> None:
 
 
 def refused(server: RedisServer) -> int:
-    """Calls, by a server that is no primary."""
+    """Returns the number of calls that the server has refused as a replica."""
     return int(server.client.info("errorstats").get("errorstat_READONLY", {"count": 0})["count"])
 
 
@@ -151,8 +151,8 @@ def connections(server: RedisServer) -> set[str]:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_a_store_that_takes_nothing_is_away(empty: RedisServer) -> None:
-    """One that is no primary any more is waited for, and its connection is left."""
+def test_redis_store_raises_when_the_server_refuses_writes(empty: RedisServer) -> None:
+    """A call waits while the server is a replica, and then uses a new connection."""
 
     async def use(store: RedisStore) -> None:
         empty.client.config_set("maxmemory", 1)
