@@ -1,4 +1,4 @@
-"""The file of keys: what it may say, where it is wrong, and that a change of it is taken up."""
+"""The fields, faults and changes of the file of API keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def content(*entries: Any) -> bytes:
     return orjson.dumps({"keys": list(entries)})
 
 
-def test_a_key_may_have_several_secrets_and_none_is_kept() -> None:
+def test_parse_keys_accepts_several_secrets_and_stores_only_digests() -> None:
     whole = {"weight": 2, "priority": -1, "requests_per_minute": 600, "tokens_per_minute": 10**5, "max_concurrent": 64}
     table = parse_keys([content({"name": "team-a", "sha256": [digest("old"), digest("new").upper()], "key": "plain", **whole})])
     (key,) = table
@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_what_is_at_the_limits_passes() -> None:
+def test_parse_keys_accepts_values_at_the_limits() -> None:
     digests = [digest(str(at)) for at in range(limits.MAX_SECRETS_OF_A_KEY)]
     most = {"weight": limits.MAX_KEY_WEIGHT, "tokens_per_minute": limits.MAX_KEY_LIMIT, "priority": limits.PRIORITY_RANGE[1]}
     large = {"name": "a" * limits.MAX_KEY_NAME_CHARS, "sha256": digests, "key": "x" * limits.MAX_KEY_CHARS, **most}
@@ -81,7 +81,7 @@ def test_what_is_at_the_limits_passes() -> None:
 
 @pytest.mark.by_day(one_in=2, seed=35)
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_refused_with_its_place(case: str) -> None:
+def test_parse_keys_names_the_field_of_a_fault(case: str) -> None:
     text, place = WRONG[case]
     with pytest.raises(BadKeys) as error:
         parse_keys([text], {hashlib.sha256(b"admin").digest(): "control_token"})
@@ -93,8 +93,8 @@ def replace(path: Path, text: bytes) -> None:
     path.with_suffix(".new").rename(path)
 
 
-def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
-    """Also through links that are turned over, as Kubernetes does it, and a change that keeps size and time."""
+def test_key_file_applies_changes_and_ignores_invalid_files(tmp_path: Path) -> None:
+    """Changes include replaced links, as Kubernetes makes them, and a change with equal size and time."""
     first, second = content(A), content({"name": "a", "key": "sekret"})
     for number, text in enumerate((first, b"{", second)):
         (tmp_path / f"v{number}").mkdir()
@@ -132,7 +132,7 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_key_file_refuses_a_file_that_is_too_large(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(content(A).ljust(limits.MAX_KEYS_FILE_BYTES))
     assert len(KeyFile(str(path)).table) == 1
@@ -141,7 +141,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         KeyFile(str(path))
 
 
-def test_a_folder_of_files(tmp_path: Path) -> None:
+def test_key_file_reads_all_files_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(BadKeys, match=r"has no \*\.json"):
         KeyFile(str(tmp_path))
     (tmp_path / "1.json").write_bytes(content(A))
@@ -154,7 +154,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     assert not followed.is_valid and len(followed.table) == 2
 
 
-def test_a_fresh_key_and_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_new_prints_a_secret_and_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "team-a", "--weight", "2", "--max-concurrent", "4"]) == 0
     said = capsys.readouterr()
     secret = said.err.split()[-1]

@@ -1,4 +1,4 @@
-"""Keys as clients meet them: who gets in, what is whose, and how much of it there is."""
+"""API keys over HTTP: authentication, models, limits and ownership."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CALLERS: dict[str, tuple[dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("caller", CALLERS)
-def test_who_gets_in(shared: System, caller: str) -> None:
+def test_gateway_accepts_valid_api_keys(shared: System, caller: str) -> None:
     headers, status = CALLERS[caller]
     answer = shared.get(MODELS, headers=headers)
     assert answer.status_code == status
@@ -63,16 +63,16 @@ def test_who_gets_in(shared: System, caller: str) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_operators_routes_are_not_on_this_port(shared: System) -> None:
+def test_gateway_has_no_operator_routes_on_the_client_port(shared: System) -> None:
     with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:
         theirs = {("POST", "/abort_request"), ("GET", "/get_load"), ("GET", "/get_server_info"), ("GET", "/server_info")}
-        for method, path in ROUTES.keys() - theirs:  # which clients have too, of their own
+        for method, path in ROUTES.keys() - theirs:  # clients have routes with these names too
             for key, status in (("alice", 404), ("admin", 401)):
                 answer = client.request(method, shared.url(path), headers={"x-api-key": key}, content=b"{}")
                 assert answer.status_code == status, (method, path)
 
 
-def test_a_key_is_added_and_revoked_and_what_runs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_applies_changed_keys_and_completes_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_file, "POLL_S", 0.05)
     with System(keys=["alice"]) as system:
         system.allow(1)
@@ -89,7 +89,7 @@ def test_a_key_is_added_and_revoked_and_what_runs_goes_on(monkeypatch: pytest.Mo
         assert system.get(MODELS, headers=BOB).status_code == 200
 
 
-def test_a_gateway_does_not_start_with_a_wrong_file(tmp_path: Path) -> None:
+def test_gateway_does_not_start_when_the_key_file_is_invalid(tmp_path: Path) -> None:
     wrong = tmp_path / "keys.json"
     wrong.write_text('{"keys": [{"name": "a"}]}')
     for path, why in ((wrong, r"keys\[0\]: has neither"), (tmp_path / "none", "No such file")):
@@ -120,26 +120,26 @@ def two_models() -> Iterator[System]:
 
 class TestModels:
     @pytest.mark.parametrize("path", ROUTES_WITH_A_MODEL)
-    def test_key_is_refused_another_model(self, two_models: System, path: str) -> None:
+    def test_gateway_refuses_models_that_the_key_may_not_use(self, two_models: System, path: str) -> None:
         body = ROUTES_WITH_A_MODEL[path]
         assert two_models.post(path, {**body, "model": "a"}, headers=ALICE).status_code == 403
         assert two_models.post(path, {**body, "model": "b"}, headers=ALICE).status_code == 200
         assert two_models.post(path, {**body, "model": "a"}, headers={"x-api-key": "carol"}).status_code == 200
 
     @pytest.mark.parametrize("path", [path for path in ROUTES_WITH_A_MODEL if path != "/v1/messages"])  # requires a name
-    def test_key_with_one_model_means_it_without_a_name(self, two_models: System, path: str) -> None:
+    def test_key_with_one_model_needs_no_model_name(self, two_models: System, path: str) -> None:
         body = ROUTES_WITH_A_MODEL[path]
         assert two_models.post(path, body, headers=ALICE).status_code == 200
         assert two_models.post(path, {**body, "model": "c"}, headers=ALICE).status_code == 403
 
-    def test_key_means_the_same_model_without_a_name_as_other_keys_when_one_has_no_worker(self) -> None:
+    def test_default_model_is_the_same_for_all_keys_when_a_model_has_no_worker(self) -> None:
         keys = [{"name": "alice", "key": "alice", "models": ["c", "a", "b"]}, "carol"]
         with System(workers=2, configure=serving("b", "a"), keys=keys, models="c,b", queue_timeout_s=0.3) as system:
             for key in ("carol", "alice"):
                 answer = system.post("/generate", {"text": "Hi"}, headers={"x-api-key": key})
                 assert (answer.status_code, answer.json().get("text")) == (200, "I am b")
 
-    def test_models_lists_those_of_the_key(self, two_models: System) -> None:
+    def test_models_route_lists_the_models_of_the_key(self, two_models: System) -> None:
         def names(key: str) -> list[str]:
             return [card["id"] for card in two_models.get(MODELS, headers={"x-api-key": key}).json()["data"]]
 
@@ -150,7 +150,7 @@ class TestModels:
         assert two_models.get("/model_info", headers=ALICE).json()["model_path"] == "b"
 
 
-def test_key_that_expired_is_refused() -> None:
+def test_gateway_refuses_an_expired_key() -> None:
     soon = datetime.fromtimestamp(time.time() + 2, UTC).isoformat()
     with System(keys=[{"name": "alice", "key": "alice", "expires": soon}]) as system:
         assert system.get(MODELS, headers=ALICE).status_code == 200
@@ -161,12 +161,12 @@ def test_key_that_expired_is_refused() -> None:
         error = system.post(CHAT, chat_body(model=MODEL), headers=ALICE).json()["error"]
         assert (error["code"], error["type"]) == ("api_key_expired", "authentication_error")
         system.allow(None)
-        assert b"[DONE]" in running.read_to_end_of_stream(), "a request that runs goes on"
+        assert b"[DONE]" in running.read_to_end_of_stream(), "a running request is completed"
 
 
 class TestLimits:
-    def test_requests(self, shared: System) -> None:
-        """As OpenAI's own client reads it."""
+    def test_gateway_limits_requests_per_minute(self, shared: System) -> None:
+        """Checks the headers and the error with OpenAI's client."""
         client = shared.openai(api_key="two")
         for left in (1, 0):
             answer = client.chat.completions.with_raw_response.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
@@ -184,7 +184,7 @@ class TestLimits:
         assert len(shared.worker.submits) == submits
         assert "x-ratelimit-limit-requests" not in shared.get(MODELS, headers=ALICE).headers
 
-    def test_tokens_that_are_not_used_come_back(self, shared: System) -> None:
+    def test_gateway_gives_unused_tokens_back(self, shared: System) -> None:
         few = {"x-api-key": "few"}
 
         def ask(**body: Any) -> httpx.Response:
@@ -200,7 +200,7 @@ class TestLimits:
         wait_until(lambda: shared.get(MODELS, headers=few).headers["x-ratelimit-remaining-tokens"] == str(100 - used))
         assert ask(max_tokens=30, n=3).status_code == 429
 
-    def test_requests_at_once(self, shared: System) -> None:
+    def test_gateway_limits_concurrent_requests(self, shared: System) -> None:
         shared.allow(0)
         first = RawClient(shared, CHAT, chat_body(), "one")
         wait_until(lambda: shared.running() == [1], "the first")
@@ -211,7 +211,7 @@ class TestLimits:
         first.read_until(b"}]")
         wait_until(lambda: shared.post(CHAT, chat_body(model=MODEL), headers={"x-api-key": "one"}).status_code == 200, "room")
 
-    def test_over_gateways(self) -> None:
+    def test_gateways_share_a_limit_in_redis(self) -> None:
         with redis_server() as server:
             keys = [limited("team", requests_per_minute=12)]
             with System(gateways=3, keys=keys, redis_url=server.url) as system:
@@ -233,7 +233,7 @@ class TestLimits:
 
 
 class TestOwnership:
-    def test_a_session_is_its_keys_alone(self) -> None:
+    def test_session_belongs_to_an_api_key(self) -> None:
         with System(keys=["alice", "bob"], down=("worker",)) as system:
             system.workers[0].servicer = SessionWorker("worker-0")
             system.call(system.workers[0].start())
@@ -254,7 +254,7 @@ class TestOwnership:
                 assert system.post("/close_session", {"session_id": opened}, headers=ALICE).status_code == 200
                 assert turn(BOB, opened).status_code == 200
 
-    def test_a_running_request_is_ended_by_its_own_key(self) -> None:
+    def test_abort_ends_only_requests_of_the_same_key(self) -> None:
         rotated = {"name": "alice", "sha256": [], "key": "alice"}
         with System(keys=[rotated, "bob"]) as system, ThreadPoolExecutor(1) as pool:
             system.allow(0)
@@ -267,7 +267,7 @@ class TestOwnership:
             assert running.result(60).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
     @pytest.mark.parametrize("salted", [False, True])
-    def test_cached_prefixes(self, salted: bool) -> None:
+    def test_salt_cache_by_key_separates_cached_prefixes(self, salted: bool) -> None:
         with System(keys=["alice", "bob"], salt_cache_by_key=salted, workers=2) as system:
             prompt = "x" * 64
             for headers in (ALICE, ALICE, BOB):
@@ -284,7 +284,7 @@ class TestOwnership:
                 set(salts)
             )
 
-    def test_a_keys_priority_is_the_default_and_the_most_that_may_be_asked_for(self) -> None:
+    def test_key_priority_is_the_default_and_the_upper_limit(self) -> None:
         keys = [{"name": "batch", "key": "batch", "priority": -5}, "alice"]
         asked = (None, -9, 7)
         with System(keys=keys, enable_priority_scheduling=True) as system:
@@ -295,7 +295,7 @@ class TestOwnership:
             assert [submit.priority for submit in system.worker.submits] == [-5, -9, -5, 0, -9, 7]
 
 
-def test_usage_is_counted_by_model_and_key_and_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_metrics_bound_the_number_of_key_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.gateway.observe.request_series.MAX_KEYS", 2)
     monkeypatch.setattr("services.gateway.observe.request_series.MAX_LATENCY_KEYS", 1)
     with System(keys="abcd") as system:

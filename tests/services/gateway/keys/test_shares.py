@@ -1,5 +1,7 @@
-"""Limits over several gateways on one real Redis, which comes and goes: never more than the limit within any minute, and not much
-less. The clock is virtual: every figure here is a count."""
+"""Limits over several gateways with a real Redis that is killed and restarted.
+
+The gateways never admit more than the limit within a minute, and not much less. The clock is virtual.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ KEY = "team"
 
 
 class Gateways:
-    """Several, each with its own limiter; what they admit is kept with its time."""
+    """Several gateways with their own limits. Admitted requests are recorded with their times."""
 
     def __init__(self, url: str, count: int = 3, **limits: Any) -> None:
         self.now = BEGIN
-        self.admitted: list[tuple[float, int]] = []  # when, how much
+        self.admitted: list[tuple[float, int]] = []  # time, amount
         self.refused: list[str] = []
         self._url = url
         self._table = KeyTable([ApiKey(KEY, (), **limits)])
@@ -38,7 +40,7 @@ class Gateways:
         self.each.append(self._make(name))
 
     def ask(self, gateway: int, tokens: int = 0) -> Admission | None:
-        """None: it was refused."""
+        """Begins a request. Returns None if it is refused."""
         try:
             admission = self.each[gateway].begin(KEY)
             assert admission is not None
@@ -51,14 +53,14 @@ class Gateways:
         return admission
 
     async def turn(self, *gateways: int) -> None:
-        """Of all of them, or of these."""
+        """Runs a turn of all gateways, or of those given."""
         for gateway in gateways or range(len(self.each)):
             refill = self.each[gateway].refill
             assert refill is not None
             await refill.turn()
 
     async def go_on(self, seconds: float) -> None:
-        """While nobody asks for anything."""
+        """Advances the clock without requests."""
         until = self.now + seconds
         while self.now < until:
             self.now += TURN_S
@@ -95,7 +97,11 @@ async def hammer(
     per_turn: int = 4,
     hold: bool = True,
 ) -> None:
-    """Far more than the limit lets pass. hold: what has begun does not end."""
+    """Sends far more requests than the limit admits.
+
+    Args:
+        hold: Admitted requests do not end.
+    """
     until = gateways.now + seconds
     while gateways.now < until:
         for _ in range(per_turn):
@@ -114,10 +120,10 @@ async def hammer(
 
 @pytest.mark.parametrize("tokens", [0, 300] if NIGHTLY else [0])
 @pytest.mark.parametrize("away", [(20,), (0, 150)] if NIGHTLY else [(20,)])
-def test_never_more_than_the_limit_in_any_minute_with_redis_killed_and_back(
+def test_gateways_stay_within_the_limit_when_redis_is_killed_and_restarted(
     server: RedisServer, tokens: int, away: tuple[int, ...]
 ) -> None:
-    """When Redis goes, those come that had hardly come before: nobody has told their gateways what the other has used."""
+    """After the loss of Redis, the requests go to gateways that do not know the use of the others."""
     limit = 60_000 if tokens else 300
     limits = {"tokens_per_minute": limit} if tokens else {"requests_per_minute": limit}
     usual, meanwhile = [20.0, 1.0, 0.0], [1.0, 20.0, 20.0]
@@ -144,7 +150,7 @@ def test_never_more_than_the_limit_in_any_minute_with_redis_killed_and_back(
     asyncio.run(run())
 
 
-def test_a_redis_that_comes_back_empty_grants_nothing_before_all_had_the_time_to_report(server: RedisServer) -> None:
+def test_share_store_grants_nothing_before_all_have_reported_when_redis_is_emptied(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=300)
         await gateways.go_on(8)
@@ -164,13 +170,13 @@ def test_a_redis_that_comes_back_empty_grants_nothing_before_all_had_the_time_to
     asyncio.run(run())
 
 
-def test_whoever_has_the_burst_gets_nearly_all_of_it(server: RedisServer) -> None:
+def test_share_refill_gives_a_burst_nearly_the_whole_limit(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=300)
         await gateways.go_on(8)
         assert all(gateways.ask(gateway) for gateway in range(3)), "the first ones pass at once"
         at_once = sum(gateways.ask(0) is not None for _ in range(300))
-        assert at_once >= 45, "a share is there before it is asked for"
+        assert at_once >= 45, "a share is granted before the first request"
         await hammer(gateways, 8, random.Random(0), [1, 0, 0], per_turn=40)
         assert 295 <= len(gateways.admitted) <= 300
         assert set(gateways.refused) == {"requests"}
@@ -179,7 +185,7 @@ def test_whoever_has_the_burst_gets_nearly_all_of_it(server: RedisServer) -> Non
     asyncio.run(run())
 
 
-def test_a_gateway_that_comes_takes_of_the_others_and_one_that_dies_leaves_its_share(server: RedisServer) -> None:
+def test_shares_move_to_a_new_gateway_and_from_a_dead_one(server: RedisServer) -> None:
     async def run() -> None:
         rng = random.Random(1)
         gateways = Gateways(server.url, count=2, requests_per_minute=120, max_concurrent=9)
@@ -189,7 +195,7 @@ def test_a_gateway_that_comes_takes_of_the_others_and_one_that_dies_leaves_its_s
         await gateways.turn(2)
         await hammer(gateways, 66, rng, [1, 1, 1], hold=False)
         assert gateways.most_in_a_minute() <= 120
-        await gateways.go_on(70)  # who has taken the rest of this minute is anybody's guess: in the next one each has its share
+        await gateways.go_on(70)  # the next minute begins with an even share for each gateway
         held = [gateways.ask(0) for _ in range(9)]
         assert any(held)
         lost = gateways.each.pop(0)
@@ -199,7 +205,7 @@ def test_a_gateway_that_comes_takes_of_the_others_and_one_that_dies_leaves_its_s
             mine += [got for gateway in range(2) if (got := gateways.ask(gateway)) is not None]
             gateways.now += TURN_S
             await gateways.turn()
-        assert len(mine) == 9, "what the dead one had is free"
+        assert len(mine) == 9, "the share of the dead gateway is free"
         assert lost.refill is not None
         await lost.refill._store.close()
         await gateways.close()
@@ -207,7 +213,7 @@ def test_a_gateway_that_comes_takes_of_the_others_and_one_that_dies_leaves_its_s
     asyncio.run(run())
 
 
-def test_a_gateway_that_comes_has_its_share_before_it_is_asked_for_it(server: RedisServer) -> None:
+def test_share_of_a_new_gateway_is_granted_before_the_first_request(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, count=1, requests_per_minute=30, max_concurrent=8)
         await gateways.go_on(40)
@@ -221,7 +227,7 @@ def test_a_gateway_that_comes_has_its_share_before_it_is_asked_for_it(server: Re
     asyncio.run(run())
 
 
-def test_so_many_at_once_and_what_ends_makes_room(server: RedisServer) -> None:
+def test_gateways_share_the_limit_of_concurrent_requests(server: RedisServer) -> None:
     async def run() -> None:
         rng = random.Random(2)
         gateways = Gateways(server.url, max_concurrent=12)
@@ -243,12 +249,12 @@ def test_so_many_at_once_and_what_ends_makes_room(server: RedisServer) -> None:
     asyncio.run(run())
 
 
-def test_tokens_that_were_not_used_come_back(server: RedisServer) -> None:
+def test_settle_gives_unused_tokens_back(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, count=2, tokens_per_minute=1000)
         await gateways.go_on(6)
         for _ in range(20):
-            for _ in range(8):  # it may have to be gathered first
+            for _ in range(8):  # the share may first have to be collected from the other gateway
                 admission = gateways.ask(0, 600)
                 if admission is not None:
                     break
@@ -263,7 +269,7 @@ def test_tokens_that_were_not_used_come_back(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["full", "killed", "never there"])
-def test_without_redis_each_keeps_to_its_part(server: RedisServer, trouble: str) -> None:
+def test_gateways_divide_the_limit_without_redis(server: RedisServer, trouble: str) -> None:
     async def run() -> None:
         if trouble == "never there":
             server.kill()
@@ -290,7 +296,7 @@ def test_without_redis_each_keeps_to_its_part(server: RedisServer, trouble: str)
             server.start()
 
 
-def test_what_redis_holds_is_small_and_goes_by_itself(server: RedisServer) -> None:
+def test_share_store_keys_are_small_and_expire(server: RedisServer) -> None:
     async def run() -> None:
         gateways = Gateways(server.url, requests_per_minute=600, tokens_per_minute=10**6, max_concurrent=100)
         await gateways.go_on(3)
