@@ -1,4 +1,4 @@
-"""Short requests to the tokenizers over their streams: together in one message, each with an answer of its own. Real gRPC."""
+"""Short requests to tokenizers over streams, with real gRPC."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.services.gateway.peers.test_replicas import Tokenizer, eventually, re
 
 
 class OneByOne(Tokenizer):
-    """An older one, without streams."""
+    """A tokenizer of an older version without streams."""
 
     async def EncodeMany(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
 class Broken(Tokenizer):
-    """Its streams end in a way that no tokenizer of ours ends them, at their first batch."""
+    """A tokenizer whose streams end with an error at their first batch."""
 
     async def EncodeMany(self, request: Any, context: Any) -> None:
         await context.read()
@@ -39,7 +39,7 @@ class Broken(Tokenizer):
 
 @contextlib.asynccontextmanager
 async def client_of(*fakes: Tokenizer, timeout_s: float = 10.0) -> AsyncIterator[TokenizerClient]:
-    """Connected, with the streams of those that have them."""
+    """Yields a client that is connected, with all streams up."""
     async with replicas() as servers:
         client = tokenizer_client(timeout_s)
         async with running(client.run):
@@ -61,7 +61,7 @@ async def encode(client: TokenizerClient, text: str = "hi") -> list[int]:
     return list(response.prompts[0].ids)
 
 
-def test_what_is_asked_at_once_goes_together() -> None:
+def test_encode_stream_sends_concurrent_requests_in_one_message() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -74,7 +74,7 @@ def test_what_is_asked_at_once_goes_together() -> None:
     asyncio.run(test())
 
 
-def test_a_long_one_goes_by_itself() -> None:
+def test_replica_sends_a_long_request_in_a_unary_call() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -85,7 +85,7 @@ def test_a_long_one_goes_by_itself() -> None:
     asyncio.run(test())
 
 
-def test_huge_ones_wait_here_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_queues_huge_requests_at_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HUGE_ENCODING_BYTES", limits.SHORT_ENCODING_BYTES)
     monkeypatch.setattr(limits, "MAX_ENCODING_WAIT_S", 0.3)
 
@@ -107,7 +107,7 @@ def test_huge_ones_wait_here_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(test())
 
 
-def test_as_many_as_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_stream_limits_open_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_ENCODINGS", 2)
 
     async def test() -> None:
@@ -129,7 +129,7 @@ def test_as_many_as_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
         (grpc.StatusCode.INTERNAL, 500),
     ],
 )
-def test_a_refusal_is_one_requests_own(code: grpc.StatusCode, status: int) -> None:
+def test_encode_stream_fails_only_the_refused_request(code: grpc.StatusCode, status: int) -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -140,7 +140,7 @@ def test_a_refusal_is_one_requests_own(code: grpc.StatusCode, status: int) -> No
     asyncio.run(test())
 
 
-def test_who_no_longer_waits_is_told_of() -> None:
+def test_encode_stream_closes_cancelled_requests() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -158,7 +158,7 @@ def test_who_no_longer_waits_is_told_of() -> None:
     asyncio.run(test())
 
 
-def test_a_stream_that_breaks_loses_nothing() -> None:
+def test_client_retries_requests_when_a_stream_breaks() -> None:
     async def test() -> None:
         broken, other = Broken(), Tokenizer()
         async with client_of(broken, other) as client:
@@ -168,7 +168,7 @@ def test_a_stream_that_breaks_loses_nothing() -> None:
     asyncio.run(test())
 
 
-def test_one_whose_streams_always_break_is_asked_one_by_one() -> None:
+def test_client_uses_unary_calls_when_streams_always_break() -> None:
     async def test() -> None:
         broken = Broken()
         async with client_of(broken) as client:
@@ -178,7 +178,7 @@ def test_one_whose_streams_always_break_is_asked_one_by_one() -> None:
     asyncio.run(test())
 
 
-def test_one_without_streams_is_asked_one_by_one() -> None:
+def test_client_uses_unary_calls_when_a_tokenizer_has_no_streams() -> None:
     async def test() -> None:
         old = OneByOne()
         async with client_of(old) as client:
@@ -188,9 +188,7 @@ def test_one_without_streams_is_asked_one_by_one() -> None:
     asyncio.run(test())
 
 
-def test_a_doubted_ones_stream_answers_what_it_has() -> None:
-    """The next stream is another one."""
-
+def test_old_stream_answers_open_requests_after_a_doubt() -> None:
     async def test() -> None:
         fake = Tokenizer()
         async with client_of(fake) as client:
@@ -208,8 +206,8 @@ def test_a_doubted_ones_stream_answers_what_it_has() -> None:
     asyncio.run(test())
 
 
-def test_a_stream_that_is_retired_ends_whenever_that_is() -> None:
-    """grpc.aio has a first write wait for ever whose call is cancelled meanwhile."""
+def test_encode_stream_ends_when_retired_early() -> None:
+    """The first write of a grpc.aio call never returns if the call is cancelled during the write."""
 
     async def test() -> None:
         async with replicas() as servers:

@@ -1,4 +1,4 @@
-"""Text that nobody reads before its end is decoded in pieces, and its tokens are timed as they come."""
+"""The text of a response without streaming is decoded in few pieces, and its tokens are timed on arrival."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENS = 2 * PATIENT_IDS + 10
 
 
 @pytest.mark.parametrize(("stream", "most"), [(False, 3), (True, TOKENS)], ids=["whole", "stream"])
-def test_a_whole_answer_takes_few_messages(stream: bool, most: int) -> None:
+def test_decoding_takes_few_messages_when_the_response_is_not_streamed(stream: bool, most: int) -> None:
     text = "ab" * PATIENT_IDS + "c" * 20
     with System(configure=lambda workers: setattr(workers[0], "answer", lambda submit: text)) as system:
         answer = system.chat(stream=stream, max_tokens=TOKENS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Aborts over gateways that share nothing: by rid of the same API key, in whatever phase, and all of them for operators."""
+"""Aborts over gateways without shared state: by rid for clients, of all requests for operators."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reason(answer: Future[httpx.Response]) -> str:
     return str(response.json()["meta_info"]["finish_reason"]["type"])
 
 
-def test_a_rid_is_ended_at_whatever_gateway_and_only_for_its_own_key(pool: ThreadPoolExecutor) -> None:
+def test_abort_ends_requests_of_the_same_key_at_all_gateways(pool: ThreadPoolExecutor) -> None:
     with System(gateways=2, **KEYS) as system:
         system.allow(0)
         alices, bobs = begin(pool, system, 1, "r", ALICE), begin(pool, system, 1, "r", BOB)
@@ -64,8 +64,8 @@ def test_a_rid_is_ended_at_whatever_gateway_and_only_for_its_own_key(pool: Threa
         assert reason(bobs) == "stop"
 
 
-def test_in_every_phase(pool: ThreadPoolExecutor) -> None:
-    """Tokenized, waiting at the gateway, running, and waiting again because its worker was lost."""
+def test_abort_ends_requests_in_every_phase(pool: ThreadPoolExecutor) -> None:
+    """The phases are: tokenized, waiting at the gateway, running, and waiting again after the loss of the worker."""
 
     def small(workers: list[FakeWorker]) -> None:
         workers[0].info.max_running_requests = 1
@@ -83,7 +83,7 @@ def test_in_every_phase(pool: ThreadPoolExecutor) -> None:
         assert abort(system, "tokenized")["aborted"] == 1 and reason(tokenized) == "aborted"
         assert abort(system, "queued")["aborted"] == 1 and reason(queued) == "abort"
         system.call(system.workers[0].stop())
-        wait_until(lambda: sum(second.waiting_by_model().values()) == 3, "those that have lost their worker")
+        wait_until(lambda: sum(second.waiting_by_model().values()) == 3, "requests that have lost their worker")
         assert abort(system, "running")["aborted"] == 3 and {reason(answer) for answer in running} == {"abort"}
 
 
@@ -100,7 +100,7 @@ def operate(system: System, **scope: Any) -> AbortReport:
     return system.call(system.gateways[0].aborter.abort(AbortScope(**{"rid": None, "key": None, **scope})))
 
 
-def test_operators_end_anybodys_requests_on_all_workers_or_one(pool: ThreadPoolExecutor) -> None:
+def test_operator_abort_ends_requests_of_all_keys(pool: ThreadPoolExecutor) -> None:
     with System(gateways=2, workers=2, routing_policy="round_robin", **KEYS) as system:
         system.allow(0)
         answers = [begin(pool, system, at % 2, f"r{at}", ALICE if at < 2 else BOB) for at in range(4)]
@@ -113,7 +113,7 @@ def test_operators_end_anybodys_requests_on_all_workers_or_one(pool: ThreadPoolE
         assert {reason(answer) for answer in answers} == {"abort"}
 
 
-def test_gateways_that_are_down_or_hang_keep_nobody_waiting(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_returns_when_other_gateways_are_down_or_hang(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as hanging, System(peers=f"127.0.0.1:1,127.0.0.1:{port(hanging)}") as system:
         system.allow(0)
@@ -124,7 +124,7 @@ def test_gateways_that_are_down_or_hang_keep_nobody_waiting(pool: ThreadPoolExec
 
 
 def call(system: System, request: pb.AbortRequest, token: str = "") -> pb.AbortResponse | grpc.StatusCode:
-    """What the second gateway's peer port says."""
+    """Calls the port between gateways of the second gateway."""
     address = sorted(system.gateways[0]._peers._channels)
 
     async def ask() -> pb.AbortResponse | grpc.StatusCode:
@@ -138,7 +138,7 @@ def call(system: System, request: pb.AbortRequest, token: str = "") -> pb.AbortR
     return system.call(ask())
 
 
-def test_the_peer_port_checks_what_it_is_asked() -> None:
+def test_gateway_port_refuses_invalid_requests() -> None:
     refused = (
         pb.AbortRequest(rid="r"),
         pb.AbortRequest(operator=True),
@@ -164,7 +164,7 @@ def tenants(token: str, *names: str) -> Tenants:
     return Tenants(lambda: table, token)
 
 
-def test_keys_travel_as_digests_that_all_gateways_agree_on() -> None:
+def test_tenants_have_equal_digests_at_all_gateways() -> None:
     here, there = tenants("token", "alice", "bob"), tenants("token", "bob", "carol", "alice")
     assert there.key(here.digest("alice")) == "alice" and there.key(here.digest("bob")) == "bob"
     assert b"alice" not in here.digest("alice")

@@ -1,4 +1,4 @@
-"""The pools of tokenizers and detokenizers while replicas come, go, fall silent and serve different models. Real gRPC."""
+"""The pools of tokenizers and detokenizers with changing replicas and models, with real gRPC."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Detokenizer(FakeDetokenizer):
 
 
 class Tokenizer(FakeTokenizer):
-    """`gate` closed: neither calls nor Info are answered."""
+    """A tokenizer that answers neither calls nor Info while `gate` is closed."""
 
     def __init__(self, model: str = "") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Tokenizer(FakeTokenizer):
 
 
 class Leaving(Tokenizer):
-    """One that stops, with a call of somebody else's still in flight: sends all others away."""
+    """A stopping tokenizer, which refuses all calls."""
 
     async def _begin(self, request: Any) -> None:
         await super()._begin(request)
@@ -65,7 +65,7 @@ class Leaving(Tokenizer):
 
 
 class Replicas:
-    """Servers on loopback. Ends with them."""
+    """gRPC servers on the loopback interface."""
 
     def __init__(self) -> None:
         self.servers: dict[str, grpc.aio.Server] = {}
@@ -123,7 +123,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 class Answer:
-    """One decoding and what has come of it."""
+    """A decoding with its received text."""
 
     def __init__(self, pool: DetokPool, model: str = "", stop: Sequence[str] = ()) -> None:
         self.ids: list[int] = []
@@ -150,7 +150,7 @@ class Answer:
 
 
 class TestDetokenizers:
-    def test_one_that_appears_is_used_at_once(self) -> None:
+    def test_pool_uses_a_new_detokenizer_at_once(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 pool = detok_pool()
@@ -170,7 +170,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_one_that_is_gone_ends_its_decodings_and_then_closes(self) -> None:
+    def test_link_closes_after_the_last_decoding_when_the_endpoint_is_gone(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
@@ -199,7 +199,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_the_stream_of_one_that_is_gone_breaks(self) -> None:
+    def test_pool_moves_decodings_when_the_stream_of_a_gone_endpoint_breaks(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = await servers.start(Detokenizer()), await servers.start(Detokenizer())
@@ -220,7 +220,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_one_that_comes_back_before_it_has_ended_goes_on(self) -> None:
+    def test_link_continues_when_the_endpoint_returns(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 address = await servers.start(Detokenizer())
@@ -240,7 +240,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_one_that_is_not_ready_gets_nothing_new(self) -> None:
+    def test_pool_sends_no_new_decodings_to_an_unready_detokenizer(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 address = await servers.start(Detokenizer())
@@ -260,7 +260,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_a_silent_one_loses_its_decodings(self) -> None:
+    def test_pool_moves_decodings_from_a_silent_detokenizer(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 silent, other = Detokenizer(), Detokenizer()
@@ -273,7 +273,7 @@ class TestDetokenizers:
                     answer.add("ab")
                     await eventually(lambda: answer.text == "ab")
                     await asyncio.sleep(0.5)
-                    assert pool.connected() == 1, "silence with nothing to answer is none"
+                    assert pool.connected() == 1, "silence does not count without unanswered batches"
                     silent.gate.clear()
                     answer.add("cd")
                     elsewhere = await servers.start(other)
@@ -315,7 +315,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_texts_of_tokens_are_asked_of_another_one_when_theirs_is_let_go(self) -> None:
+    def test_token_texts_asks_another_detokenizer_when_the_endpoint_is_dropped(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 fakes = {await servers.start(fake): fake for fake in (Detokenizer(), Detokenizer())}
@@ -335,7 +335,7 @@ class TestDetokenizers:
 
         asyncio.run(test())
 
-    def test_many_replays_go_in_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_window_splits_replays_into_several_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(detok_window, "MAX_BATCH_IDS", 100)
 
         async def test() -> None:
@@ -350,7 +350,7 @@ class TestDetokenizers:
                     for answer in answers:
                         answer.add(text)
                     await eventually(lambda: all(answer.text == text for answer in answers))
-                    answers[0].add(text * 5)  # more than one batch may hold
+                    answers[0].add(text * 5)  # larger than one batch
                     pool.set_endpoints({old: True, (await servers.start(fake)): True})
                     await eventually(lambda: pool.connected() == 2)
                     await servers.stop(old)
@@ -373,7 +373,7 @@ async def encode(client: TokenizerClient, text: str = "hi", model: str = "") -> 
 
 
 async def unanswered(client: TokenizerClient, address: str, tokenizer: Tokenizer) -> asyncio.Task[list[int]]:
-    """A call that the one tokenizer there is has got, and does not answer."""
+    """Starts a call that the only tokenizer leaves unanswered."""
     client.set_endpoints({address: True})
     await eventually(lambda: client.connected() == 1)
     tokenizer.gate.clear()
@@ -383,7 +383,7 @@ async def unanswered(client: TokenizerClient, address: str, tokenizer: Tokenizer
 
 
 class TestTokenizers:
-    def test_calls_go_round_over_those_that_are_there(self) -> None:
+    def test_client_distributes_calls_round_robin(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 fakes = [Tokenizer() for _ in range(3)]
@@ -403,7 +403,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_one_that_is_gone_ends_its_calls_and_then_closes(self) -> None:
+    def test_replica_closes_after_the_last_call_when_the_endpoint_is_gone(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 old, new = Tokenizer(), Tokenizer()
@@ -421,8 +421,8 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_one_that_is_gone_and_silent_is_not_asked_again(self) -> None:
-        """Its channel is closed when its last call has ended. The call waits for another one."""
+    def test_call_waits_for_another_tokenizer_when_a_silent_one_is_gone(self) -> None:
+        """The channel of the gone tokenizer is closed after its last call."""
 
         async def test() -> None:
             async with replicas() as servers:
@@ -438,7 +438,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_a_silent_one_is_left_until_it_answers(self) -> None:
+    def test_client_avoids_a_silent_tokenizer_until_a_response(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 silent, other = Tokenizer(), Tokenizer()
@@ -458,7 +458,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_one_that_leaves_is_asked_once(self) -> None:
+    def test_client_calls_a_stopping_tokenizer_once(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 leaving, other = Leaving(), Tokenizer()
@@ -472,7 +472,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_the_only_one_gets_the_whole_deadline(self) -> None:
+    def test_call_has_the_whole_time_limit_with_one_tokenizer(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 slow = Tokenizer()
@@ -488,8 +488,8 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_the_only_one_is_dead_and_another_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The time that was lost to it is not the call's."""
+    def test_call_continues_at_a_new_tokenizer_when_the_only_one_is_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The time at the dead tokenizer does not count against the time limit."""
         monkeypatch.setattr(served_model, "INFO_S", 0.2)
 
         async def test() -> None:
@@ -511,7 +511,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_a_dead_one_uses_up_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_call_fails_after_wait_s_when_the_only_tokenizer_is_dead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(served_model, "INFO_S", 0.1)
 
         async def test() -> None:
@@ -547,7 +547,7 @@ class TestTokenizers:
 
         asyncio.run(test())
 
-    def test_another_model_behind_the_same_address(self) -> None:
+    def test_client_finds_a_changed_model_behind_an_address(self) -> None:
         async def test() -> None:
             async with replicas() as servers:
                 fake = Tokenizer("one")

@@ -1,4 +1,7 @@
-"""When a peer is lost, by real sockets. One whose backlog is full answers no packet, as a machine without power."""
+"""Detection of lost services with real sockets.
+
+A socket with a full backlog answers no packet, like a machine without power.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ WITHIN_S = 0.3
 
 @contextlib.contextmanager
 def machine(answers: bool) -> Iterator[str]:
-    """Its address. Nobody accepts what it takes: its process stands still."""
+    """Yields the address of a machine whose process is stopped and accepts no connection.
+
+    Args:
+        answers: The kernel completes connections.
+    """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -30,32 +37,32 @@ def machine(answers: bool) -> Iterator[str]:
 
 
 async def ends(work: Coroutine[Any, Any, Any], within_s: float) -> Any:
-    """Its result; None if it has not ended by then."""
+    """Returns the result of a coroutine, or None if it has not returned in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             return await work or True
     return None
 
 
-def test_one_without_a_machine_is_lost_long_before_silence_is() -> None:
+def test_until_lost_reports_an_unreachable_machine_before_silence() -> None:
     with machine(answers=False) as address:
         why = asyncio.run(ends(until_lost(address, Patience(60.0, WITHIN_S), lambda: 0), 20))
     assert why == "silent for 0.3 s, and takes no connection"
 
 
-def test_a_process_that_stands_still_is_not_unreachable() -> None:
+def test_until_unreachable_waits_when_only_the_process_is_stopped() -> None:
     with machine(answers=True) as address:
         assert asyncio.run(ends(until_unreachable(address, WITHIN_S, lambda: 0), 6 * WITHIN_S)) is None
 
 
-def test_a_port_that_nobody_has_is_a_machine_that_answers() -> None:
+def test_until_unreachable_waits_when_the_connection_is_refused() -> None:
     with machine(answers=True) as address:
         pass
     assert asyncio.run(ends(until_unreachable(address, WITHIN_S, lambda: 0), 4 * WITHIN_S)) is None
 
 
 @pytest.mark.parametrize("due", [True, False])
-def test_while_there_are_signs_or_none_is_due_nothing_is_tried(due: bool) -> None:
+def test_until_unreachable_tries_no_connection_while_signs_arrive_or_none_is_due(due: bool) -> None:
     async def test() -> None:
         tries = 0
 
@@ -74,14 +81,14 @@ def test_while_there_are_signs_or_none_is_due_nothing_is_tried(due: bool) -> Non
     asyncio.run(test())
 
 
-def test_it_is_not_tried_where_it_is_switched_off() -> None:
+def test_until_unreachable_never_returns_when_disabled() -> None:
     with machine(answers=False) as address:
         assert asyncio.run(ends(until_unreachable(address, 0.0, lambda: 0), 4 * WITHIN_S)) is None
         why = asyncio.run(ends(until_lost(address, Patience(WITHIN_S, 0.0), lambda: 0), 20))
     assert why == "silent for 0.3 s"
 
 
-def test_an_answer_that_comes_meanwhile_counts() -> None:
+def test_until_unreachable_counts_a_sign_during_the_attempts() -> None:
     async def test(address: str) -> Any:
         signs = [0]
         asyncio.get_running_loop().call_later(WITHIN_S / 2, signs.append, 1)

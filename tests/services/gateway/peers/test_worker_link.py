@@ -1,4 +1,4 @@
-"""What one message to a worker holds."""
+"""The messages that a gateway sends to a worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.gateway.routing.breaker import CircuitBreaker
 from services.shared.limits import MAX_MESSAGE_BYTES
 
 PROMPT = [150_000] * 40_000
-BURST = 120  # of some 120 kB each
+BURST = 120  # prompts of about 120 kB each
 
 
 class Asked:
@@ -32,7 +32,7 @@ class Asked:
     def lost(self, handle: int, heard: bool) -> None: ...
 
 
-def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
+def test_worker_link_splits_a_burst_of_long_prompts_into_messages() -> None:
     async def run() -> list[worker_pb2.GenerateRequest]:
         occupant: Any = Asked()
         link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, Patience(5.0, 0.0), CircuitBreaker())
@@ -52,7 +52,7 @@ def test_a_burst_of_long_prompts_goes_out_in_messages_that_grpc_takes() -> None:
 
 
 @pytest.mark.parametrize("heard", ["prefetch", "submit", "nothing"])
-def test_a_submit_that_is_taken_back_leaves_nothing_read_ahead(heard: str) -> None:
+def test_abort_ends_the_prefetch_of_a_submit(heard: str) -> None:
     async def run() -> None:
         occupant: Any = Asked()
         link: WorkerLink[Asked] = WorkerLink("127.0.0.1:1", occupant, Patience(5.0, 0.0), CircuitBreaker())
