@@ -1,4 +1,4 @@
-"""CircuitBreaker: opens on faults, lets one probe through, cannot stay half-open."""
+"""The circuit breaker opens on faults, allows one probe and does not stay half-open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opened(now: float = 0.0) -> CircuitBreaker:
     return breaker
 
 
-def test_opens_at_the_threshold_in_a_row() -> None:
+def test_breaker_opens_after_threshold_faults_in_a_row() -> None:
     breaker = CircuitBreaker(CONFIG)
     for _ in range(3):
         breaker.failed(0.0)
@@ -34,14 +34,14 @@ def test_opens_at_the_threshold_in_a_row() -> None:
     [("sfsfsfsfs", False), ("sfsfsfsfsf", True), ("ssfssfssfssfssfssf", False)],
     ids=["too few results", "half of them", "a third of them"],
 )
-def test_opens_at_a_share_of_faults(pattern: str, opens: bool) -> None:
+def test_breaker_opens_at_the_fault_ratio(pattern: str, opens: bool) -> None:
     breaker = CircuitBreaker(CONFIG)
     for result in pattern:
         breaker.succeeded(1.0) if result == "s" else breaker.failed(1.0)
     assert breaker.allows(1.0) is not opens
 
 
-def test_faults_beyond_the_window_are_forgotten() -> None:
+def test_breaker_ignores_faults_beyond_the_window() -> None:
     breaker = CircuitBreaker(CONFIG)
     for _ in range(8):
         breaker.succeeded(0.0)
@@ -52,22 +52,22 @@ def test_faults_beyond_the_window_are_forgotten() -> None:
     assert breaker.allows(16.0)
 
 
-def test_one_probe_after_the_cooldown() -> None:
+def test_breaker_allows_one_probe_after_the_cooldown() -> None:
     breaker = opened()
     assert breaker.allows(5.0)
     breaker.begin(5.0)
     assert breaker.state is BreakerState.HALF_OPEN
     assert not breaker.allows(5.0) and not breaker.allows(34.9)
-    breaker.begin(20.0)  # sent there all the same: the probe's deadline is its own
+    breaker.begin(20.0)  # a request that was sent anyway does not move the deadline of the probe
     assert breaker.allows(35.0)
 
 
-def test_asking_is_not_probing() -> None:
+def test_allows_does_not_begin_a_probe() -> None:
     breaker = opened()
     assert breaker.allows(6.0) and breaker.allows(6.0) and breaker.state is BreakerState.OPEN
 
 
-def test_a_probe_that_succeeds_closes() -> None:
+def test_breaker_closes_when_a_probe_succeeds() -> None:
     breaker = opened()
     breaker.begin(5.0)
     breaker.succeeded(6.0)
@@ -77,7 +77,7 @@ def test_a_probe_that_succeeds_closes() -> None:
     assert breaker.allows(6.0)
 
 
-def test_a_probe_that_is_never_answered_gives_way_to_the_next() -> None:
+def test_breaker_allows_another_probe_when_one_has_no_result() -> None:
     breaker = opened()
     now = 5.0
     for _ in range(5):
@@ -90,7 +90,7 @@ def test_a_probe_that_is_never_answered_gives_way_to_the_next() -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_the_cooldown_grows_to_its_cap_and_success_resets_it() -> None:
+def test_cooldown_doubles_to_a_limit_and_is_reset_by_success() -> None:
     breaker, now = opened(), 5.0
     for cooldown in (10.0, 20.0, 20.0):
         breaker.begin(now)
@@ -105,7 +105,7 @@ def test_the_cooldown_grows_to_its_cap_and_success_resets_it() -> None:
     assert not breaker.allows(now + 4.9) and breaker.allows(now + 5.0)
 
 
-def test_late_results_of_older_requests_change_nothing_while_open() -> None:
+def test_open_breaker_ignores_late_results() -> None:
     breaker = opened()
     breaker.failed(4.0)
     breaker.succeeded(4.0)

@@ -1,4 +1,4 @@
-"""FairQueue: bounded, by priority, then fair over keys by tokens served."""
+"""The fair queue is bounded, ordered by priority, and fair between API keys by served tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Item:
 
 @dataclass
 class Server:
-    """Places up to `room` items and charges their tokens, as a dispatcher does. skipped: names that cannot go."""
+    """Places up to `room` items and charges their tokens, as a dispatcher does."""
 
     queue: FairQueue[Item]
     room: int = 1_000_000
-    skipped: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()  # names of items that cannot be placed
     served: list[Item] = field(default_factory=list)
 
     def place(self, item: Item) -> Placed:
@@ -43,7 +43,7 @@ class Server:
         return Placed.PLACED
 
     def drain(self, room: int = 1_000_000) -> list[str]:
-        """Names of what was placed."""
+        """Returns the names of the placed items."""
         self.room, self.served = room, []
         assert self.queue.drain(self.place) == len(self.served)
         return [item.name for item in self.served]
@@ -57,7 +57,7 @@ def filled(*items: Item, capacity: int = 100, weights: Mapping[str, float] | Non
 
 
 def named(text: str, tokens: int = 1) -> list[Item]:
-    """ "a1 b1": key a, name a1. A priority may follow: "a1:5"."""
+    """Returns items by name, such as "a1 b1:5": item a1 has key a, and item b1 has priority 5."""
     words = [word.partition(":") for word in text.split()]
     return [Item(name[0], tokens, int(priority or 0), name) for name, _, priority in words]
 
@@ -77,34 +77,34 @@ def names(queue: FairQueue[Item]) -> list[str]:
     ],
     ids=["first in first out", "keys take turns", "priority first", "priorities below 0", "a counter is of all priorities"],
 )
-def test_order(arrivals: str, order: str) -> None:
+def test_drain_offers_items_in_fair_order(arrivals: str, order: str) -> None:
     assert Server(filled(*named(arrivals))).drain() == order.split()
 
 
-def test_keys_take_turns_also_when_nothing_is_charged() -> None:
+def test_drain_alternates_between_keys_when_nothing_is_charged() -> None:
     assert Server(filled(*named("a1 a2 a3 b1 b2", tokens=0))).drain() == ["a1", "b1", "a2", "b2", "a3"]
 
 
-def test_a_stop_ends_the_pass_and_leaves_the_rest_in_order() -> None:
+def test_drain_stops_and_leaves_the_other_items_in_order() -> None:
     queue = filled(*named("a1 a2 b1 b2"))
     assert Server(queue).drain(room=2) == ["a1", "b1"] and len(queue) == 2 and names(queue) == ["a2", "b2"]
     assert Server(queue).drain() == ["a2", "b2"] and not len(queue)
 
 
-def test_what_is_skipped_keeps_its_place_and_lets_others_pass() -> None:
+def test_drain_leaves_skipped_items_in_place() -> None:
     queue = filled(*named("a1 a2 a3 b1 b2 c1:-1"))
     assert Server(queue, skipped=frozenset({"a1", "a2", "b1"})).drain() == ["a3", "b2", "c1"]
     assert names(queue) == ["a1", "a2", "b1"] and len(queue) == 3
     assert Server(queue).drain() == ["a1", "b1", "a2"]
 
 
-def test_a_level_of_skipped_items_only_is_still_there() -> None:
+def test_drain_leaves_a_level_of_skipped_items() -> None:
     queue = filled(*named("a1:1 b1:0"))
     assert Server(queue, skipped=frozenset({"a1"})).drain() == ["b1"]
     assert names(queue) == ["a1"] and Server(queue).drain() == ["a1"]
 
 
-def test_an_error_while_placing_loses_nothing() -> None:
+def test_drain_loses_no_item_when_place_raises() -> None:
     queue = filled(*named("a1 a2 b1"))
     asked = []
 
@@ -119,14 +119,14 @@ def test_an_error_while_placing_loses_nothing() -> None:
     assert names(queue) == ["a1", "a2", "b1"] and Server(queue).drain() == ["a1", "b1", "a2"]
 
 
-def test_removal() -> None:
+def test_remove_takes_an_item_out_of_the_queue() -> None:
     items = named("a1 a2 b1:1")
     queue = filled(*items)
     assert queue.remove(items[0]) and not queue.remove(items[0]) and queue.remove(items[2])
     assert not queue.remove(Item("a")) and names(queue) == ["a2"] and Server(queue).drain() == ["a2"]
 
 
-def test_one_item_waits_once() -> None:
+def test_push_refuses_an_item_in_the_queue() -> None:
     item = Item("a")
     with pytest.raises(ValueError):
         filled(item).push(item, "b")
@@ -150,7 +150,7 @@ def test_one_item_waits_once() -> None:
         "all have one", "the lowest goes, not the longest", "more of higher priority does not count",
     ],
 )  # fmt: skip
-def test_who_makes_way_when_full(waiting: str, newcomer: str, displaced: str | None) -> None:
+def test_push_displaces_an_item_when_the_queue_is_full(waiting: str, newcomer: str, displaced: str | None) -> None:
     queue, (item,) = filled(*named(waiting), capacity=4), named(newcomer)
     if displaced is None:
         with pytest.raises(QueueFull):
@@ -164,8 +164,8 @@ def test_who_makes_way_when_full(waiting: str, newcomer: str, displaced: str | N
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 1)), max_size=80))
-def test_a_full_queue_is_shared_as_evenly_as_arrivals_allow(arrivals: list[tuple[str, int]]) -> None:
-    """Refused or displaced is always one of the lowest priority, of a key that has most of them then."""
+def test_push_shares_a_full_queue_evenly(arrivals: list[tuple[str, int]]) -> None:
+    """The refused or displaced item has the lowest priority, and its key has the most items of that priority."""
     queue: FairQueue[Item] = FairQueue(8)
     for key, priority in arrivals:
         item, before = Item(key, priority=priority), list(queue)
@@ -189,12 +189,12 @@ ITEMS = st.tuples(st.sampled_from("abc"), st.integers(0, 2))
 @given(
     st.lists(ITEMS, max_size=10), st.lists(ITEMS, min_size=1, max_size=10), st.lists(st.integers(0, 9), min_size=3, max_size=3)
 )
-@example([("a", 1)] * 3 + [("b", 0)], [("a", 1), ("a", 1), ("b", 1), ("a", 1)], [1, 0, 0])  # all of b's makes way, also for b
-@example([("a", 1), ("a", 1), *[("b", 0)] * 4], [("a", 1)] * 3 + [("a", 0)], [0, 0, 0])  # two of b's do
-def test_several_at_once_find_room_or_leave_all_as_it_was(
+@example([("a", 1)] * 3 + [("b", 0)], [("a", 1), ("a", 1), ("b", 1), ("a", 1)], [1, 0, 0])  # b's items make way, even for b
+@example([("a", 1), ("a", 1), *[("b", 0)] * 4], [("a", 1)] * 3 + [("a", 0)], [0, 0, 0])  # two items of b make way
+def test_push_all_adds_all_items_or_changes_nothing(
     before: list[tuple[str, int]], several: list[tuple[str, int]], served: list[int]
 ) -> None:
-    """Where there is room, as one after the other, and who is served next is the same, too."""
+    """push_all() agrees with single calls of push(), also in the order of serving."""
     queue, other = FairQueue[Item](6), FairQueue[Item](6)
     waiting, newcomers = (
         [Item(key, priority=priority, name=str(n)) for n, (key, priority) in enumerate(each)] for each in (before, several)
@@ -222,19 +222,19 @@ def test_several_at_once_find_room_or_leave_all_as_it_was(
         assert Server(queue).drain() == Server(other).drain()
 
 
-def test_a_weighty_key_may_have_more_of_a_full_queue() -> None:
+def test_push_gives_keys_places_by_weight() -> None:
     queue = filled(*named("a1 a2 a3 b1 b2 b3"), capacity=6, weights={"a": 3.0})
     out = queue.push(Item("a", name="a4"), "a")
     assert out is not None and out.name == "b3"
 
 
-def test_no_room_at_all() -> None:
+def test_push_refuses_every_item_when_the_capacity_is_0() -> None:
     with pytest.raises(QueueFull):
         FairQueue[Item](0).push(Item("a"), "a", 5)
 
 
-def test_shares_follow_weights() -> None:
-    """Keys with different request sizes, always waiting, outputs charged late: tokens served are as their weights."""
+def test_drain_serves_tokens_in_proportion_to_weights() -> None:
+    """The keys always wait, have requests of different sizes, and are charged partly after the end."""
     rng, weights = random.Random(3), {"a": 1.0, "b": 2.0, "c": 4.0}
     queue: FairQueue[Item] = FairQueue(1000, weights)
     sizes = {"a": (10, 50), "b": (200, 400), "c": (1, 1000)}
@@ -262,12 +262,12 @@ def test_shares_follow_weights() -> None:
         assert tokens[key] / total == pytest.approx(weight / 7, rel=0.03)
 
 
-def test_a_flood_of_one_key_does_not_delay_another() -> None:
+def test_drain_serves_a_new_key_before_the_flood_of_another() -> None:
     queue = filled(*[Item("hog", 100, name=f"h{number}") for number in range(50)], *named("b1 b2 b3", tokens=10))
     assert Server(queue).drain(room=5) == ["h0", "b1", "b2", "b3", "h1"]
 
 
-def test_time_away_earns_nothing() -> None:
+def test_push_raises_the_counter_of_a_returning_key() -> None:
     queue = filled(*[Item("a", 100, name=f"a{number}") for number in range(12)])
     Server(queue).drain(room=10)
     for item in (late := [Item("b", 100, name=f"b{number}") for number in range(10)]):
@@ -276,14 +276,14 @@ def test_time_away_earns_nothing() -> None:
     assert set(Server(queue).drain(room=4)) == {"a10", "a11", late[0].name, late[1].name}
 
 
-def test_what_was_served_before_counts_for_a_key_that_comes_back() -> None:
+def test_push_leaves_a_higher_counter_of_a_returning_key() -> None:
     queue = filled(*named("a1", tokens=500), *named("b1 b2 b3", tokens=100))
     Server(queue).drain(room=2)
     queue.push(Item("a", name="a2"), "a")
     assert Server(queue).drain() == ["b2", "b3", "a2"]
 
 
-def test_use_of_an_idle_system_is_no_debt() -> None:
+def test_charge_creates_no_disadvantage_when_the_queue_is_empty() -> None:
     queue: FairQueue[Item] = FairQueue(100)
     for _ in range(1000):
         queue.charge("old", 1000)
@@ -293,14 +293,14 @@ def test_use_of_an_idle_system_is_no_debt() -> None:
     assert "o1" in Server(queue).drain(room=3)
 
 
-def test_after_everybody_left_newcomers_begin_where_the_last_was() -> None:
+def test_new_key_begins_at_the_last_counter_when_the_queue_is_empty() -> None:
     queue = filled(*named("a1", tokens=500))
     Server(queue).drain()
     queue.push(Item("b", name="b1"), "b")
     assert queue.counter("b") == queue.counter("a") == 500
 
 
-def test_who_was_there_before_everybody_left_is_looked_at_again() -> None:
+def test_new_key_begins_at_the_counter_of_a_returned_key() -> None:
     first, second = Item("a", name="a1"), Item("b", name="b1")
     queue = filled(first, second)
     queue.remove(second)
@@ -311,7 +311,7 @@ def test_who_was_there_before_everybody_left_is_looked_at_again() -> None:
     assert queue.counter("c") == queue.counter("b") == 500
 
 
-def test_counters_are_bounded_and_keep_who_owes_most() -> None:
+def test_fair_queue_bounds_counters_and_drops_the_least() -> None:
     queue: FairQueue[Item] = FairQueue(100, max_keys=10)
     item = Item("waits")
     queue.push(item, "waits")
@@ -322,7 +322,7 @@ def test_counters_are_bounded_and_keep_who_owes_most() -> None:
     assert queue.counter("heavy") == 1e6 and list(queue) == [item]
 
 
-def test_work_per_item_does_not_leave_heaps_behind() -> None:
+def test_fair_queue_bounds_the_heaps() -> None:
     queue: FairQueue[Item] = FairQueue(100)
     kept = Item("kept", priority=0)
     queue.push(kept, "kept")
@@ -335,7 +335,7 @@ def test_work_per_item_does_not_leave_heaps_behind() -> None:
 
 
 class Naive:
-    """The rules, by looking at everything: no levels, no heaps."""
+    """The rules of the queue without levels and heaps."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -380,7 +380,7 @@ STEPS = st.one_of(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(STEPS, max_size=60))
-def test_agrees_with_the_rules(steps: list[tuple[str, str, int, int]]) -> None:
+def test_fair_queue_agrees_with_a_naive_model(steps: list[tuple[str, str, int, int]]) -> None:
     queue, naive = FairQueue[Item](1000), Naive()
     for step, key, number, tokens in steps:
         if step == "push":

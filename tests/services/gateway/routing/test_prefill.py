@@ -1,4 +1,4 @@
-"""Which prompts are computed for others, and by whom."""
+"""The choice of prompts for prefill workers, and of the prefill worker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from services.gateway.routing.config import RoutingConfig, RoutingPolicy
 from services.gateway.routing.policies import make_policy
 from services.gateway.routing.prefill import MOST_QUEUED_TOKENS, pick_prefill
 
-# Of a prompt its tokens, and those cached where it would be decoded; tokens queued at the prefill worker; whether the decode
-# worker is busy and the prefill worker full; whether the prompt goes there.
+# Tokens of the prompt; tokens of it that the decode worker has cached; tokens queued at the prefill worker; whether the decode
+# worker is busy; whether the prefill worker is full; whether the prefill worker computes the prompt.
 PROMPTS = {
     "a long prompt, all idle": (600, 0, 0, False, False, True),
     "a short prompt": (511, 0, 0, True, False, False),
@@ -23,7 +23,7 @@ PROMPTS = {
 }
 
 
-def test_which_prompts_a_prefill_worker_computes() -> None:
+def test_pick_prefill_chooses_the_prompts_that_gain() -> None:
     for name, (tokens, cached, queued, decode_busy, full, goes) in PROMPTS.items():
         columns = WorkerColumns()
         prefill, decode = columns.add("prefill", 1), columns.add("decode", 2)
@@ -52,13 +52,13 @@ def picked(columns: WorkerColumns, decode: int) -> int | None:
     return None if pick is None else pick.row
 
 
-def test_one_with_a_long_queue_is_passed_over_for_another() -> None:
+def test_pick_prefill_avoids_a_worker_with_a_long_queue() -> None:
     columns = fleet(2, 1, limit=8)
     columns.requests[:2], columns.tokens[:2] = (1, 2), (MOST_QUEUED_TOKENS + 1, 2000)
     assert picked(columns, 2) == 1
 
 
-def test_no_more_is_computed_for_others_than_they_have_room_for() -> None:
+def test_pick_prefill_stops_at_the_free_slots_of_decode_workers() -> None:
     columns = fleet(1, 2)
     columns.limit[0] = 100
     columns.requests[0], columns.tokens[0] = 5, 100
@@ -67,4 +67,4 @@ def test_no_more_is_computed_for_others_than_they_have_room_for() -> None:
     assert picked(columns, 1) is None
     columns.requests[1] = 0
     columns.requests[2] = 4
-    assert picked(columns, 1) is None, "an idle one computes it itself"
+    assert picked(columns, 1) is None, "an idle decode worker computes the prompt itself"

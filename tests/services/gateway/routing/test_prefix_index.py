@@ -1,4 +1,4 @@
-"""PrefixIndex: against a model of plain sets, and one by one what the model does not say."""
+"""The prefix index against a model of plain sets, and cases outside of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_depth(blocks: set[bytes], hashes: list[bytes]) -> int:
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """The model: per live owner the tier of each of its blocks, and a dict of when each speculative one ends."""
+    """Compares the index with a model: for each live owner, the tier of its blocks and the end of its speculative blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class AgainstModel(RuleBasedStateMachine):
         for number in self.held:
             self.index.retire(number)
         self.index.sweep(1000)
-        assert self.index.num_blocks == 0 and len(self.index.reach(CHAINS[0])) == 1, "nothing is below any more"
+        assert self.index.num_blocks == 0 and len(self.index.reach(CHAINS[0])) == 1, "no block is below the device"
 
 
 TestAgainstModel = AgainstModel.TestCase
@@ -124,8 +124,8 @@ TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, de
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=130), st.integers(0, 40))
-def test_every_owner_has_its_own_depth(lengths: list[int], asked: int) -> None:
-    """Small drops and large ones, over a byte's border and beyond 64 owners."""
+def test_match_returns_a_depth_per_owner(lengths: list[int], asked: int) -> None:
+    """Depths change by small and large steps, across byte borders and beyond 64 owners."""
     prompt = [depth.to_bytes(8, "big") for depth in range(40)]
     index = PrefixIndex()
     for number, length in enumerate(lengths):
@@ -133,14 +133,14 @@ def test_every_owner_has_its_own_depth(lengths: list[int], asked: int) -> None:
     assert depths(index, prompt[:asked]) == [min(length, asked) for length in lengths]
 
 
-def test_an_empty_index_and_an_empty_prompt_match_nothing() -> None:
+def test_match_returns_0_for_an_empty_index_or_prompt() -> None:
     index = PrefixIndex()
     assert depths(index, CHAINS[0]) == []
     index.stored(index.owner("a", 1), CHAINS[0])
     assert depths(index, []) == [0]
 
 
-def test_a_number_is_given_out_again_only_after_its_sweep() -> None:
+def test_owner_reuses_a_number_after_the_sweep() -> None:
     index = PrefixIndex()
     old = index.owner("a", 1)
     index.stored(old, CHAINS[0])
@@ -152,7 +152,7 @@ def test_a_number_is_given_out_again_only_after_its_sweep() -> None:
     assert depths(index, CHAINS[0])[old] == 0 and index.num_blocks == 0
 
 
-def test_speculation_of_a_retired_owner_does_not_touch_who_has_its_number_next() -> None:
+def test_expire_ignores_speculation_of_a_retired_owner_with_a_reused_number() -> None:
     index = PrefixIndex()
     index.speculate(index.owner("a", 1), CHAINS[0], until=10.0)
     index.retire(0)
@@ -167,7 +167,7 @@ def test_speculation_of_a_retired_owner_does_not_touch_who_has_its_number_next()
     assert depths(index, CHAINS[0]) == [0] and index.num_speculative == 0
 
 
-def test_a_removal_counts_at_once_after_the_block_was_confirmed() -> None:
+def test_removed_has_an_effect_at_once_when_the_block_was_speculative() -> None:
     index = PrefixIndex()
     owner = index.owner("a", 1)
     index.speculate(owner, CHAINS[0], until=10.0)
@@ -176,7 +176,7 @@ def test_a_removal_counts_at_once_after_the_block_was_confirmed() -> None:
     assert depths(index, CHAINS[0]) == [3]
 
 
-def test_the_end_of_speculation_leaves_what_is_confirmed() -> None:
+def test_expire_leaves_confirmed_blocks() -> None:
     index = PrefixIndex()
     owner, other = index.owner("a", 1), index.owner("b", 1)
     index.stored(owner, CHAINS[0])
@@ -186,7 +186,7 @@ def test_the_end_of_speculation_leaves_what_is_confirmed() -> None:
     assert depths(index, CHAINS[0]) == [6, 0] and index.num_speculative == 0
 
 
-def test_the_oldest_speculation_makes_room() -> None:
+def test_speculate_drops_the_oldest_blocks_beyond_the_limit() -> None:
     index = PrefixIndex(max_speculative=9)
     owner = index.owner("a", 1)
     index.speculate(owner, CHAINS[0], until=1.0)
@@ -196,7 +196,7 @@ def test_the_oldest_speculation_makes_room() -> None:
     assert [depths(index, chain) for chain in CHAINS] == [[0], [3], [1]] and index.num_speculative == 4
 
 
-def test_what_was_extended_is_not_the_oldest() -> None:
+def test_speculate_drops_extended_blocks_last() -> None:
     index = PrefixIndex(max_speculative=9)
     owner = index.owner("a", 1)
     index.speculate(owner, CHAINS[0], until=1.0)
@@ -206,13 +206,13 @@ def test_what_was_extended_is_not_the_oldest() -> None:
     assert [depths(index, chain) for chain in CHAINS] == [[4], [3], [1]]
 
 
-def test_one_prompt_longer_than_the_bound_keeps_its_beginning() -> None:
+def test_speculate_stores_the_beginning_of_a_long_prompt() -> None:
     index = PrefixIndex(max_speculative=4)
     index.speculate(index.owner("a", 1), CHAINS[0], until=1.0)
     assert depths(index, CHAINS[0]) == [4]
 
 
-def test_who_is_not_live_is_refused() -> None:
+def test_prefix_index_raises_when_the_owner_is_not_live() -> None:
     index = PrefixIndex()
     owner = index.owner("a", 1)
     index.retire(owner)
@@ -224,7 +224,7 @@ def test_who_is_not_live_is_refused() -> None:
     assert index.held(owner) == 0 and index.blocks(owner) == frozenset()
 
 
-def test_what_owners_hold_stays_out_of_garbage_collection() -> None:
+def test_prefix_index_hides_blocks_from_garbage_collection() -> None:
     index = PrefixIndex()
     index.stored(index.owner("a", 1), [number.to_bytes(8, "big") for number in range(1000)])
     index.stored(index.owner("b", 1), [number.to_bytes(8, "big") for number in range(1000)], BlockTier.HOST)

@@ -1,4 +1,4 @@
-"""Routing policies, one decision at a time: which worker, and why."""
+"""Single decisions of the routing policies, with their reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.all_pairs import each_value
 
 
 def fleet(requests: Sequence[int], running: int | Sequence[int] = 100, limit: int = 1000) -> WorkerColumns:
-    """One usable worker per entry."""
+    """Returns columns with one usable worker per entry of `requests`."""
     workers = WorkerColumns()
     sizes = [running] * len(requests) if isinstance(running, int) else running
     for number, (count, size) in enumerate(zip(requests, sizes, strict=True)):
@@ -73,12 +73,12 @@ def test_least_tokens_is_relative_to_size() -> None:
     assert pick("least_tokens", workers, ask(workers)).row == 2
 
 
-def test_round_robin_takes_who_was_picked_longest_ago() -> None:
+def test_round_robin_picks_the_worker_with_the_oldest_pick() -> None:
     workers = set_last(fleet([9, 0, 0]), [1, 3, 2])
     assert pick("round_robin", workers, ask(workers)) == Pick(0, "round_robin", 0)
 
 
-def test_random_reaches_everybody_and_follows_its_seed() -> None:
+def test_random_reaches_all_workers_and_follows_the_seed() -> None:
     workers = fleet([0] * 5)
     runs = []
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_random_reaches_everybody_and_follows_its_seed() -> None:
     assert runs[0] == runs[1] and min(Counter(runs[0])[row] for row in range(5)) > 20
 
 
-def test_power_of_two_never_takes_the_busier_of_two() -> None:
+def test_power_of_two_picks_the_less_loaded_of_two() -> None:
     workers = fleet([0, 1, 2, 3])
     policy = make_policy("power_of_two", RoutingConfig(), random.Random(1))
     rows = Counter(chosen.row for _ in range(600) if (chosen := policy.pick(ask(workers), workers)))
@@ -97,7 +97,7 @@ def test_power_of_two_never_takes_the_busier_of_two() -> None:
 
 @pytest.mark.by_day(one_in=3, seed=39)
 @pytest.mark.parametrize("policy", list(RoutingPolicy))
-def test_only_usable_allowed_workers_with_room(policy: str) -> None:
+def test_policy_picks_only_usable_allowed_workers_with_free_slots(policy: str) -> None:
     workers = fleet([0, 0, 0, 7, 5, 0])
     workers.usable[0] = False
     workers.limit[1] = 0
@@ -117,11 +117,11 @@ def test_only_usable_allowed_workers_with_room(policy: str) -> None:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("policy", [RoutingPolicy.RANDOM, RoutingPolicy.PREFIX_AWARE])
-def test_no_workers_at_all(policy: str) -> None:
+def test_policy_returns_none_without_workers(policy: str) -> None:
     assert make_policy(policy, RoutingConfig(), random.Random(1)).pick(Ask(10, key="k", lora="x"), WorkerColumns()) is None
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_make_policy_refuses_an_unknown_name() -> None:
     with pytest.raises(ValueError):
         make_policy("fastest", RoutingConfig(), random.Random(1))
 
@@ -135,7 +135,7 @@ def test_an_unknown_policy_is_refused() -> None:
         "who has it is beyond the gate": ([0, 90, 9], [1], {0, 1, 2} - {1}),
     },
 )
-def test_adapter_residency(policy: str, case: tuple[list[int], list[int], set[int]]) -> None:
+def test_policy_prefers_workers_with_the_adapter(policy: str, case: tuple[list[int], list[int], set[int]]) -> None:
     requests, loras, rows = case
     workers = fleet(requests)
     for row in loras:
@@ -144,7 +144,7 @@ def test_adapter_residency(policy: str, case: tuple[list[int], list[int], set[in
         assert pick(policy, workers, ask(workers, key=key, lora="x")).row in rows
 
 
-def test_a_resident_worker_without_room_does_not_hold_the_request_up() -> None:
+def test_policy_picks_another_worker_when_the_one_with_the_adapter_is_full() -> None:
     workers = fleet([0, 9, 9])
     workers.loras[1], workers.limit[1] = frozenset({"x"}), 9
     assert pick("least_requests", workers, ask(workers, lora="x")).row == 0
@@ -155,7 +155,7 @@ def by_key(workers: WorkerColumns, policy: str = "affinity", count: int = 300) -
 
 
 @pytest.mark.parametrize("policy", ["affinity", "prefix_aware"])
-def test_keys_spread_and_stay_when_others_come_and_go(policy: str) -> None:
+def test_routing_keys_stay_when_another_worker_is_removed(policy: str) -> None:
     workers = fleet([3] * 5)
     before = by_key(workers, policy)
     assert {chosen.reason for chosen in before.values()} == {"affinity"}
@@ -166,7 +166,7 @@ def test_keys_spread_and_stay_when_others_come_and_go(policy: str) -> None:
     assert moved == {key for key in before if before[key].row == 2}
 
 
-def test_affinity_without_a_key_is_least_requests() -> None:
+def test_affinity_uses_least_requests_without_a_routing_key() -> None:
     assert pick("affinity", fleet([5, 1, 4]), Ask(10)) == Pick(1, "least_requests", 0)
 
 
@@ -181,7 +181,7 @@ def test_affinity_overflows_to_the_keys_next_worker() -> None:
     assert len({chosen.row for key, chosen in after.items() if first[key] == 3}) == 4
 
 
-def test_affinity_overflows_when_its_worker_has_no_room() -> None:
+def test_affinity_overflows_when_the_worker_is_full() -> None:
     workers = fleet([10] * 3)
     first = {key: chosen.row for key, chosen in by_key(workers).items()}
     workers.limit[1] = 10
@@ -226,9 +226,11 @@ TIER_CASES: dict[str, tuple[list[int], list[tuple[int, int, int]], list[tuple[fl
 }
 
 
-def test_a_hit_is_worth_what_reading_it_saves() -> None:
-    """Of each worker its requests; the blocks that it has on its device, and behind these in host and storage; and what it saves
-    by reading there. The one that is picked, and the tokens that it is taken to have."""
+def test_prefix_aware_weights_hits_by_the_saving_of_the_tier() -> None:
+    """Each case has the requests, the blocks on device, host and storage, and the savings of each worker.
+
+    Then follow the expected worker and its predicted tokens.
+    """
     for name, (requests, blocks, saves, row, predicted) in TIER_CASES.items():
         workers = fleet(requests)
         workers.owner[: len(requests)] = range(len(requests))
@@ -238,7 +240,7 @@ def test_a_hit_is_worth_what_reading_it_saves() -> None:
         assert (chosen.row, chosen.predicted_tokens) == (row, predicted), name
 
 
-def test_what_saves_nothing_is_worth_little_where_it_is_tried() -> None:
+def test_hits_of_assumes_a_small_saving_when_a_tier_is_tried() -> None:
     workers = fleet([10, 10])
     workers.owner[:2] = range(2)
     workers.host_saves[:2], workers.storage_saves[:2] = (0.0, 0.9), (0.0, 0.0)
@@ -249,11 +251,11 @@ def test_what_saves_nothing_is_worth_little_where_it_is_tried() -> None:
     assert tried.saved[:2] / 64 == pytest.approx([1 + 6 * TRIED_SAVES, 1 + 2 * 0.9 + 4 * TRIED_SAVES])
 
 
-def test_an_index_that_knows_of_devices_alone_says_what_it_always_said() -> None:
+def test_hits_of_returns_device_matches_when_the_index_has_no_lower_tiers() -> None:
     workers = fleet([10, 10, 10])
     workers.owner[:3] = [1, 7, -1]
     hits = hits_of(np.array([[3, 5]]), workers)
-    assert hits.saved is None and hits.matched[:3].tolist() == [5 * 64, 0, 0], "of an owner that came meanwhile nothing is known"
+    assert hits.saved is None and hits.matched[:3].tolist() == [5 * 64, 0, 0], "owners outside of the index have no match"
     assert not hits_of(np.zeros((1, 0), np.int64), workers).matched.any()
 
 
@@ -262,17 +264,17 @@ def test_an_index_that_knows_of_devices_alone_says_what_it_always_said() -> None
     [([64, 0], False), ([65, 0], True), ([200, 134], False), ([195, 130], False), ([196, 130], True)],
     ids=["64 more", "65 more", "more, but not 1.5 times", "1.5 times", "both"],
 )
-def test_the_gate_is_sglangs(requests: list[int], trips: bool) -> None:
+def test_load_gate_has_the_thresholds_of_sglang(requests: list[int], trips: bool) -> None:
     workers = fleet(requests)
     assert (pick("prefix_aware", workers, ask(workers)).reason == "load_gate") is trips
 
 
-def test_the_gate_knows_that_sizes_differ() -> None:
+def test_load_gate_is_relative_to_the_size_of_workers() -> None:
     workers = fleet([160, 20], [400, 50])
     assert pick("prefix_aware", workers, ask(workers)).reason == "no_match"
 
 
-def test_a_key_with_a_match_goes_to_the_match() -> None:
+def test_prefix_aware_prefers_a_match_to_the_routing_key() -> None:
     workers = fleet([10] * 4)
     home = pick("prefix_aware", workers, ask(workers, key="u")).row
     other = (home + 1) % 4
@@ -281,7 +283,7 @@ def test_a_key_with_a_match_goes_to_the_match() -> None:
     assert pick("prefix_aware", workers, ask(workers, matched, key="u")) == Pick(other, "prefix", 640)
 
 
-def test_a_busy_key_overflows_under_prefix_aware_well_before_the_gate() -> None:
+def test_prefix_aware_overflows_a_busy_routing_key_before_the_gate() -> None:
     workers = fleet([10] * 4)
     home = pick("prefix_aware", workers, ask(workers, key="u")).row
     workers.requests[home] = 17
@@ -289,8 +291,8 @@ def test_a_busy_key_overflows_under_prefix_aware_well_before_the_gate() -> None:
     assert chosen.row != home and chosen.reason == "affinity_overflow"
 
 
-def test_two_gateways_send_a_new_prefix_to_the_same_worker() -> None:
-    """Whatever each of them picked last."""
+def test_prefix_aware_sends_a_new_prefix_to_the_same_worker_at_all_gateways() -> None:
+    """The last picks of the gateways differ."""
     for number in range(20):
         request = Ask(1000, first_block=number.to_bytes(8, "big"))
         one = pick("prefix_aware", set_last(fleet([5, 5, 6, 5]), [9, 1, 4, 3]), request)
@@ -298,7 +300,7 @@ def test_two_gateways_send_a_new_prefix_to_the_same_worker() -> None:
         assert one == other and one.reason == "no_match"
 
 
-def test_a_new_prefix_goes_to_one_of_the_idlest() -> None:
+def test_prefix_aware_sends_a_new_prefix_to_a_least_loaded_worker() -> None:
     workers = fleet([100, 104, 107, 130])
     rows = Counter(pick("prefix_aware", workers, Ask(1000, first_block=bytes([number]))).row for number in range(200))
     assert set(rows) == {0, 1} or set(rows) == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Routing over many requests: workers of a time model, the real index and policies. No clock: time is a number."""
+"""Routing of many requests with the real index and policies, simulated workers and a virtual clock."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Outcome:
 
 
 class Simulation:
-    """A closed loop: `clients` requests are open all the time. A worker prefills one after the other what its cache (LRU, of
-    `cache_blocks`) does not have, and decodes in parallel."""
+    """A closed loop with `clients` open requests.
+
+    A worker has an LRU cache of `cache_blocks`. It computes uncached blocks request by request and decodes in parallel.
+    """
 
     def __init__(self, policy: str, workers: int, clients: int, cache_blocks: int, config: RoutingConfig | None = None) -> None:
         self.columns, self.index = WorkerColumns(), PrefixIndex()
@@ -75,7 +77,7 @@ class Simulation:
         return pick.row
 
     def prefill(self, row: int, prompt: list[bytes]) -> int:
-        """Returns how many leading blocks were cached; all of them are afterwards."""
+        """Caches the blocks of a prompt. Returns the number of leading blocks that were cached before."""
         cache, owner = self.caches[row], int(self.columns.owner[row])
         cached = next((depth for depth, block in enumerate(prompt) if block not in cache), len(prompt))
         for block in reversed(prompt):
@@ -92,7 +94,7 @@ def blocks(rng: random.Random, count: int) -> list[bytes]:
 
 
 def with_one_hot_prefix(rng: random.Random) -> Iterator[list[bytes]]:
-    """60 % of all prompts begin with the same 2048 tokens; the others share nothing."""
+    """Yields prompts of which 60 % begin with the same 2048 tokens, and the rest share no prefix."""
     hot = blocks(rng, 32)
     while True:
         yield (hot + blocks(rng, 2)) if rng.random() < 0.6 else blocks(rng, 34)
@@ -107,24 +109,24 @@ def shared_prefixes(rng: random.Random, groups: int, prompts: int) -> list[list[
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("clients", [32, 64, 256])
-def test_a_hot_prefix_puts_no_worker_far_above_the_mean(clients: int) -> None:
+def test_prefix_aware_bounds_the_load_of_a_hot_prefix(clients: int) -> None:
     prompts = list(itertools.islice(with_one_hot_prefix(random.Random(1)), 2000))
     outcome = Simulation("prefix_aware", 8, clients, cache_blocks=4000).run(prompts)
     assert outcome.loads.mean(axis=0).max() <= 1.25 * outcome.loads.mean()
     over = outcome.loads.max(axis=1) > 1.5 * outcome.loads.mean(axis=1)
     assert not over.any()
-    assert outcome.hit_rate > 0.5  # of the 0.56 that there are
+    assert outcome.hit_rate > 0.5  # at most 0.56 is possible
 
 
-def test_without_sharing_it_does_what_least_requests_does() -> None:
+def test_prefix_aware_equals_least_requests_when_no_prefix_is_shared() -> None:
     rng = random.Random(2)
     prompts = [blocks(rng, rng.randint(2, 40)) for _ in range(1500)]
     rows = [Simulation(policy, 8, 100, cache_blocks=2000).run(prompts).rows for policy in ("prefix_aware", "least_requests")]
     assert rows[0] == rows[1]
 
 
-def test_shared_prefixes_meet_their_caches() -> None:
-    """64 groups of 16 prompts over 8 workers that hold an eighth of them each."""
+def test_prefix_aware_raises_the_hit_rate_of_shared_prefixes() -> None:
+    """64 groups of 16 prompts go to 8 workers, each of which can cache an eighth of the prefixes."""
     prompts = shared_prefixes(random.Random(3), 64, 16)
     aware, other = (Simulation(p, 8, 64, cache_blocks=512).run(prompts) for p in ("prefix_aware", "round_robin"))
     assert aware.hit_rate >= 3 * other.hit_rate

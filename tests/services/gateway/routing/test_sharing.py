@@ -1,11 +1,11 @@
-"""When a new prefix is placed where other gateways would place it too."""
+"""The sharing meter, which decides whether gateways place a new prefix on the same worker."""
 
 from __future__ import annotations
 
 from services.gateway.routing.sharing import SharingMeter
 
 
-def test_sharing_is_taken_for_granted_until_it_has_long_not_been_seen() -> None:
+def test_sharing_meter_assumes_sharing_at_first() -> None:
     meter = SharingMeter()
     unseen = 0
     while meter.seen:
@@ -14,7 +14,7 @@ def test_sharing_is_taken_for_granted_until_it_has_long_not_been_seen() -> None:
     assert 32 < unseen < 128
 
 
-def test_one_match_in_five_is_sharing_and_one_in_fifty_is_not() -> None:
+def test_sharing_meter_sees_sharing_at_one_match_in_five() -> None:
     for every, seen in ((5, True), (50, False)):
         meter = SharingMeter()
         for number in range(1000):
