@@ -1,4 +1,4 @@
-"""The gateway's copy of the prefix index: equal to what workers hold, and harmless when Redis is not as it should be."""
+"""The gateway's copy of the prefix index, with healthy and faulty Redis servers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stored(*numbers: int) -> CacheEvents:
 
 @pytest.fixture(params=EITHER_SERVER)
 def own_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """One that the test may break."""
+    """Yields a server that the test may break."""
     with redis_server(request.param) as server:
         yield server
 
@@ -59,7 +59,7 @@ class Copy:
         self.changes += 1
 
     def blocks(self, worker: str = WORKER, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes] | None:
-        """None: no owner."""
+        """Returns the mirrored blocks of a worker, or None if it has no owner."""
         number = self.mirror.owner_of(worker)
         return None if number < 0 else self.index.blocks(number, tier)
 
@@ -72,7 +72,7 @@ async def running(work: Awaitable[None]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=10)
-        assert task.cancelled(), "it ran until it was told to end"
+        assert task.cancelled(), "it ran until its cancellation"
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ def moved(add: Iterable[bytes], gone: Iterable[bytes] = ()) -> list[BlockMove]:
 
 
 def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
-    """One mirror sees all from the start, one comes in the middle and reads the blocks first."""
+    """The early mirror runs from the start. The late mirror reads the blocks first."""
 
     async def body() -> None:
         rng = random.Random(7)
@@ -148,7 +148,7 @@ def test_two_mirrors_agree_with_the_workers(server: RedisServer) -> None:
     run(body)
 
 
-def test_a_large_worker_is_read_in_parts(server: RedisServer) -> None:
+def test_mirror_reads_a_large_worker_in_parts(server: RedisServer) -> None:
     async def body() -> None:
         client = redis_client(server.url, 5.0)
         records = WorkerRecords(client, MODEL, WORKER)
@@ -166,7 +166,7 @@ def test_a_large_worker_is_read_in_parts(server: RedisServer) -> None:
     run(body)
 
 
-def test_restart_and_flush_void_everything_older(server: RedisServer) -> None:
+def test_mirror_voids_older_generations_after_a_restart_or_flush(server: RedisServer) -> None:
     async def body() -> None:
         async with mirrored(server) as copy:
             async with published(server, 1) as first:
@@ -183,13 +183,13 @@ def test_restart_and_flush_void_everything_older(server: RedisServer) -> None:
                 second.cached(CacheEvents(True, blocks(5), ()))
                 await until(lambda: copy.blocks() == {block(5)})
                 assert copy.mirror.leases[WORKER] == second.generation != 2
-                await until(lambda: copy.index.num_blocks == 1), "what is void is swept"
+                await until(lambda: copy.index.num_blocks == 1), "void blocks are swept"
             await until(lambda: copy.mirror.owner_of(WORKER) == -1 or copy.mirror.lease_alive(WORKER) is not True)
 
     run(body)
 
 
-def test_several_models(server: RedisServer) -> None:
+def test_mirror_follows_several_models(server: RedisServer) -> None:
     async def body() -> None:
         async with published(server, 1, "a", "x") as a, published(server, 2, "b", "y") as b, mirrored(server, "x") as copy:
             a.cached(stored(1))
@@ -205,7 +205,7 @@ def test_several_models(server: RedisServer) -> None:
     run(body)
 
 
-def test_a_lease_that_ends_takes_its_owner_along(server: RedisServer) -> None:
+def test_mirror_retires_an_owner_when_the_lease_ends(server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
         copy = Copy(server, clock=lambda: now[0])
@@ -228,18 +228,18 @@ def test_a_lease_that_ends_takes_its_owner_along(server: RedisServer) -> None:
     run(body)
 
 
-# Redis as it is
+# Faults of Redis
 
 
 @pytest.mark.by_day(one_in=2)
-def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
+def test_mirror_recovers_when_redis_restarts_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher, mirrored(own_server) as copy:
             publisher.cached(stored(*range(600)))
             await until(lambda: copy.blocks() == publisher.blocks.held())
             own_server.kill()
             await until(lambda: not copy.mirror.available)
-            assert copy.blocks() == {*blocks(*range(600))}, "routing goes on by what was known"
+            assert copy.blocks() == {*blocks(*range(600))}, "routing continues with the known blocks"
             assert copy.mirror.lease_alive(WORKER, 1) is None
             publisher.cached(CacheEvents(False, blocks(1000), blocks(0)))
             await until(lambda: publisher.counts.failures > 0)
@@ -253,7 +253,7 @@ def test_killed_and_restarted_empty(own_server: RedisServer) -> None:
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_an_empty_redis_takes_nothing_away_at_once(own_server: RedisServer) -> None:
+def test_mirror_keeps_owners_at_first_when_redis_is_empty(own_server: RedisServer) -> None:
     async def body() -> None:
         now = [1000.0]
         copy = Copy(own_server, clock=lambda: now[0])
@@ -279,7 +279,7 @@ def test_an_empty_redis_takes_nothing_away_at_once(own_server: RedisServer) -> N
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_redis_that_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_recovers_when_redis_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_reader, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(publishing, "RENEW_S", 0.5)
 
@@ -300,7 +300,7 @@ def test_a_redis_that_hangs(own_server: RedisServer, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.by_day(one_in=2)
-def test_a_full_redis(own_server: RedisServer) -> None:
+def test_mirror_recovers_when_redis_is_full(own_server: RedisServer) -> None:
     async def body() -> None:
         async with published(own_server) as publisher, mirrored(own_server) as copy:
             publisher.cached(stored(*range(100)))
@@ -317,12 +317,12 @@ def test_a_full_redis(own_server: RedisServer) -> None:
     run(body)
 
 
-# Streams that are not whole
+# Incomplete streams
 
 
 @asynccontextmanager
 async def one_by_hand(server: RedisServer) -> AsyncIterator[tuple[Copy, WorkerRecords]]:
-    """A mirror that knows generation 1 of WORKER after its second event: blocks 1 and 2."""
+    """Yields a mirror of generation 1 of WORKER after its second event, with blocks 1 and 2."""
     client = redis_client(server.url, 2.0)
     records = WorkerRecords(client, MODEL, WORKER)
     await records.register(1, 1)
@@ -336,7 +336,7 @@ async def one_by_hand(server: RedisServer) -> AsyncIterator[tuple[Copy, WorkerRe
 
 
 def hidden(server: RedisServer, add: int, seq: int) -> None:
-    """A change of blocks whose event nobody gets to see."""
+    """Changes blocks and trims their event before it can be read."""
     pipe = server.client.pipeline(transaction=True)
     pipe.sadd(own_key(WORKER, 1), block(add))
     pipe.srem(own_key(WORKER, 1), block(1))
@@ -345,7 +345,7 @@ def hidden(server: RedisServer, add: int, seq: int) -> None:
     pipe.execute()
 
 
-def test_trimmed_before_it_was_read(server: RedisServer) -> None:
+def test_mirror_reads_all_blocks_when_events_are_trimmed(server: RedisServer) -> None:
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
             hidden(server, 3, seq=3)
@@ -358,8 +358,8 @@ def test_trimmed_before_it_was_read(server: RedisServer) -> None:
     run(body)
 
 
-def test_trimmed_and_another_worker_goes_on(server: RedisServer) -> None:
-    """The worker whose event was lost says nothing more; the trim itself is noticed."""
+def test_mirror_notices_trimmed_events_of_a_silent_worker(server: RedisServer) -> None:
+    """The worker of the lost event sends no other event. The mirror notices the trim."""
 
     async def body() -> None:
         async with one_by_hand(server) as (copy, _):
@@ -372,10 +372,10 @@ def test_trimmed_and_another_worker_goes_on(server: RedisServer) -> None:
     run(body)
 
 
-def test_a_gap_in_the_numbers(server: RedisServer) -> None:
+def test_mirror_reads_blocks_again_after_a_gap(server: RedisServer) -> None:
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
-            server.client.sadd(own_key(WORKER, 1), block(3))  # of event 3, which does not come
+            server.client.sadd(own_key(WORKER, 1), block(3))  # block of event 3, which is missing
             await records.publish(1, 4, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(1, 2, 3, 4)})
             assert copy.mirror.counts.gaps == 1 and copy.mirror.counts.loads == 2
@@ -383,7 +383,7 @@ def test_a_gap_in_the_numbers(server: RedisServer) -> None:
     run(body)
 
 
-def test_what_is_no_event_is_skipped(server: RedisServer) -> None:
+def test_mirror_skips_invalid_entries(server: RedisServer) -> None:
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
             for fields in (
@@ -392,7 +392,7 @@ def test_what_is_no_event_is_skipped(server: RedisServer) -> None:
                 event(3, ()).fields() | {b"gen": b"x"},
             ):
                 server.client.xadd(events_key(MODEL), fields)
-            server.client.xadd(events_key(MODEL), event(7, blocks(99), generation=1234).fields())  # of no lease
+            server.client.xadd(events_key(MODEL), event(7, blocks(99), generation=1234).fields())  # a generation without a lease
             server.client.sadd(f"workers:{{{MODEL}}}", b"\xff\xfe")
             await records.publish(1, 3, moved(blocks(4)))
             await until(lambda: copy.blocks() == {*blocks(1, 2, 4)})
@@ -401,7 +401,7 @@ def test_what_is_no_event_is_skipped(server: RedisServer) -> None:
     run(body)
 
 
-def test_an_old_generation_late_in_the_stream_changes_nothing(server: RedisServer) -> None:
+def test_mirror_ignores_late_events_of_an_old_generation(server: RedisServer) -> None:
     async def body() -> None:
         async with one_by_hand(server) as (copy, records):
             await records.register(2, 1)
@@ -414,15 +414,15 @@ def test_an_old_generation_late_in_the_stream_changes_nothing(server: RedisServe
     run(body)
 
 
-# The parts
+# Parts of the mirror
 
 
-def test_events_of_a_generation_in_any_order() -> None:
+def test_mirrored_owners_classify_events() -> None:
     index = PrefixIndex()
     owners = MirroredOwners(index)
     assert owners.apply(event(1, blocks(1))) is Applied.FOREIGN and owners.number(WORKER) == -1
     number = owners.adopt(WORKER, 1, None)
-    assert owners.apply(event(5, blocks(1, 2))) is Applied.NEW, "the first after the blocks were read"
+    assert owners.apply(event(5, blocks(1, 2))) is Applied.NEW, "the first event after the reading of the blocks"
     assert owners.apply(event(6, blocks(3), blocks(1))) is Applied.NEW
     assert owners.apply(event(5, blocks(1, 2))) is Applied.OLD
     assert index.blocks(number) == {*blocks(2, 3)}
@@ -432,14 +432,14 @@ def test_events_of_a_generation_in_any_order() -> None:
     assert again != number and index.blocks(again) == frozenset() and not index.match(blocks(2)).any()
 
 
-def test_what_leases_say() -> None:
+def test_lease_table_reports_leases_after_redis_has_settled() -> None:
     table = LeaseTable()
     table.came_back(100.0)
     assert table.alive("w", 1, 200.0) is None, "never seen"
     assert table.saw("w", 1) and not table.saw("w", 1)
     assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [True, True, None]
     assert table.saw("w", None) and not table.saw("w", None)
-    assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], "just back"
+    assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], "Redis has just returned"
     settled = 100.0 + LEASE_TTL_S
     assert [table.alive("w", generation, settled) for generation in (0, 1, 2)] == [False, False, None]
     assert table.saw("w", 2) and table.alive("w", 2, settled) is True and table.alive("w", 1, settled) is None
