@@ -12,8 +12,8 @@ class Names:
     def __init__(self) -> None:
         self.answer: list[str] | OSError = []
         self.lookups = 0
-        self.last = ("", 0)  # what was looked up last: a name and the port of its addresses
-        self.trouble: Callable[[], str] = lambda: ""  # as the discovery that asks it tells it
+        self.last = ("", 0)  # name and port of the last look-up
+        self.trouble: Callable[[], str] = lambda: ""  # trouble() of the discovery under test
 
     async def resolve(self, name: str, port: int) -> Sequence[str]:
         self.lookups += 1
@@ -23,7 +23,7 @@ class Names:
         return list(self.answer)
 
     async def some_lookups(self, more: int) -> None:
-        """So many have begun and ended since."""
+        """Waits for `more` complete look-ups."""
         goal = self.lookups + more + 1
         async with asyncio.timeout(60):
             while self.lookups < goal:

@@ -1,4 +1,4 @@
-"""Targets, and discovery by static lists and by DNS."""
+"""Targets, and discovery by static addresses and by DNS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.services.gateway.discovery.names import Names
         ("k8s:///tokenizer:grpc", KubernetesTarget("tokenizer", "", "grpc")),
     ],
 )
-def test_targets(text: str, target: object) -> None:
+def test_parse_returns_the_target(text: str, target: object) -> None:
     assert parse(text) == target
     assert check_target(text) == text
 
@@ -52,7 +52,7 @@ def test_targets(text: str, target: object) -> None:
         "k8s:///service:port-with-a-long-name",
     ],
 )
-def test_bad_targets_are_named_in_a_sentence(text: str) -> None:
+def test_check_target_refuses_invalid_targets(text: str) -> None:
     with pytest.raises(ValueError, match=r"^'.*\.$") as raised:
         check_target(text)
     assert str(raised.value).startswith(f"'{text}' ")
@@ -63,7 +63,7 @@ def test_bad_targets_are_named_in_a_sentence(text: str) -> None:
 def follow(
     targets: list[str], test: Callable[[Names, list[dict[str, bool]]], object], dns_refresh_s: float = 0.01
 ) -> list[dict[str, bool]]:
-    """Runs a coroutine function beside a Discovery; returns all that was told."""
+    """Runs a coroutine function while a Discovery runs. Returns all reported endpoints."""
 
     async def run() -> list[dict[str, bool]]:
         names, told = Names(), list[dict[str, bool]]()
@@ -83,7 +83,7 @@ def follow(
     return asyncio.run(run())
 
 
-def test_a_static_list_is_told_at_once_and_once() -> None:
+def test_discovery_reports_static_addresses_at_once_and_once() -> None:
     async def test(names: Names, told: list[dict[str, bool]]) -> None:
         await asyncio.sleep(0)
         assert told == [{"a:1": True, "b:2": True}]
@@ -92,7 +92,7 @@ def test_a_static_list_is_told_at_once_and_once() -> None:
     assert len(follow(["a:1", "b:2", "a:1"], test)) == 1
 
 
-def test_static_addresses_do_not_wait_for_names() -> None:
+def test_discovery_reports_static_addresses_before_dns_results() -> None:
     async def test(names: Names, told: list[dict[str, bool]]) -> None:
         names.answer = OSError("no server")
         await names.some_lookups(1)
@@ -105,7 +105,7 @@ def test_static_addresses_do_not_wait_for_names() -> None:
     follow(["dns:///name:7", "a:1"], test)
 
 
-def test_names_are_looked_up_again() -> None:
+def test_discovery_reports_changed_dns_results() -> None:
     async def test(names: Names, told: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1", "fd00::1"]
         await names.some_lookups(3)
@@ -116,10 +116,10 @@ def test_names_are_looked_up_again() -> None:
         await names.some_lookups(1)
         assert told[-1] == {"10.0.0.2:7": True}
 
-    assert len(follow(["dns:///name:7"], test)) == 3  # nothing yet, and two answers: another order is no change
+    assert len(follow(["dns:///name:7"], test)) == 3  # the empty start and two results; another order is no change
 
 
-def test_a_failing_lookup_keeps_the_last_answer() -> None:
+def test_discovery_keeps_the_last_result_when_a_lookup_fails() -> None:
     async def test(names: Names, told: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
@@ -133,7 +133,7 @@ def test_a_failing_lookup_keeps_the_last_answer() -> None:
     follow(["dns:///name:7"], test)
 
 
-def test_one_empty_answer_is_not_believed_and_two_are() -> None:
+def test_dns_watch_accepts_the_second_empty_result() -> None:
     async def test(names: Names, told: list[dict[str, bool]]) -> None:
         names.answer = ["10.0.0.1"]
         await names.some_lookups(1)
@@ -148,7 +148,7 @@ def test_one_empty_answer_is_not_believed_and_two_are() -> None:
     follow(["dns:///name:7"], test, dns_refresh_s=0.05)
 
 
-def test_failing_lookups_back_off() -> None:
+def test_dns_watch_backs_off_after_failures() -> None:
     watch = dns.DnsWatch(DnsTarget("name", 7), 5.0, Names().resolve, lambda endpoints: None)
     assert watch._pause_s() == dns.FIRST_PAUSE_S
     watch._answered = True
@@ -158,14 +158,14 @@ def test_failing_lookups_back_off() -> None:
     assert pauses == [5.0, 10.0, 20.0, dns.LONGEST_PAUSE_S, dns.LONGEST_PAUSE_S]
 
 
-def test_the_systems_resolver() -> None:
+def test_resolve_uses_the_system_resolver() -> None:
     async def run() -> None:
         assert "127.0.0.1" in await dns.resolve("localhost", 7)
 
     asyncio.run(run())
 
 
-def test_a_name_without_addresses_is_an_empty_answer_and_a_silent_server_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_returns_nothing_for_a_missing_name_and_raises_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(code: int) -> list[str]:
         async def getaddrinfo(*_: object, **__: object) -> object:
             raise socket.gaierror(code, "")

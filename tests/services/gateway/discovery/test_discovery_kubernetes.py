@@ -1,4 +1,4 @@
-"""EndpointSlices: the rules of reading them, and list and watch by the real client against a small API server."""
+"""EndpointSlices: their conversion, and lists and watches by the real client against a small API server."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def slice_of(
         ({"ready": True, "serving": True, "terminating": True}, False),  # publishNotReadyAddresses
     ],
 )
-def test_conditions(conditions: dict[str, Any], ready: bool) -> None:
+def test_endpoints_of_reads_the_conditions_of_endpoints(conditions: dict[str, Any], ready: bool) -> None:
     assert endpoints_of([slice_of("a", endpoint("10.0.0.1", **conditions))], 7) == {"10.0.0.1:7": ready}
 
 
-def test_slices_merge() -> None:
+def test_endpoints_of_merges_slices() -> None:
     slices = [
         slice_of("a", endpoint("10.0.0.1", ready=False), endpoint("10.0.0.2", "10.9.9.9")),
         slice_of("b", endpoint("10.0.0.1", ready=True), endpoint("10.0.0.3")),
@@ -65,7 +65,7 @@ def test_slices_merge() -> None:
     assert endpoints_of(slices, 7) == {"10.0.0.1:7": True, "10.0.0.2:7": True, "10.0.0.3:7": True}
 
 
-def test_a_pod_of_two_families_counts_once() -> None:
+def test_endpoints_of_counts_a_dual_stack_pod_once() -> None:
     slices = [
         slice_of("a", endpoint("fd00::1", uid="one"), endpoint("fd00::2", uid="two"), family="IPv6"),
         slice_of("b", endpoint("10.0.0.1", uid="one"), family="IPv4"),
@@ -73,7 +73,7 @@ def test_a_pod_of_two_families_counts_once() -> None:
     assert endpoints_of(slices, 7) == {"10.0.0.1:7": True, "[fd00::2]:7": True}
 
 
-def test_ports_by_name_are_each_slices_own() -> None:
+def test_endpoints_of_looks_a_port_name_up_in_each_slice() -> None:
     slices = [
         slice_of("a", endpoint("10.0.0.1"), ports=((7001, "grpc"), (9101, "metrics"))),
         slice_of("b", endpoint("10.0.0.2"), ports=((7002, "grpc"),)),
@@ -83,12 +83,12 @@ def test_ports_by_name_are_each_slices_own() -> None:
 
 
 class ApiServer:
-    """Lists `slices`; a watch gives `events` after its version as they are added, until `watches_end` or a cut."""
+    """An API server that lists `slices`. A watch sends events after its version until its timeout or cut()."""
 
     def __init__(self) -> None:
         self.slices: list[dict[str, Any]] = []
         self.version = 1
-        self.oldest = 0  # versions before are gone
+        self.oldest = 0  # earlier versions are gone
         self.refuse: dict[str, int] = {}  # "list" or "watch" → status
         self.queries: list[dict[str, str]] = []
         self.tokens: set[str] = set()
@@ -145,7 +145,7 @@ class ApiServer:
             self._changed.notify_all()
 
     def say(self, event: dict[str, Any]) -> None:
-        """A line of the watches that are no event of a slice."""
+        """Sends an event that is not about a slice."""
         with self._changed:
             self.version += 1
             self._events.append((self.version, json.dumps(event).encode() + b"\n"))
@@ -161,7 +161,7 @@ class ApiServer:
         url = urlsplit(request.path)
         query = {key: values[0].lower() for key, values in parse_qs(url.query).items()} | {"path": url.path}
         with self._changed:
-            cuts = self._cuts  # a cut that follows is this request's too, once the request can be seen
+            cuts = self._cuts  # a later cut() ends this request too, once it is listed in `queries`
             self.queries.append(query)
         self.tokens.add(request.headers.get("Authorization", ""))
         is_watch = query.get("watch") == "true"
@@ -253,7 +253,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
         yield running
 
 
-def test_list_and_watch(server: ApiServer) -> None:
+def test_kubernetes_watch_lists_and_follows_slices(server: ApiServer) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"))]
         async with following(server, "grpc") as heard:
@@ -277,7 +277,7 @@ def test_list_and_watch(server: ApiServer) -> None:
     asyncio.run(run())
 
 
-def test_what_changes_nothing_is_not_told(server: ApiServer) -> None:
+def test_kubernetes_watch_reports_only_changes(server: ApiServer) -> None:
     async def run() -> None:
         async with following(server) as heard:
             await heard.until({})
@@ -290,7 +290,7 @@ def test_what_changes_nothing_is_not_told(server: ApiServer) -> None:
     asyncio.run(run())
 
 
-def test_the_next_watch_goes_on_where_the_last_one_ended(server: ApiServer) -> None:
+def test_kubernetes_watch_continues_at_the_last_version(server: ApiServer) -> None:
     async def run() -> None:
         async with following(server, watch_s=3.0) as heard:
             await heard.until({})
@@ -306,7 +306,9 @@ def test_the_next_watch_goes_on_where_the_last_one_ended(server: ApiServer) -> N
 
 
 @pytest.mark.parametrize("as_status", [False, True], ids=["as an event", "as a status"])
-def test_versions_that_are_gone_are_listed_again(server: ApiServer, as_status: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_kubernetes_watch_lists_again_when_the_version_is_gone(
+    server: ApiServer, as_status: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with following(server) as heard:
             await heard.until({})
@@ -325,7 +327,7 @@ def test_versions_that_are_gone_are_listed_again(server: ApiServer, as_status: b
     asyncio.run(run())
 
 
-def test_a_watch_that_breaks_is_begun_again(server: ApiServer) -> None:
+def test_kubernetes_watch_reconnects_when_a_watch_breaks(server: ApiServer) -> None:
     async def run() -> None:
         async with following(server) as heard:
             server.send("ADDED", slice_of("a", endpoint("10.0.0.1")))
@@ -336,13 +338,15 @@ def test_a_watch_that_breaks_is_begun_again(server: ApiServer) -> None:
                 await eventually(lambda watches=watches: len(server.watches()) > watches)
                 server.send("MODIFIED", slice_of("a", endpoint(f"10.0.0.{n}")))
                 await heard.until({f"10.0.0.{n}:7001": True})
-            assert {} not in heard.told[1:], "the last endpoints stay meanwhile"
+            assert {} not in heard.told[1:], "the last endpoints stay"
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
-def test_refusals_keep_the_last_endpoints(server: ApiServer, verb: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_kubernetes_watch_keeps_endpoints_when_access_is_denied(
+    server: ApiServer, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"))]
         async with following(server) as heard:
@@ -354,7 +358,7 @@ def test_refusals_keep_the_last_endpoints(server: ApiServer, verb: str, caplog: 
             await eventually(lambda: len(server.queries) >= refused + 4)
             assert heard.told == [{"10.0.0.1:7001": True}]
             assert "the last endpoints stay" in caplog.text and "needs list and watch on endpointslices" in caplog.text
-            assert not heard.names.lookups, "one address for all pods is no way to each of them"
+            assert not heard.names.lookups, "one address for all pods does not reach each pod"
             server.refuse.clear()
             server.slices = [slice_of("a", endpoint("10.0.0.2"))]
             await heard.until({"10.0.0.2:7001": True})
@@ -364,7 +368,7 @@ def test_refusals_keep_the_last_endpoints(server: ApiServer, verb: str, caplog: 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
 @pytest.mark.parametrize("port", [7001, "grpc"])
-def test_who_is_refused_looks_names_up_meanwhile(
+def test_kubernetes_service_uses_dns_when_access_is_denied(
     server: ApiServer, verb: str, port: int | str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -391,7 +395,7 @@ def test_who_is_refused_looks_names_up_meanwhile(
     asyncio.run(run())
 
 
-def test_a_name_without_addresses_takes_none_away(server: ApiServer) -> None:
+def test_kubernetes_service_ignores_an_empty_dns_result(server: ApiServer) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
         async with following(server) as heard:
@@ -407,9 +411,7 @@ def test_a_name_without_addresses_takes_none_away(server: ApiServer) -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_is_away_is_waited_for_before_names_are_looked_up(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kubernetes_service_waits_for_the_api_server_before_using_dns(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         server.slices = [slice_of("a", endpoint("10.0.0.1"), headless=True)]
         async with following(server) as heard:
@@ -439,12 +441,12 @@ def test_a_server_that_is_away_is_waited_for_before_names_are_looked_up(
     ],
     ids=["none read", "not headless", "two numbers", "no such port"],
 )
-def test_names_that_say_too_little_are_not_looked_up(slices: list[dict[str, Any]]) -> None:
+def test_has_names_is_false_when_slices_do_not_show_a_headless_service(slices: list[dict[str, Any]]) -> None:
     assert not has_names(slices) or number_of(slices, "grpc") is None
     assert number_of(slices, 7) == 7
 
 
-def test_slices_are_listed_now_and_then_whatever_the_watch_says(server: ApiServer) -> None:
+def test_kubernetes_watch_lists_again_after_resync_s(server: ApiServer) -> None:
     async def run() -> None:
         async with following(server, watch_s=1.0, resync_s=0.1) as heard:
             await heard.until({})
@@ -455,7 +457,7 @@ def test_slices_are_listed_now_and_then_whatever_the_watch_says(server: ApiServe
     asyncio.run(run())
 
 
-def test_a_server_that_is_down_at_the_start(server: ApiServer) -> None:
+def test_kubernetes_watch_retries_when_the_api_server_is_down_at_the_start(server: ApiServer) -> None:
     async def run() -> None:
         host, server.host = server.host, "http://127.0.0.1:1"
         clients: list[client.ApiClient] = []
@@ -479,7 +481,7 @@ def test_a_server_that_is_down_at_the_start(server: ApiServer) -> None:
     asyncio.run(run())
 
 
-def test_the_namespace_is_the_pods_own_where_the_target_names_none(
+def test_kubernetes_watch_uses_the_namespace_of_the_pod_by_default(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert kubernetes_api.own_namespace(tmp_path / "none") == "default"
