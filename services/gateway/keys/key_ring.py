@@ -90,7 +90,7 @@ class KeyRing:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         shown = [secret for secret in (_secret(scheme, bearer), headers.get(b"x-api-key", b"").strip()) if secret]
         if len(shown) == 2 and not hmac.compare_digest(*shown):
-            raise _invalid("'Authorization' and 'x-api-key' have different API keys. Send one of them.")
+            raise _invalid("'Authorization' and 'x-api-key' have different API keys. Send only one.")
         key = table.of_secret(shown[0]) if shown else None
         if key is None:
             raise _invalid("A valid API key is required, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")

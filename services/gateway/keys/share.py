@@ -51,7 +51,7 @@ class Share:
         self.limit = limit  # over all gateways
         self.dirty = True  # something is to be reported
         self.held = 0  # unused amount that this gateway may take while it is shared
-        self.is_shared = False  # Redis grants amounts; False: the gateway is alone, see above
+        self.is_shared = False  # Redis grants amounts, see above
         self._own = own
         self._others = others  # by the last reply
         self._entitled: int | None = None  # used and held amount when Redis was lost; None: it was never shared

@@ -71,7 +71,7 @@ class ShareRefill:
             await self._store.close()
 
     async def turn(self) -> None:
-        """Exchanges the shares of up to KEYS_A_TURN API keys. If Redis is unreachable, all shares continue alone."""
+        """Exchanges the shares of up to KEYS_A_TURN API keys. If Redis is unreachable, all shares continue without it."""
         now = self._clock()
         self._low.clear()
         due = list(self._due(now))
@@ -94,7 +94,7 @@ class ShareRefill:
             budget.answered(answers, settled, now)
 
     def _due(self, now: float) -> Iterator[KeyBudget]:
-        """Yields the budgets to report: first those that have news or that other gateways need, then those due by AGAIN_S."""
+        """Yields the budgets to report. Budgets with news, or on which other gateways need reports, come first."""
         found = self._budgets.values()
         late: list[KeyBudget] = []
         for budget in found:

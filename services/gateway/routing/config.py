@@ -20,8 +20,8 @@ class RoutingPolicy(enum.StrEnum):
 class RoutingConfig:
     """The parameters of the policies."""
 
-    # The load is out of balance if a worker has over gate_abs more requests than the least loaded one, and over gate_rel times as
-    # many (balance_abs_threshold and balance_rel_threshold of SGLang's router).
+    # The load is out of balance if a worker has over gate_abs more requests than the least loaded one, and over gate_rel times
+    # its requests (balance_abs_threshold and balance_rel_threshold of SGLang's router).
     gate_abs: float = 64.0
     gate_rel: float = 1.5
     load_weight: float = 1.0  # cost of one mean load, in matches of a whole prompt

@@ -16,9 +16,9 @@ Fields of state:background:OWNER:ID:
 
     order, prompt       the request; deleted at the end of the response
     status, cancel      status of the response; whether its client has cancelled it
-    takes, taken        gateways that have had the response in a row; Unix second in which the last one took it
-    alive               Unix second of the last sign of life of that gateway
-    holder              lease token of that gateway; "" once it has left the response to others
+    takes, taken        number of gateways in a row that took the response; Unix second of the last take
+    alive               Unix second of the last sign of life of the gateway that took it last
+    holder              lease token of that gateway; "" after it has given the response back (leave())
     pieces              number of pieces written
     decoded, chars, shown, weights, numerics    those of the last piece, see EarlierOutput
     bytes, told         bytes of all data except the record; bytes of the events

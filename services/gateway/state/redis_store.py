@@ -2,7 +2,7 @@
 
 It is not the Redis of the prefix index, which may lose its data at any time.
 
-    state:of:OWNER:NAME   hash   c: content, v: version; every use sets its TTL to ttl_s, unless it is longer
+    state:of:OWNER:NAME   hash   fields c (content) and v (version); every use sets its TTL to ttl_s, unless it is longer
     state:use:OWNER       zset   names of records, by the Unix second at which they expire
     state:size:OWNER      hash   bytes by name of record; field "!" has the total
 
