@@ -24,7 +24,7 @@ class SchedulePolicy(enum.StrEnum):
 
 
 class EvictionPolicy(enum.StrEnum):
-    """Which unlocked leaf of the radix tree goes first."""
+    """The order in which unlocked leaves of the radix tree are evicted."""
 
     LRU = "lru"
     LFU = "lfu"
@@ -34,9 +34,9 @@ class EvictionPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Lengths and budgets are in tokens, sizes of pools in pages, times in seconds. No field has a default.
+    """Configuration of one scheduler. Lengths and budgets are in tokens, pool sizes in pages, times in seconds.
 
-    services/worker/scheduler_config.py makes the configuration of a worker.
+    No field has a default. services/worker/scheduler_config.py makes the configuration of a worker.
     """
 
     num_pages: int
@@ -49,43 +49,43 @@ class SchedulerConfig:
     max_queued_requests: int
     max_prefill_tokens: int
     chunked_prefill_size: int  # 0: prompts are never cut
-    adaptive_chunk_rows: int  # decode rows at which chunks have half the size; 0: never
-    adaptive_chunk_s: float  # time limit of the wait of decode rows for their next step, see ChunkPace; 0: no limit
-    max_extend_steps: int  # extend steps in a row while decode rows wait; 0: as many as the time limit allows
-    prefill_max_requests: int  # extend rows of one step; 0: any number
-    max_prompt_logprob_tokens: int  # prompt tokens of one step with logprobs, which bounds their memory
+    adaptive_chunk_rows: int  # number of decode rows at which the chunk size is halved; 0: the chunk size is constant
+    adaptive_chunk_s: float  # longest time between two decode steps while prompts are computed, see ChunkPace; 0: no limit
+    max_extend_steps: int  # extend steps in a row while decode rows wait; 0: only adaptive_chunk_s limits them
+    prefill_max_requests: int  # extend rows of one step; 0: no limit
+    max_prompt_logprob_tokens: int  # prompt tokens with logprobs in one step, which limits their memory
     enable_mixed_chunk: bool
-    whole_prompts: bool  # the model needs each prompt in one row of one step, so no setting that cuts prompts may be on
+    whole_prompts: bool  # the model needs each prompt in one row of one step; no setting that cuts prompts may be on
     enable_radix_cache: bool
     eviction_policy: EvictionPolicy
     schedule_policy: SchedulePolicy
-    lpm_fallback_threshold: int
+    lpm_fallback_threshold: int  # waiting requests above which `lpm` serves in order of arrival
     enable_priority_scheduling: bool
     schedule_low_priority_values_first: bool
-    priority_preemption_threshold: int  # a waiting request displaces running ones whose priority is worse by more than this
-    schedule_conservativeness: float
-    pooling_reuses_prefix: bool  # a vector may be computed from the tokens after a cached prefix alone (last-token pooling)
+    priority_preemption_threshold: int  # a waiting request may displace a running one whose priority is worse by more than this
+    schedule_conservativeness: float  # factor of the initial new-token ratio
+    pooling_reuses_prefix: bool  # a vector can be computed from the tokens after a cached prefix (last-token pooling)
     max_sessions: int
-    session_capacity: int  # default and upper limit of a session's tokens
-    session_ttl_s: float  # default for sessions that name none
-    waiting_timeout_s: float  # from arrival; 0: none
-    running_timeout_s: float  # from the first admission; 0: none
-    graph_rows: int  # of the executor, see GraphLimits; so are the next two
-    graph_rereads: int
-    eager_step_cost: float
-    max_drafts: int  # draft tokens of a decode row; 0: none
-    speculative_adaptive: bool  # as many draft tokens as pay; otherwise always max_drafts
-    drafts_by_model: bool  # drafting costs work for every token of a request that is drafted for
-    host_pages: int  # of the tier in host memory; 0: no tiers
-    has_storage: bool  # a storage tier lies below it
-    page_bytes: int  # KV of one page
+    session_capacity: int  # default and largest number of a session's tokens
+    session_ttl_s: float  # default lifetime of a session after its last turn
+    waiting_timeout_s: float  # limit from arrival to the first admission; 0: no limit
+    running_timeout_s: float  # limit from the first admission to the end; 0: no limit
+    graph_rows: int  # rows of the executor's largest graph, see GraphLimits.rows
+    graph_rereads: int  # see GraphLimits.rereads
+    eager_step_cost: float  # see GraphLimits.eager_cost
+    max_drafts: int  # most draft tokens of a decode row; 0: the executor does not draft
+    speculative_adaptive: bool  # the scheduler chooses the number of draft tokens that pays; otherwise each row gets max_drafts
+    drafts_by_model: bool  # a draft model computes something for every token of a request that gets draft tokens
+    host_pages: int  # size of the tier in host memory; 0: the worker has no tiers
+    has_storage: bool  # a storage tier is below the host tier
+    page_bytes: int  # bytes of KV of one page
     hicache_write_policy: WritePolicy
     hicache_salt_quota: float  # GB of the host tier for one cache salt; 0: no limit
     hicache_storage_salt_quota: float  # GB of the storage tier for one cache salt; 0: no limit
     reads_peers: bool  # requests may name a KV source in another worker
     disaggregation_hold_s: float  # lifetime of a reservation, and of prefetched pages
-    retract_interval: int  # test hook: retract one request every so many decode steps; 0: never
-    random_seed: int  # of the random policy
+    retract_interval: int  # for tests: one request is retracted at this interval of decode steps; 0: never
+    random_seed: int  # seed of the policy `random`
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1 or self.max_running_requests < 1:

@@ -1,6 +1,7 @@
-"""Counts of the scheduler, and the figures of a turn for metrics, load reports and the simulator.
+"""Counters of the scheduler, and the data of a turn for metrics, load reports and the simulator.
 
-A field that is a metric by itself says so with Told. The core has no Prometheus: the exporter of metrics calls told().
+A field that is exported as a metric is annotated with Told. The core does not import Prometheus: the metrics exporter calls
+told().
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class Counters:
     prompt_tokens_total: int = 0  # prompt tokens of requests at their first admission
     cached_tokens_total: int = 0  # prompt tokens that a prefix hit covered at the first admission
     generated_tokens_total: int = 0  # output tokens, tokens forced by a grammar included
-    retractions_total: int = 0  # running requests that lost their memory because it had run out
-    retracted_input_tokens_total: int = 0  # prompt tokens of these
-    retracted_output_tokens_total: int = 0  # output tokens of these
+    retractions_total: int = 0  # running requests that lost their lease for lack of memory
+    retracted_input_tokens_total: int = 0  # prompt tokens of retracted requests, at each retraction
+    retracted_output_tokens_total: int = 0  # output tokens of retracted requests, at each retraction
     preemptions_total: int = 0  # running requests that a more urgent request displaced
     grammars_total: int = 0  # requests with a grammar
     grammar_hits_total: int = 0  # requests whose grammar was compiled when they arrived
     grammar_aborts_total: int = 0  # aborted requests with a grammar
     verified_rows_total: int = 0  # decode rows with draft tokens
-    drafted_tokens_total: int = 0  # draft tokens in these rows
+    drafted_tokens_total: int = 0  # draft tokens of decode rows
     accepted_tokens_total: int = 0  # draft tokens that verification accepted
 
 
@@ -40,16 +41,16 @@ COUNTER_NAMES = tuple(field.name for field in fields(Counters))
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """metric: its name, without the _total of counters. in_pages: the field counts pages, the metric tells tokens."""
+    """The metric that exports a field of StepStats."""
 
-    metric: str
-    text: str
-    in_pages: bool = False
+    metric: str  # name without the suffix _total of counters
+    text: str  # help text
+    in_pages: bool = False  # the field counts pages, and the exporter converts it to tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Gauges as they are now, then counters since the start (names end in _total). Memory is in pages."""
+    """Present values of gauges, and counters since the start, whose names end in _total. Memory is in pages."""
 
     num_running: Annotated[int, Told("sglang:num_running_reqs", "Requests that run.")]
     max_running_requests: Annotated[int, Told("rootstock_worker_max_running_requests", "Requests that can run at once.")]
@@ -64,9 +65,9 @@ class StepStats:
     new_token_ratio: Annotated[float, Told("sglang:new_token_ratio", "Share of remaining output that admission reserves.")]
     batch_is_full: bool
     paused: bool
-    refuses_new: bool  # max_queued_requests is 0
-    running_by_key: tuple[int, ...]  # requests that run, of each routing key that has any
-    requests_by_key: tuple[int, ...]  # the same of all requests that are here
+    refuses_new: bool  # whether max_queued_requests is 0
+    running_by_key: tuple[int, ...]  # number of running requests of each routing key that has any
+    requests_by_key: tuple[int, ...]  # number of requests of each routing key that has any
     num_sessions: Annotated[int, Told("rootstock_worker_sessions", "Sessions that are open.")]
     session_tokens: Annotated[int, Told("rootstock_worker_session_tokens", "Tokens of context that sessions hold.")]
     requests_total: Annotated[int, Told("sglang:num_requests", "Requests that have come.")]
@@ -97,6 +98,7 @@ class StepStats:
     accepted_tokens_total: Annotated[int, Told("rootstock_worker_accepted_tokens", "Of these, those that were right.")]
     evicted_pages_total: Annotated[int, Told("sglang:evicted_tokens", "Tokens of KV evicted from the radix tree.", True)]
 
+    # Rooms are KV reservations.
     num_rooms: Annotated[int, Told("rootstock_worker_rooms", "Prompts whose KV is kept for decode workers.")]
     rooms_total: Annotated[int, Told("rootstock_worker_rooms_opened", "Prompts whose KV was kept for decode workers.")]
     expired_rooms_total: Annotated[int, Told("rootstock_worker_rooms_expired", "Of these, those that nobody came for in time.")]
@@ -166,9 +168,9 @@ class StepStats:
     pull_bytes_s: Annotated[
         float, Told("rootstock_worker_pull_bytes_per_second", "At which prefill workers were read lately; before, a guess.")
     ] = 0.0
-    pulls_lose: bool = False
-    host_saves: float | None = None
-    storage_saves: float | None = None
+    pulls_lose: bool = False  # reading LOOKED_AT_PAGES pages from the fastest remote worker is slower than computing them
+    host_saves: float | None = None  # share of the computing time that reading from the host saves, or None if unknown
+    storage_saves: float | None = None  # share of the computing time that reading from the storage saves, or None if unknown
     recomputed_pages_total: Annotated[
         int,
         Told(
@@ -189,12 +191,12 @@ class StepStats:
 
     @property
     def pages_used(self) -> int:
-        """By running requests: leased, and cached and pinned."""
+        """Number of pages that running requests use: leased pages, and cached pages that are pinned."""
         return self.pages_leased + self.pages_cached - self.pages_evictable
 
 
 def told() -> dict[str, Told]:
-    """By field, of those that are metrics."""
+    """Returns the annotation of each StepStats field that is exported as a metric."""
 
     def marks() -> Iterator[tuple[str, Told]]:
         for name, hint in get_type_hints(StepStats, include_extras=True).items():

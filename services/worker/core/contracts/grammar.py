@@ -14,7 +14,7 @@ from services.worker.core.contracts.sampling import GrammarSpec
 class Reason(str):
     """The reason for refusing a grammar, for the client."""
 
-    part: int | None  # index in GrammarSpec.parts; None for the whole grammar
+    part: int | None  # index in GrammarSpec.parts, or None if the reason concerns the whole grammar
 
     def __new__(cls, text: str, part: int | None = None) -> Reason:
         reason = super().__new__(cls, text)
@@ -23,7 +23,10 @@ class Reason(str):
 
 
 class Matcher(Protocol):
-    """The state of one request in its grammar. The request owns it, and keeps it over a retraction. `accept` alone changes it."""
+    """The position of one request in its grammar. Only accept() and forced() change it.
+
+    The request owns its matcher, also while it is retracted.
+    """
 
     @property
     def terminated(self) -> bool:
@@ -32,7 +35,7 @@ class Matcher(Protocol):
 
     @property
     def fault(self) -> str:
-        """The reason, for the client, why it accepts no token any more; empty if there is none."""
+        """The reason, for the client, why the matcher accepts no further token; empty without a fault."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -44,17 +47,17 @@ class Matcher(Protocol):
         ...
 
     def forced(self) -> Sequence[int]:
-        """Accepts and returns the next tokens for which the grammar leaves no choice; perhaps none."""
+        """Accepts and returns the next tokens that the grammar determines; empty if the next token is not determined."""
         ...
 
 
 class GrammarBook(Protocol):
-    """Compiled grammars. The loop's thread calls it; it never blocks."""
+    """The compiled grammars of a worker. Only the loop's thread calls it, and no call blocks."""
 
     def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
         """Returns a new matcher, or None if the grammar is not compiled.
 
-        In that case the compilation has begun, and grammar_ready or grammar_failed follows by message. The compiler is shared
+        If it returns None, it starts the compilation. A message grammar_ready or grammar_failed follows. The compiler is shared
         fairly between tenants.
         """
         ...

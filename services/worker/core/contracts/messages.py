@@ -1,6 +1,7 @@
-"""The core's messages, besides plans and results. Plain data.
+"""The messages of the core apart from plans and results, as plain data.
 
-(peer, handle) names a request: peer is the worker's number for a gateway stream, handle is the gateway's number.
+The pair (peer, handle) identifies a request: `peer` is the worker's number for a gateway stream, `handle` is the gateway's number
+for the request.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class FinishReason(enum.IntEnum):
     MATCHED_STRING = 3
     ABORT = 4
     MATCHED_REGEX = 5
-    EMBEDDED = 6  # the request wanted a vector, which is computed
+    EMBEDDED = 6  # the requested vector is computed
     HANDED_OVER = 7  # another worker continues the request
-    SCORED = 8  # the request wanted log probabilities after its prompt, which are computed
+    SCORED = 8  # the requested log probabilities after the prompt are computed
 
 
 class ErrorCode(enum.IntEnum):
@@ -42,20 +43,20 @@ class ErrorCode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """Where a request continues a session."""
+    """The position of a request in a session."""
 
     session_id: str
     parent: str = ""  # request id of an earlier turn; empty for the latest turn, or for the start of a new session
-    offset: int = -1  # tokens of the parent's context to keep; -1 for all
-    replace: bool = False  # forget the parent's later turns
-    drop_previous_output: bool = False  # keep only the parent's prompt
+    offset: int = -1  # first tokens of the parent's context that the turn continues; -1 for all
+    replace: bool = False  # whether the parent's later turns are forgotten
+    drop_previous_output: bool = False  # whether the turn continues only the parent's prompt
 
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """Page keys of a prompt's whole pages, for tiers of KV. They are ignored if the tree has another name by now."""
+    """Page keys of a prompt's whole pages. The core ignores them if the prompt's tree has another name."""
 
-    tree: str
+    tree: str  # name of the tree that the keys were made for
     keys: tuple[bytes, ...]
 
 
@@ -71,30 +72,33 @@ class Submit:
     stream: bool = True
     salt: str = ""  # cache salt, a part of the cache namespace
     priority: int = 0
-    timeout_s: float = 0.0  # from arrival to the last token; 0 for none
+    timeout_s: float = 0.0  # seconds from arrival to the last token; 0 for no limit
     lora: str = ""  # adapter, a part of the cache namespace
     routing_key: str = ""  # requests with the same routing key are a group of the routing-key policy
     session: SessionTurn | None = None  # not with output_ids, hand_over or source
     output_ids: tuple[int, ...] = ()  # output that another worker sampled; the request continues as a retracted one does
     revision: str = ""  # revision of the weights that the request is for; empty for any
-    tenant: bytes = b""  # empty for none
-    batch: int = 0  # number of a batch of this peer's prompts; 0 for a prompt that came alone
+    tenant: bytes = b""  # tenant that the prompt tokens are charged to; empty for none
+    batch: int = 0  # number of a batch of prompts from this gateway stream; 0 for a single prompt
     weight: float = 1.0  # weight of the tenant's share, above 0
-    page_keys: PromptKeys | None = None  # made by the reader of the message; None: the core makes the keys that it needs
-    hand_over: KvReservation | None = None  # keeps the pages; the request ends with its next token
-    source: KvSource | None = None  # pages in another worker
-    prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # int32[n], probable output; used for draft tokens alone
+    # Page keys from the reader of gateway messages. Without them, the core makes the keys.
+    page_keys: PromptKeys | None = None
+    hand_over: KvReservation | None = None  # reservation for the next worker; the request ends here with its next token
+    source: KvSource | None = None  # first pages of the prompt in another worker
+    # int32[n], probable output, from which draft tokens are taken.
+    prediction: NDArray[np.int32] = field(default_factory=no_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Pages of a prompt that another worker is computing, to be read before the request with this handle arrives."""
+    """A prompt that another worker still computes. Its pages are read before the request with this handle arrives."""
 
     peer: int
     handle: int
     prompt_ids: NDArray[np.int32]  # int32[n], n >= 1
-    source: KvSource  # with the number of pages that can be read now
-    salt: str = ""  # this field and the following ones are those of Submit
+    source: KvSource  # names the number of pages that can be read now
+    # The following fields have the meaning of Submit's fields.
+    salt: str = ""
     lora: str = ""
     revision: str = ""
     page_keys: PromptKeys | None = None
@@ -103,7 +107,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class PagesReady:
-    """The number of first pages of a prompt that a prefill worker has computed, and that can be read from the reservation."""
+    """The number of a prompt's first pages that a prefill worker has computed and that can be read from the reservation."""
 
     handle: int
     room: KvReservation
@@ -116,12 +120,18 @@ class Verified:
 
     rows: int = 0  # decode rows with draft tokens
     drafted: int = 0  # draft tokens in these rows
-    accepted: int = 0  # accepted ones
+    accepted: int = 0  # draft tokens that verification accepted
     predicted: int = 0  # draft tokens that came from the request's prediction
-    right_predicted: int = 0  # accepted ones of these
+    right_predicted: int = 0  # accepted draft tokens that came from the prediction
 
     def and_row(self, drafted: int, accepted: int, predicted: bool = False) -> Verified:
-        """Returns the results with one more row. predicted: whether its draft tokens came from the prediction."""
+        """Returns the results with one more row.
+
+        Args:
+            drafted: draft tokens of the row.
+            accepted: draft tokens that were accepted.
+            predicted: whether the draft tokens came from the request's prediction.
+        """
         assert 0 <= accepted <= drafted, "an accepted token was drafted"
         of_prediction = (drafted, accepted) if predicted else (0, 0)
         return Verified(
@@ -144,49 +154,49 @@ class Finish:
     request_id: str
     reason: FinishReason
     matched_stop: str = ""  # the stop string or stop pattern
-    matched_token: int = -1
+    matched_token: int = -1  # the stop token; -1 for none
     error: ErrorCode = ErrorCode.NONE
-    message: str = ""  # reason of an error, without the field's name, which goes before it on the wire
+    message: str = ""  # reason of an error; the wire puts the field's name before it
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_from: dict[Tier, int] = field(default_factory=dict)  # cached_tokens by tier; empty if the device is the only one
     completion_tokens: int = 0
-    queue_s: float = 0.0  # from arrival to the first admission, or to the end if there was none
+    queue_s: float = 0.0  # seconds from arrival to the first admission, or to the end if the request was never admitted
     retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
     embedding: NDArray[np.float32] | None = None  # float32[dimensions] with EMBEDDED
     label_logprobs: NDArray[np.float32] | None = None  # float32[labels] with SCORED, see ScoreParams
     field: str = ""  # invalid field of the request with INVALID_ARGUMENT; empty if there is no single one
-    element: int | None = None  # index of the value of a repeated `field`
-    room: KvReservation | None = None  # with HANDED_OVER, keeps room_pages whole pages; None: no pages are kept
-    room_pages: int = 0
+    element: int | None = None  # index of the invalid value if `field` is repeated
+    room: KvReservation | None = None  # with HANDED_OVER: reservation of the computed pages, or None if no page is reserved
+    room_pages: int = 0  # whole pages in the reservation
 
 
 @dataclass(slots=True)
 class PeerOutput:
-    """The news of one step for one gateway, in parallel columns: handles[i] got counts[i] new tokens."""
+    """The outputs of one step for one gateway, in parallel columns: the request handles[i] has counts[i] new tokens."""
 
     peer: int
     handles: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # flat
+    tokens: list[int] = field(default_factory=list)  # the new tokens of all requests, flat, in the order of handles
     finishes: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, list[RowLogprobs]]] = field(default_factory=list)  # (handle, logprobs of its new tokens)
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)  # (handle, next positions), in order
-    predicted: list[tuple[int, Verified]] = field(default_factory=list)  # (handle, results so far), if it has a prediction
-    ready: list[PagesReady] = field(default_factory=list)  # of prompts that are not computed completely
+    predicted: list[tuple[int, Verified]] = field(default_factory=list)  # (handle, results so far) of requests with a prediction
+    ready: list[PagesReady] = field(default_factory=list)  # readable pages of prompts that are not completely computed
 
 
 class PauseMode(enum.StrEnum):
-    """What a pause does with the present requests. New requests wait until the pause ends."""
+    """The effect of a pause on present requests. New requests wait until the pause ends."""
 
-    ABORT = "abort"  # they end
-    RETRACT = "retract"  # running ones free their memory and wait; their cached prefixes may be flushed
-    IN_PLACE = "in_place"  # they keep their memory and continue after the pause
+    ABORT = "abort"  # present requests end
+    RETRACT = "retract"  # running requests free their memory and wait; their cached prefixes may be flushed
+    IN_PLACE = "in_place"  # running requests keep their memory and continue after the pause
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One message for each gateway that has news."""
+    """The messages of one step to gateways, at most one for each."""
 
     peers: tuple[PeerOutput, ...]

@@ -17,7 +17,8 @@ from services.worker.core.contracts.sampling import SamplingParams
 from services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
-VERIFIED_TOKENS = 16  # tokens of a decode step up to which reading the weights bounds it, so that draft tokens cost little
+# Tokens of a decode step up to which reading the weights dominates its time, so that draft tokens cost little.
+VERIFIED_TOKENS = 16
 NO_STEP = 0  # steps are numbered from 1
 _NO_TOKENS: I32 = np.empty(0, dtype=np.int32)
 
@@ -36,52 +37,52 @@ class ForwardMode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotParams:
-    """What the executor keeps on its device for a slot, from the step that admits it until the slot is admitted again."""
+    """The data that the executor stores for a slot, from the step that admits the slot until its next admission."""
 
     slot: int
-    num_prompt_tokens: int  # of the user's prompt, without output that was kept over a retraction
+    num_prompt_tokens: int  # tokens of the client's prompt, without output from before a retraction
     params: SamplingParams
-    stop_token_ids: tuple[int, ...]  # masked until min_new_tokens outputs exist; EOS included unless it is ignored
-    history: I32  # int32[n], prompt and kept output; empty unless penalties need counts or the slot is drafted for
+    stop_token_ids: tuple[int, ...]  # masked until min_new_tokens outputs exist; EOS is included unless it is ignored
+    history: I32  # int32[n], prompt and output so far; empty unless penalties or the drafter need it
     prediction: I32 = field(default_factory=no_tokens)  # int32[n], probable output, for the drafter
     drafted_for: bool = False  # whether the decode rows of the slot may have draft tokens
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step. The first num_extend rows are extend rows, the others decode rows.
+    """The rows of one step: num_extend extend rows, then the decode rows.
 
-    Row r computes the positions starts[r] to starts[r] + num_tokens[r] - 1 of its sequence. Update u of the page tables sets
-    the logical pages table_firsts[u] to table_firsts[u] + table_counts[u] - 1 of the slot table_slots[u] to the next
-    table_counts[u] ids of table_pages. The updates are applied before the forward pass, in any order, because no two have the
-    same entry. A slot's table is stale beyond the pages that its rows cover.
+    Row r computes the positions starts[r] to starts[r] + num_tokens[r] - 1 of its sequence. Update u of the page tables sets the
+    logical pages table_firsts[u] to table_firsts[u] + table_counts[u] - 1 of the slot table_slots[u] to the next table_counts[u]
+    ids of table_pages. The updates are applied before the forward pass, in any order, because no two write the same entry. A
+    slot's table is stale beyond the pages that its rows cover.
     """
 
     step_id: int
     mode: ForwardMode
     num_extend: int
     slots: I32  # [rows]
-    # [rows]; for a row with draft tokens the last position that it can start at, because the step before it is not committed.
+    # [rows]; for a row with draft tokens, the last position at which it can start, because the step before it is not committed.
     starts: I32
     num_tokens: I32  # [rows]
     # Tokens of the extend rows, flat, in row order. A decode row takes its one input token from FutureMap[slot].
     input_ids: I32
     # bool[rows]; False for a chunk that is not its request's last. Rows whose request does not sample are not sampled either.
     sample: NDArray[np.bool_]
-    mask_rows: I32  # rows with sample set that need a grammar mask in the executor's sample()
-    prompt_logprob_rows: I32  # extend rows that give logprobs of prompt tokens
-    prompt_logprob_offsets: I32  # in parallel: index in the row of the first token that predicts a wanted one
-    prompt_logprob_nexts: I32  # in parallel: the prompt token after the row's last one; -1 if the prompt ends there
-    admitted: tuple[SlotParams, ...]  # parameters of slots that begin with this step; they hold for later steps too
+    mask_rows: I32  # rows with `sample` set that need a grammar mask in the executor's sample()
+    prompt_logprob_rows: I32  # extend rows with logprobs of prompt tokens
+    prompt_logprob_offsets: I32  # by row of prompt_logprob_rows: index in the row of the first token that predicts a wanted token
+    prompt_logprob_nexts: I32  # by row of prompt_logprob_rows: the prompt token after the row; -1 if the prompt ends there
+    admitted: tuple[SlotParams, ...]  # parameters of slots that begin with this step, valid for later steps too
     table_slots: I32  # [updates]
     table_firsts: I32  # [updates]
     table_counts: I32  # [updates]
     table_pages: I32  # flat
-    # [rows], empty unless the executor drafts: draft tokens of a decode row, which then computes 1 + drafts positions. The
-    # executor alone knows the first one.
+    # [rows], empty unless the executor drafts: largest number of draft tokens of a decode row, which computes 1 + drafts
+    # positions. Only the executor knows the first of these positions.
     drafts: I32 = field(default_factory=no_tokens)
-    # Operations that begin once all steps launched before have ended. A plan of operations alone is IDLE: it is not launched
-    # and has no result.
+    # Operations that begin when all previously launched steps have ended. A plan with operations and no rows is IDLE: it is not
+    # launched and has no result.
     operations: tuple[PageOperation, ...] = ()
 
     @property
@@ -98,38 +99,39 @@ def idle_plan(operations: tuple[PageOperation, ...]) -> BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log probabilities of one output token: natural, fp32, of the raw logits."""
+    """Natural log probabilities of one output token in fp32, from the raw logits."""
 
-    sampled: float  # of the sampled token
-    top_ids: tuple[int, ...]
-    top: tuple[float, ...]  # of top_ids, falling
-    chosen: tuple[float, ...] = ()  # of params.logprob_token_ids, in their order
+    sampled: float  # log probability of the sampled token
+    top_ids: tuple[int, ...]  # most likely tokens, in descending order
+    top: tuple[float, ...]  # log probabilities of top_ids
+    chosen: tuple[float, ...] = ()  # log probabilities of params.logprob_token_ids, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log probabilities of n consecutive prompt tokens. The token prompt_logprob_nexts has no entry if it is -1."""
+    """Log probabilities of n consecutive prompt tokens. A row's last position has no entry if prompt_logprob_nexts is -1."""
 
     values: NDArray[np.float32]  # [n]
     top_ids: I32  # [n, k]
-    top: NDArray[np.float32]  # [n, k], falling
+    top: NDArray[np.float32]  # [n, k], in descending order
     chosen: NDArray[np.float32]  # [n, m]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step computed. Dictionaries have the row as key, and entries for the rows that want the value."""
+    """The results of one step. Dictionaries have the row as key, and entries for the rows that want the value."""
 
     step_id: int
-    # [rows], meaningful where plan.sample is set and the request samples. With `counts` it is flat: counts[r] tokens of row r,
-    # which are the accepted draft tokens and the first sampled token that was not drafted.
+    # [rows], valid if plan.sample is set and the request samples. With `counts`, the array is flat: row r has counts[r] tokens,
+    # the accepted draft tokens and the first sampled token that was not drafted.
     tokens: I32
-    faults: dict[int, RowFault] = field(default_factory=dict)  # of the row's last token
+    faults: dict[int, RowFault] = field(default_factory=dict)  # fault of the row's last token
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by index in tokens
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[dimensions]
     label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[labels], see ScoreParams
     counts: I32 | None = None  # [rows], 1 or more
     drafted: I32 | None = None  # [rows], draft tokens of each row, at most the planned number
-    predicted: NDArray[np.bool_] | None = None  # bool[rows], draft tokens came from the prediction; None if none did
-    seconds: float = 0.0  # that the executor worked on the step, waiting excluded; 0 if it was not measured
+    # bool[rows], whether draft tokens came from the prediction, or None if no row has such tokens.
+    predicted: NDArray[np.bool_] | None = None
+    seconds: float = 0.0  # time that the executor worked on the step, without waiting; 0 if it was not measured

@@ -1,8 +1,8 @@
 """KV reservations: pages of a prompt that a prefill worker keeps until a decode worker has read them.
 
-See docs/design/prefill-and-decode.md. A reservation pins the prompt's pages in the tree. It opens with the first computed pages
-and grows with each chunk. A reader that names number, epoch and secret may read these pages while the reservation is open, and
-no other pages.
+A reservation pins the prompt's pages in the tree. It opens with the first computed pages and grows with each chunk. A reader that
+presents number, epoch and secret may read these pages while the reservation is open, and no other pages. See
+docs/design/prefill-and-decode.md.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ PROOF_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KvReservation:
-    """The name of one reservation."""
+    """The name of one reservation, which its reader presents."""
 
     number: int  # 63 random bits
-    epoch: int  # of the worker's start
+    epoch: int  # epoch of the worker's start
     secret: bytes = field(repr=False)  # bytes[RESERVATION_SECRET_BYTES], made by the worker that owns the pages
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where a worker can read the first pages of a prompt."""
+    """A reservation in another worker, from which the first pages of a prompt can be read."""
 
     room: KvReservation
     address: str  # host:port of the other worker's KV port
-    num_pages: int
+    num_pages: int  # number of first pages that can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +43,49 @@ class OpenReservation:
 
     room: KvReservation
     tree: str  # name of the tree that has the pages
-    tokens: bytes  # int32 as bytes; the prompt's tokens up to the last page at least
-    pages: I32  # int32[n], in the prompt's order
-    opening: int = 0  # rises with every opening and growth on this worker; set by KvReservations
+    tokens: bytes  # prompt tokens as bytes of int32, at least up to the end of the last page
+    pages: I32  # int32[n], in the order of the prompt
+    opening: int = 0  # counts the openings and growths of all reservations of this worker; set by KvReservations
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationReleased:
-    """A reader's message that it needs a reservation no more, or the notice that the reader is gone."""
+    """The release of a reservation by its reader, or the notice that the reader has disconnected."""
 
     room: KvReservation
-    opening: int  # of the OpenReservation that the reader has read; the message does not concern later ones
+    opening: int  # opening that the reader has read; the release has no effect after a later opening
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationEvents:
-    """Changes of reservations since the last look, in the order of the fields.
+    """Changes of reservations since the last call, to be applied in the order of the fields.
 
-    A closed reservation may never have been open, or may open again with other pages. An opened one may be open already; it
-    then has further pages. A reservation closes before a step is launched that may write its pages.
+    A closed reservation may never have been open, or may open again with other pages. An opened reservation may be open already;
+    it then has more pages. A reservation closes before a step is launched that may write its pages.
     """
 
-    closed: Sequence[KvReservation] = ()  # of this worker
-    opened: Sequence[OpenReservation] = ()  # of this worker
-    left: Sequence[KvSource] = ()  # reservations of other workers that this worker needs no more
+    closed: Sequence[KvReservation] = ()  # reservations of this worker
+    opened: Sequence[OpenReservation] = ()  # reservations of this worker
+    left: Sequence[KvSource] = ()  # reservations of other workers that this worker needs no longer
 
 
 class Prover:
-    """Makes proofs of a prompt's first tokens, for rising numbers of tokens. It hashes each token once."""
+    """Makes proofs of growing prefixes of a prompt, and hashes each token once."""
 
     def __init__(self, secret: bytes, tree: str, tokens: bytes) -> None:
-        """Starts with an empty prefix. tokens: int32 as bytes, from the prompt's beginning."""
+        """Starts with an empty prefix.
+
+        Args:
+            secret: secret of the reservation.
+            tree: name of the prompt's tree.
+            tokens: prompt tokens as bytes of int32, from the beginning.
+        """
         name = tree.encode()
         self._digest = blake2b(len(name).to_bytes(8, "little") + name, key=secret, digest_size=PROOF_BYTES)
         self._tokens, self._end = memoryview(tokens), 0
 
     def up_to(self, end: int) -> bytes:
-        """Returns bytes[PROOF_BYTES], the proof of the first `end` bytes of the tokens."""
+        """Returns bytes[PROOF_BYTES], the proof of the first `end` bytes of the tokens. `end` must not decrease between calls."""
         assert self._end <= end <= len(self._tokens), "places rise, within the prompt"
         self._digest.update(self._tokens[self._end : end])
         self._end = end
@@ -87,5 +93,5 @@ class Prover:
 
 
 def proof(secret: bytes, tree: str, tokens: bytes) -> bytes:
-    """Returns bytes[PROOF_BYTES]. Reader and owner agree on it if tokens, weights, adapter and salt are the same."""
+    """Returns bytes[PROOF_BYTES]. Reader and owner get the same proof if tokens, weights, adapter and salt are the same."""
     return Prover(secret, tree, tokens).up_to(len(tokens))

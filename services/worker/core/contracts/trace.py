@@ -1,4 +1,4 @@
-"""The last events of all requests in one ring, to find out why a request was slow."""
+"""The last events of all requests in one ring, which show why a request was slow."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ MAX_EVENTS = 16384
 
 
 class TraceKind(enum.StrEnum):
-    """Kinds of events, with the meaning of `detail`."""
+    """Kinds of events. The comments explain the event's `detail`."""
 
     QUEUED = "queued"  # prompt tokens
     GATED = "gated"  # prompt tokens; the grammar is being compiled
-    UNGATED = "ungated"  # 0
+    UNGATED = "ungated"  # always 0
     IMPORTING = "importing"  # prompt tokens that may come from another tier
-    IMPORTED = "imported"  # those that came
-    ADMITTED = "admitted"  # tokens that a prefix hit gave
-    PREFILLED = "prefilled"  # tokens of KV once its last chunk, planned at this time, is computed
-    JUMPED = "jumped"  # output tokens, with those the grammar has added
-    RETRACTED = "retracted"  # output tokens kept
-    PREEMPTED = "preempted"  # output tokens kept
+    IMPORTED = "imported"  # prompt tokens that came from another tier
+    ADMITTED = "admitted"  # tokens that a prefix hit covered
+    PREFILLED = "prefilled"  # tokens whose KV exists when the last chunk, which was planned now, is computed
+    JUMPED = "jumped"  # output tokens, including the tokens that the grammar has added
+    RETRACTED = "retracted"  # output tokens so far
+    PREEMPTED = "preempted"  # output tokens so far
     ENDED = "ended"  # output tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One step of a request through the scheduler."""
+    """A transition of one request in the scheduler."""
 
     at: float  # seconds on the loop's clock
     request_id: str
     kind: TraceKind
-    detail: int
+    detail: int  # see TraceKind
 
 
 class TraceLog:

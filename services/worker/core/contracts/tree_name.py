@@ -1,20 +1,20 @@
 """The name of a tree of cached prefixes: the revision of the weights that computed its KV, and the requests' cache namespace.
 
-The revision keeps requests away from pages of other weights, even if the tree outlives a replacement of the weights. The tree
-of a deleted salt is retired: requests that were present keep it under a name of its own, and no other tier stores its pages.
+The revision separates requests from pages of other weights, even if the tree outlives a replacement of the weights. The tree of a
+deleted salt is retired: requests that were present continue to use it under a unique name, and no other tier stores its pages.
 """
 
 from __future__ import annotations
 
 from services.shared.index.cache_namespace import salt_of
 
-_END = "\n"  # of the revision, which has none
-_LENGTH = ":"  # behind the length that a namespace begins with; a revision has none
-_RETIRED = "retired-"  # no digest begins so
+_END = "\n"  # end of the revision, which never contains it
+_LENGTH = ":"  # follows the length at the beginning of a namespace; a revision never contains it
+_RETIRED = "retired-"  # beginning of a retired tree's revision; no digest begins like this
 
 
 def tree_name(revision: str, namespace: str) -> str:
-    """Returns the name. If the revision is empty, it is the namespace alone."""
+    """Returns the name of a tree. Without a revision, the name is the namespace."""
     assert _END not in revision, "a digest has one line"
     return f"{revision}{_END}{namespace}" if revision else namespace
 
@@ -31,7 +31,7 @@ def salt_of_tree(name: str) -> str:
 
 
 def retired_name(name: str, number: int) -> str:
-    """Returns the name of a retired tree. number: of the deletion, which makes the name unique."""
+    """Returns the unique name of a retired tree. `number` is the number of the deletion."""
     assert not is_retired(name), "a tree is retired once"
     return f"{_RETIRED}{number}{_END}{_namespace_of(name)}"
 
